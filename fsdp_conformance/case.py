@@ -1,0 +1,148 @@
+"""
+A case: one stable id, the requirements it binds, and what it needs. Bound to a test method by `conformance_case`.
+
+Case ids are `R001/exact-probe-sgd-ws2`: the primary requirement, the slug of the method, its axis values. They are keys of
+manifests, expectation files and run files, so an id is never renamed or used again; pytest's node ids are not used as keys,
+because they differ between a checkout and a wheel.
+"""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from parameterized import parameterized
+
+from fsdp_conformance.errors import ConfigError
+
+#: Attribute of a generated test method that holds its Case.
+CASE_ATTRIBUTE = "conformance_case"
+
+#: Environments that a case can ask for; the harness says which are present.
+ENVIRONMENTS = frozenset({"accelerator", "cuda", "nccl", "gloo", "pinned_memory"})
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What a run must know of a case without running it."""
+
+    id: str
+    requirements: tuple[str, ...]
+    """Requirement ids, the primary one first."""
+    chapter: str
+    """Letter of the contract's group."""
+    world_size: int
+    title: str
+    """The method's docstring: the expected behaviour as one statement."""
+    needs: tuple[str, ...] = ()
+    """Capability flags; if one is not declared, the verdict is UNSUPPORTED."""
+    environment: tuple[str, ...] = ()
+    """Members of ENVIRONMENTS; if one is absent, the verdict is NOT_RUN_ENV."""
+    kills: tuple[str, ...] = ()
+    """Known-wrong implementations (names in `fsdp_conformance.mutants`) that must fail this case."""
+    timeout_s: float = 60.0
+    axes: tuple[tuple[str, Any], ...] = ()
+    """The arguments of the test method, by name."""
+
+
+def conformance_case(
+    *requirements: str,
+    chapter: str,
+    slug: str | None = None,
+    axes: Mapping[str, Sequence[Any]] | None = None,
+    only: Callable[[dict[str, Any]], bool] | None = None,
+    world_size: int | Callable[[dict[str, Any]], int] | None = None,
+    needs: Sequence[str] | Callable[[dict[str, Any]], Sequence[str]] = (),
+    environment: Sequence[str] | Callable[[dict[str, Any]], Sequence[str]] = (),
+    kills: Sequence[str] | Callable[[dict[str, Any]], Sequence[str]] = (),
+    timeout_s: float = 60.0,
+) -> Callable[[F], F | None]:
+    """
+    Bind a test method to requirements, and expand it over its axes.
+
+    `axes` maps argument names to values; the methods of their product (filtered by `only`) replace the decorated one, in
+    the order of the axes. An axis named `world_size` sets the case's world size, otherwise `world_size` must be given.
+    `needs`, `environment`, `kills` and `world_size` may be functions of the axis values.
+
+    Raises ConfigError for a method without docstring, a requirement id of the wrong form, or an axis value that does not
+    make a stable id.
+    """
+    caller = inspect.currentframe()
+    namespace = caller.f_back.f_locals if caller is not None and caller.f_back is not None else None
+
+    def decorate(method: F) -> F | None:
+        stem = slug or method.__name__.removeprefix("test_").replace("_", "-")
+        title = " ".join((inspect.getdoc(method) or "").split("\n\n")[0].split())
+        where = f"conformance_case on {method.__qualname__}"
+        problems = []
+        if not requirements or not all(len(item) == 4 and item[0] == "R" and item[1:].isdigit() for item in requirements):
+            problems.append(f"requirements={requirements}, but should be ids such as 'R001', the primary one first")
+        if not title:
+            problems.append("the method has no docstring, but should have one: the expected behaviour as a statement")
+        if problems:
+            raise ConfigError(problems, where=where)
+
+        def make(values: dict[str, Any]) -> Case:
+            size = values.get("world_size", world_size(values) if callable(world_size) else world_size)
+            if not isinstance(size, int) or size < 1:
+                raise ConfigError([f"world_size={size!r}, but should be a positive int or an axis"], where=where)
+            tags = [_tag(name, value, where) for name, value in values.items() if name != "world_size"]
+            return Case(
+                id="-".join([f"{requirements[0]}/{stem}", *(tag for tag in tags if tag), f"ws{size}"]),
+                requirements=tuple(requirements),
+                chapter=chapter,
+                world_size=size,
+                title=title,
+                needs=tuple(needs(values) if callable(needs) else needs),
+                environment=tuple(environment(values) if callable(environment) else environment),
+                kills=tuple(kills(values) if callable(kills) else kills),
+                timeout_s=timeout_s,
+                axes=tuple(values.items()),
+            )
+
+        if not axes:
+            setattr(method, CASE_ATTRIBUTE, make({}))
+            return method
+        combinations = [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
+        combinations = [values for values in combinations if only is None or only(values)]
+        names: list[str] = []
+
+        def name_method(function: Callable[..., Any], num: str, param: Any) -> str:
+            case = make(combinations[int(num)])
+            names.append("test_" + case.id.split("/", 1)[1].replace("-", "_").replace(".", "_"))
+            return names[-1]
+
+        if namespace is None:
+            raise ConfigError(["no enclosing class body found"], where=where)
+        parameterized.expand(
+            [tuple(values.values()) for values in combinations], name_func=name_method, namespace=namespace
+        )(method)
+        if len(set(names)) != len(names):
+            raise ConfigError([f"axis values make the same name twice: {sorted(names)}"], where=where)
+        for name, values in zip(names, combinations, strict=True):
+            setattr(namespace[name], CASE_ATTRIBUTE, make(values))
+        return None
+
+    return decorate
+
+
+def _tag(name: str, value: Any, where: str) -> str:
+    """The part of a case id that an axis value makes: `sgd`, `prefetch`, `no_prefetch`, `k3`."""
+    if isinstance(value, bool):
+        return name.replace("_", "-") if value else "no-" + name.replace("_", "-")
+    if isinstance(value, int):
+        return f"{name.replace('_', '-')}{value}"
+    text = str(value).replace("_", "-")
+    if not text or not all(char.isalnum() or char in "-." for char in text) or text != text.lower():
+        raise ConfigError([f"axis value {name}={value!r}, but should be lower-case letters, digits, '-' or '.'"], where=where)
+    return text
+
+
+def case_of(method: Any) -> Case | None:
+    """The case that a test method is bound to, or None."""
+    return getattr(method, CASE_ATTRIBUTE, None)

@@ -1,0 +1,177 @@
+"""
+What a case asks an implementation to do: the plan, and the enums that it is made of.
+
+A plan is frozen data. It is checked when it is made, all problems in one error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from fsdp_conformance.errors import ConfigError
+
+
+class InitMode(StrEnum):
+    """When the model is moved to the compute device."""
+
+    BEFORE = "before"
+    """Built on the CPU, moved to the device, then wrapped."""
+    AFTER = "after"
+    """Built on the CPU, wrapped, then moved."""
+    NEVER = "never"
+    """Built on the CPU, wrapped, and never moved by the caller."""
+
+
+class Sharding(StrEnum):
+    """Which of parameters, gradients and optimizer state are sharded."""
+
+    FULL = "full"
+    """All three (ZeRO-3); parameters are resharded after forward."""
+    GRAD_OPTIM = "grad_optim"
+    """Gradients and optimizer state (ZeRO-2); parameters stay gathered from forward to backward."""
+    OPTIM = "optim"
+    """Optimizer state only (ZeRO-1)."""
+    NONE = "none"
+    """Nothing: replicated, gradients all-reduced."""
+    HYBRID = "hybrid"
+    """Full sharding inside a shard group, replicated over `Plan.replicas` groups."""
+    DEFAULT = "default"
+    """Whatever the adapter does when nothing is asked for."""
+
+
+class Offload(StrEnum):
+    """Where sharded parameters live between iterations."""
+
+    OFF = "off"
+    CPU = "cpu"
+    """On the CPU, pageable memory."""
+    CPU_PINNED = "cpu_pinned"
+
+
+class BackwardPrefetch(StrEnum):
+    """When the next unit's all-gather is issued in backward."""
+
+    DEFAULT = "default"
+    NONE = "none"
+    PRE = "pre"
+    """Before this unit's gradient computation."""
+    POST = "post"
+    """After it."""
+
+
+#: The capability flag that a sharding degree needs.
+SHARDING_CAPABILITY = {
+    Sharding.FULL: "zero3",
+    Sharding.GRAD_OPTIM: "zero2",
+    Sharding.OPTIM: "zero1",
+    Sharding.NONE: "no_shard",
+    Sharding.HYBRID: "hsdp",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """What the adapter is told before it builds anything. Equal on every rank."""
+
+    device: str = "cpu"
+    """Type of the compute device: cpu, cuda, or any accelerator that torch knows."""
+    init_mode: InitMode = InitMode.NEVER
+    sharding: Sharding = Sharding.DEFAULT
+    replicas: int = 1
+    """Number of replica groups under hybrid sharding; the world size divided by it is the shard group's size."""
+    reshard_after_forward: bool | int | None = None
+    """None: as the sharding degree implies; an int: reshard to a group of that size."""
+    offload: Offload = Offload.OFF
+    backward_prefetch: BackwardPrefetch = BackwardPrefetch.DEFAULT
+    forward_prefetch: bool = False
+    units: tuple[str, ...] = ()
+    """FQNs of the submodules that become one unit each, innermost first. The root is always a unit."""
+    ignored: tuple[str, ...] = ()
+    """FQNs of submodules that the implementation must leave alone."""
+    local_units: tuple[str, ...] = ()
+    """FQNs of units whose parameters belong to this rank alone (a size-1 group), such as experts."""
+    sync_module_states: bool = False
+    device_id: str | None = None
+    """An explicit device, with or without index, e.g. "cpu" or "cuda:0"."""
+    micro_batches: int = 1
+    """Micro-batches per step, for engines that want to know beforehand."""
+    micro_batch_size: int = 1
+    defer_reduction: bool = False
+    """True: gradients of all micro-batches but the last must not be reduced (no_sync)."""
+    max_norm: float | None = None
+    """Gradient clipping, for engines that take it at construction. `Adapter.step` gets it too."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """Options of a single adapter; no case of a profile sets it."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.replicas < 1:
+            problems.append(f"replicas={self.replicas}, but should be at least 1")
+        if self.replicas > 1 and self.sharding is not Sharding.HYBRID:
+            problems.append(f"replicas={self.replicas} with sharding={self.sharding}, but should be 1 unless sharding is hybrid")
+        if self.micro_batches < 1:
+            problems.append(f"micro_batches={self.micro_batches}, but should be at least 1")
+        if self.max_norm is not None and self.max_norm <= 0:
+            problems.append(f"max_norm={self.max_norm}, but should be positive")
+        repeated = sorted({unit for unit in self.units if self.units.count(unit) > 1})
+        if repeated:
+            problems.append(f"units names {', '.join(repeated)} more than once")
+        if problems:
+            raise ConfigError(problems, where="Plan")
+
+    def capabilities(self) -> frozenset[str]:
+        """The flags that an implementation must declare to be asked for this plan."""
+        needed = set()
+        if self.sharding in SHARDING_CAPABILITY:
+            needed.add(SHARDING_CAPABILITY[self.sharding])
+        if isinstance(self.reshard_after_forward, bool):
+            needed.add("reshard_after_forward")
+        elif self.reshard_after_forward is not None:
+            needed.add("reshard_int")
+        if self.offload is not Offload.OFF:
+            needed.add("cpu_offload_params")
+        if self.backward_prefetch is not BackwardPrefetch.DEFAULT:
+            needed.add("prefetch_backward")
+        if self.forward_prefetch:
+            needed.add("prefetch_forward")
+        if self.ignored:
+            needed.add("ignored_modules")
+        if self.local_units:
+            needed.add("subgroups")
+        if self.sync_module_states:
+            needed.add("sync_module_states")
+        if self.device_id is not None:
+            needed.add("device_id")
+        if self.defer_reduction:
+            needed.add("no_sync")
+        if self.max_norm is not None:
+            needed.add("clip_grad_norm")
+        if self.device == "cpu":
+            needed.add("cpu_compute")
+        else:
+            needed.add(f"init_{self.init_mode.value}")
+        return frozenset(needed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSettings:
+    """What a run was asked for; picklable, handed to every rank."""
+
+    implementation: str = "torch-fsdp2"
+    """An entry point's name, `package.module:Class`, or `path/to/file.py:Class`."""
+    profile: str = "core-2026.11"
+    device: str = "cpu"
+    world_sizes: tuple[int, ...] = ()
+    """Empty: every world size of the profile. Otherwise cases of other world sizes are DISABLED."""
+    cases: tuple[str, ...] = ()
+    """Case ids or requirement ids to run; empty: all of the profile."""
+    report_dir: str | None = None
+    reuse_ranks: bool = False
+    """Keep ranks alive across cases: quick, and refused for a certificate."""
+    deadline_scale: float = 1.0
+    """Multiplies every deadline: for slow machines and debuggers."""
+    seed: int = 20261121
+    num_threads: int = 1
+    """Intra-op threads per rank."""

@@ -1,0 +1,59 @@
+"""A collective as it was observed on one rank: the unit of every communication check."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class Op(StrEnum):
+    """The collective, whatever the backend or the torch version calls it."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    BROADCAST = "broadcast"
+    REDUCE = "reduce"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    ALL_TO_ALL = "all_to_all"
+    BARRIER = "barrier"
+    SEND = "send"
+    RECV = "recv"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveRecord:
+    """One collective call."""
+
+    seq: int
+    """Position among all collectives of this rank, from 0."""
+    op: Op
+    name: str
+    """The method of the process group that was called, e.g. "_allgather_base"."""
+    group: tuple[int, ...]
+    """Global ranks of the group."""
+    nbytes: int
+    """Bytes of the unsharded side: all-gather output, reduce-scatter input, all-reduce and broadcast buffer."""
+    dtype: str
+    """"float32"; several are joined by "/"; empty for a barrier."""
+    reduce_op: str = ""
+    """SUM, AVG, ...; empty for a collective that does not reduce."""
+    num_tensors: int = 1
+    """More than one for coalesced and list forms."""
+    step: int | None = None
+    phase: str = ""
+    """What the training loop was doing: setup, forward, backward, step, eval, observe."""
+    site: str = ""
+    """Innermost frame outside torch.distributed's own functions, "file.py:123 in function"."""
+
+    def line(self) -> str:
+        """The record in one line, without what may differ between machines (site, torch's name of the method)."""
+        size = f"{self.nbytes}B {self.dtype}" if self.dtype else ""
+        group = ",".join(map(str, self.group))
+        return " ".join(part for part in (self.phase, self.op.value, size, self.reduce_op, f"[{group}]") if part)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready mapping."""
+        return asdict(self)

@@ -1,0 +1,62 @@
+"""
+What was observed while a workload was trained on one rank, by an implementation or by a reference.
+
+Tensors are detached clones on the CPU, full (unsharded), under original FQNs: nothing here aliases live storage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fsdp_conformance.history.collective import CollectiveRecord
+
+#: FQN to full tensor, or None where there is no gradient.
+Tensors = dict[str, Tensor]
+Gradients = dict[str, Tensor | None]
+
+
+@dataclass(kw_only=True, slots=True)
+class StepRecord:
+    """One optimizer step."""
+
+    step: int
+    losses: list[Tensor]
+    """0-dim, one per micro-batch, of this rank."""
+    grads: Gradients | None = None
+    """Before clipping and before the optimizer step; None where the implementation does not expose gradients."""
+    clipped_grads: Gradients | None = None
+    grad_norm: Tensor | None = None
+    """What the implementation returned as total norm, 0-dim."""
+    params: Tensors = field(default_factory=dict)
+    """After the optimizer step."""
+    buffers: Tensors = field(default_factory=dict)
+    """After the optimizer step, of this rank."""
+    outputs: list[Any] = field(default_factory=list)
+    """Model outputs per micro-batch, only where the case asked for them."""
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainingHistory:
+    """A whole run on one rank."""
+
+    source: str
+    """Who was observed: "torch-ddp", "float64", "all-reduce", or the adapter's name."""
+    rank: int
+    world_size: int
+    initial_params: Tensors = field(default_factory=dict)
+    """After setup and before the first forward."""
+    initial_buffers: Tensors = field(default_factory=dict)
+    requires_grad: dict[str, bool] = field(default_factory=dict)
+    steps: list[StepRecord] = field(default_factory=list)
+    eval_outputs: list[Any] = field(default_factory=list)
+    collectives: list[CollectiveRecord] = field(default_factory=list)
+    """Of this run only, in order, each with step and phase."""
+    held_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes of local storage on this rank by kind ("params", "optim", "grads"), after the last step, each storage once."""
+    full_bytes: dict[str, int] = field(default_factory=dict)
+    """What an unsharded run holds for the same kinds."""
+    seconds: float = 0.0
+    """Wall time of the steps alone."""

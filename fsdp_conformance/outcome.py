@@ -1,0 +1,210 @@
+"""
+What comes back from a case: findings, a report per rank, the way each rank ended, and the record that the run file keeps.
+
+Standard library only: the controller, `verify` and the report read these without importing torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fsdp_conformance.verdict import Verdict
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """
+    One requirement seen not to hold: an argument that a person can check.
+
+    The fields are the data, `sentence()` the prose rendered from them. Unknown parts are None.
+    """
+
+    requirement: str
+    check: str
+    """Which oracle spoke, e.g. "gradient parity"."""
+    message: str
+    """What was seen, as `what=value, but should be expected`."""
+    step: int | None = None
+    phase: str | None = None
+    """init, forward, backward, reduce, step, reshard, eval or checkpoint."""
+    fqn: str | None = None
+    rank: int | None = None
+    element: tuple[int, ...] | None = None
+    """Index of the first differing element in the full tensor."""
+    got: str | None = None
+    expected: str | None = None
+    ratio: float | None = None
+    """got / expected at that element."""
+    ulps: float | None = None
+    """Distance in units in the last place of the expected value's dtype."""
+    bound: str | None = None
+    """"bitwise", or the tolerance with its derivation."""
+    differing: int | None = None
+    """How many elements of the tensor differ."""
+    elements: int | None = None
+    """How many elements the tensor has."""
+    call: str | None = None
+    """The collective or the call that last wrote the value, where known."""
+    likely: str | None = None
+    """The likely cause, from the signature of the difference."""
+
+    def where(self) -> str:
+        """The place of the divergence: step, phase, tensor, rank, element."""
+        parts = []
+        if self.step is not None:
+            parts.append(f"step {self.step}")
+        if self.phase is not None:
+            parts.append(self.phase)
+        if self.fqn is not None:
+            parts.append(f"{self.fqn!r}")
+        if self.rank is not None:
+            parts.append(f"rank {self.rank}")
+        if self.element is not None:
+            parts.append(f"element {list(self.element)}")
+        return " · ".join(parts)
+
+    def sentence(self) -> str:
+        """The finding in one line."""
+        place = self.where()
+        return f"{self.requirement} ({self.check}): {self.message}" + (f" [{place}]" if place else "")
+
+
+@dataclass(kw_only=True, slots=True)
+class CheckCount:
+    """How much an oracle looked at: a check that compared nothing proves nothing."""
+
+    comparisons: int = 0
+    elements: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankError:
+    """An exception that ended a rank's body."""
+
+    kind: str
+    """Qualified name of the exception's class."""
+    message: str
+    traceback: str
+    blame: str
+    """implementation, adapter, suite, environment or refusal."""
+    time: float
+    """time.monotonic() on this host when it was raised: the first rank to fail is the headline."""
+    problems: tuple[str, ...] = ()
+    capability: str | None = None
+
+
+@dataclass(kw_only=True, slots=True)
+class RankReport:
+    """What one rank has to say at the end of its body. Sent to the controller before the rank shuts down."""
+
+    rank: int
+    findings: list[Finding] = field(default_factory=list)
+    checks: dict[str, CheckCount] = field(default_factory=dict)
+    digests: dict[str, str] = field(default_factory=dict)
+    """Label ("params step 2 0.weight") to hash; the controller demands equality over the ranks that have the label."""
+    digest_requirements: dict[str, str] = field(default_factory=dict)
+    """Label prefix ("params", "schedule") to the requirement id that demands the equality."""
+    schedule: list[str] = field(default_factory=list)
+    """The collectives of this rank, one line each, in order."""
+    notes: list[str] = field(default_factory=list)
+    """What a reader of the certificate should know: under-declared capabilities, bounds used, shims."""
+    measurements: dict[str, Any] = field(default_factory=dict)
+    """Figures for the report: noise floors, bytes held, traffic."""
+    error: RankError | None = None
+    not_run: str | None = None
+    """Reason why this environment cannot tell (NOT_RUN_ENV)."""
+    inconclusive: str | None = None
+    """Reason why the references cannot judge (INCONCLUSIVE)."""
+    environment: dict[str, Any] = field(default_factory=dict)
+    """Seeds, thread counts, determinism settings and variables as applied in the rank."""
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready mapping; `rank_report_from_json` is its inverse."""
+        return asdict(self)
+
+
+@dataclass(kw_only=True, slots=True)
+class RankExit:
+    """How one rank's process ended, as the controller saw it."""
+
+    rank: int
+    pid: int | None
+    exitcode: int | None
+    """0, a positive exit code, minus the signal number, or None while it ran."""
+    time: float
+    """time.monotonic() of the end."""
+    reported: bool
+    """True if the rank's report was in before it ended."""
+    ended_by_controller: bool = False
+    """True if the controller ended it (deadline, or a peer had failed)."""
+    stack: str | None = None
+    """Python stacks of all its threads, taken on expiry of a deadline."""
+    last_collectives: list[str] = field(default_factory=list)
+    output: str = ""
+    """The tail of what the rank wrote to stdout and stderr."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CaseRecord:
+    """One line of the run file: the verdict on one case and its reasons."""
+
+    case: str
+    requirements: list[str]
+    chapter: str
+    verdict: Verdict
+    reason: str = ""
+    """One sentence; empty for a plain pass."""
+    findings: list[Finding] = field(default_factory=list)
+    consequences: list[str] = field(default_factory=list)
+    """What the other ranks said after the first one had failed, folded."""
+    world_size: int = 0
+    device: str = ""
+    ranks: str = "processes"
+    comparisons: int = 0
+    elements: int = 0
+    notes: list[str] = field(default_factory=list)
+    measurements: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    exits: list[RankExit] = field(default_factory=list)
+    schedule: list[str] = field(default_factory=list)
+    """Rank 0's collectives."""
+    repro: str = ""
+    """One line that runs this case again."""
+    seconds: float = 0.0
+    training_seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready mapping; `case_record_from_json` is its inverse."""
+        return asdict(self)
+
+
+def finding_from_json(data: Mapping[str, Any]) -> Finding:
+    """The inverse of `dataclasses.asdict` on a Finding."""
+    fields = dict(data)
+    if fields.get("element") is not None:
+        fields["element"] = tuple(fields["element"])
+    return Finding(**fields)
+
+
+def rank_report_from_json(data: Mapping[str, Any]) -> RankReport:
+    """The inverse of `RankReport.to_json`."""
+    fields = dict(data)
+    fields["findings"] = [finding_from_json(item) for item in fields.get("findings", ())]
+    fields["checks"] = {name: CheckCount(**count) for name, count in fields.get("checks", {}).items()}
+    if fields.get("error") is not None:
+        error = dict(fields["error"])
+        error["problems"] = tuple(error.get("problems", ()))
+        fields["error"] = RankError(**error)
+    return RankReport(**fields)
+
+
+def case_record_from_json(data: Mapping[str, Any]) -> CaseRecord:
+    """The inverse of `CaseRecord.to_json`."""
+    fields = dict(data)
+    fields["verdict"] = Verdict(fields["verdict"])
+    fields["findings"] = [finding_from_json(item) for item in fields.get("findings", ())]
+    fields["exits"] = [RankExit(**item) for item in fields.get("exits", ())]
+    return CaseRecord(**fields)

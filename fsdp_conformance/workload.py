@@ -1,0 +1,120 @@
+"""
+What is trained: a model, its batches and its loss, as functions, so that every rank and every reference builds its own.
+
+The words only; the models are in `fsdp_conformance.fixtures`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fsdp_conformance.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One micro-batch of one rank: what the model is called with, and what the loss needs beside its output."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    target: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchKey:
+    """Which micro-batch: batches are pure functions of it, so any process can compute any rank's."""
+
+    step: int
+    micro: int = 0
+    rank: int = 0
+    world_size: int = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """
+    A training problem. Everything is a pure function of its arguments and equal in every process.
+
+    `dtype` arguments are floating dtypes: float32 for the implementation and the DDP reference, float64 for the twin.
+    """
+
+    name: str
+    build: Callable[[int], nn.Module]
+    """build(rank): a new float32 model on the CPU. Equal on every rank but for `local_params`."""
+    batch: Callable[[BatchKey], Batch]
+    """A rank-dependent micro-batch on the CPU; floating tensors are float32."""
+    loss: Callable[[Any, Batch], Tensor]
+    """loss(output, batch): a scalar. The data-parallel gradient is the mean over ranks of its gradient."""
+    optimizers: dict[str, Callable[[Any], Optimizer]]
+    """By name ("sgd", "adam"): params (tensors or groups) to a stock torch optimizer."""
+    units: tuple[str, ...] = ()
+    """FQNs of submodules that are one unit each, innermost first, as `Plan.units`."""
+    local_units: tuple[str, ...] = ()
+    local_params: tuple[str, ...] = ()
+    """FQNs of parameters that are never averaged over ranks (experts); all under `local_units`."""
+    ignored: tuple[str, ...] = ()
+    exact: bool = False
+    """True: every correct float32 run is bitwise equal to the float64 one, in any reduction order."""
+    exact_steps: int = 3
+    """How many steps stay exact; more run out of mantissa."""
+    micro_batch_size: int = 1
+    capabilities: frozenset[str] = frozenset()
+    """Flags that the *model* needs (frozen_mixed, unused_divergent, ...). Undeclared ones are probed (R000)."""
+    traits: frozenset[str] = frozenset()
+    """What the references must know: "batch_norm" (per-rank buffers), "unused" (find_unused_parameters for DDP)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Regime:
+    """
+    How a workload is trained: the loop that the implementation and every reference go through alike.
+
+    A step is `micro_batches` forwards and backwards, then clipping, then the optimizer. `reduced[i]` says whether
+    the gradients of micro-batch i are reduced at once or deferred; the last one is always reduced.
+    """
+
+    optimizer: str = "sgd"
+    """Key of `Workload.optimizers`."""
+    steps: int = 3
+    micro_batches: int = 1
+    reduced: tuple[bool, ...] = ()
+    """Empty: all reduced. Otherwise one per micro-batch, the last True."""
+    max_norm: float | None = None
+    norm_type: float = 2.0
+    eval_before: tuple[int, ...] = ()
+    """Steps before which an eval-mode forward under no_grad runs, on the step's first micro-batch."""
+    eval_between: tuple[int, ...] = ()
+    """Steps in which such a forward runs between backward and the optimizer step."""
+    idle_forwards: int = 0
+    """Training-mode forwards without backward before each step's micro-batches."""
+    backwards_per_forward: int = 1
+    """2: the loss is split in halves, each with a backward of its own (retain_graph)."""
+    gradient_to_none: tuple[str, ...] = ()
+    """FQNs whose gradient is dropped before the optimizer step: freezing without the flag."""
+    frozen_at: tuple[tuple[int, tuple[str, ...]], ...] = ()
+    """(step, FQNs): from that step on exactly these parameters have requires_grad=False."""
+    keep_outputs: bool = False
+    """Note the model's outputs in the history."""
+    unused_parameters: bool = False
+    """Some parameters take no part in the loss: DDP needs find_unused_parameters."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.steps < 1:
+            problems.append(f"steps={self.steps}, but should be at least 1")
+        if self.reduced and (len(self.reduced) != self.micro_batches or not self.reduced[-1]):
+            problems.append(f"reduced={self.reduced}, but should have {self.micro_batches} entries, the last one True")
+        if self.backwards_per_forward not in (1, 2):
+            problems.append(f"backwards_per_forward={self.backwards_per_forward}, but should be 1 or 2")
+        if problems:
+            raise ConfigError(problems, where="Regime")
+
+    def is_reduced(self, micro: int) -> bool:
+        """Whether the gradients of micro-batch `micro` are reduced when its backward ends."""
+        return not self.reduced or self.reduced[micro]
