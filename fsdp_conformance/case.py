@@ -1,9 +1,9 @@
 """
 A case: one stable id, the requirements it binds, and what it needs. Bound to a test method by `conformance_case`.
 
-Case ids are `R001/exact-probe-sgd-ws2`: the primary requirement, the slug of the method, its axis values. They are keys of
-manifests, expectation files and run files, so an id is never renamed or used again; pytest's node ids are not used as keys,
-because they differ between a checkout and a wheel.
+Case ids are `R001/exact-probe-sgd-ws2`: the primary requirement, the slug of the method, its axis values. They are
+keys of manifests, expectation files and run files, so an id is never renamed or used again; pytest's node ids are not
+used as keys, because they differ between a checkout and a wheel.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def conformance_case(
     """
     Bind a test method to requirements, and expand it over its axes.
 
-    `axes` maps argument names to values; the methods of their product (filtered by `only`) replace the decorated one, in
-    the order of the axes. An axis named `world_size` sets the case's world size, otherwise `world_size` must be given.
-    `needs`, `environment`, `kills` and `world_size` may be functions of the axis values.
+    `axes` maps argument names to values; the methods of their product (filtered by `only`) replace the decorated one,
+    in the order of the axes. An axis named `world_size` sets the case's world size, otherwise `world_size` must be
+    given. `needs`, `environment`, `kills` and `world_size` may be functions of the axis values.
 
-    Raises ConfigError for a method without docstring, a requirement id of the wrong form, or an axis value that does not
-    make a stable id.
+    Raises ConfigError for a method without docstring, a requirement id of the wrong form, or an axis value that does
+    not make a stable id.
     """
     caller = inspect.currentframe()
     namespace = caller.f_back.f_locals if caller is not None and caller.f_back is not None else None
@@ -80,7 +80,8 @@ def conformance_case(
         title = " ".join((inspect.getdoc(method) or "").split("\n\n")[0].split())
         where = f"conformance_case on {method.__qualname__}"
         problems = []
-        if not requirements or not all(len(item) == 4 and item[0] == "R" and item[1:].isdigit() for item in requirements):
+        well_formed = all(len(item) == 4 and item[0] == "R" and item[1:].isdigit() for item in requirements)
+        if not requirements or not well_formed:
             problems.append(f"requirements={requirements}, but should be ids such as 'R001', the primary one first")
         if not title:
             problems.append("the method has no docstring, but should have one: the expected behaviour as a statement")
@@ -139,7 +140,9 @@ def _tag(name: str, value: Any, where: str) -> str:
         return f"{name.replace('_', '-')}{value}"
     text = str(value).replace("_", "-")
     if not text or not all(char.isalnum() or char in "-." for char in text) or text != text.lower():
-        raise ConfigError([f"axis value {name}={value!r}, but should be lower-case letters, digits, '-' or '.'"], where=where)
+        raise ConfigError(
+            [f"axis value {name}={value!r}, but should be lower-case letters, digits, '-' or '.'"], where=where
+        )
     return text
 
 

@@ -87,7 +87,16 @@ class Plan:
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.DEFAULT
     forward_prefetch: bool = False
     units: tuple[str, ...] = ()
-    """FQNs of the submodules that become one unit each, innermost first. The root is always a unit."""
+    """
+    FQNs of the submodules that become one unit each, innermost first. The root is always a unit.
+    "norm+head" is one unit made of two modules.
+    """
+    auto_wrap: str | None = None
+    """
+    Let the implementation choose the units: "size:N" (at least N elements) or "class:Name" (modules of that class).
+    """
+    shard_dim: int = 0
+    """Dimension along which parameters that have it are sharded."""
     ignored: tuple[str, ...] = ()
     """FQNs of submodules that the implementation must leave alone."""
     local_units: tuple[str, ...] = ()
@@ -110,11 +119,15 @@ class Plan:
         if self.replicas < 1:
             problems.append(f"replicas={self.replicas}, but should be at least 1")
         if self.replicas > 1 and self.sharding is not Sharding.HYBRID:
-            problems.append(f"replicas={self.replicas} with sharding={self.sharding}, but should be 1 unless sharding is hybrid")
+            problems.append(
+                f"replicas={self.replicas} with sharding={self.sharding}, but should be 1 unless sharding is hybrid"
+            )
         if self.micro_batches < 1:
             problems.append(f"micro_batches={self.micro_batches}, but should be at least 1")
         if self.max_norm is not None and self.max_norm <= 0:
             problems.append(f"max_norm={self.max_norm}, but should be positive")
+        if self.auto_wrap is not None and (self.units or self.auto_wrap.partition(":")[0] not in ("size", "class")):
+            problems.append(f"auto_wrap={self.auto_wrap!r}, but should be 'size:N' or 'class:Name', without units")
         repeated = sorted({unit for unit in self.units if self.units.count(unit) > 1})
         if repeated:
             problems.append(f"units names {', '.join(repeated)} more than once")
@@ -136,6 +149,12 @@ class Plan:
             needed.add("prefetch_backward")
         if self.forward_prefetch:
             needed.add("prefetch_forward")
+        if any("+" in unit for unit in self.units):
+            needed.add("multi_module_unit")
+        if self.auto_wrap is not None:
+            needed.add("auto_wrap")
+        if self.shard_dim != 0:
+            needed.add("shard_dim")
         if self.ignored:
             needed.add("ignored_modules")
         if self.local_units:

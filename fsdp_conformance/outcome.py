@@ -1,5 +1,6 @@
 """
-What comes back from a case: findings, a report per rank, the way each rank ended, and the record that the run file keeps.
+What comes back from a case: findings, a report per rank, the way each rank ended, and the record that the run file
+keeps.
 
 Standard library only: the controller, `verify` and the report read these without importing torch.
 """
@@ -102,6 +103,8 @@ class RankReport:
     rank: int
     findings: list[Finding] = field(default_factory=list)
     checks: dict[str, CheckCount] = field(default_factory=dict)
+    asked: list[str] = field(default_factory=list)
+    """Capability flags that the plans and the models of this body asked for."""
     digests: dict[str, str] = field(default_factory=dict)
     """Label ("params step 2 0.weight") to hash; the controller demands equality over the ranks that have the label."""
     digest_requirements: dict[str, str] = field(default_factory=dict)
@@ -160,6 +163,8 @@ class CaseRecord:
     findings: list[Finding] = field(default_factory=list)
     consequences: list[str] = field(default_factory=list)
     """What the other ranks said after the first one had failed, folded."""
+    traceback: str = ""
+    """Of the first rank that raised."""
     world_size: int = 0
     device: str = ""
     ranks: str = "processes"

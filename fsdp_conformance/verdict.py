@@ -2,7 +2,8 @@
 The twelve things a run can say about a case, and the order in which they outrank each other.
 
 PASS is the only verdict that says "the requirement was seen to hold". Everything that could not be told apart from a
-failure (a reference that disagrees with itself, a rank that never answered, a device that is not there) has a verdict of its own.
+failure (a reference that disagrees with itself, a rank that never answered, a device that is not there) has a verdict
+of its own.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ class Verdict(StrEnum):
     XPASS = "XPASS"
     """The expectation file says that the case fails, and it passed: the entry is stale."""
     FAIL = "FAIL"
-    """A comparison did not hold."""
+    """A comparison did not hold, or the implementation raised where it had to train."""
     HANG = "HANG"
     """A rank passed its deadline."""
     CRASH = "CRASH"
-    """A rank ended by a signal or with an exit code of its own, or raised where it had to train."""
+    """A rank ended by a signal or with an exit code of its own, before its report was in."""
     ERROR_ADAPTER = "ERROR_ADAPTER"
     """The adapter broke the protocol: nothing is known about the implementation."""
     ERROR_SUITE = "ERROR_SUITE"

@@ -38,6 +38,8 @@ class CollectiveRecord:
     """Bytes of the unsharded side: all-gather output, reduce-scatter input, all-reduce and broadcast buffer."""
     dtype: str
     """"float32"; several are joined by "/"; empty for a barrier."""
+    device: str = ""
+    """Type of the device that the tensors are on; empty for a barrier."""
     reduce_op: str = ""
     """SUM, AVG, ...; empty for a collective that does not reduce."""
     num_tensors: int = 1

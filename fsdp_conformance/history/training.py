@@ -55,7 +55,7 @@ class TrainingHistory:
     collectives: list[CollectiveRecord] = field(default_factory=list)
     """Of this run only, in order, each with step and phase."""
     held_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes of local storage on this rank by kind ("params", "optim", "grads"), after the last step, each storage once."""
+    """Bytes of local storage on this rank by kind ("params", "optim", "grads"): after the last step, each once."""
     full_bytes: dict[str, int] = field(default_factory=dict)
     """What an unsharded run holds for the same kinds."""
     seconds: float = 0.0

@@ -1,0 +1,318 @@
+"""
+A profile: the frozen list of cases that a certificate is computed from, with its hash.
+
+    python -m fsdp_conformance.contract.profile --check core-2026.11
+    python -m fsdp_conformance.contract.profile --write core-2026.11
+    python -m fsdp_conformance.contract.profile --write smoke --only R001/exact-probe-ws2 ... --not-certifying
+
+A profile that was released never changes: a new case waits for the next one. The hash covers all but titles, which are
+for people. This is the only module here that imports the suites, and only for these commands.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import importlib
+import json
+import pkgutil
+import sys
+import unittest
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_conformance.case import Case, case_of
+from fsdp_conformance.contract.requirement import Contract, Level, load
+from fsdp_conformance.errors import ConfigError, ConformanceError, SuiteError, UsageError
+
+#: Rises when the *meaning* of running a case changes, not when cases are added.
+INTERPRETATION = 1
+
+#: The package whose modules hold the cases.
+SUITES = "fsdp_conformance.suites"
+
+PROFILES = Path(__file__).parent / "profiles"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One case of a profile: what a certificate must know of it."""
+
+    id: str
+    requirements: tuple[str, ...]
+    world_size: int
+    level: Level
+    """Of the primary requirement."""
+    needs: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
+    title: str = ""
+    """Not part of the hash."""
+
+    @property
+    def primary(self) -> str:
+        """The requirement that the case is about."""
+        return self.requirements[0]
+
+    def hashed(self) -> dict[str, Any]:
+        """What the hash covers."""
+        return {key: value for key, value in asdict(self).items() if key != "title"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """A frozen list of cases."""
+
+    name: str
+    interpretation: int
+    entries: tuple[Entry, ...]
+    """By id, in order."""
+    certifies: bool = True
+    """False for a selection that is run for a quick look."""
+    by_id: Mapping[str, Entry] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "by_id", {entry.id: entry for entry in self.entries})
+
+    @property
+    def sha256(self) -> str:
+        """The hash of everything that a verdict depends on."""
+        content = {
+            "name": self.name,
+            "interpretation": self.interpretation,
+            "certifies": self.certifies,
+            "cases": [entry.hashed() for entry in self.entries],
+        }
+        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def selected(self, cases: Sequence[str], world_sizes: Sequence[int]) -> tuple[Entry, ...]:
+        """
+        The entries of these case or requirement ids and of these world sizes; empty lists choose all.
+
+        Raises ConfigError for ids and sizes that choose nothing.
+        """
+        known = {name for entry in self.entries for name in (entry.id, *entry.requirements)}
+        problems = []
+        for case in cases:
+            if case not in known:
+                near = difflib.get_close_matches(case, sorted(known), n=3, cutoff=0.5)
+                hint = f" Did you mean {', '.join(near)}?" if near else ""
+                problems.append(
+                    f"case={case!r}, but should be the id of a case or of a requirement that has one.{hint}"
+                )
+        sizes = sorted({entry.world_size for entry in self.entries})
+        problems += [
+            f"world_size={size}, but should be one of {', '.join(map(str, sizes))}"
+            for size in world_sizes
+            if size not in sizes
+        ]
+        if problems:
+            raise ConfigError(problems, where=f"profile {self.name}")
+        return tuple(
+            entry
+            for entry in self.entries
+            if (not cases or not {entry.id, *entry.requirements}.isdisjoint(cases))
+            and (not world_sizes or entry.world_size in world_sizes)
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready mapping; `profile_from_json` is its inverse."""
+        return {
+            "name": self.name,
+            "interpretation": self.interpretation,
+            "certifies": self.certifies,
+            "sha256": self.sha256,
+            "cases": [asdict(entry) for entry in self.entries],
+        }
+
+
+def names() -> list[str]:
+    """The profiles that are shipped."""
+    return sorted(path.stem for path in PROFILES.glob("*.json"))
+
+
+def load_profile(name: str) -> Profile:
+    """
+    The profile of that name, or in the file of that path.
+
+    Raises UsageError if there is none, or if its content does not have the hash that it states.
+    """
+    path = Path(name) if name.endswith(".json") else PROFILES / f"{name}.json"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        near = difflib.get_close_matches(name, names(), n=1, cutoff=0.4)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise UsageError(
+            f"profile={name!r}, but should be one of {', '.join(names()) or 'none'} or the path of a .json file.{hint}"
+        ) from error
+    return profile_from_json(text, where=str(path))
+
+
+def profile_from_json(text: str, *, where: str) -> Profile:
+    """The profile of a file's text. Raises UsageError if it is none, or not as it was written."""
+    try:
+        data = json.loads(text)
+        profile = Profile(
+            name=data["name"],
+            interpretation=data["interpretation"],
+            certifies=data["certifies"],
+            entries=tuple(_entry(item) for item in data["cases"]),
+        )
+        stated = data["sha256"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"{where} is not a profile: {type(error).__name__}: {error}") from error
+    if profile.sha256 != stated:
+        raise UsageError(
+            f"sha256={profile.sha256[:12]} of the content, but should be {stated[:12]} [{where}]. "
+            "A profile is written by `python -m fsdp_conformance.contract.profile --write`, never by hand."
+        )
+    return profile
+
+
+def _entry(item: Mapping[str, Any]) -> Entry:
+    return Entry(
+        id=item["id"],
+        requirements=tuple(item["requirements"]),
+        world_size=item["world_size"],
+        level=Level(item["level"]),
+        needs=tuple(item["needs"]),
+        environment=tuple(item["environment"]),
+        title=item["title"],
+    )
+
+
+def collect_cases(package: str = SUITES) -> list[Case]:
+    """
+    Every case of the package's modules, by id. Imports them, and with them torch.
+
+    Raises SuiteError if an id comes twice.
+    """
+    root = importlib.import_module(package)
+    found: dict[str, tuple[Case, str]] = {}
+    problems = []
+    for module_info in sorted(pkgutil.iter_modules(root.__path__, f"{package}."), key=lambda info: info.name):
+        module = importlib.import_module(module_info.name)
+        for place, case in _cases_in(vars(module), module.__name__):
+            if case.id in found:
+                problems.append(f"{case.id} is bound to {found[case.id][1]} and to {place}")
+            found[case.id] = (case, place)
+    if problems:
+        raise SuiteError("; ".join(problems))
+    return [case for case, _ in (found[case_id] for case_id in sorted(found))]
+
+
+def _cases_in(names_of_module: Mapping[str, Any], module: str) -> Iterable[tuple[str, Case]]:
+    for value in names_of_module.values():
+        # A class that was imported from another suite is that suite's.
+        if isinstance(value, type) and issubclass(value, unittest.TestCase) and value.__module__ == module:
+            for name in dir(value):
+                case = case_of(getattr(value, name, None))
+                if case is not None:
+                    yield f"{module}.{value.__qualname__}.{name}", case
+
+
+def profile_of(
+    name: str,
+    cases: Iterable[Case],
+    *,
+    only: Sequence[str] = (),
+    certifies: bool = True,
+    contract: Contract | None = None,
+) -> Profile:
+    """
+    The profile that these cases make.
+
+    `only` are the ids that are taken; empty takes all. Raises ConfigError for requirements that the contract does not
+    know, and for ids that no case has.
+    """
+    contract = contract or load()
+    by_id = {case.id: case for case in cases}
+    problems = [f"case={case_id!r}, but no suite has a case of that id" for case_id in only if case_id not in by_id]
+    chosen = [by_id[case_id] for case_id in sorted(set(only) & by_id.keys() if only else by_id)]
+    problems += [
+        f"{case.id}: requirement={requirement!r}, but should be one of the contract's"
+        for case in chosen
+        for requirement in case.requirements
+        if requirement not in contract.requirements
+    ]
+    if problems:
+        raise ConfigError(problems, where=f"profile {name}")
+    entries = tuple(
+        Entry(
+            id=case.id,
+            requirements=case.requirements,
+            world_size=case.world_size,
+            level=contract[case.requirements[0]].level,
+            needs=case.needs,
+            environment=case.environment,
+            title=case.title,
+        )
+        for case in chosen
+    )
+    return Profile(name=name, interpretation=INTERPRETATION, entries=entries, certifies=certifies)
+
+
+def difference(ours: Profile, theirs: Profile) -> list[str]:
+    """What distinguishes two profiles, one sentence each; empty if they are equal, titles included."""
+    problems = []
+    for label, left, right in (
+        ("interpretation", ours.interpretation, theirs.interpretation),
+        ("certifies", ours.certifies, theirs.certifies),
+    ):
+        if left != right:
+            problems.append(f"{label}={left}, but the suites make {right}")
+    problems += [f"{case_id} is not in the profile" for case_id in theirs.by_id.keys() - ours.by_id.keys()]
+    problems += [f"{case_id} is in no suite" for case_id in ours.by_id.keys() - theirs.by_id.keys()]
+    for case_id in ours.by_id.keys() & theirs.by_id.keys():
+        mine, other = asdict(ours.by_id[case_id]), asdict(theirs.by_id[case_id])
+        problems += [
+            f"{case_id}: {key}={mine[key]!r}, but the suites say {other[key]!r}"
+            for key in mine
+            if mine[key] != other[key]
+        ]
+    return sorted(problems)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write or check profiles. Exit status 0, 1 if a profile differs from the suites, or that of the error."""
+    parser = argparse.ArgumentParser(prog="python -m fsdp_conformance.contract.profile", description=__doc__)
+    action = parser.add_mutually_exclusive_group(required=True)
+    action.add_argument("--write", metavar="NAME", help="write profiles/NAME.json from the suites")
+    action.add_argument("--check", metavar="NAME", help="compare profiles/NAME.json with the suites")
+    parser.add_argument("--only", nargs="+", default=[], metavar="ID", help="take these cases only")
+    parser.add_argument("--not-certifying", action="store_true", help="no certificate is given on this profile")
+    parser.add_argument("--suites", default=SUITES, metavar="PACKAGE", help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, metavar="FILE", help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    try:
+        cases = collect_cases(options.suites)
+        if options.write:
+            profile = profile_of(options.write, cases, only=options.only, certifies=not options.not_certifying)
+            path = options.output or PROFILES / f"{options.write}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
+            print(f"{path}: {len(profile.entries)} cases, sha256 {profile.sha256[:12]}")
+            return 0
+        return _check(load_profile(str(options.output or options.check)), cases)
+    except ConformanceError as error:
+        print(f"profile: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+def _check(profile: Profile, cases: Sequence[Case]) -> int:
+    only = () if profile.certifies else tuple(set(profile.by_id) & {case.id for case in cases})
+    problems = difference(profile, profile_of(profile.name, cases, only=only, certifies=profile.certifies))
+    for problem in problems:
+        print(problem)
+    print(
+        f"{profile.name}: {len(profile.entries)} cases, "
+        + (f"{len(problems)} differences" if problems else "as the suites say")
+    )
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""A requirement, and the contract that holds all of them, read from `requirements.toml`."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import importlib.resources
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from fsdp_conformance.errors import ConfigError, UsageError
+
+#: Chapter letter to title, in the order of the contract.
+CHAPTERS: Mapping[str, str] = {
+    "0": "Everywhere",
+    "A": "Numerical parity with DDP",
+    "B": "Init modes and device placement",
+    "C": "Deferred (meta) initialisation",
+    "D": "Parameter lifecycle and memory",
+    "E": "Full-parameter access outside forward and backward",
+    "F": "State machine and misuse",
+    "G": "Communication schedule and volume",
+    "H": "Overlap, prefetch, stream safety",
+    "I": "Mixed precision",
+    "J": "Gradient accumulation",
+    "K": "Gradient clipping and loss scaling",
+    "L": "Shared (tied) parameters",
+    "M": "Frozen and ignored parameters",
+    "N": "Unused parameters and rank-divergent graphs",
+    "O": "Uneven and padded shards",
+    "P": "Nesting and auto-wrap",
+    "Q": "Buffers and batch norm",
+    "R": "Activation checkpointing",
+    "S": "Parameter and optimizer offload",
+    "T": "Optimizer integration and optimizer state",
+    "U": "State dict, checkpoint, resharding",
+    "V": "Hybrid sharding, sub-groups, experts, composition",
+    "W": "Multiple forwards and re-entrancy",
+    "X": "Inputs and outputs",
+    "Y": "Hooks",
+    "Z": "Failure",
+    "AA": "Reducer semantics (component)",
+    "AB": "Reduce-scatter bucketing (component)",
+    "AC": "Chunk and memory pool (component)",
+    "AD": "Mesh collectives and cost model (component)",
+    "AE": "Simulated ranks (component)",
+}
+
+#: How a requirement can be observed.
+OBSERVATIONS: Mapping[str, str] = {
+    "BB": "black box: build, forward, backward, step, compare",
+    "FULL": "full parameters or gradients under original names, through the adapter",
+    "COMM": "collectives recorded at the process group",
+    "MEM": "bytes held",
+    "ST": "the adapter's view of shards and of unsharded units",
+    "API": "the operation itself, through the adapter",
+    "TIME": "ratios of durations; reported, never judged by a clock alone",
+}
+
+
+class Level(StrEnum):
+    """How binding a requirement is."""
+
+    MUST = "M"
+    """For everybody."""
+    DECLARED = "C"
+    """For whoever declares the flag; who does not must refuse loudly (R000)."""
+    SHOULD = "S"
+    """Measured and reported; does not fail a certificate."""
+
+    @property
+    def word(self) -> str:
+        """The level as a word for reports."""
+        return {"M": "MUST", "C": "MUST if declared", "S": "SHOULD"}[self.value]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Requirement:
+    """One thing that an implementation owes its users."""
+
+    id: str
+    name: str
+    """A few words, for headlines."""
+    level: Level
+    chapter: str
+    """A key of CHAPTERS."""
+    sentence: str
+    """The requirement itself: what holds, as a statement."""
+    observation: tuple[str, ...]
+    """Keys of OBSERVATIONS."""
+    flags: tuple[str, ...] = ()
+    """Capabilities that it concerns. In a mandatory requirement a flag excuses only the part that needs it."""
+    source: tuple[str, ...] = ()
+    """Upstream tests and issues that pin it; "derived" where it is an inference."""
+    look_at: str = ""
+    """Where to look if it fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Contract:
+    """All requirements by id, in order, and the flags that the contract names ahead of `capability.CAPABILITIES`."""
+
+    requirements: Mapping[str, Requirement]
+    future_flags: Mapping[str, str]
+    """Flag to the sentence that it will have."""
+
+    def __getitem__(self, requirement_id: str) -> Requirement:
+        """The requirement of that id; UsageError with the nearest ids if there is none."""
+        try:
+            return self.requirements[requirement_id]
+        except KeyError:
+            near = difflib.get_close_matches(requirement_id, self.requirements, n=3, cutoff=0.5)
+            hint = f"; did you mean {', '.join(near)}?" if near else ""
+            last = max(self.requirements, default="none")
+            raise UsageError(f"requirement={requirement_id!r}, but should be one of R000 to {last}{hint}") from None
+
+    def chapter(self, requirement_id: str) -> str:
+        """The letter of the requirement's chapter."""
+        return self[requirement_id].chapter
+
+
+@functools.cache
+def load() -> Contract:
+    """The contract that is shipped with this package."""
+    return parse(importlib.resources.files(__package__).joinpath("requirements.toml").read_text(encoding="utf-8"))
+
+
+def parse(text: str) -> Contract:
+    """
+    A contract from the text of a `requirements.toml`.
+
+    Raises ConfigError with every problem found: a field that is missing, unknown or of the wrong type, an id that comes
+    twice.
+    """
+    document = tomllib.loads(text)
+    problems: list[str] = []
+    requirements: dict[str, Requirement] = {}
+    for number, table in enumerate(document.get("requirement", []), start=1):
+        where = table.get("id", f"entry {number}")
+        found = _problems(table)
+        if where in requirements:
+            found.append("the id comes twice")
+        problems += [f"{where}: {problem}" for problem in found]
+        if not found:
+            requirements[table["id"]] = _requirement(table)
+    if problems:
+        raise ConfigError(problems, where="requirements.toml")
+    return Contract(requirements=requirements, future_flags=dict(document.get("future_flags", {})))
+
+
+_TEXTS = ("id", "name", "level", "chapter", "sentence")
+_OPTIONAL_TEXTS = ("look_at",)
+_LISTS = ("observation",)
+_OPTIONAL_LISTS = ("flags", "source")
+
+
+def _problems(table: Mapping[str, Any]) -> list[str]:
+    problems = [f"{key} is missing" for key in (*_TEXTS, *_LISTS) if key not in table]
+    known = (*_TEXTS, *_OPTIONAL_TEXTS, *_LISTS, *_OPTIONAL_LISTS)
+    problems += [f"{key} is not a field; fields are {', '.join(known)}" for key in table if key not in known]
+    problems += [
+        f"{key}={table[key]!r}, but should be a non-empty string"
+        for key in (*_TEXTS, *_OPTIONAL_TEXTS)
+        if key in table and not (isinstance(table[key], str) and table[key].strip())
+    ]
+    problems += [
+        f"{key}={table[key]!r}, but should be a list of strings"
+        for key in (*_LISTS, *_OPTIONAL_LISTS)
+        if key in table and not (isinstance(table[key], list) and all(isinstance(item, str) for item in table[key]))
+    ]
+    if "level" in table and table["level"] not in tuple(Level):
+        problems.append(f"level={table['level']!r}, but should be M, C or S")
+    return problems
+
+
+def _requirement(table: Mapping[str, Any]) -> Requirement:
+    return Requirement(
+        id=table["id"],
+        name=table["name"],
+        level=Level(table["level"]),
+        chapter=table["chapter"],
+        sentence=table["sentence"],
+        observation=tuple(table["observation"]),
+        flags=tuple(table.get("flags", ())),
+        source=tuple(table.get("source", ())),
+        look_at=table.get("look_at", ""),
+    )

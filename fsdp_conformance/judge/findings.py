@@ -1,0 +1,122 @@
+"""Findings of several ranks, made one list: first divergence first, the same on several ranks said once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fsdp_conformance.case import Case
+from fsdp_conformance.judge.endings import ranks_in_words
+from fsdp_conformance.outcome import Finding, RankReport
+
+#: Findings kept in a record; the first divergence comes first, so the rest is repetition.
+MAX_FINDINGS = 40
+
+_STEP = re.compile(r"\bstep (\d+)\b")
+
+#: Where a phase stands in a step. What has no step and no such phase (structure, bytes held) diverges first.
+_PHASES = ("init", "forward", "backward", "reduce", "step", "reshard", "eval", "checkpoint")
+
+
+def sorted_and_folded(
+    reports: Sequence[RankReport], digests: Sequence[Finding], *, world_size: int
+) -> tuple[list[Finding], int]:
+    """
+    The findings of all ranks, and how many were left out.
+
+    What differs in nothing but the rank becomes one finding.
+    """
+    numbered = [(index, finding) for report in reports for index, finding in enumerate(report.findings)]
+    numbered += [(0, finding) for finding in digests]
+    ranks: dict[Finding, list[int]] = {}
+    for _, finding in sorted(numbered, key=lambda item: _place(*item)):
+        seen = ranks.setdefault(replace(finding, rank=None), [])
+        if finding.rank is not None and finding.rank not in seen:
+            seen.append(finding.rank)
+    folded = [_folded(finding, sorted(seen), world_size) for finding, seen in ranks.items()]
+    return folded[:MAX_FINDINGS], max(0, len(folded) - MAX_FINDINGS)
+
+
+def digest_findings(case: Case, reports: Sequence[RankReport]) -> list[Finding]:
+    """What should be equal on all ranks that have it, and is not."""
+    findings = []
+    for label in dict.fromkeys(label for report in reports for label in report.digests):
+        by_digest: dict[str, list[int]] = {}
+        for report in reports:
+            if label in report.digests:
+                by_digest.setdefault(report.digests[label], []).append(report.rank)
+        if len(by_digest) > 1:
+            findings.append(_digest_finding(case, label, by_digest, reports))
+    return findings
+
+
+def _place(index: int, finding: Finding) -> tuple[int, int, int, int, int]:
+    """Sort key: how early in the run the finding shows."""
+    phase = _PHASES.index(finding.phase) if finding.phase in _PHASES else len(_PHASES)
+    stage = 1
+    if finding.step is None:
+        stage = 0 if finding.phase in (None, "init") else 2
+    return stage, finding.step or 0, phase, index, finding.rank or 0
+
+
+def _folded(finding: Finding, ranks: Sequence[int], world_size: int) -> Finding:
+    if len(ranks) < 2:
+        return replace(finding, rank=ranks[0] if ranks else None)
+    who = "every rank" if len(ranks) == world_size else ranks_in_words(ranks)
+    return replace(finding, rank=ranks[0], message=f"{finding.message} (the same on {who})")
+
+
+def _digest_finding(case: Case, label: str, by_digest: dict[str, list[int]], reports: Sequence[RankReport]) -> Finding:
+    # The larger group is taken as right; of equal ones that with the lowest rank.
+    groups = sorted(by_digest.items(), key=lambda item: (-len(item[1]), item[1]))
+    (right, agreeing), (wrong, differing) = groups[0], min(groups[1:], key=lambda item: item[1])
+    name, step, fqn = _parse_label(label)
+    sides = " | ".join(f"{ranks_in_words(ranks)} {digest[:12]}" for digest, ranks in groups)
+    message, likely = f"{label} differs between ranks: {sides}, but should be equal", None
+    unlike = _first_unlike(reports, agreeing[0], differing[0]) if name == "schedule" else None
+    if unlike is not None:
+        index, right, wrong = unlike
+        message = (
+            f"collective {index} differs between ranks: {wrong or 'none'} on {ranks_in_words(differing)}, "
+            f"but should be as on {ranks_in_words(agreeing)}: {right or 'none'}"
+        )
+        likely = "ranks issue different collectives"
+    return Finding(
+        requirement=_digest_requirement(case, label, reports),
+        check="equality over ranks",
+        message=message,
+        step=step,
+        fqn=fqn,
+        rank=differing[0],
+        got=wrong[:80],
+        expected=right[:80],
+        bound="bitwise",
+        likely=likely,
+    )
+
+
+def _parse_label(label: str) -> tuple[str, int | None, str | None]:
+    """("params", 2, "0.weight") of "params step 2 0.weight"."""
+    name = label.split(" ", 1)[0]
+    found = _STEP.search(label)
+    rest = (label[found.end() :] if found else label[len(name) :]).strip()
+    return name, int(found[1]) if found else None, rest or None
+
+
+def _digest_requirement(case: Case, label: str, reports: Sequence[RankReport]) -> str:
+    """That of the longest prefix that somebody named; by default the one that the case is about."""
+    demands = {prefix: requirement for report in reports for prefix, requirement in report.digest_requirements.items()}
+    prefixes = [prefix for prefix in demands if label.startswith(prefix)]
+    return demands[max(prefixes, key=len)] if prefixes else case.requirements[0]
+
+
+def _first_unlike(reports: Sequence[RankReport], right: int, wrong: int) -> tuple[int, str, str] | None:
+    """Index and both lines of the first collective in which two ranks differ."""
+    by_rank = {report.rank: report.schedule for report in reports}
+    ours, theirs = by_rank[right], by_rank[wrong]
+    for index in range(max(len(ours), len(theirs))):
+        expected, got = ([*lines[index : index + 1], ""][0] for lines in (ours, theirs))
+        if expected != got:
+            return index, expected, got
+    return None

@@ -1,0 +1,272 @@
+"""The verdict on a case that ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fsdp_conformance import contract
+from fsdp_conformance.capability import CAPABILITIES
+from fsdp_conformance.case import Case
+from fsdp_conformance.judge.endings import (
+    Ending,
+    Kind,
+    endings_of,
+    first_line,
+    headline_of,
+    late_deaths,
+    ranks_in_words,
+)
+from fsdp_conformance.judge.findings import digest_findings, sorted_and_folded
+from fsdp_conformance.judge.gate import decided, empty_record
+from fsdp_conformance.outcome import CaseRecord, Finding, RankError, RankExit, RankReport
+from fsdp_conformance.verdict import Verdict
+
+#: The requirement that forbids training on silently, and hanging instead of refusing.
+LOUD_REFUSAL = "R000"
+
+_VERDICT = {
+    Kind.ADAPTER: Verdict.ERROR_ADAPTER,
+    Kind.SUITE: Verdict.ERROR_SUITE,
+    Kind.ENVIRONMENT: Verdict.NOT_RUN_ENV,
+    Kind.INCONCLUSIVE: Verdict.INCONCLUSIVE,
+    Kind.RAISED: Verdict.FAIL,
+    Kind.LOST_PEER: Verdict.FAIL,
+    Kind.DIED: Verdict.CRASH,
+    Kind.STOPPED: Verdict.HANG,
+    Kind.STUCK: Verdict.HANG,
+    Kind.TIMED_OUT: Verdict.HANG,
+}
+
+#: Verdicts that accuse the implementation, with the name of the check that speaks in the finding.
+_ACCUSATIONS = {Verdict.FAIL: "training", Verdict.HANG: "deadline", Verdict.CRASH: "process end"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What a verdict is derived from."""
+
+    case: Case
+    level: str
+    """Of the primary requirement: M, C or S."""
+    declared: frozenset[str]
+    undeclared: Sequence[str]
+    """Flags that the case asks for and the adapter does not declare."""
+    reports: Sequence[RankReport]
+    """Those that came in."""
+
+
+def judge(
+    case: Case,
+    *,
+    declared: frozenset[str],
+    reports: Sequence[RankReport | None],
+    exits: Sequence[RankExit],
+    implementation: str = "",
+    device: str = "cpu",
+    ranks: str = "processes",
+    seconds: float = 0.0,
+    level: str | None = None,
+) -> CaseRecord:
+    """
+    The record of a case that ran.
+
+    `reports` and `exits` have one entry per rank, in rank order; a report is None if it never came in. `level` is the
+    primary requirement's (M, C or S); by default the contract is asked.
+    """
+    record = empty_record(case, implementation, device, ranks=ranks, seconds=seconds)
+    record.exits = list(exits)
+    problem = _malformed(case, reports, exits)
+    if problem:
+        return decided(record, Verdict.ERROR_SUITE, problem)
+    came_in = [report for report in reports if report is not None]
+    evidence = Evidence(
+        case=case,
+        level=level or _level(case),
+        declared=declared,
+        undeclared=_undeclared(case, declared, came_in),
+        reports=came_in,
+    )
+    endings = endings_of(reports, exits)
+    # A rank that did not get through its body has half its digests.
+    digests = digest_findings(case, came_in) if not endings else []
+    record.findings, left_out = sorted_and_folded(came_in, digests, world_size=case.world_size)
+    _collect(record, came_in)
+    record.notes += late_deaths(reports, exits)
+    if left_out:
+        record.notes.append(f"{left_out} further findings are left out of this record")
+    headline = headline_of(endings, came_in)
+    record.consequences = [ending.sentence for ending in endings if ending is not headline]
+    if headline is None:
+        _judge_reports(record, evidence)
+    else:
+        _judge_ending(record, evidence, headline)
+    return record
+
+
+def _malformed(case: Case, reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> str:
+    """Why the evidence cannot be that of the case, or "" if it can."""
+    size = case.world_size
+    if len(reports) != size or len(exits) != size:
+        return f"{len(reports)} reports and {len(exits)} exits came in, but should be {size} of each [{case.id}]"
+    said = [report.rank if report is not None else index for index, report in enumerate(reports)]
+    ended = [end.rank for end in exits]
+    if said != list(range(size)) or ended != said:
+        return f"reports of ranks {said} and exits of ranks {ended}, but should be in rank order [{case.id}]"
+    return ""
+
+
+def _level(case: Case) -> str:
+    """The primary requirement's level; one that the contract does not know is judged as mandatory."""
+    requirement = contract.load().requirements.get(case.requirements[0])
+    return requirement.level.value if requirement is not None else "M"
+
+
+def _undeclared(case: Case, declared: frozenset[str], reports: Sequence[RankReport]) -> list[str]:
+    asked = dict.fromkeys(case.needs)
+    for report in reports:
+        asked.update(dict.fromkeys(report.asked))
+    return [flag for flag in asked if flag not in declared]
+
+
+def _collect(record: CaseRecord, reports: Sequence[RankReport]) -> None:
+    """What the record takes over from the reports whatever the verdict."""
+    for report in reports:
+        record.comparisons += sum(count.comparisons for count in report.checks.values())
+        record.elements += sum(count.elements for count in report.checks.values())
+        record.notes += [note for note in report.notes if note not in record.notes]
+        record.training_seconds = max(record.training_seconds, report.seconds.get("training", 0.0))
+    record.measurements |= _per_rank({report.rank: report.measurements for report in reports})
+    if reports:
+        record.environment = reports[0].environment
+        record.schedule = reports[0].schedule if reports[0].rank == 0 else []
+
+
+def _per_rank(by_rank: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+    """One figure where all ranks agree, else one per rank."""
+    merged: dict[str, Any] = {}
+    for key in dict.fromkeys(key for figures in by_rank.values() for key in figures):
+        values = {f"rank {rank}": figures[key] for rank, figures in by_rank.items() if key in figures}
+        first = next(iter(values.values()))
+        agreed = len(values) == len(by_rank) and all(value == first for value in values.values())
+        merged[key] = first if agreed else values
+    return merged
+
+
+def _judge_ending(record: CaseRecord, evidence: Evidence, headline: Ending) -> None:
+    """The verdict on a case in which at least one rank did not get through its body."""
+    error = headline.error
+    if error is not None:
+        record.traceback = error.traceback
+        if headline.kind in (Kind.REFUSED, Kind.RAISED) and evidence.undeclared and record.findings:
+            # It trained to wrong numbers before it raised.
+            _judge_reports(record, evidence)
+            return
+        if headline.kind is Kind.REFUSED or (headline.kind is Kind.RAISED and evidence.undeclared):
+            _judge_refusal(record, evidence, headline.rank, error)
+            return
+        if headline.kind is Kind.ENVIRONMENT:
+            record.measurements["absent"] = [error.capability or "unnamed"]
+    decided(record, _VERDICT[headline.kind], headline.sentence)
+    if error is not None and len(error.problems) > 1:
+        record.reason = f"rank {headline.rank}: " + "; ".join(error.problems)
+    if record.verdict in _ACCUSATIONS:
+        record.findings.insert(0, _ending_finding(record, evidence, headline))
+
+
+def _ending_finding(record: CaseRecord, evidence: Evidence, headline: Ending) -> Finding:
+    """The ending as an argument for a requirement: R000 if a refusal was due, else the one that the case is about."""
+    last = {end.rank: end.last_collectives[-1] if end.last_collectives else "none" for end in record.exits}
+    likely = None
+    if record.verdict is Verdict.HANG and len(set(last.values())) > 1:
+        ranks = " | ".join(f"rank {rank} {line}" for rank, line in last.items())
+        likely = f"ranks issue different collectives; the last of each: {ranks}"
+    message = headline.sentence
+    if evidence.undeclared:
+        flags = ", ".join(evidence.undeclared)
+        message += f"; {flags} is not declared, so it should be refused by an exception on every rank"
+    return Finding(
+        requirement=LOUD_REFUSAL if evidence.undeclared else evidence.case.requirements[0],
+        check=_ACCUSATIONS[record.verdict],
+        message=message,
+        rank=headline.rank,
+        call=last[headline.rank] if last[headline.rank] != "none" else None,
+        likely=likely,
+    )
+
+
+def _judge_refusal(record: CaseRecord, evidence: Evidence, rank: int, error: RankError) -> None:
+    """A refusal is right if a flag that is asked for is not declared, and if every rank refuses."""
+    said, flag = first_line(error.message), error.capability
+    trained = [report.rank for report in evidence.reports if report.error is None]
+    optional = flag is not None and flag in CAPABILITIES and flag not in evidence.declared
+    requirement = evidence.case.requirements[0]
+    if trained:
+        requirement = LOUD_REFUSAL
+        message = f"rank {rank} refused ({said}), but {ranks_in_words(trained)} trained on: all should refuse alike"
+    elif (evidence.undeclared and (flag is None or flag in evidence.undeclared)) or (
+        evidence.level == "C" and optional
+    ):
+        names = [flag] if flag is not None else list(evidence.undeclared)
+        record.measurements["undeclared"] = names
+        decided(record, Verdict.UNSUPPORTED, f"{', '.join(names)} is not declared, and was refused: {said}")
+        return
+    elif flag is not None and flag in evidence.declared:
+        message = f"refused: {said}; but {flag} is declared, so it should work"
+    elif flag is not None:
+        message = f"refused: {said}; but the case does not ask for {flag}"
+    else:
+        message = f"refused: {said}; but all that the case asks for is declared or mandatory"
+    record.findings.insert(0, Finding(requirement=requirement, check="refusal", message=message, rank=rank))
+    decided(record, Verdict.FAIL, message)
+
+
+def _judge_reports(record: CaseRecord, evidence: Evidence) -> None:
+    """The verdict on a case whose ranks have all said what they saw."""
+    inconclusive = [report for report in evidence.reports if report.inconclusive is not None]
+    if inconclusive:
+        if record.findings:
+            record.notes.append(f"{len(record.findings)} findings are kept, but the references they rest on disagree")
+        decided(record, Verdict.INCONCLUSIVE, f"rank {inconclusive[0].rank}: {inconclusive[0].inconclusive}")
+    elif record.findings:
+        if evidence.undeclared:
+            record.findings.insert(0, _silent(record.findings[0], evidence.undeclared))
+        decided(record, Verdict.FAIL, record.findings[0].sentence())
+    elif any(report.not_run is not None for report in evidence.reports):
+        _judge_not_run(record, evidence.reports)
+    elif empty := _compared_nothing(evidence.reports):
+        decided(record, Verdict.ERROR_SUITE, empty)
+    else:
+        record.notes += [f"under-declared: {flag}" for flag in evidence.undeclared]
+        decided(record, Verdict.PASS, "")
+
+
+def _judge_not_run(record: CaseRecord, reports: Sequence[RankReport]) -> None:
+    absent = [report for report in reports if report.not_run is not None]
+    ran = [report.rank for report in reports if report.not_run is None and report.error is None]
+    if ran:
+        reason = f"rank {absent[0].rank} says {absent[0].not_run!r}, but {ranks_in_words(ran)} ran: ranks should agree"
+        decided(record, Verdict.ERROR_SUITE, reason)
+        return
+    # A certificate accepts only what the manifest names; a rank that names nothing is not excused.
+    record.measurements.setdefault("absent", ["unnamed"])
+    decided(record, Verdict.NOT_RUN_ENV, absent[0].not_run or "no reason given")
+
+
+def _compared_nothing(reports: Sequence[RankReport]) -> str:
+    """Which rank or which check looked at nothing, or "" if none did."""
+    for report in reports:
+        if not sum(count.comparisons for count in report.checks.values()):
+            return f"rank {report.rank} compared nothing, but should have made at least one comparison"
+    for name in dict.fromkeys(name for report in reports for name in report.checks):
+        if not any(report.checks[name].comparisons for report in reports if name in report.checks):
+            return f"check {name!r} compared nothing on any rank, but should have made at least one comparison"
+    return ""
+
+
+def _silent(first: Finding, undeclared: Sequence[str]) -> Finding:
+    """The finding that an undeclared flag was neither refused nor met."""
+    flags = ", ".join(undeclared)
+    message = f"{flags} is not declared and was not refused, but trained on to wrong results: {first.message}"
+    return replace(first, requirement=LOUD_REFUSAL, check="loud refusal", message=message)
