@@ -1,0 +1,190 @@
+"""
+Ranks that are late: before a collective, at a point of the training loop, and before parameters are freed.
+
+A late rank changes no result of a correct implementation. An implementation that reads a buffer before its collective
+has finished, frees one that is still in use, or relies on ranks being in step, gives itself away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.faults.fault import POINTS, QUIET_PHASES, Fault
+from fsdp_conformance.faults.pause import calibrate, device_in_use, pause
+from fsdp_conformance.harness.collective_log import CollectiveObserver, log
+from fsdp_conformance.history.collective import CollectiveRecord, Op
+
+
+class Delay(Fault):
+    """What all delays share: a time, and the ranks that it passes on."""
+
+    def __init__(self, ranks: Iterable[int] | None, milliseconds: float, problems: Iterable[str] = ()) -> None:
+        ranks = None if ranks is None else tuple(ranks)
+        found = list(problems)
+        if ranks is not None and not (ranks and all(_is_int(rank, minimum=0) for rank in ranks)):
+            found.append(f"ranks={list(ranks)}, but should be non-negative ints, at least one, or None for every rank")
+        if not 0 < milliseconds < float("inf"):
+            found.append(f"milliseconds={milliseconds!r}, but should be a positive number")
+        if found:
+            raise ConfigError(found, where=type(self).__name__)
+        super().__init__(ranks)
+        self.milliseconds = milliseconds
+
+    def _attach(self) -> None:
+        calibrate(device_in_use())
+
+    def _strike(self, device_type: str) -> None:
+        self._fired += 1
+        pause(self.milliseconds, device_type)
+
+    def _phrase(self, where: str) -> str:
+        return f"delay of {self.milliseconds:g} ms {where} on {self._ranks_phrase()}"
+
+
+class CollectiveDelay(Delay, CollectiveObserver):
+    """
+    Late for a collective: before each `every`-th `op` of training on the ranks named. `op=None` is any collective.
+
+    Collectives of the phases setup and observe are not training, and are left alone.
+    """
+
+    def __init__(
+        self, op: Op | str | None, ranks: Iterable[int] | None, milliseconds: float, *, every: int = 1
+    ) -> None:
+        problems = []
+        if op is not None and op not in list(Op):
+            problems.append(f"op={op!r}, but should be one of {', '.join(Op)}")
+        if not _is_int(every, minimum=1):
+            problems.append(f"every={every!r}, but should be at least 1")
+        super().__init__(ranks, milliseconds, problems)
+        self.op = None if op is None else Op(op)
+        self.every = every
+        self._met = 0
+
+    def before(self, record: CollectiveRecord, group: ProcessGroup) -> None:
+        """Strike, if the collective is one of those."""
+        if self.op not in (None, record.op) or record.phase in QUIET_PHASES or not self._strikes_here():
+            return
+        if self._met % self.every == 0:
+            self._strike(record.device)
+        self._met += 1
+
+    def describe(self) -> str:
+        """E.g. "delay of 20 ms before every reduce_scatter on ranks [1]"."""
+        name = self.op.value if self.op is not None else "collective"
+        return self._phrase(f"before every {name}" if self.every == 1 else f"before one in {self.every} {name}s")
+
+    def _attach(self) -> None:
+        super()._attach()
+        self._met = 0
+        log().observers.append(self)
+
+    def _detach(self) -> None:
+        log().observers.remove(self)
+
+
+class ReductionDelay(CollectiveDelay):
+    """Late for every collective that reduces: which of them carries the gradients is the engine's choice."""
+
+    def __init__(self, ranks: Iterable[int] | None, milliseconds: float) -> None:
+        super().__init__(None, ranks, milliseconds)
+
+    def before(self, record: CollectiveRecord, group: ProcessGroup) -> None:
+        """Strike, if the collective reduces."""
+        if record.reduce_op:
+            super().before(record, group)
+
+    def describe(self) -> str:
+        """E.g. "delay of 20 ms before every reduction on ranks [1]"."""
+        return self._phrase("before every reduction")
+
+
+class PointDelay(Delay):
+    """Late at a point of the training loop: after the loss, or before the optimizer step."""
+
+    def __init__(self, point: str, ranks: Iterable[int] | None, milliseconds: float) -> None:
+        problems = [] if point in POINTS else [f"point={point!r}, but should be one of {', '.join(POINTS)}"]
+        super().__init__(ranks, milliseconds, problems)
+        self.point = point
+
+    def at(self, point: str, step: int) -> None:
+        """Strike, if this is the point."""
+        if point == self.point and self._strikes_here():
+            self._strike(device_in_use())
+
+    def describe(self) -> str:
+        """E.g. "delay of 20 ms after loss on every rank"."""
+        return self._phrase(self.point.replace("_", " "))
+
+
+class FreeDelay(Delay):
+    """
+    Late before a unit's parameters are freed, in forward and in backward.
+
+    `fqn` names a module inside the unit, best its last one. The delay stands before that module's computation in
+    forward and before its gradients in backward: a device's kernels then still read the parameters when the host is
+    already at the unit's end and reshards. A delay after the computation would come too late for that. It hangs on
+    public hooks of the module, registered before the implementation wraps the model, so it needs to know nothing of
+    the implementation.
+    """
+
+    def __init__(self, fqn: str, ranks: Iterable[int] | None, milliseconds: float) -> None:
+        super().__init__(ranks, milliseconds, [] if fqn else ["fqn='', but should name a submodule of the model"])
+        self.fqn = fqn
+        self._hooks: list[RemovableHandle] = []
+
+    def prepare(self, model: nn.Module) -> None:
+        """
+        Register the hooks. They do nothing while the fault is not installed; `remove` takes them away.
+
+        Raises ConfigError if the model has no such submodule.
+        """
+        modules = dict(model.named_modules(remove_duplicate=False))
+        if self.fqn not in modules:
+            raise ConfigError(
+                [f"fqn={self.fqn!r}, but should be a submodule of {type(model).__name__}"], where=type(self).__name__
+            )
+        module = modules[self.fqn]
+
+        # Functions, not bound methods: a deep copy of the model copies what a bound method is bound to, and would
+        # count in a fault that nobody asks.
+        def before_forward(_module: nn.Module, _args: Any) -> None:
+            self._meet()
+
+        def before_backward(_gradients: Any) -> None:
+            self._meet()
+
+        def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
+            # On the graph's node: its hooks run after those of the output tensor, with which engines unshard. And it
+            # leaves the graph alone; a full backward hook of the module would forbid in-place operations on the output.
+            for leaf in tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
+                    leaf.grad_fn.register_prehook(before_backward)
+                    return
+
+        self._hooks += [module.register_forward_pre_hook(before_forward), module.register_forward_hook(after_forward)]
+
+    def describe(self) -> str:
+        """E.g. "delay of 20 ms before the parameters around 'layers.1' are freed on ranks [0]"."""
+        return self._phrase(f"before the parameters around {self.fqn!r} are freed")
+
+    def _meet(self) -> None:
+        phase, _ = log().label
+        if phase not in QUIET_PHASES and self._strikes_here():
+            self._strike(device_in_use())
+
+    def _detach(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+
+def _is_int(value: object, *, minimum: int) -> bool:
+    return isinstance(value, int) and value >= minimum

@@ -1,0 +1,173 @@
+"""
+What a fault is: an object that can be installed, that disturbs a rank, and that can be taken out again without a trace.
+
+A fault must not change results; it changes when things happen. It counts how often it struck (`fired`), because a fault
+that never did proves nothing: `silent(rank)` names those that should have and did not.
+
+The loop that trains under faults goes through these calls, in this order:
+
+    faults = FaultSet(CollectiveDelay(Op.REDUCE_SCATTER, ranks=[1], milliseconds=20), ...)
+    faults.prepare(model)                # when the model is built, before the implementation wraps it
+    with faults:                         # install ... remove
+        faults.at("after_loss", step)    # between the loss and its backward
+        faults.at("before_step", step)   # between the last backward and the optimizer
+    faults.silent(rank)
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from types import TracebackType
+from typing import Self
+
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_conformance.errors import ConfigError
+
+#: Places of the training loop at which a fault can strike.
+POINTS = ("after_loss", "before_step")
+
+#: Phases (see `harness.collective_log`) that are not training: setting up, and reading results for a comparison.
+QUIET_PHASES = frozenset({"setup", "observe"})
+
+
+class Fault(ABC):
+    """One disturbance, on the ranks named or on every rank (None)."""
+
+    def __init__(self, ranks: Iterable[int] | None = None) -> None:
+        self.ranks = None if ranks is None else frozenset(ranks)
+        self._fired = 0
+        self._installed = False
+
+    @property
+    def fired(self) -> int:
+        """How often it struck on this rank since it was installed."""
+        return self._fired
+
+    @property
+    def installed(self) -> bool:
+        """Whether it may strike."""
+        return self._installed
+
+    def install(self) -> None:
+        """
+        Let it strike from now on. A second call changes nothing.
+
+        Raises ConfigError for ranks that this world has not got: there it would never strike.
+        """
+        if self._installed:
+            return
+        problems = self.problems_in_world(dist.get_world_size() if dist.is_initialized() else None)
+        if problems:
+            raise ConfigError(problems, where=type(self).__name__)
+        self._fired = 0
+        self._attach()
+        self._installed = True
+
+    def remove(self) -> None:
+        """Take it out; nothing of it stays behind. A second call changes nothing."""
+        if self._installed:
+            self._installed = False
+            self._detach()
+
+    def __enter__(self) -> Self:
+        self.install()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+
+    def prepare(self, model: nn.Module) -> None:
+        """Called with the model when it is built, before the implementation wraps it."""
+
+    def at(self, point: str, step: int) -> None:
+        """Called at each of POINTS."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """What it does, in one phrase, for reports."""
+
+    def targets(self, rank: int) -> bool:
+        """Whether it is meant for `rank`."""
+        return self.ranks is None or rank in self.ranks
+
+    def silent(self, rank: int) -> list[str]:
+        """Descriptions of what was meant for `rank` and never struck there: empty, or the run proved nothing."""
+        return [self.describe()] if self.targets(rank) and self.fired == 0 else []
+
+    def problems_in_world(self, world_size: int | None) -> list[str]:
+        """What is wrong with it in a world of that size (None: not known)."""
+        absent = sorted(rank for rank in self.ranks or () if world_size is not None and rank >= world_size)
+        return [f"ranks={absent}, but should be below world_size={world_size}"] if absent else []
+
+    def _attach(self) -> None:
+        """Subclasses hook themselves in here."""
+
+    def _detach(self) -> None:
+        """Subclasses undo `_attach` here."""
+
+    def _strikes_here(self) -> bool:
+        """Whether it is installed and meant for this process's rank."""
+        return self._installed and self.targets(dist.get_rank() if dist.is_initialized() else 0)
+
+    def _ranks_phrase(self) -> str:
+        return "every rank" if self.ranks is None else f"ranks {sorted(self.ranks)}"
+
+
+class FaultSet(Fault):
+    """Several faults as one. Installed in order, removed in reverse; all or none of them is installed."""
+
+    def __init__(self, *faults: Fault) -> None:
+        super().__init__()
+        self.faults = faults
+
+    @property
+    def fired(self) -> int:
+        """How often its members struck, together."""
+        return sum(fault.fired for fault in self.faults)
+
+    def prepare(self, model: nn.Module) -> None:
+        """Prepare each."""
+        for fault in self.faults:
+            fault.prepare(model)
+
+    def at(self, point: str, step: int) -> None:
+        """Pass the point on to each."""
+        for fault in self.faults:
+            fault.at(point, step)
+
+    def describe(self) -> str:
+        """The descriptions of its members."""
+        return "; ".join(fault.describe() for fault in self.faults)
+
+    def targets(self, rank: int) -> bool:
+        """Whether one of its members is meant for `rank`."""
+        return any(fault.targets(rank) for fault in self.faults)
+
+    def silent(self, rank: int) -> list[str]:
+        """Those of its members that never struck on `rank` and should have."""
+        return [phrase for fault in self.faults for phrase in fault.silent(rank)]
+
+    def problems_in_world(self, world_size: int | None) -> list[str]:
+        """The problems of all members."""
+        return [problem for fault in self.faults for problem in fault.problems_in_world(world_size)]
+
+    def _attach(self) -> None:
+        done: list[Fault] = []
+        try:
+            for fault in self.faults:
+                if not fault.installed:
+                    fault.install()
+                    done.append(fault)
+        except BaseException:
+            for fault in reversed(done):
+                fault.remove()
+            raise
+
+    def _detach(self) -> None:
+        for fault in reversed(self.faults):
+            fault.remove()

@@ -1,0 +1,67 @@
+"""Time passes: on the host for the CPU, and on the device's current stream where a device can be told to sleep."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+#: Cycles of one calibration sleep: near a millisecond at the clock rates of today's devices (1 to 2 GHz).
+_CALIBRATION_CYCLES = 1_000_000
+_CALIBRATION_RUNS = 3
+
+
+def pause(milliseconds: float, device_type: str) -> None:
+    """
+    Let `milliseconds` pass before what is issued next.
+
+    On a device that can sleep (CUDA, ROCm) its current stream is held up and the host goes on, so that a missing wait
+    between streams shows; elsewhere the host sleeps.
+    """
+    device = _sleeping_device(device_type)
+    if device is None:
+        time.sleep(milliseconds / 1000)
+    else:
+        device._sleep(round(milliseconds * _cycles_per_ms(device_type)))
+
+
+def calibrate(device_type: str) -> None:
+    """Measure the device's clock now. The first `pause` does it otherwise, and a measurement makes the host wait."""
+    if _sleeping_device(device_type) is not None:
+        _cycles_per_ms(device_type)
+
+
+def device_in_use() -> str:
+    """The type of the accelerator that this process has initialised, or "cpu"."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return "cpu"
+    module = torch.get_device_module(accelerator.type)
+    return accelerator.type if getattr(module, "is_initialized", lambda: True)() else "cpu"
+
+
+def _sleeping_device(device_type: str) -> Any:
+    """The module of a device that can be put to sleep, or None."""
+    if device_type in ("", "cpu"):
+        return None
+    module = torch.get_device_module(device_type)
+    return module if hasattr(module, "_sleep") and hasattr(module, "Event") else None
+
+
+@lru_cache(maxsize=8)
+def _cycles_per_ms(device_type: str) -> float:
+    """How many of the device's cycles are a millisecond: the median of a few short sleeps."""
+    device = torch.get_device_module(device_type)
+    figures: list[float] = []
+    device._sleep(_CALIBRATION_CYCLES)  # The first launch pays for loading the kernel.
+    for _ in range(_CALIBRATION_RUNS):
+        start, end = device.Event(enable_timing=True), device.Event(enable_timing=True)
+        start.record()
+        device._sleep(_CALIBRATION_CYCLES)
+        end.record()
+        end.synchronize()
+        figures.append(_CALIBRATION_CYCLES / start.elapsed_time(end))
+    return statistics.median(figures)

@@ -1,0 +1,101 @@
+"""
+Which devices there are, which backend speaks for them, and how many cases fit on them at the same time.
+
+Nothing is asked at import: collecting cases touches no device.
+"""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import distributed
+
+from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.harness.forkserver import environment
+
+#: Backends of accelerators, for torch versions without `get_default_backend_for_device`.
+_BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "hpu": "hccl", "mps": "gloo"}
+
+
+def device_count(device_type: str) -> int:
+    """
+    How many devices of that type this process sees: for the CPU, the cores that it may run on.
+
+    Counting GPUs asks NVML where torch can, and starts no CUDA context.
+    """
+    if device_type == "cpu":
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        module = torch.get_device_module(device_type)
+    except RuntimeError:
+        return 0
+    # Asked plainly, torch would start the CUDA driver in the controller.
+    with environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+        return int(module.device_count()) if module.is_available() else 0
+
+
+def is_accelerator(device_type: str) -> bool:
+    """Whether ranks own devices of that type one by one; cores are shared."""
+    return device_type != "cpu"
+
+
+def backend_for(device_type: str) -> str:
+    """
+    The communication backend of that device type, as torch names it.
+
+    Raises EnvironmentUnavailable if torch knows none, or was built without it.
+    """
+    ask = getattr(distributed, "get_default_backend_for_device", None)
+    backend = str(ask(device_type)) if ask is not None else _BACKENDS.get(device_type, "")
+    if not backend or not distributed.is_backend_available(backend):
+        raise EnvironmentUnavailable(
+            f"backend={backend or None!r} for device type {device_type!r}, but should be one that this torch was built "
+            f"with [torch {torch.__version__}]. Use another --device, or a torch with distributed support for it."
+        )
+    return backend
+
+
+def device_of(device_type: str, rank: int) -> torch.device:
+    """The device that a rank computes on. Ranks share devices only if there are fewer devices than ranks."""
+    if not is_accelerator(device_type):
+        return torch.device(device_type)
+    count = device_count(device_type)
+    if count == 0:
+        raise EnvironmentUnavailable(f"no device of type {device_type!r} is present [rank {rank}]")
+    return torch.device(device_type, rank % count)
+
+
+def use_device(device: torch.device) -> None:
+    """Make an accelerator's device the current one of this process."""
+    if is_accelerator(device.type):
+        torch.get_device_module(device.type).set_device(device)
+
+
+def present_environments(device_type: str) -> tuple[frozenset[str], int | None]:
+    """
+    The members of `case.ENVIRONMENTS` that are present, and how many ranks the devices hold (None: any number).
+
+    Asked when a case is about to run, never at collection.
+    """
+    present = {name for name in ("gloo", "nccl") if distributed.is_backend_available(name)}
+    if not is_accelerator(device_type):
+        return frozenset(present), None
+    count = device_count(device_type)
+    if count == 0:
+        return frozenset(present - {"nccl"}), 0
+    present.add("accelerator")
+    if device_type == "cuda":
+        present |= {"cuda", "pinned_memory"}
+    return frozenset(present), count
+
+
+def slots(device_type: str, world_size: int) -> int:
+    """
+    How many cases of that world size fit at the same time, at least 1.
+
+    An accelerator's devices are divided among the cases. On the CPU ranks share the cores, and spend most of a case
+    waiting for each other: one case per core keeps them busy.
+    """
+    count = device_count(device_type)
+    return max(1, count // max(1, world_size)) if is_accelerator(device_type) else max(1, count)

@@ -1,0 +1,135 @@
+"""
+What is set in a rank before anything else runs there: variables, seeds, threads, determinism. All of it goes into the
+report.
+
+A rank is forked from a server that may be minutes old, so it gets the whole environment of the controller at the
+start of the case, as a spawned process would.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed.constants
+
+from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.harness.collective_trace import TRACE_VARIABLE
+
+#: cuBLAS is deterministic only with a workspace of a fixed size (docs of torch.use_deterministic_algorithms).
+CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
+
+#: Variables that a report quotes, by prefix.
+_QUOTED = (
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_", "MKL_", "CUDA", "CUBLAS", "NCCL_", "GLOO_", "TORCH", "PYTORCH", "FSDP_"
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Determinism:
+    """Seeds, threads and the switches that make two runs equal."""
+
+    seed: int = 20261121
+    """Of torch, numpy and random, the same on every rank; data that must differ between ranks depends on the rank."""
+    num_threads: int = 1
+    """Intra-op threads."""
+    algorithms: str = "warn"
+    """torch.use_deterministic_algorithms: "off", "warn" or "error"."""
+    tf32: bool = False
+    """Whether float32 matrix products on the GPU may be rounded to TF32."""
+    fill_uninitialized: bool = False
+    """Fill torch.empty with NaN. Off: padding that nobody reads is legal."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.num_threads < 1:
+            problems.append(f"num_threads={self.num_threads}, but should be at least 1")
+        if self.algorithms not in ("off", "warn", "error"):
+            problems.append(f"algorithms={self.algorithms!r}, but should be 'off', 'warn' or 'error'")
+        if problems:
+            raise ConfigError(problems, where="Determinism")
+
+    def variables(self) -> dict[str, str]:
+        """Environment variables that belong to the settings."""
+        variables = {"OMP_NUM_THREADS": str(self.num_threads)}
+        if self.algorithms != "off" and CUBLAS_VARIABLE not in os.environ:
+            variables[CUBLAS_VARIABLE] = ":4096:8"
+        return variables
+
+    def apply(self) -> dict[str, Any]:
+        """Set everything in this process, and return what was set."""
+        random.seed(self.seed)
+        np.random.seed(self.seed % 2**32)
+        torch.manual_seed(self.seed)
+        torch.set_num_threads(self.num_threads)
+        torch.use_deterministic_algorithms(self.algorithms != "off", warn_only=self.algorithms == "warn")
+        torch.utils.deterministic.fill_uninitialized_memory = self.fill_uninitialized  # type: ignore[attr-defined]
+        # torch.testing forbids to set these flags from then on; an implementation under test may do what a user may.
+        torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
+        torch.backends.cuda.matmul.allow_tf32 = self.tf32
+        torch.backends.cudnn.allow_tf32 = self.tf32
+        if self.algorithms != "off":
+            torch.backends.cudnn.benchmark = False
+        return {
+            "seed": self.seed,
+            "num_threads": torch.get_num_threads(),
+            "deterministic_algorithms": self.algorithms,
+            "tf32": self.tf32,
+            "fill_uninitialized_memory": self.fill_uninitialized,
+        }
+
+
+def rank_variables(rank: int, world_size: int, *, trace: str, determinism: Determinism) -> dict[str, str]:
+    """
+    The environment of a rank: the controller's, and what launchers set.
+
+    Engines read MASTER_ADDR and MASTER_PORT, but nobody listens there: the rendezvous is a file.
+    """
+    return {
+        **os.environ,
+        **determinism.variables(),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        TRACE_VARIABLE: trace,
+    }
+
+
+def apply_variables(variables: Mapping[str, str]) -> None:
+    """Make os.environ equal to `variables`, and tell torch, which has read some of them when it was imported."""
+    for name in set(os.environ) - set(variables):
+        del os.environ[name]
+    logs = os.environ.get("TORCH_LOGS")
+    os.environ.update(variables)
+    torch._C._distributed_c10d.set_debug_level_from_env()
+    if os.environ.get("TORCH_LOGS") != logs:
+        torch._logging._internal._init_logs()
+
+
+def apply_collective_timeout(timeout_s: float) -> None:
+    """
+    Make `timeout_s` the timeout of every process group that is made without one.
+
+    Engines make groups of their own, and torch's default of 10 or 30 minutes outlives the rank: a hang would not say
+    where.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    for module in (torch.distributed.distributed_c10d, torch.distributed.constants):
+        for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+            if getattr(module, name, None) is not None:
+                setattr(module, name, timeout)
+
+
+def quoted_variables() -> dict[str, str]:
+    """Those variables of this process that a report should show."""
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_QUOTED)}

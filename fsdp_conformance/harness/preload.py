@@ -1,0 +1,162 @@
+"""
+What the warm process imports before the first rank is forked from it.
+
+The module is imported inside the forkserver, by name, through `multiprocessing`'s own preload list. It reads its
+orders from an environment variable instead of that list, because `set_forkserver_preload` swallows ImportError and
+takes no files. A failure is kept in `failures`, which every forked rank inherits: the rank's own import then raises,
+and the case reports it.
+
+Nothing here may import torch at load: the controller imports this module too.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType
+
+#: JSON with "sys_path" and "log"; set for the warm process alone.
+ORDERS_VARIABLE = "FSDP_CONFORMANCE_PRELOAD"
+
+#: What every rank needs. dynamo and inductor's config are imported late by FSDP otherwise (0.9 s in every rank), and
+#: the test frameworks by the case modules.
+BASE = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.device_mesh",
+    "torch.nn.parallel",
+    "torch._dynamo",
+    "torch.testing._internal.common_distributed",
+    "torch.testing._internal.common_fsdp",
+    "torch.testing._internal.distributed.fake_pg",
+    "fsdp_conformance.harness.testcase",
+    "unittest.mock",
+    "numpy.random",
+    "parameterized",
+    "expecttest",
+    "pytest",
+)
+
+#: Imported too, where this version of torch has them.
+OPTIONAL = ("torch._inductor.config", "torch.profiler._cupti_monitor")
+
+#: Name of a module or path of a file to what its import raised.
+failures: dict[str, str] = {}
+
+#: The first module whose import initialised CUDA: no rank can use a GPU after that.
+cuda_initialised_by: str | None = None
+
+
+def import_target(name: str) -> ModuleType:
+    """The module of that dotted name, or of that file if `name` is a path."""
+    return import_file(Path(name)) if is_file(name) else importlib.import_module(name)
+
+
+def is_file(name: str) -> bool:
+    """Whether a preload entry names a file rather than a module."""
+    return name.endswith(".py") or os.sep in name
+
+
+def module_name_of_file(path: Path) -> str:
+    """The name under which `import_file` keeps a file's module: equal in every process."""
+    full = path.resolve()
+    return f"fsdp_conformance_file_{full.stem}_{zlib.crc32(os.fsencode(full)):08x}"
+
+
+def import_file(path: Path) -> ModuleType:
+    """
+    The module of a file outside any package, executed once per process.
+
+    Raises FileNotFoundError for a missing file and whatever the file itself raises.
+    """
+    name = module_name_of_file(path)
+    if name in sys.modules:
+        return sys.modules[name]
+    full = path.resolve()
+    if not full.is_file():
+        raise FileNotFoundError(f"no such file: {full}")
+    spec = importlib.util.spec_from_file_location(name, full)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{full} is no Python source file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def load(names: Iterable[str]) -> None:
+    """Import each, keep what fails, and freeze the heap for the forks."""
+    global cuda_initialised_by
+    for name in names:
+        if name in OPTIONAL and not _exists(name):
+            continue
+        try:
+            import_target(name)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - kept for the ranks; pytest's Skipped is no Exception
+            failures[name] = f"{type(error).__qualname__}: {error}"
+        if cuda_initialised_by is None and cuda_is_initialised():
+            cuda_initialised_by = name
+    # Frozen objects are neither visited nor copied by a rank's collector: gc.collect() in a rank takes 1 ms instead
+    # of 150.
+    gc.collect()
+    gc.freeze()
+
+
+def _exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:  # the package around it is absent
+        return False
+
+
+def cuda_is_initialised() -> bool:
+    """
+    Whether this process has started the CUDA driver, through torch or otherwise.
+
+    Only the driver opens /dev/nvidia-uvm; NVML, which torch counts devices with, does not.
+    """
+    torch_cuda = sys.modules.get("torch.cuda")
+    if torch_cuda is not None and torch_cuda.is_initialized():
+        return True
+    try:
+        descriptors = os.listdir("/proc/self/fd")
+    except OSError:
+        return False
+    for descriptor in descriptors:
+        try:
+            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia-uvm"):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def _obey() -> None:
+    """Carry out the orders in the environment: send output to the log, extend sys.path, import the list."""
+    orders = json.loads(os.environ.pop(ORDERS_VARIABLE))
+    log = os.open(orders["log"], os.O_WRONLY | os.O_APPEND)
+    os.unlink(orders["log"])  # the controller has it open
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    os.close(log)
+    sys.path[:] = orders["sys_path"]
+    load(orders["modules"])
+
+
+if ORDERS_VARIABLE in os.environ:
+    _obey()

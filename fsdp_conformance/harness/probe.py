@@ -1,0 +1,101 @@
+"""
+One question answered in one fresh warm process: what an adapter declares, what a machine can do.
+
+The controller stays clean: what the function imports, sets or breaks ends with its process.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from fsdp_conformance import errors
+from fsdp_conformance.harness import rank as rank_process
+from fsdp_conformance.harness.attribution import attribute
+from fsdp_conformance.harness.deadlines import Deadlines
+from fsdp_conformance.harness.environment import Determinism
+from fsdp_conformance.harness.launcher import LaunchOrder, launch
+from fsdp_conformance.outcome import RankError
+
+#: Errors that are raised again as what they are; each takes its message alone.
+_PLAIN_ERRORS = (errors.AdapterNotFound, errors.RunFileError, errors.UsageError, errors.SuiteError)
+
+
+def run_in_child(
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = 60.0,
+    environment: Mapping[str, str] | None = None,
+    preload: tuple[str, ...] = (),
+) -> Any:
+    """
+    What `function(*args)` returns in a fresh process; it must be at a module's top level and return something
+    JSON-able.
+
+    `environment` is set before the function's module is imported. No process group is made. An error of ours is
+    raised again as itself; otherwise raises RankRaised with the traceback, RankDied with the exit, or RankTimedOut
+    with the stack.
+    """
+    with tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True) as directory:
+        order = LaunchOrder(
+            module=__name__,
+            qualname=Probe.__qualname__,
+            test_name=function.__qualname__,
+            file_name=str(Path(directory) / "store"),
+            directory=Path(directory),
+            world_size=1,
+            device_type="cpu",
+            deadlines=Deadlines.nested(timeout_s),
+            determinism=Determinism(algorithms="off"),
+            variables=dict(environment or {}),
+            preload=preload,
+            preload_environment={},
+            payload=(function, args),
+            imports_main=function.__module__ == "__main__",
+        )
+        launched = launch(order)
+        try:
+            reports, exits = launched.wait()
+        finally:
+            launched.close()
+    what = f"{function.__module__}.{function.__qualname__} in a process of its own"
+    report, end = reports[0], exits[0]
+    if report is None:
+        found = attribute(reports, exits)
+        kind = errors.RankTimedOut if found.is_hang else errors.RankDied
+        evidence = end.stack if found.is_hang and end.stack else end.output
+        raise kind(f"{what}: {found.headline}\n{evidence}".rstrip(), rank=0)
+    if report.not_run is not None:
+        raise errors.EnvironmentUnavailable(report.not_run)
+    if report.error is not None:
+        raise _raised(report.error, what)
+    return report.measurements["answer"]
+
+
+class Probe:
+    """The rank's side."""
+
+    @classmethod
+    def _run(cls, rank: int, test_name: str, file_name: str, pipe: Connection, **kwargs: Any) -> None:
+        run = rank_process.running()
+        function, args = run.payload
+        try:
+            run.report.measurements["answer"] = function(*args)
+        except Exception as error:  # noqa: BLE001 - whatever it raised is the answer
+            run.note(error, rank_process.describe_error(error))
+        run.speak()
+
+
+def _raised(error: RankError, what: str) -> errors.ConformanceError:
+    """The exception that stands for one in the child."""
+    module, _, name = error.kind.rpartition(".")
+    kind = getattr(errors, name, None) if module == errors.__name__ else None
+    if kind is errors.AdapterError:
+        return errors.AdapterError(error.problems or error.message)
+    if kind in _PLAIN_ERRORS:
+        raised: errors.ConformanceError = kind(error.message)
+        return raised
+    return errors.RankRaised(f"{what} raised\n{error.traceback.rstrip()}", rank=0)

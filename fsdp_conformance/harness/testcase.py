@@ -1,0 +1,281 @@
+"""
+`ShardedTrainingTestCase`: torch's `MultiProcessTestCase` on warm ranks, with deadlines, and with every rank's end
+counted.
+
+A test method runs in every rank; the same method in the controller starts the ranks, waits and concludes. What
+torch's harness promises holds: `rank`, `world_size`, `file_name`, `init_method`, skip codes,
+`skip_return_code_checks`, `special_return_code_checks`, `destroy_pg_upon_exit`, `processes`, `pid_to_pipe`, and
+`_run` as the entry of a rank.
+
+What differs: a rank's failure counts whichever rank it is; the ranks leave together; the controller does not poll;
+output and stacks of the ranks are kept for the failure's text; nothing is left behind. A limit of forked ranks: all
+share the seed of Python's hashes, so an implementation that depends on the order of a set of strings is not found
+out.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+import unittest
+import warnings
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import distributed
+
+from fsdp_conformance.harness import attribution, devices
+from fsdp_conformance.harness import rank as rank_process
+from fsdp_conformance.harness.deadlines import Deadlines
+from fsdp_conformance.harness.environment import Determinism
+from fsdp_conformance.harness.launcher import Launch, LaunchOrder, launch
+from fsdp_conformance.harness.torch_testing import MultiProcessTestCase
+from fsdp_conformance.outcome import RankError, RankExit, RankReport
+
+
+class ShardedTrainingTestCase(MultiProcessTestCase):
+    """
+    A test case whose methods run in `world_size` fresh ranks.
+
+    Start the ranks in `setUp` with `self._spawn_processes()`, as with torch's class. In a rank `init_rank` runs
+    before the test method and `shutdown_rank` after the goodbye; override them, and `conclude` for another judgement
+    than torch's.
+    """
+
+    device_type: str = "cpu"
+    """What ranks compute on; accelerators are leased and numbered by rank."""
+    case_timeout_s: float = 60.0
+    rank_timeout_s: float | None = None
+    """None: 85 % of the case's."""
+    collective_timeout_s: float | None = None
+    """None: 60 % of the case's. Handed to init_process_group, also to a test's own calls of it."""
+    deadline_scale: float = 1.0
+    determinism: Determinism = Determinism()
+    rank_environment: Mapping[str, str] = MappingProxyType({})
+    """Variables that are set first thing in every rank."""
+    preload: tuple[str, ...] = ()
+    """Modules, or paths of files, that the warm process imports beside the test's own module."""
+    preload_environment: Mapping[str, str] = MappingProxyType({})
+    """Variables that must be set when the modules of `preload` are imported. Each set has a server of its own."""
+    reuse_ranks: bool = False
+    """Take the ranks of the last case of this world size, if it ended well, rather than fresh ones."""
+    launch_payload: Any = None
+    """Anything picklable, for `self.launch_payload` in the ranks. What else `setUp` sets, the ranks do not see."""
+
+    launch_options: dict[str, Any]
+    """In a rank: what `_run` got as keyword arguments."""
+
+    report: RankReport
+    """In a rank: what it will say at its end."""
+
+    def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
+        super().__init__(method_name, methodName)
+        run = rank_process.current()
+        if run is not None:
+            self.report = run.report
+            self.launch_payload = run.payload
+            self.launch_options = run.start.options
+            self.device_type = run.start.device_type
+
+    # --- the controller ----------------------------------------------------------------------------------------------
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """The nested deadlines of this case. Raises ConfigError if they do not nest."""
+        return Deadlines.nested(
+            self.case_timeout_s,
+            rank_s=self.rank_timeout_s,
+            collective_s=self.collective_timeout_s,
+            scale=self.deadline_scale,
+        )
+
+    def setUp(self) -> None:
+        self._launch: Launch | None = None
+        self._directory = tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True)
+        self.addCleanup(self._directory.cleanup)
+        self.addCleanup(self._end_ranks)
+        super().setUp()  # classes of torch start the ranks in there
+        self._move_store()
+
+    def _move_store(self) -> None:
+        """Put the store into the case's directory: torch's class makes one elsewhere, and leaves it there."""
+        path = Path(self._directory.name) / "store"
+        if Path(self.file_name) != path:
+            Path(self.file_name).unlink(missing_ok=True)
+            self.file_name = str(path)
+
+    def _spawn_processes(self) -> None:
+        """
+        Start the ranks.
+
+        Raises ConfigError for deadlines that do not nest, EnvironmentUnavailable for a lack of devices.
+        """
+        self._move_store()
+        owner = type(self)
+        self._launch = launch(
+            LaunchOrder(
+                module=owner.__module__,
+                qualname=owner.__qualname__,
+                test_name=self._current_test_name(),
+                file_name=self.file_name,
+                directory=Path(self._directory.name),
+                world_size=int(self.world_size),
+                device_type=self.device_type,
+                deadlines=self.deadlines,
+                determinism=self.determinism,
+                variables={**self.preload_environment, **self.rank_environment},
+                preload=(owner.__module__, *self.preload),
+                preload_environment=dict(self.preload_environment),
+                payload=self.launch_payload,
+                options={"fake_pg": getattr(self, "fake_pg", False)},
+                imports_main=owner.__module__ == "__main__",
+                reuse=self.reuse_ranks,
+            )
+        )
+        self.processes = self._launch.processes
+        self.pid_to_pipe = self._launch.pipes
+
+    def _join_processes(self, fn: Any) -> None:
+        """Wait for the ranks, and conclude from what they said and how they ended."""
+        if self._launch is None:  # torch's classes, too, take a test that started no rank as skipped
+            raise unittest.SkipTest("no ranks were started")
+        self._test_function = fn
+        began = time.monotonic()
+        try:
+            reports, exits = self._launch.wait()
+        finally:
+            self._end_ranks()
+        self._elapsed_s = time.monotonic() - began
+        self.conclude(reports, exits)
+
+    def conclude(self, reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> None:
+        """
+        Judge the case, in the controller, after every rank has ended.
+
+        As torch's harness does, unless overridden: a skip code is a SkipTest, anything but a report from every rank a
+        RuntimeError with the first rank to fail as headline. Both lists are in the order of ranks.
+        """
+        found = attribution.attribute(reports, exits)
+        raised = any(report is not None and report.error is not None for report in reports)
+        if not raised and self._test_function in self.skip_return_code_checks:
+            return
+        if not raised and self._test_function in self.special_return_code_checks:
+            expected = self.special_return_code_checks[self._test_function]
+            self.assertEqual(
+                expected, exits[0].exitcode, msg=f"Expected exit code {expected} but got {exits[0].exitcode} on rank 0"
+            )
+            return
+        if found.first is not None:
+            raise RuntimeError(failure_text(found, reports, exits, elapsed_s=self._elapsed_s))
+        for note in found.notes:
+            warnings.warn(f"{self.id()}: {note}", stacklevel=2)
+        first = reports[0]
+        if first is not None and first.not_run is not None:
+            raise unittest.SkipTest(first.not_run)
+
+    def _end_ranks(self) -> None:
+        if self._launch is not None:
+            self._launch.close()
+            self._launch = None
+        # They are ended; a process object that is kept keeps file descriptors.
+        self.processes = []
+
+    # --- a rank ------------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def _run(cls, rank: int, test_name: str, file_name: str, parent_pipe: Connection, **kwargs: Any) -> None:
+        """The entry of a rank."""
+        self = cls(test_name)
+        self.rank = rank
+        self.file_name = file_name
+        self.run_test(test_name, parent_pipe)
+
+    def run_test(self, test_name: str, parent_pipe: Connection) -> None:
+        """
+        Run the test method, report, wait for the goodbye, shut down.
+
+        Raises SystemExit with the exit code of torch's harness if the method raised or skipped; then nothing is shut
+        down, because a process group whose ranks have parted cannot be.
+        """
+        code = rank_process.running().body(self, test_name)
+        if code:
+            sys.exit(code)
+        self.shutdown_rank()
+
+    def init_rank(self) -> None:
+        """Runs in a rank before the test method: takes the rank's device. The process group is the test's affair."""
+        devices.use_device(self.device)
+
+    def shutdown_rank(self) -> None:
+        """Runs in a rank after the goodbye, when no peer communicates any more."""
+        if self.destroy_pg_upon_exit:
+            rank_process.destroy_process_group()
+
+    def describe_error(self, error: BaseException) -> RankError:
+        """An exception of the test method as data. Override it to say who is to blame."""
+        return rank_process.describe_error(error)
+
+    @property
+    def device(self) -> torch.device:
+        """What this rank computes on."""
+        return devices.device_of(self.device_type, self.rank)
+
+    @property
+    def init_method(self) -> str:
+        """For init_process_group: a file, so that no port is opened."""
+        return f"file://{self.file_name}"
+
+    def start_process_group(self, backend: str | None = None) -> None:
+        """Make the default process group, by default with the device's own backend, under the collective deadline."""
+        distributed.init_process_group(
+            backend or devices.backend_for(self.device_type),
+            init_method=self.init_method,
+            rank=self.rank,
+            world_size=int(self.world_size),
+            timeout=timedelta(seconds=rank_process.running().start.collective_timeout_s),
+        )
+
+
+def failure_text(
+    found: attribution.Attribution,
+    reports: Sequence[RankReport | None],
+    exits: Sequence[RankExit],
+    *,
+    elapsed_s: float,
+) -> str:
+    """
+    Why a case failed: the first failure, what followed from it, then the evidence, rank by rank.
+
+    The lines that begin with "Process" are those of torch's harness, which tests look for.
+    """
+    lines = [found.headline]
+    lines += [f"  then {sentence}" for sentence in found.consequences]
+    first = found.first.rank if found.first is not None else 0
+    for index in sorted(range(len(exits)), key=lambda index: (index != first, index)):
+        report, end = reports[index], exits[index]
+        ending = found.endings[index].ending
+        if ending in (attribution.Ending.FINISHED, attribution.Ending.LEFT_OUT):
+            continue
+        if report is not None and report.error is not None:
+            lines.append(
+                f"Process {index} exited with error code {rank_process.ERROR_EXIT_CODE} and exception:\n"
+                f"{report.error.traceback}"
+            )
+        elif end.ended_by_controller:
+            lines.append(f"Process {index} terminated or timed out after {elapsed_s:.1f} seconds")
+        else:
+            lines.append(f"Process {index} ended with exit code {end.exitcode} before its report")
+        if end.stack:
+            lines.append(f"Python stacks of rank {index}:\n{end.stack.rstrip()}")
+        if end.last_collectives:
+            lines.append(f"Last collectives of rank {index}:")
+            lines += [f"  {line}" for line in end.last_collectives]
+        if end.output.strip():
+            lines.append(f"Output of rank {index} ends with:\n{end.output.rstrip()}")
+    return "\n".join(lines)

@@ -1,0 +1,144 @@
+"""
+The classes that PyTorch's own distributed tests are written on, on our ranks: change the import, nothing else.
+
+    from torch.testing._internal.common_fsdp import FSDPTest, MLP          # before
+    from fsdp_conformance.harness.torch_compat import FSDPTest, MLP        # after
+
+Every name of torch.testing._internal.common_fsdp, common_distributed and common_utils can be imported from here. Ours
+are the base classes and `skip_if_lt_x_gpu`. On a machine without accelerators torch's FSDPTest skips, because it
+wants a GPU for each rank; ours runs on the CPU with gloo and `cpu_world_size` ranks, and in a test's own `world_size`
+`device_count()` gives that number, so that the usual `min(4, device_count())` means what it says.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+from unittest import mock
+
+import torch
+from torch import distributed
+
+from fsdp_conformance.harness import devices
+from fsdp_conformance.harness import rank as rank_process
+from fsdp_conformance.harness.environment import Determinism
+from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
+from fsdp_conformance.harness.torch_testing import common_distributed, common_fsdp, common_utils
+
+__all__ = ["DistributedTestBase", "FSDPTest", "MultiProcessTestCase", "skip_if_lt_x_gpu"]
+
+#: What torch's harness sets in a rank, and no more.
+_TORCH_SETTINGS = Determinism(seed=common_utils.SEED, algorithms="off")
+
+
+class MultiProcessTestCase(ShardedTrainingTestCase):
+    """torch.testing._internal.common_distributed.MultiProcessTestCase: the test makes its own process group."""
+
+    determinism = _TORCH_SETTINGS
+
+    def setUp(self) -> None:
+        self.case_timeout_s = float(common_distributed.get_timeout(self.id()))
+        super().setUp()
+
+    def init_rank(self) -> None:
+        """Nothing is set up for the test."""
+
+
+class DistributedTestBase(MultiProcessTestCase, common_distributed.DistributedTestBase):
+    """torch.testing._internal.common_distributed.DistributedTestBase: starts the ranks, offers `create_pg`."""
+
+
+class FSDPTest(MultiProcessTestCase, common_fsdp.FSDPTest):  # type: ignore[misc]  # torch's classes disagree on _run
+    """torch.testing._internal.common_fsdp.FSDPTest: starts the ranks and makes the process group."""
+
+    cpu_world_size: ClassVar[int] = 2
+    """Ranks on a machine without accelerators."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        chosen = cls.__dict__.get("world_size")
+        if isinstance(chosen, property) and chosen.fget is not None:
+            cls.world_size = property(_with_emulated_devices(chosen.fget))  # type: ignore[assignment,method-assign]
+
+    @property
+    def world_size(self) -> int:
+        """One rank per accelerator, at most 4; `cpu_world_size` without any."""
+        if self.device_type == "cpu":
+            return self.cpu_world_size
+        return min(4, devices.device_count(self.device_type))
+
+    def setUp(self) -> None:
+        self.device_type = accelerator_or_cpu()
+        super().setUp()
+
+    def init_rank(self) -> None:
+        """Device, process group, barrier, seed: as torch's class does it."""
+        devices.use_device(self.device)
+        if self.launch_options.get("fake_pg"):
+            from torch.testing._internal.distributed.fake_pg import FakeStore
+
+            distributed.init_process_group("fake", rank=self.rank, world_size=int(self.world_size), store=FakeStore())
+        else:
+            self.start_process_group()
+        distributed.barrier(device_ids=None if self.device_type == "cpu" else [self.device.index])
+        torch._dynamo.reset()
+        common_utils.set_rng_seed()  # type: ignore[no-untyped-call]
+
+    def shutdown_rank(self) -> None:
+        """Destroy the group, whatever `destroy_pg_upon_exit` says: torch's class does so in its `_run`."""
+        torch._dynamo.reset()
+        rank_process.destroy_process_group()
+
+
+def accelerator_or_cpu() -> str:
+    """The device type that tests of this module run on."""
+    built_for = torch.accelerator.current_accelerator()
+    return built_for.type if built_for is not None and devices.device_count(built_for.type) else "cpu"
+
+
+def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Skip if there are accelerators, but fewer than `x`; without any, run on the CPU."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        guarded = common_distributed.skip_if_lt_x_gpu(x)(function)  # type: ignore[no-untyped-call]
+
+        @functools.wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            run = function if allow_cpu and accelerator_or_cpu() == "cpu" else guarded
+            return run(*args, **kwargs)
+
+        return wrapper
+
+    return decorate
+
+
+def _with_emulated_devices(getter: Callable[[Any], int]) -> Callable[[Any], int]:
+    """The getter of a test's own `world_size`; on the CPU it finds `cpu_world_size` devices."""
+
+    @functools.wraps(getter)
+    def emulating(self: FSDPTest) -> int:
+        if accelerator_or_cpu() != "cpu":
+            return getter(self)
+        with _device_count(self.cpu_world_size):
+            return getter(self)
+
+    return emulating
+
+
+@contextmanager
+def _device_count(number: int) -> Iterator[None]:
+    with (
+        mock.patch.object(torch.cpu, "device_count", return_value=number),
+        mock.patch.object(torch.accelerator, "device_count", return_value=number),
+    ):
+        yield
+
+
+def __getattr__(name: str) -> Any:
+    """Everything else that torch's test modules offer."""
+    for module in (common_fsdp, common_distributed, common_utils):
+        if hasattr(module, name):
+            return getattr(module, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}, and neither have torch's own test modules")

@@ -1,0 +1,17 @@
+"""
+Torch's own test modules, imported without starting the CUDA driver.
+
+Importing torch.testing._internal.common_utils asks `torch.cuda.is_available()`. Asked plainly, that starts the
+driver: in a controller that only collects, and in the warm process, whose forked ranks could not use it any more.
+With the variable below torch asks NVML. Whoever needs these modules takes them from here.
+"""
+
+from __future__ import annotations
+
+from fsdp_conformance.harness.forkserver import environment
+
+with environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+    from torch.testing._internal import common_distributed, common_fsdp, common_utils
+    from torch.testing._internal.common_distributed import TEST_SKIPS, MultiProcessTestCase
+
+__all__ = ["TEST_SKIPS", "MultiProcessTestCase", "common_distributed", "common_fsdp", "common_utils"]
