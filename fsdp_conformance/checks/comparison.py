@@ -1,0 +1,89 @@
+"""One tensor against another: how many elements differ, where the first one is, by how much."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_conformance.checks.tolerance import Bound
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """What is told of two tensors that differ by more than they may."""
+
+    element: tuple[int, ...]
+    """The first element that differs; empty for a 0-dim tensor."""
+    got: float
+    expected: float
+    ratio: float | None
+    ulps: float | None
+    differing: int
+    elements: int
+    worst: float
+    """The largest distance of any element."""
+
+    def fields(self) -> dict[str, Any]:
+        """For `Finding`."""
+        return {
+            "element": self.element or None,
+            "got": number(self.got),
+            "expected": number(self.expected),
+            "ratio": self.ratio,
+            "ulps": self.ulps,
+            "differing": self.differing,
+            "elements": self.elements,
+        }
+
+
+def compare(got: Tensor, expected: Tensor, bound: Bound) -> Difference | None:
+    """The difference of two tensors of one shape, or None if every element is within the bound. NaN is never within."""
+    if not expected.numel():
+        return None
+    wide_got, wide_expected = got.double(), expected.double()
+    distance = (wide_got - wide_expected).abs()
+    within = wide_got == wide_expected if bound.limit is None else distance <= bound.limit
+    if bool(within.all()):
+        return None
+    outside = ~within
+    index = int(outside.flatten().nonzero()[0])
+    element = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), expected.shape)) if expected.dim() else ()
+    first_got, first_expected = wide_got.flatten()[index].item(), wide_expected.flatten()[index].item()
+    finite = distance[distance.isfinite()]
+    return Difference(
+        element=element,
+        got=first_got,
+        expected=first_expected,
+        ratio=_ratio(first_got, first_expected),
+        ulps=_ulps(first_got, first_expected, got.dtype),
+        differing=int(outside.sum()),
+        elements=expected.numel(),
+        worst=finite.max().item() if finite.numel() == distance.numel() else math.inf,
+    )
+
+
+def number(value: float) -> str:
+    """Enough digits to tell two float32 apart."""
+    return f"{value:.9g}"
+
+
+def _ratio(got: float, expected: float) -> float | None:
+    # Adding 0.0 makes a plain zero of -0.0.
+    return got / expected + 0.0 if expected != 0 and math.isfinite(got) else None
+
+
+def _ulps(got: float, expected: float, dtype: torch.dtype) -> float | None:
+    """
+    The distance in steps of the dtype at the expected value; None for integers, at zero, and for what is not finite.
+    """
+    if not dtype.is_floating_point or not (math.isfinite(got) and math.isfinite(expected)):
+        return None
+    info = torch.finfo(dtype)
+    if abs(expected) < info.tiny:
+        # A step there is 1e-45: no figure that says anything.
+        return None
+    return abs(got - expected) / (info.eps * 2.0 ** math.floor(math.log2(abs(expected))))

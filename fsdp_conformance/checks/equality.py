@@ -1,0 +1,48 @@
+"""
+Digests: what must be bitwise the same on every rank, as hashes that the controller compares.
+
+Each rank hashes what it reads itself; nothing is gathered, so a wrong gather cannot hide a difference.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import Tensor
+
+from fsdp_conformance.history.training import TrainingHistory
+
+
+def digest(tensor: Tensor) -> str:
+    """SHA-256 over dtype, shape and bytes. The sign of zero counts, and so do the bits of NaN."""
+    held = tensor.detach().cpu().contiguous()
+    hashed = hashlib.sha256(f"{held.dtype} {tuple(held.shape)}".encode())
+    hashed.update(held.reshape(-1).view(torch.uint8).numpy().tobytes())
+    return hashed.hexdigest()
+
+
+def parameter_digests(history: TrainingHistory, *, exclude: Collection[str] = ()) -> dict[str, str]:
+    """
+    Label to hash of every full parameter: "params init 0.weight", "params step 2 0.weight".
+
+    `exclude` are the parameters that differ between ranks by design: experts, and those of ignored modules.
+    """
+    return _digests("params", history.initial_params, [record.params for record in history.steps], exclude)
+
+
+def buffer_digests(history: TrainingHistory, *, exclude: Collection[str] = ()) -> dict[str, str]:
+    """The same of buffers: "buffers init norm.running_mean". Only where buffers are synchronised."""
+    return _digests("buffers", history.initial_buffers, [record.buffers for record in history.steps], exclude)
+
+
+def _digests(
+    prefix: str, initial: Mapping[str, Tensor], steps: list[dict[str, Tensor]], exclude: Collection[str]
+) -> dict[str, str]:
+    found = {f"{prefix} init {name}": digest(value) for name, value in initial.items() if name not in exclude}
+    for step, tensors in enumerate(steps):
+        found |= {
+            f"{prefix} step {step} {name}": digest(value) for name, value in tensors.items() if name not in exclude
+        }
+    return found

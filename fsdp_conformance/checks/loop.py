@@ -1,0 +1,214 @@
+"""
+The training loop of the references: a regime, followed word for word, for one rank or for all ranks in one process.
+
+A *replica* is the model of one rank with its optimizer and its history. A distributed reference holds one replica, the
+single-process reference one per virtual rank. What differs between references is how gradients meet: `Reference.call`,
+`Reference.accumulate` and `Reference.reduce`.
+
+The implementation under test goes through a loop that is written separately (`adapters.session`): a shared mistake
+would judge itself right.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_conformance.checks.structures import note, noted, placed
+from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.history.training import Gradients, StepRecord, TrainingHistory
+from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
+
+#: What torch adds to the total norm before it divides (torch.nn.utils.clip_grad_norm_).
+CLIP_EPSILON = 1e-6
+
+
+@dataclass(slots=True)
+class Replica:
+    """One rank's model while it is trained."""
+
+    rank: int
+    module: nn.Module
+    params: dict[str, nn.Parameter]
+    local: frozenset[str]
+    """FQNs of parameters that are this rank's alone."""
+    optimizer: Optimizer
+    history: TrainingHistory
+    contributions: list[list[Gradients]] = field(default_factory=list)
+    """By step and micro-batch: the gradient of this rank's loss alone, where it was asked for."""
+
+
+class Reference(ABC):
+    """One way to train replicated models. `name` is how histories and reports call it."""
+
+    name: ClassVar[str]
+
+    def __init__(
+        self,
+        workload: Workload,
+        regime: Regime,
+        *,
+        ranks: Iterable[int],
+        world_size: int,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        source: str | None = None,
+    ) -> None:
+        if regime.optimizer not in workload.optimizers:
+            known = ", ".join(sorted(workload.optimizers))
+            raise ConfigError([f"optimizer={regime.optimizer!r}, but should be one of {known}"], where=workload.name)
+        self.workload = workload
+        self.regime = regime
+        self.world_size = world_size
+        self.device = torch.device(device)
+        self.dtype = dtype
+        self.replicas = [self._replica(rank, source or self.name) for rank in ranks]
+
+    def train(self) -> list[TrainingHistory]:
+        """Train by the regime; the histories of all replicas."""
+        begin = time.perf_counter()
+        for replica in self.replicas:
+            self._note_start(replica)
+        for step in range(self.regime.steps):
+            self._step(step)
+        for replica in self.replicas:
+            replica.history.seconds = time.perf_counter() - begin
+        return [replica.history for replica in self.replicas]
+
+    # What differs between references.
+
+    def call(self, replica: Replica) -> Callable[..., Any]:
+        """What a training forward that is followed by a backward goes through."""
+        return replica.module
+
+    def accumulate(self, replica: Replica, reduced: bool) -> AbstractContextManager[Any]:
+        """Entered around forward and backward of a micro-batch."""
+        return nullcontext()
+
+    @abstractmethod
+    def reduce(self, micro: int, reduced: bool) -> None:
+        """After the backward of a micro-batch on every replica: the gradients meet, if `reduced`."""
+
+    def refrozen(self) -> None:
+        """requires_grad of some parameters has changed."""
+
+    def total_norm(self, replica: Replica) -> Tensor:
+        """The norm of all gradients as one vector, from full gradients in float64."""
+        grads = [param.grad.double() for param in replica.params.values() if param.grad is not None]
+        norms = [torch.linalg.vector_norm(grad, self.regime.norm_type) for grad in grads]
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]), self.regime.norm_type)
+        return total
+
+    def clip(self, replica: Replica, max_norm: float) -> Tensor:
+        """Scale gradients down to `max_norm`; the total norm before."""
+        norm = self.total_norm(replica)
+        coefficient = float(torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0))
+        for param in replica.params.values():
+            if param.grad is not None:
+                param.grad.mul_(coefficient)
+        return norm
+
+    # The loop.
+
+    def _replica(self, rank: int, source: str) -> Replica:
+        module = self.workload.build(rank).to(self.device, self.dtype)
+        params = dict(module.named_parameters())
+        return Replica(
+            rank=rank,
+            module=module,
+            params=params,
+            local=local_names(self.workload, params),
+            optimizer=self.workload.optimizers[self.regime.optimizer](list(params.values())),
+            history=TrainingHistory(source=source, rank=rank, world_size=self.world_size),
+        )
+
+    def _note_start(self, replica: Replica) -> None:
+        history = replica.history
+        history.initial_params = {name: note(param) for name, param in replica.params.items()}
+        history.initial_buffers = {name: note(buffer) for name, buffer in replica.module.named_buffers()}
+        history.requires_grad = {name: param.requires_grad for name, param in replica.params.items()}
+
+    def _step(self, step: int) -> None:
+        self._freeze(step)
+        for replica in self.replicas:
+            replica.history.steps.append(StepRecord(step=step, losses=[]))
+            replica.contributions.append([])
+            if step in self.regime.eval_before:
+                self._evaluate(replica, step)
+            for _ in range(self.regime.idle_forwards):
+                # Around DDP, not through it: its reducer would wait for a backward that does not come.
+                batch = self._batch(replica, step, 0)
+                replica.module(*batch.args, **batch.kwargs)
+        for micro in range(self.regime.micro_batches):
+            reduced = self.regime.is_reduced(micro)
+            for replica in self.replicas:
+                self._micro_batch(replica, step, micro, reduced)
+            self.reduce(micro, reduced)
+        for replica in self.replicas:
+            self._update(replica, step)
+
+    def _freeze(self, step: int) -> None:
+        names = [frozen for first, frozen in self.regime.frozen_at if first == step]
+        for replica in self.replicas if names else ():
+            for name, param in replica.params.items():
+                param.requires_grad_(name not in names[-1])
+        if names:
+            self.refrozen()
+
+    def _micro_batch(self, replica: Replica, step: int, micro: int, reduced: bool) -> None:
+        batch = self._batch(replica, step, micro)
+        record = replica.history.steps[step]
+        with self.accumulate(replica, reduced):
+            output = self.call(replica)(*batch.args, **batch.kwargs)
+            loss = self.workload.loss(output, batch)
+            record.losses.append(note(loss))
+            if self.regime.keep_outputs:
+                record.outputs.append(noted(output))
+            parts = self.regime.backwards_per_forward
+            for part in range(parts):
+                torch.autograd.backward(loss / parts if parts > 1 else loss, retain_graph=part < parts - 1)
+
+    def _update(self, replica: Replica, step: int) -> None:
+        record = replica.history.steps[step]
+        record.grads = noted_gradients(replica.params)
+        for name in self.regime.gradient_to_none:
+            replica.params[name].grad = None
+        if step in self.regime.eval_between:
+            self._evaluate(replica, step)
+        if self.regime.max_norm is not None:
+            record.grad_norm = note(self.clip(replica, self.regime.max_norm))
+            record.clipped_grads = noted_gradients(replica.params)
+        replica.optimizer.step()
+        replica.optimizer.zero_grad(set_to_none=True)
+        record.params = {name: note(param) for name, param in replica.params.items()}
+        record.buffers = {name: note(buffer) for name, buffer in replica.module.named_buffers()}
+
+    def _evaluate(self, replica: Replica, step: int) -> None:
+        batch = self._batch(replica, step, 0)
+        replica.module.eval()
+        with torch.no_grad():
+            replica.history.eval_outputs.append(noted(replica.module(*batch.args, **batch.kwargs)))
+        replica.module.train()
+
+    def _batch(self, replica: Replica, step: int, micro: int) -> Batch:
+        key = BatchKey(step=step, micro=micro, rank=replica.rank, world_size=self.world_size)
+        return placed(self.workload.batch(key), self.device, self.dtype)
+
+
+def noted_gradients(params: dict[str, nn.Parameter]) -> Gradients:
+    """Copies of the gradients on the CPU, None where there is none."""
+    return {name: None if param.grad is None else note(param.grad) for name, param in params.items()}
+
+
+def local_names(workload: Workload, params: Iterable[str]) -> frozenset[str]:
+    """Parameters that are not averaged: experts, and those of ignored modules."""
+    ignored = tuple(f"{name}." for name in workload.ignored)
+    return frozenset(name for name in params if name in workload.local_params or name.startswith(ignored))

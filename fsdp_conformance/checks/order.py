@@ -1,0 +1,151 @@
+"""The order of collectives inside a step, and their sameness from step to step."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import nn
+
+from fsdp_conformance.checks.result import CheckResult, Tally
+from fsdp_conformance.checks.sizes import Unit, sized_units
+from fsdp_conformance.checks.traffic import in_step, of, sites, steady_steps
+from fsdp_conformance.config import Plan
+from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.history.collective import CollectiveRecord, Op
+from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.workload import BatchKey, Workload
+
+#: A collective up to this much larger than a unit's padded size is still the unit's.
+_SLACK = 1.2
+
+
+def execution_order(history: TrainingHistory, workload: Workload, plan: Plan, *, requirement: str) -> CheckResult:
+    """
+    All-gathers of a forward come in the order in which units run, reduce-scatters of a backward in the reverse (R070).
+
+    Whose a collective is, is told by its number of elements. The root is left out: it runs around all others, so its
+    place is the engine's choice. Raises SuiteError if two units cannot be told apart.
+    """
+    tally = Tally("execution order", requirement, rank=history.rank)
+    units = sized_units(workload, plan).shared
+    _require_distinct(units, history.world_size, workload)
+    owning = {unit.fqn for unit in units}
+    entered = run_order(workload, plan, rank=history.rank, world_size=history.world_size)
+    order = [name for name in entered if name in owning]
+    trained = {unit.fqn for unit in units if unit.trainable}
+    backwards = [name for name in reversed(order) if name in trained]
+    for step in steady_steps(history):
+        forward = of(in_step(history, step.step, "forward"), Op.ALL_GATHER)
+        scattered = of(in_step(history, step.step, "backward"), Op.REDUCE_SCATTER)
+        for phase, records, expected in (("forward", forward, order), ("backward", scattered, backwards)):
+            what = "all-gathers" if phase == "forward" else "reduce-scatters"
+            seen = _owners(records, units, history.world_size)
+            got = [name for name in dict.fromkeys(seen) if name]
+            tally.expect(
+                got == expected,
+                f"order of {what}={_text(got)}, but should be {_text(expected)}",
+                elements=max(len(records), 1), step=step.step, phase=phase, got=_text(got), expected=_text(expected),
+                call=sites(records),
+            )  # fmt: skip
+    return tally.result()
+
+
+def steady_schedule(history: TrainingHistory, *, requirement: str, validation: bool = False) -> CheckResult:
+    """
+    All steps but the first issue the same collectives, and the first no more of any op (R071).
+
+    `validation`: the engine declares a check in its first iteration, whose collectives are then not counted against it.
+    Sizes of the first step are not compared: engines with buckets may arrange them by what they see there.
+    """
+    tally = Tally("steady schedule", requirement, rank=history.rank)
+    steps = steady_steps(history)
+    usual = in_step(history, steps[0].step)
+    for step in steps[1:]:
+        records = in_step(history, step.step)
+        more, less = Counter(map(_kind, records)), Counter(map(_kind, usual))
+        changed = {kind: more[kind] - less[kind] for kind in more | less if more[kind] != less[kind]}
+        tally.expect(
+            not changed,
+            f"{len(records)} collectives, but should be the {len(usual)} of step {steps[0].step}: {_changes(changed)}",
+            elements=len(records), step=step.step, got=str(len(records)), expected=str(len(usual)),
+        )  # fmt: skip
+    first = history.steps[0]
+    records = in_step(history, first.step)
+    counts, wanted = Counter(map(_place, records)), Counter(map(_place, usual))
+    extra = counts - wanted
+    extras = [record for record in records if _place(record) in extra]
+    tally.expect(
+        not extra or validation,
+        f"{len(records)} collectives in the first step, but should be {len(usual)} as in step {steps[0].step}: "
+        f"{_changes(dict(extra))}",
+        elements=len(records), step=first.step, phase=extras[0].phase if extras else None, got=str(len(records)),
+        expected=str(len(usual)), call=sites(extras),
+    )  # fmt: skip
+    notes = [f"the first step issues {extra.total()} collectives more, as declared"] if extra and validation else []
+    return tally.result(notes=notes)
+
+
+def run_order(workload: Workload, plan: Plan, *, rank: int, world_size: int) -> list[str]:
+    """The units in the order in which a forward of the plain model enters them first, outer before inner."""
+    model = workload.build(rank)
+    entered: list[str] = []
+    for unit in plan.units or workload.units:
+        for fqn in unit.split("+"):
+            model.get_submodule(fqn).register_forward_pre_hook(partial(_enter, entered, unit))
+    batch = workload.batch(BatchKey(step=0, rank=rank, world_size=world_size))
+    # The model may have dropout: what this forward draws must not be missing elsewhere.
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model(*batch.args, **batch.kwargs)
+    return list(dict.fromkeys(entered))
+
+
+def _enter(entered: list[str], unit: str, module: nn.Module, args: object) -> None:
+    """A forward pre-hook, once its first two arguments are bound."""
+    entered.append(unit)
+
+
+def _require_distinct(units: Sequence[Unit], world_size: int, workload: Workload) -> None:
+    by_size = sorted(units, key=lambda unit: unit.numel)
+    close = [
+        f"{smaller.label()} ({smaller.numel} elements) and {larger.label()} ({larger.numel})"
+        for smaller, larger in itertools.pairwise(by_size)
+        if smaller.padded_numel(world_size) >= larger.numel
+    ]
+    if close:
+        raise SuiteError(
+            f"units {'; '.join(close)} have sizes that overlap when padded for {world_size} ranks, but should be told "
+            f"apart by them [execution_order, workload {workload.name}]"
+        )
+
+
+def _owners(records: Iterable[CollectiveRecord], units: Sequence[Unit], world_size: int) -> list[str]:
+    return [_owner(record, units, world_size) for record in records]
+
+
+def _owner(record: CollectiveRecord, units: Sequence[Unit], world_size: int) -> str:
+    """The unit that a collective belongs to ("" for the root), or its size where it is no single unit's."""
+    dtype = getattr(torch, record.dtype, None)
+    elements = record.nbytes // dtype.itemsize if isinstance(dtype, torch.dtype) else 0
+    fitting = [unit for unit in units if unit.numel <= elements <= unit.padded_numel(world_size) * _SLACK]
+    return max(fitting, key=lambda unit: unit.numel).fqn if fitting else f"({record.nbytes} B of no unit)"
+
+
+def _kind(record: CollectiveRecord) -> str:
+    return record.line()
+
+
+def _place(record: CollectiveRecord) -> str:
+    return f"{record.op.value} in {record.phase}"
+
+
+def _changes(changed: dict[str, int], limit: int = 4) -> str:
+    parts = [f"{difference:+d} {kind}" for kind, difference in changed.items()]
+    return "; ".join(parts[:limit]) + (f" and {len(parts) - limit} more" if len(parts) > limit else "")
+
+
+def _text(names: Sequence[str]) -> str:
+    return ", ".join(names) or "none"

@@ -1,0 +1,278 @@
+"""
+The references of a case: trained apart from each other, compared with each other, and only then with anybody else.
+
+    float64      single process, no collective, all ranks' batches: what is expected
+    all-reduce   the full model on every rank and an explicit all-reduce, float32
+    torch-ddp    DistributedDataParallel, float32; not where it is no reference (`absent` says why)
+
+On an exact workload all of them are equal bit for bit, and so must be the implementation. Elsewhere the distances of
+the float32 ones from the float64 one are the noise that `tolerance` makes its bounds of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_conformance.checks.exactness import demands_bitwise
+from fsdp_conformance.checks.loop import local_names
+from fsdp_conformance.checks.reference_all_reduce import all_reduce_reference
+from fsdp_conformance.checks.reference_ddp import ddp_absence, ddp_reference
+from fsdp_conformance.checks.reference_single import contributions, single_process_histories, single_process_reference
+from fsdp_conformance.checks.structures import walk
+from fsdp_conformance.checks.tolerance import BITWISE, CEILING, Bound, calibrate, floor_of, magnitude
+from fsdp_conformance.errors import ReferencesDisagree, SuiteError
+from fsdp_conformance.history.training import Gradients, TrainingHistory
+from fsdp_conformance.workload import Regime, Workload
+
+#: The reference whose values are expected.
+EXPECTED = "float64"
+
+
+class Kind(StrEnum):
+    """What is compared."""
+
+    INITIAL = "initial"
+    LOSS = "loss"
+    GRADIENT = "gradient"
+    NORM = "norm"
+    CLIPPED = "clipped gradient"
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    OUTPUT = "output"
+    EVAL = "eval"
+
+
+def values(history: TrainingHistory, kind: Kind, step: int) -> dict[str, Any]:
+    """
+    What a history holds of a kind at a step, by name. Losses are named by their micro-batch, outputs by their path.
+
+    Outputs hold leaves of any type and descriptions of containers; the others tensors, or None for no gradient.
+    """
+    if kind is Kind.INITIAL:
+        return {**history.initial_params, **history.initial_buffers}
+    if kind is Kind.EVAL:
+        return dict(walk(history.eval_outputs))
+    record = history.steps[step]
+    if kind is Kind.LOSS:
+        return {f"micro-batch {micro}": loss for micro, loss in enumerate(record.losses)}
+    if kind is Kind.GRADIENT:
+        return dict(record.grads or {})
+    if kind is Kind.CLIPPED:
+        return dict(record.clipped_grads or {})
+    if kind is Kind.NORM:
+        return {} if record.grad_norm is None else {"total norm": record.grad_norm}
+    if kind is Kind.OUTPUT:
+        return dict(walk(record.outputs))
+    return dict(record.params if kind is Kind.PARAMETER else record.buffers)
+
+
+@dataclass(kw_only=True)
+class References:
+    """The references for one workload and regime, as seen on one rank."""
+
+    workload: Workload
+    regime: Regime
+    rank: int
+    world_size: int
+    histories: dict[str, TrainingHistory]
+    absent: dict[str, str] = field(default_factory=dict)
+    """Reference that does not exist here, with the reason."""
+    exact: bool = False
+    """Comparisons are bitwise."""
+    dtypes: dict[str, torch.dtype] = field(default_factory=dict)
+    """Of every parameter and buffer of the model as it was built."""
+    local: frozenset[str] = frozenset()
+    """Parameters that are this rank's alone."""
+    _bounds: dict[tuple[Kind, int], dict[str, Bound | None]] = field(default_factory=dict, repr=False)
+    _contributions: list[list[list[Gradients]]] | None = field(default=None, repr=False)
+
+    @property
+    def expected(self) -> TrainingHistory:
+        """The history to compare with."""
+        return self.histories[EXPECTED]
+
+    @property
+    def samples(self) -> list[TrainingHistory]:
+        """The float32 references."""
+        return [history for name, history in self.histories.items() if name != EXPECTED]
+
+    def bound(self, kind: Kind, step: int, name: str) -> Bound:
+        """How far a value may be from the expected one."""
+        key = (Kind(kind), step)
+        if key not in self._bounds:
+            self._bounds[key] = self._calibrated(*key)
+        bound = self._bounds[key].get(name)
+        if bound is None:
+            raise SuiteError(f"bound of {kind} {name!r} at step {step}, but no reference has such a tensor")
+        return bound
+
+    def agree(self) -> None:
+        """
+        Raise ReferencesDisagree at the first value on which the references differ by more than they may.
+
+        Exact: any difference. Otherwise: names, None-ness, and distances beyond the ceiling.
+        """
+        for step in range(len(self.expected.steps)):
+            for kind in (Kind.LOSS, Kind.GRADIENT, Kind.NORM, Kind.PARAMETER, Kind.BUFFER):
+                for sample in self.samples:
+                    problem = self._disagreement(kind, step, sample)
+                    if problem is not None:
+                        raise ReferencesDisagree(
+                            f"{problem} [{self.workload.name}, step {step}, rank {self.rank}, "
+                            f"{sample.source} against {self.expected.source}]. Nobody can be judged by them."
+                        )
+
+    def contributions(self) -> list[list[list[Gradients]]]:
+        """By rank, step and micro-batch: the gradient of that rank's loss alone. Computed when first asked for."""
+        if self._contributions is None:
+            self._contributions = contributions(self.workload, self.regime, world_size=self.world_size)
+        return self._contributions
+
+    def _disagreement(self, kind: Kind, step: int, sample: TrainingHistory) -> str | None:
+        got, expected = values(sample, kind, step), values(self.expected, kind, step)
+        nones = [name for name in expected if (got.get(name) is None) != (expected[name] is None)]
+        if got.keys() != expected.keys() or nones:
+            return f"{kind}s differ in names or None-ness: {sorted(got.keys() ^ expected.keys()) or nones}"
+        for name, value in expected.items():
+            if value is None:
+                continue
+            distance = magnitude(got[name].double() - value.double())
+            bound = self.bound(kind, step, name)
+            if bound.bitwise and distance != 0:
+                return f"{kind} {name!r} differs by {distance:.3g}, but should be bitwise equal"
+            # The noise is the farthest reference's; the nearer ones are not the ones to name.
+            farthest = distance >= 0.999 * bound.noise * bound.scale
+            if not bound.bitwise and not bound.vanishing and bound.noise > CEILING and farthest:
+                return f"{kind} {name!r} differs by {bound.noise:.3g} of its scale, but should by at most {CEILING:g}"
+        return None
+
+    def _calibrated(self, kind: Kind, step: int) -> dict[str, Bound | None]:
+        """Bounds of every tensor of a kind at a step."""
+        expected = {
+            name: value for name, value in values(self.expected, kind, step).items() if isinstance(value, Tensor)
+        }
+        if self.exact or kind is Kind.INITIAL:
+            return dict.fromkeys(expected, BITWISE)
+        samples = [values(sample, kind, step) for sample in self.samples]
+        bases = self.expected.initial_params if kind is Kind.PARAMETER else {}
+        scales = self._scales(kind, step)
+        bounds: dict[str, Bound | None] = {}
+        for name, value in expected.items():
+            found = [sample[name] for sample in samples if isinstance(sample.get(name), Tensor)]
+            if not value.is_floating_point():
+                bounds[name] = BITWISE
+                continue
+            bounds[name] = calibrate(
+                value,
+                [tensor for tensor in found if tensor.shape == value.shape],
+                base=bases.get(name),
+                roundings=step + 1 if kind is Kind.PARAMETER else 0,
+                scale=scales.get(name),
+                model_scale=max(scales.values(), default=0.0),
+                floor=self._floor(),
+            )
+        return bounds
+
+    def _scales(self, kind: Kind, step: int) -> dict[str, float]:
+        """
+        The scale of every tensor: the largest magnitude up to this step; of losses, the largest of the whole run.
+
+        One loss, or the gradient of a one-element tensor, may be near zero by chance, and its noise is not.
+        """
+        if kind is Kind.LOSS:
+            largest = max(magnitude(loss) for record in self.expected.steps for loss in record.losses)
+            return dict.fromkeys(values(self.expected, kind, step), largest)
+        bases = self.expected.initial_params if kind is Kind.PARAMETER else {}
+        scales: dict[str, float] = {}
+        for earlier in range(step + 1):
+            for name, value in values(self.expected, kind, earlier).items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    change = value - bases[name] if name in bases else value
+                    scales[name] = max(scales.get(name, 0.0), magnitude(change))
+        return scales
+
+    def _floor(self) -> float:
+        dims = [dim for param in self.expected.initial_params.values() for dim in param.shape]
+        return floor_of(max(dims, default=1) * self.world_size * self.regime.micro_batches)
+
+    def measurements(self, kind: Kind) -> dict[str, Any]:
+        """Who judged, and for a calibrated comparison its largest noise and its widest bound: for the report."""
+        figures: dict[str, Any] = {
+            "comparison": "bitwise" if self.exact else "calibrated",
+            "references": sorted(self.histories),
+        }
+        if self.absent:
+            figures["absent"] = dict(self.absent)
+        if self.exact:
+            return figures
+        known = [bound for bound in self._known(kind) if not bound.bitwise]
+        judged = [bound for bound in known if not bound.vanishing]
+        if judged:
+            figures["noise"] = max(bound.noise for bound in judged)
+            figures["widest bound"] = max(bound.relative for bound in judged)
+        figures["vanishing tensors"] = len(known) - len(judged)
+        figures["indeterminate elements"] = sum(bound.indeterminate for bound in judged)
+        return figures
+
+    def _known(self, kind: Kind) -> Iterator[Bound]:
+        for (known, _), bounds in self._bounds.items():
+            if known is kind:
+                yield from (bound for bound in bounds.values() if bound is not None)
+
+
+def train_references(
+    workload: Workload, regime: Regime, *, rank: int, world_size: int, device: torch.device | str = "cpu"
+) -> References:
+    """
+    Train every reference that exists for the workload and the regime. Collective over the default process group.
+
+    The caller asks `agree()` before judging anybody.
+    """
+    absent: dict[str, str] = {}
+    histories = {
+        EXPECTED: _expected(workload, regime, rank=rank, world_size=world_size, device=device),
+        "all-reduce": all_reduce_reference(workload, regime, rank=rank, world_size=world_size, device=device),
+    }
+    reason = ddp_absence(workload, regime)
+    if reason is None:
+        histories["torch-ddp"] = ddp_reference(workload, regime, rank=rank, world_size=world_size, device=device)
+    else:
+        absent["torch-ddp"] = reason
+    model = workload.build(rank)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    return References(
+        workload=workload,
+        regime=regime,
+        rank=rank,
+        world_size=world_size,
+        histories=histories,
+        absent=absent,
+        exact=demands_bitwise(workload, regime, world_size),
+        dtypes={name: tensor.dtype for name, tensor in tensors.items()},
+        local=local_names(workload, dict(model.named_parameters())),
+    )
+
+
+def _expected(
+    workload: Workload, regime: Regime, *, rank: int, world_size: int, device: torch.device | str
+) -> TrainingHistory:
+    """
+    The single-process run, made by rank 0 for all: every rank would come to the same histories by the same work.
+
+    The run itself knows of no process group; only its results are handed out.
+    """
+    if world_size == 1:
+        return single_process_reference(workload, regime, rank=rank, world_size=world_size, device=device)
+    histories = single_process_histories(workload, regime, world_size=world_size, device=device) if rank == 0 else None
+    mine: list[Any] = [None]
+    dist.scatter_object_list(mine, histories)
+    if not isinstance(mine[0], TrainingHistory):
+        raise SuiteError(f"rank {rank} got {type(mine[0]).__name__} for a history [{workload.name}]")
+    return mine[0]
