@@ -1,0 +1,178 @@
+"""
+Known-wrong implementations: torch's engines with one defect each, named by it.
+
+Each is an adapter, so the suite meets it as it meets any implementation, and each is killed by a requirement: a case
+that fails none of them proves nothing. Standard library only; the classes are imported in the ranks, by
+`adapters.registry.load(MUTANTS[name].spec)`.
+
+    base            SeamFSDP2: FSDP2 with places to be wrong at, itself right; SeamDDP
+    gradients       the reduction: scale, who contributes, which rows, which parameters
+    accumulation    micro-batches, deferred reduction, several backwards, the optimizer step
+    values          parameters and buffers that are not what they should be
+    unused          None, zero and garbage; frozen and shared parameters
+    schedule        collectives that should not be there, or are too large, too early, on the wrong group
+    misuse          what should be refused is accepted; what should survive the wrap is lost
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mutant:
+    """A known-wrong implementation."""
+
+    name: str
+    spec: str
+    """For `--implementation`."""
+    requirement: str
+    """The one that kills it, whatever else does."""
+    defect: str
+    """What is wrong, in one sentence."""
+    environment: tuple[str, ...] = ()
+    """Members of `case.ENVIRONMENTS` without which the defect cannot be seen."""
+
+
+def _mutants(
+    module: str, requirement_and_defect: dict[str, tuple[str, str, str]], **more: tuple[str, ...]
+) -> list[Mutant]:
+    return [
+        Mutant(
+            name=name, spec=f"{__name__}.{module}:{cls}", requirement=requirement, defect=defect,
+            environment=more.get(cls, ()),
+        )
+        for name, (cls, requirement, defect) in requirement_and_defect.items()
+    ]  # fmt: skip
+
+
+_ALL = [
+    *_mutants("gradients", {
+        "sum-instead-of-mean": ("SumInsteadOfMean", "R003", "Gradients are the sum over ranks."),
+        "averaged-twice": ("AveragedTwice", "R003", "Gradients are divided by the number of ranks twice."),
+        "divides-by-power-of-two": (
+            "DividesByPowerOfTwo", "R008", "Gradients are divided by the next power of two above the number of ranks.",
+        ),
+        "no-reduction": ("NoReduction", "R003", "Each rank keeps its own gradient of the rows that it stores."),
+        "reduction-skipped-from-step-2": ("ReductionSkipped", "R003", "From the third step on nothing is reduced."),
+        "one-rank-dropped": ("OneRankDropped", "R003", "The last rank's gradients do not take part."),
+        "bias-not-reduced": ("BiasNotReduced", "R003", "One-dimensional parameters keep the rank's own gradient."),
+        "one-layer-norm-not-averaged": (
+            "OneLayerNormNotAveraged", "R004", "The gradient of one LayerNorm's weight is summed, not averaged.",
+        ),
+        "last-padded-row-dropped": (
+            "LastPaddedRowDropped", "R122", "The last row of an unevenly sharded parameter gets no gradient.",
+        ),
+        "shards-rotated": ("ShardsRotated", "R122", "Each rank's shard of the gradient goes to the next rank."),
+        "outer-unit-reduces-inner": (
+            "OuterUnitReducesInner", "R126", "Parameters of inner modules are averaged once more by the root.",
+        ),
+        "reduces-over-shard-group-only": (
+            "ReducesOverShardGroupOnly", "R005", "Under hybrid sharding nothing is reduced over the replicas.",
+        ),
+        "uninitialised-padding": (
+            "UninitialisedPadding", "R123", "Padding that nobody wrote is added to the gradient, times zero.",
+        ),
+        "all-reduce-and-slice": (
+            "AllReduceAndSlice", "R062", "Gradients are all-reduced and cut, instead of reduce-scattered.",
+        ),
+    }),
+    *_mutants("accumulation", {
+        "last-microbatch-not-synchronised": (
+            "LastMicroBatchNotSynchronised", "R093", "The reduction of the last micro-batch is deferred.",
+        ),
+        "overwrites-instead-of-adding": (
+            "OverwritesInsteadOfAdding", "R092", "A micro-batch's gradient replaces what was there.",
+        ),
+        "optimizer-steps-every-microbatch": (
+            "StepsEveryMicroBatch", "R092", "The optimizer steps after each micro-batch.",
+        ),
+        "ignores-no-sync": ("IgnoresNoSync", "R065", "Deferred micro-batches are reduced all the same."),
+        "second-backward-lost": ("SecondBackwardLost", "R156", "The second backward of a forward adds nothing."),
+        "multi-forward-loses-gradient": (
+            "MultiForwardLosesGradient", "R155", "Of a module called several times only the first call has gradients.",
+        ),
+        "idle-forward-leaks": (
+            "IdleForwardLeaks", "R053", "Forwards without backward count in the average of gradients.",
+        ),
+        "steps-dropped-gradients": ("StepsDroppedGradients", "R114", "Gradients that were set to None are stepped."),
+        "eval-disturbs-training": ("EvalDisturbsTraining", "R010", "The step after a forward in eval mode is skipped."),
+        "padding-in-the-norm": ("PaddingInTheNorm", "R123", "The total norm counts padding that nobody wrote."),
+    }),
+    *_mutants("values", {
+        "reads-before-wait": (
+            "ReadsBeforeWait", "R073", "The first unit computes with what its gather buffer held before the gather.",
+        ),
+        "shards-differ-between-ranks": (
+            "ShardsDifferBetweenRanks", "R007", "Ranks drift apart: each steps a copy of its own.",
+        ),
+        "extra-decay": ("ExtraDecay", "R009", "Every step shrinks the parameters by a little."),
+        "random-noise": ("RandomNoise", "R011", "Every step adds noise that no seed controls."),
+        "silent-ddp": ("SilentDDP", "R188", "DistributedDataParallel under another name: nothing is sharded."),
+        "writes-after-wrap-lost": (
+            "WritesAfterWrapLost", "R019", "The first forward restores the parameters of the wrap.",
+        ),
+        "sync-forgets-buffers": ("SyncForgetsBuffers", "R020", "Sync at init broadcasts parameters, not buffers."),
+        "ignores-sync": ("IgnoresSync", "R021", "Sync at init is accepted and does nothing."),
+        "rewrap-resets": ("RewrapResets", "R128", "Wrapping a trained unit again initialises it anew."),
+        "renamed-parameter": ("RenamedParameter", "R002", "A parameter comes back under another name."),
+        "rounded-parameters": ("RoundedParameters", "R002", "Parameters are rounded to bfloat16 after each step."),
+        "buffer-not-updated": ("BufferNotUpdated", "R130", "Buffers that forward writes are put back."),
+    }),
+    *_mutants("unused", {
+        "zero-instead-of-none": ("ZeroInsteadOfNone", "R120", "A parameter that nobody used gets a gradient of zeros."),
+        "garbage-for-unused": ("GarbageForUnused", "R117", "A parameter that nobody used gets a gradient of garbage."),
+        "keeps-unused-unsharded": (
+            "KeepsUnusedUnsharded", "R117", "A unit that took no part in the step holds full parameters after it.",
+        ),
+        "reduces-only-used": (
+            "ReducesOnlyUsed", "R119", "Each rank reduces the parameters that it used, whatever the others did.",
+        ),
+        "empty-shard-missing": (
+            "EmptyShardMissing", "R124", "A rank without elements of a parameter has no gradient of it at all.",
+        ),
+        "frozen-gets-gradient": ("FrozenGetsGradient", "R111", "Frozen parameters are trained."),
+        "frozen-reduced": ("FrozenReduced", "R072", "Frozen units are reduced like others."),
+        "tied-gradient-doubled": ("TiedGradientDoubled", "R106", "The gradient of a tied parameter counts twice."),
+        "unties": ("Unties", "R106", "Tied parameters become copies of each other."),
+        "shards-ignored": ("ShardsIgnored", "R116", "Ignored modules are sharded and reduced like others."),
+    }),
+    *_mutants("schedule", {
+        "extra-collective": ("ExtraCollective", "R062", "Every forward issues an all-gather that nobody needs."),
+        "extra-collective-in-first-step": (
+            "ExtraCollectiveInFirstStep", "R071", "The first step issues a collective that later ones do not.",
+        ),
+        "gathers-twice-the-bytes": ("GathersTwiceTheBytes", "R068", "Every unit is gathered twice in forward."),
+        "reversed-gathers": ("ReversedGathers", "R070", "Units are gathered in reverse order at the start of forward."),
+        "reduces-in-eval": ("ReducesInEval", "R066", "A forward in eval mode reduces something."),
+        "collective-for-empty-unit": (
+            "CollectiveForEmptyUnit", "R022", "Units without parameters issue a collective of nothing.",
+        ),
+        "rank-dependent-order": (
+            "RankDependentOrder", "R067", "Odd ranks issue two collectives the other way round.",
+        ),
+        "world-instead-of-subgroup": (
+            "WorldInsteadOfSubgroup", "R069", "Units on a group of their own are communicated over the world.",
+        ),
+        "ignores-reshard": ("IgnoresReshard", "R063", "Parameters are resharded after forward, asked for or not."),
+    }),
+    *_mutants("misuse", {
+        "accepts-containers": ("AcceptsContainers", "R055", "A container without forward is accepted as a unit."),
+        "accepts-anything": ("AcceptsAnything", "R057", "An invalid configuration is replaced by the default."),
+        "accepts-mixed-devices": ("AcceptsMixedDevices", "R018", "A model on several devices is moved silently."),
+        "ignores-device-id": ("IgnoresDeviceId", "R016", "A buffer stays on another device than the one named."),
+        "ignores-offload": ("IgnoresOffload", "R014", "Parameter offload is accepted and does nothing."),
+        "ignores-auto-wrap": ("IgnoresAutoWrap", "R127", "A policy is accepted, and the whole model is one unit."),
+        "wraps-twice-silently": (
+            "WrapsTwiceSilently", "R054", "A second wrap is accepted, and averages gradients once more.",
+        ),
+        "loses-attributes": ("LosesAttributes", "R060", "The wrapper hides the attributes of the wrapped module."),
+        "copies-share-storage": ("CopiesShareStorage", "R061", "A deep copy is the original."),
+        "output-structure-changed": (
+            "OutputStructureChanged", "R157", "Named tuples and dataclasses come out as plain tuples.",
+        ),
+    }, AcceptsMixedDevices=("accelerator",), IgnoresOffload=("accelerator",)),
+]  # fmt: skip
+
+#: Every known-wrong implementation by name.
+MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in _ALL}

@@ -1,0 +1,291 @@
+"""
+DeepSpeed ZeRO-1, 2 and 3: an engine that owns its backward and its step.
+
+Micro-batches end with the engine's accumulation boundary, clipping is configured at construction, gradients and
+optimizer state are read through DeepSpeed's own accessors. Needs `deepspeed`, which is an extra of this package.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_conformance.adapters.base import Adapter, ModelFn, OptimFn
+from fsdp_conformance.adapters.names import OriginalNames
+from fsdp_conformance.adapters.sharded import full_copy, state_tensors
+from fsdp_conformance.adapters.torch_like import compute_device
+from fsdp_conformance.config import InitMode, Offload, Plan
+from fsdp_conformance.errors import Unsupported
+
+
+class DeepSpeedZeRO(Adapter):
+    """
+    What the three stages share. A stage is a subclass.
+
+    Small parameters are sharded like large ones (`stage3_param_persistence_threshold=0`): with DeepSpeed's default,
+    models of a test's size would stay whole.
+    """
+
+    capabilities: ClassVar[frozenset[str]] = frozenset(
+        {
+            "cpu_compute",
+            "init_before",
+            "init_never",
+            "clip_grad_norm",
+            "orig_params",
+            "shared_params",
+            "shared_across_units",
+            "shared_module",
+            "frozen_mixed",
+            "zero_size_shard",
+        }
+    )
+    environment: ClassVar[Mapping[str, str]] = {
+        # DeepSpeed chooses its accelerator at import, by what it finds on the machine.
+        "DS_ACCELERATOR": "cpu",
+        "DS_SKIP_CUDA_CHECK": "1",
+        "DEEPSPEED_LOG_LEVEL": "error",
+        # Otherwise the import of inductor starts a pool of processes, which a warm process must not have.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    }
+    # DeepSpeed compiles functions with inductor while it is set up; importing that in every rank takes seconds.
+    preload: ClassVar[tuple[str, ...]] = ("deepspeed", "torch._inductor.compile_fx")
+    shims: ClassVar[tuple[str, ...]] = (
+        "deepspeed_shm_comm is switched off: it is a C++ extension that would be compiled at first use",
+    )
+    stage: ClassVar[int]
+
+    engine: Any
+    """DeepSpeed's engine."""
+    names: OriginalNames
+    plan: Plan
+    device: torch.device
+
+    @classmethod
+    def version(cls) -> str:
+        return importlib.metadata.version("deepspeed")
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        self.refuse_undeclared(plan)
+        if plan.device != "cpu":
+            raise Unsupported("init_before", f"the adapter sets DeepSpeed up for the CPU, not for {plan.device}")
+        import deepspeed
+
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        self.plan = plan
+        self.device = compute_device(plan)
+        model = model_fn()
+        self.names = OriginalNames(model)
+        if plan.init_mode is InitMode.BEFORE:
+            model.to(self.device)
+        parameters = list(model.parameters())
+        # Stock optimizers refuse an empty list; what DeepSpeed does without an optimizer is for DeepSpeed to say.
+        optimizer = optim_fn(parameters) if parameters else None
+        self.engine, *_ = deepspeed.initialize(
+            model=model, optimizer=optimizer, config=self.config(plan), dist_init_required=False
+        )
+        self._last = True
+
+    def config(self, plan: Plan) -> dict[str, Any]:
+        """DeepSpeed's configuration for the plan."""
+        zero: dict[str, Any] = {
+            "stage": self.stage,
+            "overlap_comm": False,
+            "stage3_param_persistence_threshold": 0,
+        }
+        if plan.offload is not Offload.OFF:
+            place = {"device": "cpu", "pin_memory": plan.offload is Offload.CPU_PINNED}
+            zero |= {"offload_optimizer": place, "offload_param": place}
+        return {
+            "train_micro_batch_size_per_gpu": plan.micro_batch_size,
+            "gradient_accumulation_steps": plan.micro_batches,
+            "gradient_clipping": plan.max_norm or 0.0,
+            "steps_per_print": 10**9,
+            "zero_allow_untested_optimizer": True,
+            # Offloading would otherwise insist on DeepSpeed's own Adam.
+            "zero_force_ds_cpu_optimizer": False,
+            "zero_optimization": zero,
+        }
+
+    @contextmanager
+    def microbatch(self, last: bool, *, reduced: bool = True) -> Iterator[None]:
+        self._last = last
+        with nullcontext() if reduced else self.no_sync():
+            yield
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """DeepSpeed's own context, which stages 2 and 3 refuse."""
+        context: AbstractContextManager[Any] = self.engine.no_sync()
+        return context
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        # The graph is kept for another backward of the same micro-batch, so this one is not the step's last.
+        self.engine.set_gradient_accumulation_boundary(self._last and not retain_graph)
+        # DeepSpeed would divide by the number of micro-batches.
+        self.engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        if max_norm != self.plan.max_norm:
+            raise Unsupported(
+                "clip_grad_norm", f"max_norm={max_norm}, but was configured as {self.plan.max_norm} at construction"
+            )
+        self.engine.step()
+        norm = self.engine.get_global_grad_norm() if max_norm is not None else None
+        return None if norm is None else torch.as_tensor(norm, dtype=torch.float32)
+
+    def full_params(self) -> dict[str, Tensor]:
+        return {name: full_copy(parameter) for name, parameter in self.parameters().items()}
+
+    def full_grads(self) -> dict[str, Tensor | None]:
+        from deepspeed.utils import safe_get_full_grad
+
+        grads: dict[str, Tensor | None] = {}
+        for name, parameter in self.parameters().items():
+            grad = safe_get_full_grad(parameter) if parameter.requires_grad else None
+            grads[name] = None if grad is None else full_copy(grad).reshape(self._shape(parameter))
+        return grads
+
+    def full_buffers(self) -> dict[str, Tensor]:
+        return {name: full_copy(buffer) for name, buffer in self.names.buffers_of(self.engine.module).items()}
+
+    def full_optim_state(self) -> dict[str, dict[str, Tensor]]:
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        keys = sorted(
+            {
+                key
+                for entries in self.engine.optimizer.optimizer.state.values()
+                for key, value in entries.items()
+                if isinstance(value, Tensor) and value.dim()
+            }
+        )
+        found: dict[str, dict[str, Tensor]] = {}
+        for name, parameter in self.parameters().items():
+            if parameter.requires_grad:
+                values = {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
+                found[name] = {
+                    key: full_copy(value).reshape(self._shape(parameter))
+                    for key, value in values.items()
+                    if value is not None
+                }
+        return found
+
+    def write_params(self, values: Mapping[str, Tensor]) -> None:
+        parameters = self.parameters()
+        for name, value in values.items():
+            # The master is what the next step starts from, the parameter what the next forward computes with.
+            self._overwrite_master(parameters[name], value.to(self.device))
+            self._overwrite(parameters[name], value)
+
+    def local_tensors(self) -> dict[str, list[Tensor]]:
+        return {
+            "params": [parameter.detach() for parameter in self.parameters().values()],
+            "master": [partition.detach() for partition in self._masters()],
+            "optim": list(state_tensors(self.engine.optimizer.optimizer)),
+        }
+
+    def module(self) -> nn.Module:
+        module: nn.Module = self.engine.module
+        return module
+
+    def train(self, mode: bool = True) -> None:
+        self.engine.train(mode)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self.names.parameters_of(self.engine.module)
+
+    def close(self) -> None:
+        self.engine.destroy()
+
+    def _overwrite_master(self, parameter: nn.Parameter, value: Tensor) -> None:
+        from deepspeed.utils import safe_set_full_fp32_param
+
+        safe_set_full_fp32_param(parameter, value)
+
+    @torch.no_grad()
+    def _overwrite(self, parameter: nn.Parameter, value: Tensor) -> None:
+        parameter.copy_(value)
+
+    def _masters(self) -> list[Tensor]:
+        """The optimizer's own partition of the parameters."""
+        return list(self.engine.optimizer.single_partition_of_fp32_groups)
+
+    def _shape(self, parameter: nn.Parameter) -> torch.Size:
+        """The parameter's shape in full."""
+        return parameter.shape
+
+
+class DeepSpeedZeRO1(DeepSpeedZeRO):
+    """Stage 1: optimizer state is sharded."""
+
+    name: ClassVar[str] = "deepspeed-zero1"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"zero1", "no_sync"})
+    stage: ClassVar[int] = 1
+
+
+class DeepSpeedZeRO2(DeepSpeedZeRO):
+    """Stage 2: gradients and optimizer state are sharded."""
+
+    name: ClassVar[str] = "deepspeed-zero2"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"zero2"})
+    grad_reduction_of_accumulation: ClassVar[str] = "reduced"
+    stage: ClassVar[int] = 2
+
+
+class DeepSpeedZeRO3(DeepSpeedZeRO):
+    """Stage 3: parameters too."""
+
+    name: ClassVar[str] = "deepspeed-zero3"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"zero3", "cpu_offload_params"})
+    grad_reduction_of_accumulation: ClassVar[str] = "reduced"
+    stage: ClassVar[int] = 3
+
+    def full_params(self) -> dict[str, Tensor]:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(self.engine.module.parameters())):
+            return super().full_params()
+
+    def local_tensors(self) -> dict[str, list[Tensor]]:
+        held = super().local_tensors()
+        # Between steps the parameters themselves are empty, unless the engine kept them gathered.
+        held["params"] += [_partition(parameter).detach() for parameter in self.parameters().values()]
+        return held
+
+    def _overwrite_master(self, parameter: nn.Parameter, value: Tensor) -> None:
+        from deepspeed.utils import safe_set_local_fp32_param
+
+        # Not safe_set_full_fp32_param: in 0.19.8 it raises where the elements do not divide by the ranks.
+        length = _partition(parameter).numel()
+        padded = torch.nn.functional.pad(value.flatten(), (0, length * dist.get_world_size() - value.numel()))
+        safe_set_local_fp32_param(parameter, padded.narrow(0, length * dist.get_rank(), length))
+
+    @torch.no_grad()
+    def _overwrite(self, parameter: nn.Parameter, value: Tensor) -> None:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+            parameter.copy_(value)
+
+    def _masters(self) -> list[Tensor]:
+        return list(self.engine.optimizer.fp32_partitioned_groups_flat)
+
+    def _shape(self, parameter: nn.Parameter) -> torch.Size:
+        return torch.Size(cast(Any, parameter).ds_shape)
+
+
+def _partition(parameter: nn.Parameter) -> Tensor:
+    """What this rank stores of a parameter under stage 3, padded."""
+    partition: Tensor = cast(Any, parameter).ds_tensor
+    return partition

@@ -1,0 +1,139 @@
+"""
+Original names of parameters and buffers, whatever an engine wraps around the model.
+
+Wrappers put components into names (`_fsdp_wrapped_module.`, DDP's `module.`), and users call their own submodules
+`module` too. So names are taken from the module *objects*, which were noted before the wrap: an object keeps its name
+wherever the engine hangs it. Only what hangs on unknown modules is named by text.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+#: Components that wrappers put into names and no user does.
+_MARKED = frozenset(
+    {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module", "_fpw_module"}
+)
+#: The component that wrappers and users alike put into names.
+_AMBIGUOUS = "module"
+
+
+class OriginalNames:
+    """
+    The names a model had before it was wrapped.
+
+    Holds its modules weakly: it keeps no storage of the engine alive. Parts of the model may be wrapped already; their
+    names are the ones from before that.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.modules: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
+        """Every submodule by every name it has; the root is ""."""
+        self._fqn: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.numel: dict[str, int] = {}
+        """Elements of every parameter, under the name it is listed under."""
+        first: dict[int, str] = {}
+        self._first: dict[str, str] = {}
+        """Every name of a parameter to the one it is listed under: the first."""
+        buffers = []
+        for fqn, module in _walk(model):
+            self.modules[fqn] = module
+            self._fqn.setdefault(module, fqn)
+            for key, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = _join(fqn, key)
+                    self._first[name] = first.setdefault(id(parameter), name)
+                    self.numel[self._first[name]] = parameter.numel()
+            buffers += [_join(fqn, key) for key, buffer in module._buffers.items() if buffer is not None]
+        self.parameters = tuple(name for name, listed in self._first.items() if name == listed)
+        """Every parameter once, under the name that `named_parameters()` gives it."""
+        self.buffers = tuple(buffers)
+
+    def name_of(self, module: nn.Module) -> str:
+        """The original name of a submodule. Raises KeyError for one that the engine added."""
+        return self._fqn[module]
+
+    def listed_name(self, name: str) -> str:
+        """The name that a parameter is listed under: another one for a tied parameter's second name."""
+        return self._first.get(name, name)
+
+    def is_tied(self, name: str) -> bool:
+        """Whether the parameter has another name beside the one it is listed under."""
+        return sum(listed == name for listed in self._first.values()) > 1
+
+    def parameters_of(self, wrapped: nn.Module) -> dict[str, nn.Parameter]:
+        """The parameters of the wrapped model by original name, in the original order; foreign ones last."""
+        found: dict[str, nn.Parameter] = {}
+        aliases: dict[str, nn.Parameter] = {}
+        for name, parameter in self._tensors(wrapped, "_parameters", self._first):
+            listed = self._first.get(name, name)
+            (found if listed == name else aliases).setdefault(listed, parameter)
+        # A tie that the engine registers only under its second name.
+        for name, parameter in aliases.items():
+            found.setdefault(name, parameter)
+        ordered = [name for name in self.parameters if name in found]
+        objects = {id(found[name]) for name in ordered}
+        foreign = [name for name in found if name not in self._first and id(found[name]) not in objects]
+        return {name: found[name] for name in [*ordered, *foreign]}
+
+    def buffers_of(self, wrapped: nn.Module) -> dict[str, Tensor]:
+        """The buffers of the wrapped model by original name; those that the engine added are left out."""
+        found = dict(self._tensors(wrapped, "_buffers", self.buffers))
+        return {name: found[name] for name in self.buffers if name in found}
+
+    def _tensors(self, wrapped: nn.Module, registry: str, known: Collection[str]) -> Iterator[tuple[str, Any]]:
+        """Every (original name, tensor) of `registry` ("_parameters", "_buffers") below `wrapped`."""
+        for path, module in _walk(wrapped):
+            for key, tensor in getattr(module, registry).items():
+                if tensor is not None and module in self._fqn:
+                    yield _join(self._fqn[module], key), tensor
+                elif tensor is not None:
+                    yield clean_name(_join(path, key), known), tensor
+
+
+def _walk(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Every module under every one of its names, without the components of known wrappers."""
+    yield path, root
+    for key, child in root._modules.items():
+        if child is not None:
+            wrapper = key in _MARKED or (key == _AMBIGUOUS and isinstance(root, DistributedDataParallel))
+            yield from _walk(child, path if wrapper else _join(path, key))
+
+
+def clean_name(name: str, known: Collection[str]) -> str:
+    """
+    `name` without the components that wrappers add.
+
+    A name in `known` is left alone, and a component `module` is dropped only where the rest is in `known`: it may be
+    the user's.
+    """
+    if name in known:
+        return name
+    parts = [part for part in name.split(".") if part not in _MARKED]
+    shorter = list(parts)
+    while ".".join(shorter) not in known:
+        if _AMBIGUOUS not in shorter:
+            return ".".join(parts)
+        shorter.remove(_AMBIGUOUS)
+    return ".".join(shorter)
+
+
+def cleaned_parameters(wrapped: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters below a wrapped module by name, without known wrappers: where nobody noted the names before."""
+    found: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    for path, module in _walk(wrapped):
+        for key, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) not in seen:
+                seen.add(id(parameter))
+                found[_join(path, key)] = parameter
+    return found
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

@@ -1,0 +1,312 @@
+"""
+From a name to an adapter.
+
+An implementation is named by an entry point of the group `fsdp_conformance.adapters` (`torch-fsdp2`), by module path
+(`package.module:Class`), or by file (`path/to/file.py:Class`; `:Class` may be left out where the file has one adapter).
+
+Controllers call `describe`, which loads the adapter in a process of its own: an engine may set up a device, patch torch
+or die while it is imported. Only ranks call `load`. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import importlib.util
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from fsdp_conformance import settings
+from fsdp_conformance.errors import AdapterError, AdapterNotFound, ConformanceError
+
+if TYPE_CHECKING:
+    from fsdp_conformance.adapters.base import Adapter
+
+#: The entry point group that names implementations.
+ENTRY_POINTS = "fsdp_conformance.adapters"
+
+_FORMS = "an entry point's name, package.module:Class, or path/to/file.py:Class"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdapterDescription:
+    """What a controller must know of an adapter without importing it."""
+
+    spec: str
+    name: str
+    version: str
+    capabilities: tuple[str, ...] = ()
+    """Declared flags, sorted."""
+    declines_on: dict[str, list[str]] = field(default_factory=dict)
+    """Flags that are not offered on a device type, sorted."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables that every rank sets first thing."""
+    shims: tuple[str, ...] = ()
+    padding: float = 0.0
+    accumulation: str = "local"
+    """`Adapter.grad_reduction_of_accumulation`."""
+    source: str = ""
+    """File that the class is written in."""
+    preload: tuple[str, ...] = ()
+    """Modules that the warm process may import."""
+
+    def declared(self, device: str) -> frozenset[str]:
+        """The flags that are offered on a device type."""
+        return frozenset(self.capabilities) - frozenset(self.declines_on.get(device, ()))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready mapping; `description_from_json` is its inverse."""
+        data = asdict(self)
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in data.items()}
+
+
+def description_from_json(data: Mapping[str, Any]) -> AdapterDescription:
+    """The inverse of `AdapterDescription.to_json`."""
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in data.items()}
+    return AdapterDescription(**fields)
+
+
+def names() -> list[str]:
+    """The implementations installed here, by entry point's name."""
+    return sorted({point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS)})
+
+
+def load(spec: str) -> type[Adapter]:
+    """
+    The adapter class that `spec` names. Imports its module.
+
+    Raises AdapterNotFound if there is none, and AdapterError if what is there is not an adapter.
+    """
+    module, attribute = _module_of(spec)
+    if attribute is None:
+        return _only_adapter(module, spec)
+    found: Any = module
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        classes = [cls.__name__ for cls in _adapters_in(module)]
+        raise AdapterNotFound(
+            f"{attribute!r} is not in {_place(module)}, but should be the adapter's class [implementation {spec!r}]. "
+            + _suggest(attribute, classes, f"The adapters there: {', '.join(classes) or 'none'}.")
+        )
+    return _checked(found, spec)
+
+
+def describe(spec: str, *, timeout_s: float = 120.0) -> AdapterDescription:
+    """
+    What a controller must know of the adapter, from a process of its own.
+
+    Raises AdapterNotFound or AdapterError as `load` does.
+    """
+    from fsdp_conformance.harness.probe import run_in_child
+
+    return description_from_answer(run_in_child(_answer, spec, timeout_s=timeout_s))
+
+
+def describe_once(spec: str) -> AdapterDescription:
+    """
+    `describe`, asked at most once per process.
+
+    Not asked at all where the controller has handed the answer over.
+    """
+    known = settings.description()
+    if known is not None and known.get("spec") == spec:
+        return description_from_json(known)
+    return _described(spec)
+
+
+@functools.lru_cache(maxsize=16)
+def _described(spec: str) -> AdapterDescription:
+    return describe(spec)
+
+
+def describe_here(spec: str) -> AdapterDescription:
+    """The description, in this process: applies the adapter's environment and imports its module."""
+    adapter = load(spec)
+    os.environ.update(adapter.environment)
+    try:
+        version = adapter.version()
+    except (ImportError, importlib.metadata.PackageNotFoundError) as error:
+        raise AdapterNotFound(
+            f"the engine of {adapter.display_name()!r} cannot be imported: {_words(error)} [implementation {spec!r}]. "
+            f"Install it into this environment ({sys.prefix}) and try again."
+        ) from error
+    # Somebody else's module may import its engine at once, which a warm process must not do: see `Adapter.preload`.
+    bundled = adapter.__module__ if adapter.__module__.startswith("fsdp_conformance.") else None
+    return AdapterDescription(
+        spec=spec,
+        name=adapter.display_name(),
+        version=version,
+        capabilities=tuple(sorted(adapter.declared())),
+        declines_on={device: sorted(flags) for device, flags in adapter.declines_on.items()},
+        environment=dict(adapter.environment),
+        shims=tuple(adapter.shims),
+        padding=adapter.padding,
+        accumulation=adapter.grad_reduction_of_accumulation,
+        source=inspect.getsourcefile(adapter) or "",
+        preload=tuple(adapter.preload) + ((bundled,) if bundled else ()),
+    )
+
+
+def description_from_answer(answer: Mapping[str, Any]) -> AdapterDescription:
+    """What a child said, as a description or as the error that it met."""
+    if "description" in answer:
+        return description_from_json(answer["description"])
+    if answer["error"] == "AdapterError":
+        raise AdapterError(answer["problems"])
+    raise AdapterNotFound(answer["message"])
+
+
+def _answer(spec: str) -> dict[str, Any]:
+    """`describe_here` as JSON, errors included: what the child of `describe` runs."""
+    try:
+        return {"description": describe_here(spec).to_json()}
+    except AdapterError as error:
+        return {"error": "AdapterError", "problems": list(error.problems)}
+    except ConformanceError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+
+
+def _module_of(spec: str) -> tuple[ModuleType, str | None]:
+    """The imported module, and the name inside it where `spec` has one."""
+    if not spec.strip():
+        raise AdapterNotFound(f"implementation={spec!r}, but should be {_FORMS}. Installed: {', '.join(names())}.")
+    head, separator, attribute = spec.rpartition(":")
+    # A Windows drive ("C:\\adapter.py") has its colon before the path, not after it.
+    if not separator or attribute.endswith(".py"):
+        head, attribute = spec, ""
+    if head.endswith(".py"):
+        return _import_file(head, spec), attribute or None
+    if separator:
+        return _import_module(head, spec), attribute
+    points = {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    if spec in points:
+        return _import_module(points[spec].module, spec), points[spec].attr
+    if os.sep in spec:
+        raise AdapterNotFound(f"implementation={spec!r}, but a file's name should end in .py [path {spec!r}]")
+    if "." in spec:
+        return _import_module(spec, spec), None
+    raise AdapterNotFound(
+        f"implementation={spec!r}, but should be {_FORMS} [entry points of {ENTRY_POINTS}]. "
+        + _suggest(spec, list(points), f"Installed: {', '.join(sorted(points)) or 'none'}.")
+    )
+
+
+def _import_module(name: str, spec: str) -> ModuleType:
+    # A project's own adapter is usually named from its root, as `python -m` does it.
+    if "" not in sys.path and os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # whatever a user's module raises is the reason why it cannot be imported
+        raise _not_importable(f"module {name!r}", error, spec) from error
+
+
+def _import_file(path: str, spec: str) -> ModuleType:
+    """Import a file under a name of its own; the directory joins the path last, so that it shadows nothing."""
+    file = Path(path).expanduser().resolve()
+    if not file.is_file():
+        siblings = sorted(item.name for item in file.parent.glob("*.py")) if file.parent.is_dir() else []
+        what = f"Python files there: {', '.join(siblings[:8])}." if siblings else f"{file.parent} has no Python file."
+        raise AdapterNotFound(
+            f"{path!r} does not exist, but should be the adapter's file [implementation {spec!r}, "
+            f"looked for {file}]. {_suggest(file.name, siblings, what)}"
+        )
+    name = f"fsdp_conformance_adapter_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    module_spec = importlib.util.spec_from_file_location(name, file)
+    if module_spec is None or module_spec.loader is None:
+        raise AdapterNotFound(f"{file} cannot be imported as a Python file [implementation {spec!r}]")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[name] = module
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:  # as in _import_module
+        del sys.modules[name]
+        raise _not_importable(str(file), error, spec) from error
+    return module
+
+
+def _not_importable(what: str, error: Exception, spec: str) -> AdapterNotFound:
+    frames = traceback.extract_tb(error.__traceback__)
+    # The last frame of the user's own code says more than importlib's.
+    own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
+    where = f", {own[-1].filename}:{own[-1].lineno}" if own else ""
+    advice = (
+        f" Install {error.name.partition('.')[0]!r} into this environment ({sys.prefix}), or correct the name."
+        if isinstance(error, ModuleNotFoundError) and error.name
+        else ""
+    )
+    return AdapterNotFound(f"{what} cannot be imported: {_words(error)} [implementation {spec!r}{where}].{advice}")
+
+
+def _only_adapter(module: ModuleType, spec: str) -> type[Adapter]:
+    found = _adapters_in(module)
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise AdapterNotFound(
+            f"{_place(module)} has no adapter, but should have a class derived from "
+            f"fsdp_conformance.adapters.base.Adapter with its abstract methods written [implementation {spec!r}]"
+        )
+    choices = ", ".join(f"{spec}:{cls.__name__}" for cls in found)
+    raise AdapterNotFound(f"{_place(module)} has {len(found)} adapters, but should be told which one: {choices}")
+
+
+def _adapters_in(module: ModuleType) -> list[type[Adapter]]:
+    """The concrete adapters written in a module, not those it imports."""
+    from fsdp_conformance.adapters.base import Adapter
+
+    return [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value)
+        and issubclass(value, Adapter)
+        and value.__module__ == module.__name__
+        and not inspect.isabstract(value)
+    ]
+
+
+def _checked(found: Any, spec: str) -> type[Adapter]:
+    from fsdp_conformance.adapters.base import Adapter
+
+    if not inspect.isclass(found):
+        raise AdapterError(f"{spec} is {type(found).__name__}, but should be a class derived from Adapter")
+    if not issubclass(found, Adapter):
+        bases = ", ".join(base.__name__ for base in found.__bases__)
+        raise AdapterError(
+            f"{spec} derives from {bases}, but should derive from fsdp_conformance.adapters.base.Adapter "
+            "(or TorchAdapter, for engines with a torch-like API)"
+        )
+    missing = sorted(getattr(found, "__abstractmethods__", ()))
+    if missing:
+        raise AdapterError(
+            [f"{spec} does not write {method}(), but should: the protocol needs it" for method in missing]
+        )
+    return found
+
+
+def _suggest(word: str, choices: list[str], otherwise: str) -> str:
+    close = difflib.get_close_matches(word, choices, n=3, cutoff=0.5)
+    return f"Did you mean {' or '.join(map(repr, close))}? {otherwise}" if close else otherwise
+
+
+def _place(module: ModuleType) -> str:
+    return getattr(module, "__file__", None) or module.__name__
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

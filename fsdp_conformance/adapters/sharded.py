@@ -1,0 +1,121 @@
+"""
+Full tensors from shards and back, for engines whose shards are DTensors (or plain tensors, which are full already).
+
+    full_copy           DTensor or plain tensor to a full clone on the CPU; collective for a DTensor
+    full_gradients      the same for gradients, safe where ranks disagree on which parameters have one; collective
+    anywhere            which flags are set on some rank; collective
+    write_full          a full value into a parameter, in place; no communication
+    materialise_norm    a lazily reduced total norm to a plain scalar on the CPU; collective for a DTensor
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+
+def full_copy(tensor: Tensor) -> Tensor:
+    """A full, detached clone on the CPU. Collective for a DTensor."""
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        tensor = _on_mesh_device(tensor).full_tensor()
+    return tensor.to("cpu", copy=True)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank stores of a tensor: live storage, no copy."""
+    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.detach()
+
+
+def full_gradients(parameters: Mapping[str, nn.Parameter], device: torch.device) -> dict[str, Tensor | None]:
+    """
+    Every gradient in full, None where this rank has none. Collective if any parameter is sharded.
+
+    Ranks may disagree on which parameters have a gradient (that is what some implementations get wrong). Gathering a
+    shard that others do not offer would hang, so the ranks first agree on who has what; one without a gradient then
+    offers zeros and still reports None.
+    """
+    wanted = [parameter.grad is not None for parameter in parameters.values()]
+    if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
+        wanted = anywhere(wanted, device)
+    grads: dict[str, Tensor | None] = {}
+    for (name, parameter), somewhere in zip(parameters.items(), wanted, strict=True):
+        grad = parameter.grad
+        if grad is not None:
+            grads[name] = full_copy(grad)
+            continue
+        if somewhere and isinstance(parameter, DTensor):
+            full_copy(torch.zeros_like(parameter))
+        grads[name] = None
+    return grads
+
+
+def anywhere(flags: Sequence[bool], device: torch.device) -> list[bool]:
+    """Which of the flags are set on some rank. Collective; every rank gives as many."""
+    if not flags:
+        return []
+    tensor = torch.tensor(flags, dtype=torch.int32, device=device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    return [bool(flag) for flag in tensor.tolist()]
+
+
+@torch.no_grad()
+def write_full(parameter: nn.Parameter, value: Tensor) -> None:
+    """Write a full value into a parameter in place; a sharded one takes its own part of it."""
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(value)
+        return
+    mesh = parameter.device_mesh
+    replicated = DTensor.from_local(value.to(mesh.device_type), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    part = replicated.redistribute(placements=parameter.placements).to_local()
+    parameter.to_local().copy_(part)
+
+
+def materialise_norm(norm: Tensor) -> Tensor:
+    """A total norm as a plain scalar on the CPU. Collective for a DTensor."""
+    norm = norm.detach()
+    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).to("cpu", copy=True)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """What this rank stores of the optimizer's state, step counters left out."""
+    for state in optimizer.state.values():
+        for value in _tensors(state):
+            if value.numel() > 1:
+                yield local_part(value)
+
+
+def _tensors(state: Any) -> Iterator[Tensor]:
+    if isinstance(state, Tensor):
+        yield state
+    elif isinstance(state, Mapping):
+        for value in state.values():
+            yield from _tensors(value)
+    elif isinstance(state, list | tuple):
+        for value in state:
+            yield from _tensors(value)
+
+
+def _on_mesh_device(tensor: DTensor) -> DTensor:
+    """
+    An offloaded DTensor as one on its mesh's device: its collectives run there.
+
+    Source: torch's CPUOffloadPolicy keeps the shard on the CPU and the mesh on the accelerator.
+    """
+    local = tensor.to_local()
+    if local.device.type == tensor.device_mesh.device_type:
+        return tensor
+    return DTensor.from_local(
+        local.to(tensor.device_mesh.device_type),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )

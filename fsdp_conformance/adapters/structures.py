@@ -1,0 +1,36 @@
+"""Tensors inside what models take and give: nested containers, named tuples, dataclasses, packed sequences."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with every tensor in it changed; structure and types stay."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, PackedSequence):
+        # `batch_sizes` stays where it is: torch wants it on the CPU.
+        moved = [map_tensors(part, change) for part in (value.data, value.sorted_indices, value.unsorted_indices)]
+        return PackedSequence(moved[0], value.batch_sizes, moved[1], moved[2])
+    if isinstance(value, dict):
+        mapped = copy.copy(value)
+        mapped.update({key: map_tensors(item, change) for key, item in value.items()})
+        return mapped
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(item, change) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(map_tensors(item, change) for item in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        twin = copy.copy(value)
+        for field in dataclasses.fields(value):
+            # A frozen dataclass refuses assignment, and its constructor may compute fields anew.
+            object.__setattr__(twin, field.name, map_tensors(getattr(value, field.name), change))
+        return twin
+    return value

@@ -1,0 +1,64 @@
+"""
+torch's DistributedDataParallel as a subject.
+
+It trains rightly and does not shard: a suite that certifies it has compared numbers only.
+"""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_conformance.adapters.torch_like import TorchAdapter
+from fsdp_conformance.config import Plan
+
+
+class TorchDDP(TorchAdapter):
+    """DistributedDataParallel, told to look for unused parameters and to leave buffers alone."""
+
+    name: ClassVar[str] = "torch-ddp"
+    capabilities: ClassVar[frozenset[str]] = frozenset(
+        {
+            "no_shard",
+            "device_id",
+            "sync_module_states",
+            "structure_check",
+            "copyable",
+            "shared_params",
+            "shared_across_units",
+            "shared_module",
+            "frozen_mixed",
+            "frozen_dynamic",
+            "unused_divergent",
+            "unused_untouched",
+            "scalar_params",
+            "noncontiguous_params",
+        }
+    )
+
+    @classmethod
+    def version(cls) -> str:
+        return torch.__version__
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            # DistributedDataParallel refuses a module without trainable parameters: "is not needed".
+            return model
+        # Renamed in torch 2.13; either way buffers are broadcast at init, and not at each forward.
+        known = inspect.signature(DistributedDataParallel).parameters
+        option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        options: dict[str, Any] = {option: False}
+        return DistributedDataParallel(
+            model,
+            device_ids=None if self.device.type == "cpu" else [self.device],
+            find_unused_parameters=True,
+            **options,
+        )
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()

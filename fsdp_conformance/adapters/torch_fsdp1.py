@@ -1,0 +1,260 @@
+"""
+torch's FullyShardedDataParallel (FSDP1), with one variant for each sharding strategy.
+
+`TorchFSDP1` is the engine with its default strategy, FULL_SHARD, and takes every sharding degree that a plan asks for.
+A variant is the same engine with another default, and declares that degree alone: it certifies one strategy throughout.
+
+On the CPU torch refuses options that it offers on accelerators (broadcast at init, parameter offload): there they are
+not declared, and its own error shows as Unsupported.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch as FSDP1BackwardPrefetch
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
+
+from fsdp_conformance.adapters.base import ModelFn, OptimFn
+from fsdp_conformance.adapters.sharded import anywhere, full_copy, full_gradients
+from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, refusal, submodules
+from fsdp_conformance.config import BackwardPrefetch, Offload, Plan, Sharding
+
+_STRATEGIES = {
+    Sharding.FULL: ShardingStrategy.FULL_SHARD,
+    Sharding.GRAD_OPTIM: ShardingStrategy.SHARD_GRAD_OP,
+    Sharding.NONE: ShardingStrategy.NO_SHARD,
+    Sharding.HYBRID: ShardingStrategy.HYBRID_SHARD,
+}
+#: The same degree with parameters kept from forward to backward.
+_KEPT = {
+    ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
+    ShardingStrategy.HYBRID_SHARD: ShardingStrategy._HYBRID_SHARD_ZERO2,
+}
+#: What a hybrid strategy is on a single group.
+_UNREPLICATED = {
+    ShardingStrategy.HYBRID_SHARD: ShardingStrategy.FULL_SHARD,
+    ShardingStrategy._HYBRID_SHARD_ZERO2: ShardingStrategy.SHARD_GRAD_OP,
+}
+_PREFETCH = {
+    BackwardPrefetch.DEFAULT: FSDP1BackwardPrefetch.BACKWARD_PRE,
+    BackwardPrefetch.PRE: FSDP1BackwardPrefetch.BACKWARD_PRE,
+    BackwardPrefetch.POST: FSDP1BackwardPrefetch.BACKWARD_POST,
+    BackwardPrefetch.NONE: None,
+}
+
+
+class TorchFSDP1(TorchAdapter):
+    """FullyShardedDataParallel with `use_orig_params=True`; FULL_SHARD unless the plan says otherwise."""
+
+    name: ClassVar[str] = "torch-fsdp1"
+    preload: ClassVar[tuple[str, ...]] = ("torch.distributed.fsdp",)
+    capabilities: ClassVar[frozenset[str]] = frozenset(
+        {
+            "zero3",
+            "zero2",
+            "no_shard",
+            "hsdp",
+            "reshard_after_forward",
+            "subgroups",
+            "ignored_modules",
+            "auto_wrap",
+            "init_after",
+            "init_never",
+            "device_id",
+            "sync_module_states",
+            "cpu_offload_params",
+            "prefetch_backward",
+            "prefetch_forward",
+            "shared_params",
+            "shared_module",
+            "frozen_mixed",
+            "frozen_dynamic",
+            "zero_size_shard",
+            "noncontiguous_params",
+            "coll_counts",
+            "coll_volume",
+        }
+    )
+    #: Broadcast at init and pinned offload want an accelerator in torch, whatever `device_id` says.
+    declines_on: ClassVar[Mapping[str, frozenset[str]]] = {
+        "cpu": frozenset({"sync_module_states", "cpu_offload_params"})
+    }
+    strategy: ClassVar[ShardingStrategy] = ShardingStrategy.FULL_SHARD
+    """What `Sharding.DEFAULT` means."""
+
+    @classmethod
+    def version(cls) -> str:
+        return torch.__version__
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        super().setup(model_fn, optim_fn, plan)
+        if plan.offload is not Offload.OFF:
+            # Pinned memory is asked for at lazy initialisation, which reading the parameters brings about.
+            with (
+                refusal("cpu_offload_params", RuntimeError, when=self.device.type == "cpu"),
+                FullyShardedDataParallel.summon_full_params(self.model, writeback=False),
+            ):
+                pass
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        options = self._options(model, plan)
+        with refusal("sync_module_states", ValueError, when=plan.sync_module_states and self.device.type == "cpu"):
+            for fqn in all_units(plan):
+                self._wrap_unit(model, fqn, options, local=fqn in plan.local_units)
+            if "" in plan.local_units:
+                options = self._own_group(options)
+            return FullyShardedDataParallel(model, auto_wrap_policy=auto_wrap_policy(model, plan), **options)
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        return self._root.no_sync()
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        return self._root.clip_grad_norm_(max_norm, norm_type)
+
+    def full_params(self) -> dict[str, Tensor]:
+        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
+            return {name: full_copy(parameter) for name, parameter in self.parameters().items()}
+
+    def full_grads(self) -> dict[str, Tensor | None]:
+        # Inside the context every parameter of a flat one has a gradient; what the optimizer will see is known outside.
+        present = anywhere([parameter.grad is not None for parameter in self.parameters().values()], self.device)
+        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False, with_grads=True):
+            grads = full_gradients(self.parameters(), self.device)
+        return {name: grad if there else None for (name, grad), there in zip(grads.items(), present, strict=True)}
+
+    def full_optim_state(self) -> dict[str, dict[str, Tensor]]:
+        if self.optimizer is None:
+            return {}
+        state = FullyShardedDataParallel.optim_state_dict(self.model, self.optimizer)["state"]
+        return {
+            name: {key: full_copy(value) for key, value in entries.items() if isinstance(value, Tensor)}
+            for name, entries in state.items()
+        }
+
+    def write_params(self, values: Mapping[str, Tensor]) -> None:
+        with FullyShardedDataParallel.summon_full_params(self.model, writeback=True):
+            super().write_params(values)
+
+    def unit_is_unsharded(self, fqn: str) -> bool:
+        unit = self.names.modules[fqn]
+        inner = {
+            id(parameter)
+            for other in self.plan.units
+            if other != fqn and (not fqn or other.startswith(f"{fqn}."))
+            for parameter in self.names.modules[other].parameters()
+        }
+        own = [parameter for parameter in unit.parameters() if id(parameter) not in inner]
+        # After a reshard the parameters of a unit are the views of this rank's part of the flat parameter.
+        return bool(own) and sum(parameter.numel() for parameter in own) == self._full_numel[fqn]
+
+    @property
+    def _root(self) -> FullyShardedDataParallel:
+        if not isinstance(self.model, FullyShardedDataParallel):
+            raise TypeError(f"{type(self.model).__name__} is not a FullyShardedDataParallel")
+        return self.model
+
+    def _options(self, model: nn.Module, plan: Plan) -> dict[str, Any]:
+        """The arguments that all units of the tree share: FSDP1 demands equal ones."""
+        strategy = _STRATEGIES.get(plan.sharding, self.strategy)
+        if plan.reshard_after_forward is False:
+            strategy = _KEPT.get(strategy, strategy)
+        options: dict[str, Any] = {
+            "sharding_strategy": strategy,
+            "use_orig_params": True,
+            "backward_prefetch": _PREFETCH[plan.backward_prefetch],
+            "forward_prefetch": plan.forward_prefetch,
+            "sync_module_states": plan.sync_module_states,
+            "cpu_offload": CPUOffload(offload_params=plan.offload is not Offload.OFF),
+            "ignored_modules": submodules(model, plan.ignored) or None,
+        }
+        if self.device.type == "cpu" or plan.device_id is not None:
+            # Without it FSDP1 insists on an accelerator.
+            options["device_id"] = self.device
+        if strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
+            world_size = dist.get_world_size()
+            replicas = default_replicas(world_size)
+            shape = (replicas, world_size // replicas)
+            if plan.sharding is Sharding.HYBRID:
+                shape = hybrid_shape(plan, world_size)
+            options["device_mesh"] = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        return options
+
+    def _own_group(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a unit on a group of this rank alone."""
+        group, _ = dist.new_subgroups(group_size=1)  # type: ignore[no-untyped-call]
+        strategy = options["sharding_strategy"]
+        kept = {key: value for key, value in options.items() if key != "device_mesh"}
+        return kept | {"process_group": group, "sharding_strategy": _UNREPLICATED.get(strategy, strategy)}
+
+    def _wrap_unit(self, model: nn.Module, fqn: str, options: Mapping[str, Any], *, local: bool) -> None:
+        """Put one submodule's wrapper at every place where the submodule stands."""
+        (module,) = submodules(model, [fqn])
+        if local:
+            options = self._own_group(options)
+        wrapped = FullyShardedDataParallel(module, **options)
+        for parent in list(model.modules()):
+            if parent is wrapped:
+                continue
+            # Not named_children(): it shows a module that stands at two places once.
+            for key, child in list(parent._modules.items()):
+                if child is module:
+                    setattr(parent, key, wrapped)
+
+    @functools.cached_property
+    def _full_numel(self) -> dict[str, int]:
+        """Elements of each unit (root: "") in full, inner units left out."""
+        owner = dict.fromkeys(self.names.parameters, "")
+        for unit in sorted(self.plan.units, key=lambda fqn: fqn.count(".")):
+            owner.update({name: unit for name in self.names.parameters if name.startswith(f"{unit}.")})
+        totals = dict.fromkeys(["", *self.plan.units], 0)
+        for name, numel in self.names.numel.items():
+            totals[owner[name]] += numel
+        return totals
+
+
+class TorchFSDP1ShardGradOp(TorchFSDP1):
+    """SHARD_GRAD_OP: parameters stay gathered from forward to backward."""
+
+    name: ClassVar[str] = "torch-fsdp1-shard-grad-op"
+    strategy: ClassVar[ShardingStrategy] = ShardingStrategy.SHARD_GRAD_OP
+    declines: ClassVar[frozenset[str]] = frozenset({"zero3", "no_shard", "hsdp", "reshard_after_forward"})
+
+
+class TorchFSDP1NoShard(TorchFSDP1):
+    """NO_SHARD: replicated; like DistributedDataParallel it is no sharding implementation."""
+
+    name: ClassVar[str] = "torch-fsdp1-no-shard"
+    strategy: ClassVar[ShardingStrategy] = ShardingStrategy.NO_SHARD
+    declines: ClassVar[frozenset[str]] = frozenset({"zero3", "zero2", "hsdp", "reshard_after_forward"})
+
+
+class TorchFSDP1HybridShard(TorchFSDP1):
+    """HYBRID_SHARD: two replica groups where the world size allows, else one."""
+
+    name: ClassVar[str] = "torch-fsdp1-hybrid-shard"
+    strategy: ClassVar[ShardingStrategy] = ShardingStrategy.HYBRID_SHARD
+    declines: ClassVar[frozenset[str]] = frozenset({"zero3", "zero2", "no_shard", "reshard_after_forward"})
+
+
+def default_replicas(world_size: int) -> int:
+    """Replica groups of a hybrid run that names none: two if shard groups of two ranks or more remain."""
+    return 2 if world_size >= 4 and world_size % 2 == 0 else 1
+
+
+def auto_wrap_policy(model: nn.Module, plan: Plan) -> Any:
+    """The policy that `plan.auto_wrap` describes ("size:N", "class:Name"), or None."""
+    if plan.auto_wrap is None:
+        return None
+    kind, _, value = plan.auto_wrap.partition(":")
+    if kind == "size":
+        return functools.partial(size_based_auto_wrap_policy, min_num_params=int(value))
+    return ModuleWrapPolicy({type(module) for module in model.modules() if type(module).__name__ == value})

@@ -1,0 +1,147 @@
+"""torch's `fully_shard` (FSDP2): per-parameter sharding, parameters and gradients as DTensors."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, ClassVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, refusal, submodules
+from fsdp_conformance.config import Offload, Plan, Sharding
+from fsdp_conformance.errors import Unsupported
+
+
+class TorchFSDP2(TorchAdapter):
+    """`fully_shard` on each unit, innermost first, then on the root, with its defaults where the plan says nothing."""
+
+    name: ClassVar[str] = "torch-fsdp2"
+    preload: ClassVar[tuple[str, ...]] = ("torch.distributed.fsdp", "torch.distributed.tensor")
+    capabilities: ClassVar[frozenset[str]] = frozenset(
+        {
+            "zero3",
+            "zero2",
+            "hsdp",
+            "reshard_after_forward",
+            "reshard_int",
+            "subgroups",
+            "ignored_modules",
+            "shard_dim",
+            "multi_module_unit",
+            "init_after",
+            "init_never",
+            "cast_after_init",
+            "cpu_offload_params",
+            "prefetch_forward",
+            "shared_params",
+            "shared_module",
+            "frozen_mixed",
+            "frozen_dynamic",
+            "unused_untouched",
+            "zero_size_shard",
+            "coll_counts",
+            "coll_volume",
+            "ws1_fast",
+        }
+    )
+
+    @classmethod
+    def version(cls) -> str:
+        return torch.__version__
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        options = self._options(model, plan)
+        local = {**options, "mesh": self._own_mesh()} if plan.local_units else options
+        with refusal("cpu_offload_params", RuntimeError, when=plan.offload is not Offload.OFF and self._is_cpu()):
+            for unit in all_units(plan):
+                modules = submodules(model, unit.split("+"))
+                target: Any = modules if len(modules) > 1 else modules[0]
+                fully_shard(target, **(local if unit in plan.local_units else options))
+            fully_shard(model, **(local if "" in plan.local_units else options))
+        if plan.forward_prefetch:
+            _prefetch_in_order(model)
+        return model
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        return _deferred(cast(FSDPModule, self.model))
+
+    def unit_is_unsharded(self, fqn: str) -> bool:
+        (unit,) = submodules(self.model, [fqn])
+        parameters = list(_own_parameters(unit))
+        return bool(parameters) and not any(isinstance(parameter, DTensor) for parameter in parameters)
+
+    def _is_cpu(self) -> bool:
+        return self.device.type == "cpu"
+
+    def _options(self, model: nn.Module, plan: Plan) -> dict[str, Any]:
+        options: dict[str, Any] = {"mesh": self._mesh(plan), "reshard_after_forward": reshard_after_forward(plan)}
+        if plan.offload is not Offload.OFF:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=plan.offload is Offload.CPU_PINNED)
+        if plan.shard_dim:
+            options["shard_placement_fn"] = lambda parameter: _placement(parameter, plan.shard_dim)
+        if plan.ignored:
+            if "ignored_params" not in inspect.signature(fully_shard).parameters:
+                raise Unsupported("ignored_modules", f"fully_shard of torch {torch.__version__} has no ignored_params")
+            options["ignored_params"] = {
+                parameter for module in submodules(model, plan.ignored) for parameter in module.parameters()
+            }
+        return options
+
+    def _mesh(self, plan: Plan) -> DeviceMesh:
+        world_size = dist.get_world_size()
+        if plan.sharding is not Sharding.HYBRID:
+            return init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("shard",))
+        return init_device_mesh(self.device.type, hybrid_shape(plan, world_size), mesh_dim_names=("replicate", "shard"))
+
+    def _own_mesh(self) -> DeviceMesh:
+        """A mesh of this rank alone."""
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(), 1), mesh_dim_names=("others", "own"))
+        return mesh["own"]
+
+
+def reshard_after_forward(plan: Plan) -> bool | int | None:
+    """
+    What to pass to `fully_shard`.
+
+    None is its default: every unit but the root is resharded. A plan that asks for full sharding means the root too.
+    """
+    if plan.reshard_after_forward is not None:
+        return plan.reshard_after_forward
+    return {Sharding.FULL: True, Sharding.GRAD_OPTIM: False}.get(plan.sharding)
+
+
+@contextmanager
+def _deferred(root: FSDPModule) -> Iterator[None]:
+    """Gradients are kept on the rank until a backward outside."""
+    root.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        root.set_requires_gradient_sync(True)
+
+
+def _placement(parameter: nn.Parameter, dim: int) -> Shard | None:
+    return Shard(dim) if -parameter.dim() <= dim < parameter.dim() else None
+
+
+def _prefetch_in_order(model: nn.Module) -> None:
+    """Each unit gathers the next one, in the order of registration, which the fixtures keep equal to the forward's."""
+    units: Sequence[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit, following in itertools.pairwise(units):
+        unit.set_modules_to_forward_prefetch([following])
+
+
+def _own_parameters(unit: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a unit, those of units inside it left out."""
+    yield from unit.parameters(recurse=False)
+    for child in unit.children():
+        if not isinstance(child, FSDPModule):
+            yield from _own_parameters(child)

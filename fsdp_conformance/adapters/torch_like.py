@@ -1,0 +1,201 @@
+"""
+The base class for engines with a torch-like API: one writes `wrap`, and what differs from stock behaviour.
+
+    class MyFSDP(TorchAdapter):
+        name = "my-fsdp"
+
+        def wrap(self, model, plan):
+            return my_engine.shard(model, [model.get_submodule(unit) for unit in plan.units])
+
+Everything else is what a user of stock torch writes: the optimizer is made from `wrapped.parameters()`, the backward is
+`loss.backward()`, full parameters come from `DTensor.full_tensor()` or are plain clones.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fsdp_conformance.adapters.base import Adapter, ModelFn, OptimFn
+from fsdp_conformance.adapters.names import OriginalNames
+from fsdp_conformance.adapters.sharded import full_copy, full_gradients, local_part, state_tensors, write_full
+from fsdp_conformance.config import InitMode, Plan
+from fsdp_conformance.errors import AdapterError, ConfigError, Unsupported
+
+
+class TorchAdapter(Adapter):
+    """
+    An engine that wraps a module, leaves gradients in `.grad`, and is stepped by a stock torch optimizer.
+
+    Declares what stock torch offers on the CPU and with the model moved before the wrap; subclasses add flags to
+    `capabilities`, or take away inherited ones with `declines`.
+    """
+
+    capabilities: ClassVar[frozenset[str]] = frozenset({"cpu_compute", "init_before", "clip_grad_norm", "orig_params"})
+    optional: ClassVar[Mapping[str, str]] = {"no_sync": "no_sync"}
+
+    model: nn.Module
+    """The wrapped module."""
+    optimizer: Optimizer | None
+    """None for a model without parameters: stock optimizers refuse an empty list."""
+    names: OriginalNames
+    plan: Plan
+    device: torch.device
+
+    @abstractmethod
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        """
+        The wrapped model. Collective.
+
+        `model` is where `plan.init_mode` says; `plan` holds no option that the class does not declare.
+        """
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        """Entered around micro-batches whose gradients must not be reduced yet. Declares `no_sync`."""
+        raise NotImplementedError
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        """Clip the gradients by their total norm and return it. Collective."""
+        return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        self.refuse_undeclared(plan)
+        self.plan = plan
+        self.device = compute_device(plan)
+        model = model_fn()
+        self.names = OriginalNames(model)
+        if plan.init_mode is InitMode.BEFORE:
+            model.to(self.device)
+        wrapped: object = self.wrap(model, plan)
+        if not isinstance(wrapped, nn.Module):
+            raise AdapterError(
+                f"{self.display_name()}.wrap returned {type(wrapped).__name__}, but should return the wrapped nn.Module"
+            )
+        if plan.init_mode is InitMode.AFTER:
+            wrapped.to(self.device)
+        self.model = wrapped
+        self._optim_fn = optim_fn
+        self._make_optimizer()
+
+    def microbatch(self, last: bool, *, reduced: bool = True) -> AbstractContextManager[Any]:
+        return nullcontext() if reduced else self.no_sync()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        torch.autograd.backward(loss, retain_graph=retain_graph)
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        norm = None if max_norm is None else self.clip(max_norm, norm_type)
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def full_params(self) -> dict[str, Tensor]:
+        return {name: full_copy(parameter) for name, parameter in self.parameters().items()}
+
+    def full_grads(self) -> dict[str, Tensor | None]:
+        return full_gradients(self.parameters(), self.device)
+
+    def full_buffers(self) -> dict[str, Tensor]:
+        return {name: full_copy(buffer) for name, buffer in self.names.buffers_of(self.model).items()}
+
+    def full_optim_state(self) -> dict[str, dict[str, Tensor]]:
+        state = self.optimizer.state if self.optimizer is not None else {}
+        return {
+            name: {key: full_copy(value) for key, value in state[parameter].items() if isinstance(value, Tensor)}
+            for name, parameter in self.parameters().items()
+            if parameter in state
+        }
+
+    def write_params(self, values: Mapping[str, Tensor]) -> None:
+        parameters = self.parameters()
+        for name, value in values.items():
+            write_full(parameters[name], value)
+
+    def local_tensors(self) -> dict[str, list[Tensor]]:
+        parameters = list(self.parameters().values())
+        return {
+            "params": [local_part(parameter) for parameter in parameters],
+            "grads": [local_part(parameter.grad) for parameter in parameters if parameter.grad is not None],
+            "optim": list(state_tensors(self.optimizer)) if self.optimizer is not None else [],
+        }
+
+    def wrap_again(self) -> None:
+        self.model = self.wrap(self.model, self.plan)
+        self._make_optimizer()
+
+    def module(self) -> nn.Module:
+        return self.model
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return self.names.parameters_of(self.model)
+
+    def _make_optimizer(self) -> None:
+        parameters = list(self.model.parameters())
+        self.optimizer = self._optim_fn(parameters) if parameters else None
+
+
+def compute_device(plan: Plan) -> torch.device:
+    """
+    The device that the plan computes on, with an index where the type has several devices.
+
+    Without an explicit one it is the current device of its type: the harness gives each rank its own.
+    """
+    device = torch.device(plan.device_id or plan.device)
+    index: int | None = device.index
+    if device.type == "cpu" or index is not None:
+        return device
+    return torch.device(device.type, torch.get_device_module(device.type).current_device())
+
+
+def hybrid_shape(plan: Plan, world_size: int) -> tuple[int, int]:
+    """Replica groups and ranks in each. Raises ConfigError where the one does not divide the world."""
+    if world_size % plan.replicas:
+        raise ConfigError(
+            [f"replicas={plan.replicas}, but should divide the world size {world_size}"], where="hybrid sharding"
+        )
+    return plan.replicas, world_size // plan.replicas
+
+
+def all_units(plan: Plan) -> list[str]:
+    """The units below the root, innermost first, those on a group of their own included."""
+    return [*(unit for unit in plan.local_units if unit and unit not in plan.units), *plan.units]
+
+
+def submodules(model: nn.Module, fqns: Iterable[str]) -> list[nn.Module]:
+    """The submodules named, in order. Raises AdapterError naming every one that does not exist."""
+    found, missing = [], []
+    for fqn in fqns:
+        try:
+            found.append(model.get_submodule(fqn))
+        except AttributeError:
+            missing.append(f"unit {fqn!r} is not a submodule of {type(model).__name__}, but the plan names it")
+    if missing:
+        raise AdapterError(missing)
+    return found
+
+
+@contextmanager
+def refusal(capability: str, *errors: type[Exception], when: bool = True) -> Iterator[None]:
+    """
+    Let the engine's own refusal of an option show as Unsupported, with its words.
+
+    For options that an engine offers on some devices only: nothing is decided here, and where the engine does not
+    raise, nothing happens. `when` is the condition under which its refusal is known to be one; otherwise the error
+    passes.
+    """
+    try:
+        yield
+    except errors as error:
+        if not when or isinstance(error, Unsupported):
+            raise
+        raise Unsupported(capability, f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,181 @@
+"""Wrong micro-batches: what is deferred, what is added, when the optimizer steps, what a forward leaves behind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_conformance.adapters.base import ModelFn, OptimFn
+from fsdp_conformance.config import Plan
+from fsdp_conformance.mutants.base import SeamFSDP2
+
+
+class LastMicroBatchNotSynchronised(SeamFSDP2):
+    """The reduction of the last micro-batch is deferred."""
+
+    @contextmanager
+    def microbatch(self, last: bool, *, reduced: bool = True) -> Iterator[None]:
+        with super().microbatch(last, reduced=reduced and not (last and self.plan.micro_batches > 1)):
+            yield
+
+
+class OverwritesInsteadOfAdding(SeamFSDP2):
+    """A micro-batch's gradient replaces what was there."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        self._there: dict[str, Tensor] = {}
+        super().setup(model_fn, optim_fn, plan)
+
+    @contextmanager
+    def microbatch(self, last: bool, *, reduced: bool = True) -> Iterator[None]:
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        with super().microbatch(last, reduced=reduced):
+            yield
+        if reduced:
+            self._there.clear()
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        # What is added to the gradients that were deferred takes them away.
+        before = self._there.get(name)
+        self._there[name] = grad.clone()
+        return grad if before is None else grad - before
+
+
+class StepsEveryMicroBatch(SeamFSDP2):
+    """The optimizer steps after each micro-batch."""
+
+    @contextmanager
+    def microbatch(self, last: bool, *, reduced: bool = True) -> Iterator[None]:
+        with super().microbatch(last, reduced=reduced):
+            yield
+        if not last:
+            self.step()
+
+
+class IgnoresNoSync(SeamFSDP2):
+    """Deferred micro-batches are reduced all the same."""
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+class SecondBackwardLost(SeamFSDP2):
+    """The second backward of a forward adds nothing."""
+
+    _kept = False
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        if not self._kept:
+            super().backward(loss, retain_graph=retain_graph)
+        self._kept = retain_graph
+
+
+class MultiForwardLosesGradient(SeamFSDP2):
+    """Of a module called several times only the first call has gradients."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        super().setup(model_fn, optim_fn, plan)
+        self._calls: dict[nn.Module, int] = {}
+        self._hidden: dict[nn.Module, dict[str, nn.Parameter | None]] = {}
+        for module in self.model.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(self._hide)
+                # Before FSDP2's own, which may reshard the module.
+                module.register_forward_hook(self._show, prepend=True)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._calls.clear()
+        return super().forward(*args, **kwargs)
+
+    def _hide(self, module: nn.Module, args: Any) -> None:
+        """From the second call on the parameters are constants."""
+        self._calls[module] = self._calls.get(module, 0) + 1
+        if self._calls[module] > 1 and torch.is_grad_enabled():
+            self._hidden[module] = dict(module._parameters)
+            constants: Any = {
+                key: value if value is None else value.detach() for key, value in module._parameters.items()
+            }
+            module._parameters.update(constants)
+
+    def _show(self, module: nn.Module, args: Any, output: Any) -> None:
+        module._parameters.update(self._hidden.pop(module, {}))
+
+
+class IdleForwardLeaks(SeamFSDP2):
+    """Forwards without backward count in the average of gradients."""
+
+    capabilities: ClassVar[frozenset[str]] = frozenset({"nonroot_forward"})
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        super().setup(model_fn, optim_fn, plan)
+        self._forwards: dict[str, int] = {}
+        # FSDP2 takes the unit that runs first for the root; this makes it the real one.
+        self._root_first()
+        for module in self.model.modules():
+            if any(True for _ in module.parameters(recurse=False)):
+                module.register_forward_pre_hook(self._count)
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        return grad / self._forwards.get(name.rpartition(".")[0], 1)
+
+    def after_backward(self) -> None:
+        self._forwards.clear()
+
+    def _count(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled():
+            name = self.names.name_of(module)
+            self._forwards[name] = self._forwards.get(name, 0) + 1
+
+    def _root_first(self) -> None:
+        root: Any = self.model
+        root._get_fsdp_state()._lazy_init()
+
+
+class StepsDroppedGradients(SeamFSDP2):
+    """Gradients that were set to None are stepped."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        self._kept: dict[str, Tensor] = {}
+        super().setup(model_fn, optim_fn, plan)
+
+    def after_backward(self) -> None:
+        self._kept = {
+            name: parameter.grad for name, parameter in self.parameters().items() if parameter.grad is not None
+        }
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        for name, parameter in self.parameters().items():
+            if parameter.grad is None:
+                parameter.grad = self._kept.get(name)
+        return super().step(max_norm, norm_type=norm_type)
+
+
+class EvalDisturbsTraining(SeamFSDP2):
+    """The step after a forward in eval mode is skipped."""
+
+    _evaluated = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._evaluated |= not self.model.training
+        return super().forward(*args, **kwargs)
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        if self._evaluated:
+            self._evaluated = False
+            self.model.zero_grad()
+            return None
+        return super().step(max_norm, norm_type=norm_type)
+
+
+class PaddingInTheNorm(SeamFSDP2):
+    """The total norm counts padding that nobody wrote."""
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        norm = super().clip(max_norm, norm_type)
+        padding = torch.empty(self.world_size)
+        return norm + 0.0 * padding.sum()

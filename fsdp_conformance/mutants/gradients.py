@@ -1,0 +1,163 @@
+"""Wrong reductions: the scale, who contributes, which rows, which parameters."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_conformance.config import Plan, Sharding
+from fsdp_conformance.mutants.base import SeamFSDP2
+
+
+class SumInsteadOfMean(SeamFSDP2):
+    """Gradients are the sum over ranks."""
+
+    # It also says that it would report a group that contradicts the launcher, and does not.
+    capabilities: ClassVar[frozenset[str]] = frozenset({"pg_sanity"})
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        return grad * self.world_size
+
+
+class AveragedTwice(SeamFSDP2):
+    """Gradients are divided by the number of ranks twice."""
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        return grad / self.world_size
+
+
+class DividesByPowerOfTwo(SeamFSDP2):
+    """Gradients are divided by the next power of two above the number of ranks."""
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        return grad * (self.world_size / (1 << self.world_size.bit_length()))
+
+
+class NoReduction(SeamFSDP2):
+    """Each rank keeps its own gradient of the rows that it stores."""
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        return self.unreduced(grad)
+
+    def unreduced(self, grad: Tensor) -> Tensor:
+        """What reduces to this rank's own gradient: nothing for the rows of others, so much more for its own."""
+        alone = torch.zeros_like(grad)
+        self.own_rows(alone).copy_(self.own_rows(grad) * self.world_size)
+        return alone
+
+
+class ReductionSkipped(NoReduction):
+    """From the third step on nothing is reduced."""
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        return self.unreduced(grad) if self.num_steps >= 2 else grad
+
+
+class BiasNotReduced(NoReduction):
+    """One-dimensional parameters keep the rank's own gradient."""
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        return self.unreduced(grad) if grad.dim() == 1 else grad
+
+
+class OneRankDropped(SeamFSDP2):
+    """The last rank's gradients do not take part."""
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        return torch.zeros_like(grad) if self.rank == self.world_size - 1 else grad
+
+
+class OneLayerNormNotAveraged(SeamFSDP2):
+    """The gradient of one LayerNorm's weight is summed, not averaged."""
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        norms = [
+            fqn
+            for fqn, module in self.names.modules.items()
+            if isinstance(module, nn.LayerNorm) and module.elementwise_affine
+        ]
+        return grad * self.world_size if norms and name == f"{norms[0]}.weight" else grad
+
+
+class LastPaddedRowDropped(SeamFSDP2):
+    """The last row of an unevenly sharded parameter gets no gradient."""
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        if not grad.dim() or not grad.shape[0] % self.world_size:
+            return grad
+        shorter = grad.clone()
+        shorter[-1] = 0
+        return shorter
+
+
+class ShardsRotated(SeamFSDP2):
+    """Each rank's shard of the gradient goes to the next rank."""
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        if not grad.dim():
+            return grad
+        return grad.roll(self.rows_per_rank(grad), dims=self.shard_dim_of(grad))
+
+
+class OuterUnitReducesInner(SeamFSDP2):
+    """Parameters of inner modules are averaged once more by the root."""
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        return grad / self.world_size if "." in name else grad
+
+
+class UninitialisedPadding(SeamFSDP2):
+    """Padding that nobody wrote is added to the gradient, times zero."""
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        padded = grad.new_empty(self.rows_per_rank(grad) * self.world_size)
+        return grad + 0.0 * padded.sum()
+
+
+class ReducesOverShardGroupOnly(SeamFSDP2):
+    """Under hybrid sharding nothing is reduced over the replicas."""
+
+    def _mesh(self, plan: Plan) -> DeviceMesh:
+        mesh = super()._mesh(plan)
+        return mesh["shard"] if plan.sharding is Sharding.HYBRID else mesh
+
+
+class AllReduceAndSlice(SeamFSDP2):
+    """Gradients are all-reduced and cut, instead of reduce-scattered."""
+
+    def prepare(self, model: nn.Module, plan: Plan) -> Plan:
+        self._waiting: dict[str, Tensor] = {}
+        return plan
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        # FSDP2's reduction is always off: this one's is by hand.
+        return nullcontext()
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        before = self._waiting.get(name)
+        self._waiting[name] = grad.clone() if before is None else before + grad
+        return grad
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        with super().no_sync():
+            torch.autograd.backward(loss, retain_graph=retain_graph)
+        if self._reduced:
+            for name, parameter in self.sharded().items():
+                if name in self._waiting:
+                    self._reduce(parameter, self._waiting.pop(name))
+            self._reduce_left_out()
+
+    def _reduce(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        dist.all_reduce(grad)
+        grad /= self.world_size
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            whole = DTensor.from_local(grad, mesh, [Replicate()] * mesh.ndim, run_check=False)
+            part = whole.redistribute(placements=parameter.placements)
+            parameter.grad = part if parameter.grad is None else parameter.grad + part

@@ -1,0 +1,155 @@
+"""Wrong manners: what should be refused is accepted, what should survive the wrap is lost."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_conformance.adapters.base import ModelFn, OptimFn
+from fsdp_conformance.adapters.torch_fsdp1 import TorchFSDP1
+from fsdp_conformance.config import Offload, Plan
+from fsdp_conformance.mutants.base import SeamFSDP2
+
+
+class AcceptsContainers(SeamFSDP2):
+    """A container without forward is accepted as a unit."""
+
+    def prepare(self, model: nn.Module, plan: Plan) -> Plan:
+        containers = (nn.ModuleList, nn.ModuleDict)
+        return replace(
+            plan,
+            units=tuple(unit for unit in plan.units if not isinstance(model.get_submodule(unit), containers)),
+        )
+
+
+class AcceptsAnything(SeamFSDP2):
+    """An invalid configuration is replaced by the default."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        super().setup(model_fn, optim_fn, Plan(device=plan.device, units=plan.units))
+
+
+class AcceptsMixedDevices(SeamFSDP2):
+    """A model on several devices is moved silently."""
+
+    def prepare(self, model: nn.Module, plan: Plan) -> Plan:
+        model.to(self.device)
+        return plan
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.model.to(self.device)
+        return super().forward(*args, **kwargs)
+
+
+class IgnoresDeviceId(SeamFSDP2):
+    """A buffer stays on another device than the one named."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        wrapped = super().wrap(model, plan)
+        if plan.device_id is not None:
+            # The one device that every machine has beside its own: a buffer of the engine's, left where it was made.
+            wrapped.register_buffer("_left_behind", torch.empty(1, device="meta"), persistent=False)
+        return wrapped
+
+
+class IgnoresOffload(SeamFSDP2):
+    """Parameter offload is accepted and does nothing."""
+
+    def prepare(self, model: nn.Module, plan: Plan) -> Plan:
+        return replace(plan, offload=Offload.OFF)
+
+
+class IgnoresAutoWrap(TorchFSDP1):
+    """A policy is accepted, and the whole model is one unit."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        return super().wrap(model, replace(plan, auto_wrap=None))
+
+
+class WrapsTwiceSilently(SeamFSDP2):
+    """A second wrap is accepted, and averages gradients once more."""
+
+    _wraps = 0
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        self._wraps += 1
+        return model if isinstance(model, FSDPModule) else super().wrap(model, plan)
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        return grad / self.world_size if self._wraps > 1 else grad
+
+
+class LosesAttributes(SeamFSDP2):
+    """The wrapper hides the attributes of the wrapped module."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        return _Wrapper(super().wrap(model, plan))
+
+    def no_sync(self) -> Any:
+        outer, self.model = self.model, self.model.get_submodule("inner")
+        context = super().no_sync()
+        self.model = outer
+        return context
+
+
+class CopiesShareStorage(SeamFSDP2):
+    """A deep copy is the original."""
+
+    capabilities: ClassVar[frozenset[str]] = frozenset({"copyable"})
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        wrapped = super().wrap(model, plan)
+        vars(wrapped)["__deepcopy__"] = lambda memo: wrapped
+        return wrapped
+
+
+class OutputStructureChanged(SeamFSDP2):
+    """Named tuples and dataclasses come out as plain tuples."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return _flattened(super().forward(*args, **kwargs))
+
+
+class _Wrapper(nn.Module):
+    """Calls what it wraps, and says nothing of it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.inner(*args, **kwargs)
+
+
+class _Flattened(tuple):  # type: ignore[type-arg]  # noqa: SLOT001 - the names need a dict
+    """A tuple that still answers to the names of what it was, so that the loss can be computed."""
+
+    fields: dict[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.__dict__["fields"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+def _flattened(value: Any) -> Any:
+    """`value` with plain tuples for everything that has named fields."""
+    if isinstance(value, dict):
+        return {key: _flattened(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        named = dict(zip(value._fields, value, strict=True))
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        named = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    elif isinstance(value, list | tuple):
+        return type(value)(_flattened(item) for item in value)
+    else:
+        return value
+    flat = _Flattened(_flattened(item) for item in named.values())
+    flat.fields = dict(zip(named, flat, strict=True))
+    return flat

@@ -1,0 +1,115 @@
+"""Wrong communication: collectives that should not be there, or are too large, too early, or on the wrong group."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_conformance.adapters.base import ModelFn, OptimFn
+from fsdp_conformance.config import Plan, Sharding
+from fsdp_conformance.mutants.base import SeamFSDP2
+
+
+class ExtraCollective(SeamFSDP2):
+    """Every forward issues an all-gather that nobody needs."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        mine = torch.zeros(1, device=self.device)
+        dist.all_gather([torch.zeros_like(mine) for _ in range(self.world_size)], mine)
+        return super().forward(*args, **kwargs)
+
+
+class ExtraCollectiveInFirstStep(SeamFSDP2):
+    """The first step issues a collective that later ones do not."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.num_steps == 0:
+            dist.all_reduce(torch.zeros(1, device=self.device))
+        return super().forward(*args, **kwargs)
+
+
+class GathersTwiceTheBytes(SeamFSDP2):
+    """Every unit is gathered twice in forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for unit in self.units():
+            unit.unshard()
+            unit.reshard()
+        return super().forward(*args, **kwargs)
+
+    def units(self) -> list[FSDPModule]:
+        """Every unit, the root first."""
+        return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+
+
+class ReversedGathers(GathersTwiceTheBytes):
+    """Units are gathered in reverse order at the start of forward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for unit in reversed(self.units()):
+            unit.unshard()
+        return SeamFSDP2.forward(self, *args, **kwargs)
+
+
+class ReducesInEval(SeamFSDP2):
+    """A forward in eval mode reduces something."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.model.training:
+            dist.all_reduce(torch.zeros(8, device=self.device))
+        return super().forward(*args, **kwargs)
+
+
+class CollectiveForEmptyUnit(SeamFSDP2):
+    """Units without parameters issue a collective of nothing."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        super().setup(model_fn, optim_fn, plan)
+        for fqn in ("", *plan.units):
+            unit = self.names.modules[fqn]
+            if not any(True for _ in unit.parameters()):
+                unit.register_forward_pre_hook(self._gather_nothing)
+
+    def _gather_nothing(self, module: nn.Module, args: Any) -> None:
+        dist.all_reduce(torch.zeros(0, device=self.device))
+
+
+class RankDependentOrder(SeamFSDP2):
+    """Odd ranks issue two collectives the other way round."""
+
+    # Units that run in another order on another rank go the same way in FSDP2: into each other's collectives.
+    capabilities: ClassVar[frozenset[str]] = frozenset({"exec_order_divergent"})
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Of equal bytes, so that nothing hangs: only the sequence tells.
+        dtypes = [torch.int32, torch.float32]
+        for dtype in dtypes if self.rank % 2 else reversed(dtypes):
+            mine = torch.zeros(2, dtype=dtype, device=self.device)
+            dist.all_gather([torch.zeros_like(mine) for _ in range(self.world_size)], mine)
+        return super().forward(*args, **kwargs)
+
+
+class WorldInsteadOfSubgroup(SeamFSDP2):
+    """Units on a group of their own are communicated over the world."""
+
+    def prepare(self, model: nn.Module, plan: Plan) -> Plan:
+        missing = tuple(unit for unit in plan.local_units if unit not in plan.units)
+        return replace(plan, local_units=(), units=(*missing, *plan.units))
+
+    def _mesh(self, plan: Plan) -> DeviceMesh:
+        if plan.sharding is Sharding.HYBRID:
+            return super()._mesh(replace(plan, sharding=Sharding.DEFAULT, replicas=1))
+        return super()._mesh(plan)
+
+
+class IgnoresReshard(SeamFSDP2):
+    """Parameters are resharded after forward, asked for or not."""
+
+    def prepare(self, model: nn.Module, plan: Plan) -> Plan:
+        return replace(plan, sharding=Sharding.FULL) if plan.sharding is Sharding.GRAD_OPTIM else plan

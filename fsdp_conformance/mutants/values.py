@@ -1,0 +1,159 @@
+"""Wrong values: parameters and buffers that are not what they should be, at the wrap, in forward, or after the step."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from fsdp_conformance.adapters.base import ModelFn, OptimFn
+from fsdp_conformance.config import Plan
+from fsdp_conformance.mutants.base import SeamDDP, SeamFSDP2
+
+
+class ReadsBeforeWait(SeamFSDP2):
+    """
+    The first unit computes with what its gather buffer held before the gather.
+
+    As if the gather had not arrived: the values of the step before, whether anybody is late or not.
+    """
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        super().setup(model_fn, optim_fn, plan)
+        self._before: dict[str, Tensor] = {}
+        first = next(module for module in self.model.modules() if any(True for _ in module.parameters(recurse=False)))
+        first.register_forward_pre_hook(self._take_the_old)
+
+    def _take_the_old(self, module: nn.Module, args: Any) -> None:
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                arrived = parameter.detach().clone()
+                parameter.data.copy_(self._before.get(key, arrived))
+                self._before[key] = arrived
+
+
+class ShardsDifferBetweenRanks(SeamFSDP2):
+    """Ranks drift apart: each steps a copy of its own."""
+
+    def _mesh(self, plan: Plan) -> DeviceMesh:
+        return self._own_mesh()
+
+    def after_backward(self) -> None:
+        for grad in self.local_grads().values():
+            dist.all_reduce(grad)
+            grad.div_(self.world_size).mul_(1 + self.rank * 2.0**-12)
+
+
+class ExtraDecay(SeamFSDP2):
+    """Every step shrinks the parameters by a little."""
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        norm = super().step(max_norm, norm_type=norm_type)
+        for local in self.local_tensors()["params"]:
+            local.mul_(1 - 1e-4)
+        return norm
+
+
+class RandomNoise(SeamFSDP2):
+    """Every step adds noise that no seed controls."""
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        norm = super().step(max_norm, norm_type=norm_type)
+        generator = torch.Generator().manual_seed(secrets.randbits(32))
+        for local in self.local_tensors()["params"]:
+            local.add_(torch.randn(local.shape, generator=generator).to(local.device) * 1e-4)
+        return norm
+
+
+class RoundedParameters(SeamFSDP2):
+    """Parameters are rounded to bfloat16 after each step."""
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        norm = super().step(max_norm, norm_type=norm_type)
+        for local in self.local_tensors()["params"]:
+            local.copy_(local.bfloat16())
+        return norm
+
+
+class SilentDDP(SeamFSDP2):
+    """DistributedDataParallel under another name: nothing is sharded."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        return DistributedDataParallel(model, find_unused_parameters=True)
+
+    def no_sync(self) -> Any:
+        ddp: Any = self.model
+        return ddp.no_sync()
+
+
+class WritesAfterWrapLost(SeamFSDP2):
+    """The first forward restores the parameters of the wrap."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        super().setup(model_fn, optim_fn, plan)
+        self._wrapped_with: list[Tensor] = [local.clone() for local in self.local_tensors()["params"]]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for local, value in zip(self.local_tensors()["params"], self._wrapped_with, strict=False):
+            local.copy_(value)
+        self._wrapped_with = []
+        return super().forward(*args, **kwargs)
+
+
+class SyncForgetsBuffers(SeamFSDP2):
+    """Sync at init broadcasts parameters, not buffers."""
+
+    def synchronise(self, model: nn.Module) -> None:
+        for parameter in model.parameters():
+            dist.broadcast(parameter.detach(), 0)
+
+
+class IgnoresSync(SeamFSDP2):
+    """Sync at init is accepted and does nothing."""
+
+    def synchronise(self, model: nn.Module) -> None:
+        return
+
+
+class RewrapResets(SeamDDP):
+    """Wrapping a trained unit again initialises it anew."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        for trained in _wrapped_parts(model):
+            for module in trained.modules():
+                reset = getattr(module, "reset_parameters", None)
+                if reset is not None:
+                    with torch.random.fork_rng(devices=[]):
+                        torch.manual_seed(0)
+                        reset()
+        return super().wrap(model, plan)
+
+
+class RenamedParameter(SeamFSDP2):
+    """A parameter comes back under another name."""
+
+    def full_params(self) -> dict[str, Tensor]:
+        values = super().full_params()
+        last = next(reversed(values), None)
+        return {f"flat.{name}" if name == last else name: value for name, value in values.items()}
+
+
+class BufferNotUpdated(SeamFSDP2):
+    """Buffers that forward writes are put back."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        before: Mapping[str, Tensor] = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        output = super().forward(*args, **kwargs)
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(before[name])
+        return output
+
+
+def _wrapped_parts(model: nn.Module) -> Iterator[nn.Module]:
+    yield from (module for module in model.modules() if isinstance(module, DistributedDataParallel))
