@@ -1,0 +1,201 @@
+"""
+`fsdp-conformance doctor`: what this machine can do, found out by doing it.
+
+Whatever fails here would make every case fail, and is not the implementation's doing. Ranks are launched and
+communicate as they do in a case, in a child process (`examination`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from fsdp_conformance import __version__
+from fsdp_conformance.adapters import registry
+from fsdp_conformance.cli import leftovers, messages, selection
+from fsdp_conformance.cli.arguments import settings_of_device
+from fsdp_conformance.cli.examination import examined
+from fsdp_conformance.cli.status import Status
+from fsdp_conformance.cli.survey import Machine
+from fsdp_conformance.contract.profile import INTERPRETATION, load_profile
+from fsdp_conformance.errors import UsageError
+from fsdp_conformance.report.terminal import duration
+from fsdp_conformance.verdict import Verdict
+
+#: Room among the temporary files below which stores, logs and stacks may not fit.
+_LITTLE_ROOM = 100 << 20
+
+
+class Findings:
+    """The lines so far, and whether one of them failed."""
+
+    def __init__(self) -> None:
+        self.failed = False
+
+    def line(self, what: str, text: str, state: str = "ok") -> None:
+        """
+        Print one.
+
+        `state` is ok; failed (no case can run); absent (something that not every run needs); or found (see to it).
+        """
+        self.failed = self.failed or state == "failed"
+        print(f"  {what:<16} {text:<78}  {state}", flush=True)
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print a line per thing looked at. Returns 0, or 3 if no case can run here."""
+    settings = settings_of_device(arguments)
+    findings = Findings()
+    began = time.monotonic()
+    print(
+        f"{messages.PROGRAM} {__version__} · interpretation {INTERPRETATION} · python {platform.python_version()} · "
+        f"{platform.system()} {platform.machine()}"
+    )
+    with examined(settings.device) as answers:
+        # The child is at work meanwhile: what takes no torch is looked at first.
+        _packages(findings)
+        _compiler(findings)
+        _temporary_files(findings)
+        _earlier_runs(findings)
+        machine = _launches(findings, answers)
+    if machine is not None:
+        _cases(findings, machine, settings.profile)
+    names = registry.names()
+    findings.line("implementations", ", ".join(names) or "none named by an entry point", "ok" if names else "absent")
+    seconds = duration(time.monotonic() - began)
+    if findings.failed:
+        print(f"this machine cannot run the cases as it is; the lines marked failed say why ({seconds})")
+        return Status.ENVIRONMENT
+    print(f"ready: fsdp-conformance smoke --implementation SPEC, then fsdp-conformance run ({seconds})")
+    return Status.CERTIFIED
+
+
+def _packages(findings: Findings) -> None:
+    versions, missing = [], []
+    for name in ("torch", "pytest", "pytest-xdist"):
+        try:
+            versions.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            missing.append(name)
+    state = "failed" if {"torch", "pytest"} & set(missing) else "absent" if missing else "ok"
+    without = f"; without {', '.join(missing)}" if missing else ""
+    without += ", so without -n" if "pytest-xdist" in missing else ""
+    findings.line("packages", ", ".join(versions) + without, state)
+
+
+def _compiler(findings: Findings) -> None:
+    """Engines that compile parts of themselves need one; no case does."""
+    names = [name for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name]
+    found = next((path for name in names if (path := shutil.which(name))), None)
+    if found:
+        findings.line("C++ compiler", found)
+    else:
+        findings.line("C++ compiler", f"none of {', '.join(names)}; engines that build extensions fail", "absent")
+
+
+def _temporary_files(findings: Findings) -> None:
+    try:
+        with tempfile.NamedTemporaryFile(prefix="fsdp-conformance-") as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+        place = tempfile.gettempdir()
+        room = shutil.disk_usage(place).free
+    except OSError as error:
+        findings.line("temporary files", f"cannot be written: {error.strerror or error}; set TMPDIR", "failed")
+        return
+    little = room < _LITTLE_ROOM
+    text = f"{place}, {room / 1e9:.1f} GB free" + ("; set TMPDIR" if little else "")
+    findings.line("temporary files", text, "failed" if little else "ok")
+
+
+def _earlier_runs(findings: Findings) -> None:
+    pids, paths = leftovers.processes(), leftovers.directories()
+    if not pids and not paths:
+        findings.line("earlier runs", "left no process and no file behind")
+    if pids:
+        text = f"left {messages.plural(len(pids), 'rank')} running: kill {' '.join(map(str, pids[:8]))}"
+        findings.line("earlier runs", text, "found")
+    if paths:
+        text = f"left {len(paths)} files or directories in {paths[0].parent}, such as {paths[0].name}"
+        findings.line("earlier runs", text, "found")
+
+
+def _launches(findings: Findings, answers: Iterable[dict[str, Any]]) -> Machine | None:
+    """Devices, backend, launch, rendezvous and collectives, as the child tells of them."""
+    machine, warm_s = None, 0.0
+    checked: list[dict[str, Any]] = []
+    for answer in answers:
+        match answer.pop("what"):
+            case "machine":
+                machine = Machine.from_json(answer)
+                _device(findings, machine)
+            case "warm":
+                warm_s = answer["seconds"]
+            case "collectives":
+                checked.append(answer)
+            case "unlaunched":
+                findings.line("launch", answer["problem"], "failed")
+            case "died":
+                findings.line("launch", f"the process that tries it {answer['how']}", "failed")
+                print(answer["output"].rstrip())
+    if checked:
+        first = checked[0]
+        ranks = messages.plural(first["world_size"], "rank")
+        findings.line("launch", f"warm process in {warm_s:.1f} s, then {ranks} in {first['seconds']:.2f} s")
+        _collectives(findings, checked)
+    return machine
+
+
+def _device(findings: Findings, machine: Machine) -> None:
+    if machine.num_ranks == 0:
+        findings.line("devices", f"none of type {machine.device!r}", "failed")
+        return
+    noun = "core" if machine.device == "cpu" else "device"
+    findings.line("devices", f"{machine.device}, {messages.plural(machine.num_devices, noun)}")
+    findings.line("backend", machine.backend or machine.problem, "ok" if machine.backend else "failed")
+
+
+def _collectives(findings: Findings, checked: list[dict[str, Any]]) -> None:
+    unmet = [answer for answer in checked if answer["rendezvous"]]
+    text = f"file store: {unmet[0]['rendezvous']}" if unmet else "file store"
+    findings.line("rendezvous", text, "failed" if unmet else "ok")
+    wrong = [
+        f"{name} on {messages.plural(answer['world_size'], 'rank')}: {text}"
+        for answer in checked
+        for name, text in answer["wrong"].items()
+    ]
+    for text in wrong:
+        findings.line("collectives", text, "failed")
+    if not wrong and not unmet:
+        sizes = " and ".join(str(answer["world_size"]) for answer in checked)
+        findings.line("collectives", f"{' · '.join(checked[0]['operations'])} exact on {sizes} ranks")
+
+
+def _cases(findings: Findings, machine: Machine, profile_name: str) -> None:
+    """How many cases this machine cannot tell, whatever the implementation."""
+    try:
+        profile = load_profile(profile_name)
+    except UsageError as error:
+        findings.line("cases", str(error), "failed")
+        return
+    records = selection.foreseen_here(selection.cases_of(profile), machine)
+    num_runnable = sum(record is None for record in records)
+    text = f"{num_runnable} of the {len(records)} of {profile.name} can run here"
+    findings.line("cases", text, "ok" if num_runnable else "failed")
+    absent = Counter(
+        name
+        for record in records
+        if record is not None and record.verdict is Verdict.NOT_RUN_ENV
+        for name in record.measurements.get("absent", ())
+    )
+    if absent:
+        needs = ", ".join(f"{count} need {name}" for name, count in absent.most_common())
+        findings.line("not here", f"{needs}: fsdp-conformance list --not-run", "absent")

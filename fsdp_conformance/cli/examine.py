@@ -1,0 +1,52 @@
+"""
+The child's side of `doctor`: `python -m fsdp_conformance.cli.examine DEVICE` launches ranks, and prints a line of
+JSON per finding.
+
+The warm process is started first: it imports torch for the ranks while this process imports it for itself.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+from fsdp_conformance.cli.surveyor import machine_here
+from fsdp_conformance.errors import ConformanceError
+from fsdp_conformance.harness.forkserver import server_for
+
+#: World sizes that collectives are tried on, as far as devices go.
+WORLD_SIZES = (2, 4)
+
+
+def main(device: str) -> None:
+    """Find out what this machine can do, until something cannot be done."""
+    began = time.monotonic()
+    server_for(("fsdp_conformance.harness.exact_collectives",)).ensure_running()
+    machine = machine_here(device)
+    say("machine", **machine.to_json())
+    if machine.num_ranks == 0 or not machine.backend:
+        return
+    from fsdp_conformance.harness.exact_collectives import OPERATIONS, check_collectives
+
+    most = machine.num_ranks or max(WORLD_SIZES)
+    sizes = [size for size in WORLD_SIZES if size <= most] or [1]
+    try:
+        first = check_collectives(device, sizes[0])
+        say("warm", seconds=time.monotonic() - began - first.seconds)
+        # The first launch waited for the warm process; the second is what a case pays.
+        for checked in [check_collectives(device, sizes[0]), *(check_collectives(device, size) for size in sizes[1:])]:
+            say("collectives", operations=OPERATIONS, **asdict(checked))
+    except ConformanceError as error:
+        say("unlaunched", problem=str(error))
+
+
+def say(what: str, **content: Any) -> None:
+    """One finding, at once."""
+    print(json.dumps({"what": what, **content}), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,27 @@
+"""`fsdp-conformance explain`: a requirement or a case, and what a run found of it."""
+
+from __future__ import annotations
+
+import argparse
+
+from fsdp_conformance import contract
+from fsdp_conformance.cli import report_dir
+from fsdp_conformance.cli.arguments import DEFAULTS
+from fsdp_conformance.cli.status import Status
+from fsdp_conformance.contract.profile import load_profile
+from fsdp_conformance.report import explain, runfile
+from fsdp_conformance.report.verify import profile_of
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print it. Without --report the newest run below the working directory is looked at, if there is one."""
+    path = report_dir.named_run(arguments.report) if arguments.report else report_dir.last_run()
+    run = runfile.read(path) if path is not None else None
+    if arguments.profile is None and run is not None:
+        profile = profile_of(run)
+    else:
+        profile = load_profile(arguments.profile or DEFAULTS.profile)
+    print(explain.explain(arguments.name, contract.load(), profile, run))
+    if path is not None:
+        print(f"\nfrom the run file {path}")
+    return Status.CERTIFIED

@@ -1,0 +1,55 @@
+"""What earlier runs left behind: processes without a parent, directories among the temporary files."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from pathlib import Path
+
+#: Set for every warm process, and inherited by the ranks forked from it.
+_MARK = b"FSDP_CONFORMANCE_PRELOAD="
+
+_PREFIX = "fsdp-conformance-"
+
+#: Directories that live longer than any case.
+_KEPT = ("fsdp-conformance-leases-",)
+
+#: A directory untouched for so long belongs to no case that runs.
+STALE_S = 3600.0
+
+
+def processes(proc: Path = Path("/proc")) -> list[int]:
+    """
+    Ids of this user's warm processes and ranks whose controller has ended, ascending; empty where there is no /proc.
+
+    Whoever is adopted by the first process has lost its parent.
+    """
+    found = []
+    for entry in proc.iterdir() if proc.is_dir() else ():
+        if not entry.name.isdecimal() or int(entry.name) == 1:
+            continue
+        # Processes come and go while they are listed, and other users' cannot be read.
+        with contextlib.suppress(OSError):
+            if _parent(entry) == 1 and _MARK in (entry / "environ").read_bytes() and entry.stat().st_uid == os.getuid():
+                found.append(int(entry.name))
+    return sorted(found)
+
+
+def directories(parent: Path | None = None, *, now: float | None = None) -> list[Path]:
+    """Directories and files of ended runs among the temporary files, untouched for STALE_S."""
+    parent = parent or Path(tempfile.gettempdir())
+    now = time.time() if now is None else now
+    found = []
+    for entry in parent.glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            state = entry.lstat()
+            if state.st_uid == os.getuid() and now - state.st_mtime > STALE_S and not entry.name.startswith(_KEPT):
+                found.append(entry)
+    return sorted(found)
+
+
+def _parent(entry: Path) -> int:
+    # The command's name may hold spaces and parentheses; the state and the parent come after the last one.
+    return int((entry / "stat").read_text().rpartition(")")[2].split()[1])

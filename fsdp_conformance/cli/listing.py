@@ -1,0 +1,92 @@
+"""
+`fsdp-conformance list`: every case and whether it would run; or the requirements, or the capability flags.
+
+No rank is started and no suite imported: what a case needs stands in the profile. What the implementation declares and
+what the machine has is asked of a child process, which counts devices and starts none.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import Counter
+from collections.abc import Sequence
+
+from fsdp_conformance import contract
+from fsdp_conformance.capability import CAPABILITIES
+from fsdp_conformance.case import Case
+from fsdp_conformance.cli import messages, selection
+from fsdp_conformance.cli.arguments import settings_of
+from fsdp_conformance.cli.status import Status
+from fsdp_conformance.cli.survey import survey
+from fsdp_conformance.contract.profile import Profile, load_profile
+from fsdp_conformance.outcome import CaseRecord
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Print the list that was asked for."""
+    if arguments.capabilities:
+        _print_capabilities()
+        return Status.CERTIFIED
+    settings = settings_of(arguments)
+    profile = load_profile(settings.profile)
+    if arguments.requirements:
+        _print_requirements(profile)
+        return Status.CERTIFIED
+    cases = selection.selected(profile, settings)
+    found = survey(settings.device, settings.implementation)
+    records = selection.foreseen(cases, settings, found)
+    _print_cases(cases, records, why=arguments.why or arguments.not_run, only_not_run=arguments.not_run)
+    told = found.description
+    counted = Counter("would run" if record is None else str(record.verdict) for record in records)
+    words = [
+        f"{counted.pop('would run', 0)} would run",
+        *(f"{count} {what}" for what, count in sorted(counted.items())),
+    ]
+    print(
+        f"{messages.plural(len(cases), 'case')} of the {len(profile.entries)} of {profile.name}, "
+        f"for {told.name} {told.version} on {settings.device}: {' · '.join(words)}"
+    )
+    return Status.CERTIFIED
+
+
+def _print_cases(cases: Sequence[Case], records: Sequence[CaseRecord | None], *, why: bool, only_not_run: bool) -> None:
+    pairs = zip(cases, records, strict=True)
+    shown = [(case, record) for case, record in pairs if record is not None or not only_not_run]
+    width = max((len(case.id) for case, _ in shown), default=0)
+    chapters = list(contract.CHAPTERS)
+    last = None
+    for case, record in sorted(shown, key=lambda item: (chapters.index(item[0].chapter), item[0].id)):
+        if case.chapter != last:
+            print(f"{case.chapter}  {contract.CHAPTERS[case.chapter]}")
+            last = case.chapter
+        would = "runs" if record is None else str(record.verdict)
+        print(f"  {case.id:<{width}}  {case.world_size} ranks  {would:<11}  {' '.join(case.requirements)}")
+        if why:
+            print(f"    {case.title if record is None else record.reason}")
+
+
+def _print_requirements(profile: Profile) -> None:
+    requirements = contract.load().requirements
+    counted = Counter(name for entry in profile.entries for name in entry.requirements)
+    last = None
+    for requirement in requirements.values():
+        if requirement.chapter != last:
+            print(f"{requirement.chapter}  {contract.CHAPTERS[requirement.chapter]}")
+            last = requirement.chapter
+        cases = messages.plural(counted[requirement.id], "case") if counted[requirement.id] else "no case yet"
+        print(f"  {requirement.id}  {requirement.level.word:<16}  {requirement.name}  ({cases})")
+    bound = sum(name in counted for name in requirements)
+    print(
+        f"{len(requirements)} requirements, {bound} of them bound by the "
+        f"{messages.plural(len(profile.entries), 'case')} of {profile.name}"
+    )
+
+
+def _print_capabilities() -> None:
+    last = None
+    for flag in CAPABILITIES.values():
+        if flag.area != last:
+            print(flag.area)
+            last = flag.area
+        print(f"  {flag.name:<24} {flag.sentence} (asked by the {flag.asked})")
+    print(messages.plural(len(CAPABILITIES), "flag"))

@@ -1,0 +1,37 @@
+"""How the command speaks: complaints to stderr with its name in front, suggestions for what was mistyped."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import sys
+from collections.abc import Iterable
+
+from fsdp_conformance.errors import AdapterError, ConfigError
+
+PROGRAM = "fsdp-conformance"
+
+#: The disk's fault: full, over the quota, over the limit of a file's size, read-only, broken.
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+
+
+def complain(what: BaseException | str) -> None:
+    """Say on stderr what is wrong; an error that carries several problems gets a line for each."""
+    problems: Iterable[str] = [str(what)]
+    if isinstance(what, ConfigError):
+        problems = [f"{problem} [{what.where}]" for problem in what.problems]
+    elif isinstance(what, AdapterError):
+        problems = what.problems
+    for problem in problems:
+        print(f"{PROGRAM}: {problem}", file=sys.stderr)
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """ " Did you mean 'x' or 'y'?", or "" if nothing is near."""
+    close = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.6)
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def plural(count: int, noun: str) -> str:
+    """ "1 case", "2 cases"."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

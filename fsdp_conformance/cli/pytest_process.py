@@ -1,0 +1,202 @@
+"""
+The pytest process that runs the cases: started, watched, interrupted, and ended with everything that it started.
+
+It leads a session of its own, so that Ctrl-C reaches it once and through us. Its output comes through a pipe:
+the log is written here, and a disk that is full cannot silence pytest's last words. It never outlives us for long,
+because the pipe breaks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from fsdp_conformance.cli.processes import end_family
+from fsdp_conformance.config import RunSettings
+from fsdp_conformance.errors import EnvironmentUnavailable, UsageError
+from fsdp_conformance.pytest_plugin import DESCRIPTION_FILE, ERROR_FILE, SUITES
+
+#: How long pytest has to end its cases and to write the last line of the run file after an interrupt.
+INTERRUPT_S = 20.0
+
+#: How long the log's reader waits for the end of the pipe when every writer has been killed.
+_DRAIN_S = 5.0
+
+_PLUGIN = "fsdp_conformance.pytest_plugin"
+
+#: Of the user's environment: what would change our pytest.
+_FOREIGN = ("PYTEST_ADDOPTS", "PYTEST_PLUGINS", "PYTEST_DEBUG")
+
+
+class ReportedError(NamedTuple):
+    """An error of the run as a whole, as the plugin has left it."""
+
+    status: int
+    message: str
+
+
+class PytestProcess:
+    """One run of the suites. Use as a context manager: on leaving, nothing of it is left."""
+
+    def __init__(self, words: Sequence[str], *, log: Path, description: Mapping[str, Any] | None = None) -> None:
+        """
+        `words` are arguments of pytest; its root is a directory of our own. `description` is the adapter's, as JSON, so
+        that it need not be asked for again.
+        """
+        self.log = log
+        self._words = words
+        self._tail: deque[bytes] = deque(maxlen=400)
+        self._directory = tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True)
+        self._error_file = Path(self._directory.name) / "error.json"
+        self._variables = {**environment(os.environ), ERROR_FILE: str(self._error_file)}
+        if description is not None:
+            file = Path(self._directory.name) / "description.json"
+            file.write_text(json.dumps(description), encoding="utf-8")
+            self._variables[DESCRIPTION_FILE] = str(file)
+        self._deadline: float | None = None
+        self.error: ReportedError | None = None
+        """Why the run could not go on, if the plugin knew."""
+        self.returncode: int | None = None
+        self.log_problem = ""
+        """Why the log is not whole; empty if it is."""
+
+    def __enter__(self) -> PytestProcess:
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "pytest", *rooted(Path(self._directory.name)), *self._words],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                env=self._variables,
+                start_new_session=True,
+            )
+        except OSError as error:
+            self._directory.cleanup()
+            raise EnvironmentUnavailable(f"{sys.executable} cannot be started: {error.strerror}") from error
+        self._reader = threading.Thread(target=self._drain, name="pytest.log", daemon=True)
+        self._reader.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._end()
+
+    @property
+    def pid(self) -> int:
+        """Of pytest, and of its session."""
+        return self._process.pid
+
+    def running(self) -> bool:
+        """Whether pytest has not ended yet; after the deadline of an interrupt it is killed."""
+        if self.returncode is not None:
+            return False
+        # WNOWAIT leaves a zombie, so that the id stays pytest's until all that it has started has been ended.
+        alive = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        if alive and (self._deadline is None or time.monotonic() < self._deadline):
+            return True
+        self._end()
+        return False
+
+    def interrupt(self) -> None:
+        """Ask pytest, once, to end: it has INTERRUPT_S. A second call ends it at once."""
+        if self.returncode is not None:
+            return
+        if self._deadline is None:
+            self._deadline = time.monotonic() + INTERRUPT_S
+            os.kill(self.pid, signal.SIGINT)
+        else:
+            self._end()
+
+    def tail(self, lines: int = 30) -> str:
+        """The last lines that pytest wrote."""
+        text = b"".join(self._tail).decode(errors="replace")
+        return "\n".join(text.rstrip().splitlines()[-lines:])
+
+    def _end(self) -> None:
+        """End whoever is left; after that pytest's id is given back."""
+        if self.returncode is not None:
+            return
+        end_family(self.pid)
+        self.returncode = self._process.wait()
+        self._reader.join(_DRAIN_S)
+        with contextlib.suppress(OSError, ValueError):
+            self.error = ReportedError(**json.loads(self._error_file.read_text(encoding="utf-8")))
+        self._directory.cleanup()
+
+    def _drain(self) -> None:
+        pipe = self._process.stdout
+        assert pipe is not None, "the process is started with a pipe"
+        try:
+            log = self.log.open("wb", buffering=0)
+        except OSError as error:
+            log, self.log_problem = None, str(error)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(pipe)
+            if log is not None:
+                stack.enter_context(log)
+            for line in pipe:
+                self._tail.append(line)
+                if log is not None and not self.log_problem:
+                    try:
+                        log.write(line)
+                    except OSError as error:
+                        self.log_problem = f"{self.log} cannot be written: {error.strerror}"
+
+
+def rooted(directory: Path) -> list[str]:
+    """Words that make `directory` pytest's root, so that nobody's pytest.ini changes a verdict."""
+    ini = directory / "pytest.ini"
+    ini.write_text("[pytest]\n", encoding="utf-8")
+    return ["-c", str(ini), "--rootdir", str(directory), "-p", "no:cacheprovider"]
+
+
+def command(settings: RunSettings, *, report: Path, workers: str | None = None, suites: str | None = None) -> list[str]:
+    """
+    The arguments of a pytest that runs the cases of the settings, and writes the run file into `report`.
+
+    `environment` keeps pytest from loading our plugin by its entry point, so that naming it here loads it exactly once,
+    whether the package is installed or merely on the path.
+    """
+    package = suites or SUITES
+    # A conftest.py above the cases is nobody's of ours.
+    words = [str(_directory_of(package)), "--confcutdir", str(_directory_of(package)), "--conformance-suites", package]
+    words += ["-p", _PLUGIN, "-q", "--tb=short", "--color=no"]
+    words += ["-p", "xdist", "-n", workers] if workers is not None else []
+    words += ["--implementation", settings.implementation, "--conformance-profile", settings.profile]
+    words += ["--conformance-device", settings.device, "--conformance-report", str(report)]
+    words += ["--junit-xml", str(report / "junit.xml"), "-o", "junit_family=xunit2"]
+    words += [word for size in settings.world_sizes for word in ("--conformance-world-size", str(size))]
+    words += [word for case in settings.cases for word in ("--conformance-case", case)]
+    words += ["--reuse-ranks"] if settings.reuse_ranks else []
+    words += ["--conformance-deadline-scale", repr(settings.deadline_scale)]
+    return words
+
+
+def _directory_of(package: str) -> Path:
+    """Where the cases are. Raises UsageError if there is no such package."""
+    try:
+        spec = importlib.util.find_spec(package)
+    except ModuleNotFoundError:
+        spec = None
+    if spec is None or not spec.submodule_search_locations:
+        raise UsageError(f"suites={package!r}, but should be a package that can be imported")
+    return Path(next(iter(spec.submodule_search_locations))).resolve()
+
+
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """
+    The variables of pytest: the user's, without what would change pytest itself. Plugins are only those that we name.
+    """
+    kept = {name: value for name, value in variables.items() if name not in _FOREIGN}
+    return {**kept, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONUNBUFFERED": "1"}

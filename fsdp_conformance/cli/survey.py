@@ -1,0 +1,119 @@
+"""
+What a command must know before it starts anything, asked in one child process: the implementation, and the machine.
+
+The child imports torch and the adapter's module; an engine that prints, patches or dies while it is imported does so
+there. It answers through a file, a line per question, so that what it was asked when it died is known.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_conformance.adapters.registry import AdapterDescription, description_from_answer
+from fsdp_conformance.errors import AdapterNotFound, EnvironmentUnavailable
+
+#: Importing torch and an engine takes seconds; a cold disk and a compiler started at import take a minute or two.
+TIMEOUT_S = 300.0
+
+#: How much of what a child wrote is quoted when it died.
+_QUOTED = 1500
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Machine:
+    """What this machine offers to ranks on one type of device."""
+
+    torch: str
+    device: str
+    backend: str
+    """"" if there is none."""
+    problem: str
+    """Why there is no backend."""
+    present: frozenset[str]
+    """Members of `case.ENVIRONMENTS`."""
+    num_devices: int
+    """For the CPU: cores."""
+    num_ranks: int | None
+    """How many ranks the devices hold; None: any number."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready mapping; `from_json` is its inverse."""
+        return {**asdict(self), "present": sorted(self.present)}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Machine:
+        """The inverse of `to_json`."""
+        return cls(**{**data, "present": frozenset(data["present"])})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Survey:
+    """The answers."""
+
+    machine: Machine
+    description: AdapterDescription
+
+
+def survey(device: str, implementation: str, *, timeout_s: float = TIMEOUT_S) -> Survey:
+    """
+    Ask a child process about the machine and the implementation.
+
+    Raises AdapterNotFound or AdapterError for an implementation that cannot be used, and EnvironmentUnavailable if
+    torch itself cannot be.
+    """
+    with tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True) as directory:
+        answers = Path(directory) / "answers.jsonl"
+        command = [sys.executable, "-m", "fsdp_conformance.cli.surveyor", str(answers), device, implementation]
+        try:
+            done = subprocess.run(
+                command,
+                check=False,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=timeout_s,
+            )
+            ending, output = _ending(done.returncode), done.stdout
+        except subprocess.TimeoutExpired as expired:
+            ending, output = f"did not answer within {timeout_s:.0f} s", expired.output or b""
+        said = _read(answers)
+    tail = output[-_QUOTED:].decode(errors="replace").rstrip()
+    if "machine" not in said:
+        raise EnvironmentUnavailable(
+            f"the process that looks at this machine {ending}, but should report [{sys.executable}]. "
+            f"Is torch installed and whole? Its output ends with:\n{tail}"
+        )
+    if "implementation" not in said:
+        raise AdapterNotFound(
+            f"the process that imports implementation={implementation!r} {ending}, but should describe it. "
+            f"Import its module by hand to see why. Its output ends with:\n{tail}"
+        )
+    return Survey(
+        machine=Machine.from_json(said["machine"]),
+        description=description_from_answer(said["implementation"]),
+    )
+
+
+def _read(answers: Path) -> dict[str, Any]:
+    said: dict[str, Any] = {}
+    if answers.exists():
+        for line in answers.read_text(encoding="utf-8").splitlines():
+            said.update(json.loads(line))
+    return said
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"ended with status {code}"
+    try:
+        return f"died of {signal.Signals(-code).name}"
+    except ValueError:
+        return f"died of signal {-code}"

@@ -1,0 +1,62 @@
+"""
+The child's side of `survey`: `python -m fsdp_conformance.cli.surveyor ANSWERS DEVICE IMPLEMENTATION`.
+
+The only module of the command line that brings torch into its process, beside `examine`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from fsdp_conformance.adapters import registry
+from fsdp_conformance.cli.survey import Machine
+from fsdp_conformance.errors import AdapterError, ConformanceError, EnvironmentUnavailable
+
+
+def main(arguments: list[str]) -> None:
+    """Answer, a line per question; what an adapter's module raises is an answer too."""
+    answers, device, implementation = arguments
+    with Path(answers).open("w", encoding="utf-8", buffering=1) as file:
+        print(json.dumps({"machine": machine_here(device).to_json()}), file=file)
+        print(json.dumps({"implementation": _implementation(implementation)}), file=file)
+
+
+def machine_here(device: str) -> Machine:
+    """What this machine offers; counts devices and starts none."""
+    import importlib.metadata
+
+    from fsdp_conformance.harness import devices
+
+    backend, problem = "", ""
+    present, num_ranks = devices.present_environments(device)
+    try:
+        # For a type that torch has never heard of, its own error says less than the count.
+        backend = devices.backend_for(device) if num_ranks != 0 else ""
+    except EnvironmentUnavailable as error:
+        problem = str(error)
+    return Machine(
+        torch=importlib.metadata.version("torch"),
+        device=device,
+        backend=backend,
+        problem=problem,
+        present=present,
+        num_devices=devices.device_count(device),
+        num_ranks=num_ranks,
+    )
+
+
+def _implementation(spec: str) -> dict[str, Any]:
+    """`registry.describe_here` as `registry.description_from_answer` reads it."""
+    try:
+        return {"description": registry.describe_here(spec).to_json()}
+    except AdapterError as error:
+        return {"error": "AdapterError", "problems": list(error.problems)}
+    except ConformanceError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,36 @@
+"""`fsdp-conformance verify`: the verdict, derived again from a run file, offline and trusting nothing else."""
+
+from __future__ import annotations
+
+import argparse
+
+from fsdp_conformance.cli import messages, report_dir
+from fsdp_conformance.contract.profile import load_profile
+from fsdp_conformance.report import markdown, terminal
+from fsdp_conformance.report.verify import verify
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """
+    Print what the file shows, and where it contradicts itself. Returns the exit status that the run should have had.
+    """
+    path = report_dir.named_run(arguments.run_file)
+    verification = verify(path, load_profile(arguments.profile) if arguments.profile else None)
+    run, certificate = verification.run, verification.certificate
+    if arguments.markdown:
+        print(markdown.summary(run, certificate), end="")
+        return verification.status
+    footer = run.footer or {}
+    seconds = float(footer.get("seconds") or sum(record.seconds for record in run.records))
+    implementation = run.header.get("implementation") or {}
+    name, version = implementation.get("name", "an unknown implementation"), implementation.get("version", "")
+    print(f"{path}: {name} {version}".rstrip())
+    print(terminal.summary_line(certificate, seconds=seconds))
+    reasons = terminal.reasons_text(certificate)
+    if reasons:
+        print(reasons)
+    for discrepancy in verification.discrepancies:
+        messages.complain(discrepancy)
+    print(f"last hash: {run.chain}")
+    print("does not verify" if verification.discrepancies else "verified: the file says what follows from its lines")
+    return verification.status

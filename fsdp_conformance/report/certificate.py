@@ -1,0 +1,255 @@
+"""
+The certificate: computed from the run file and the profile by set equality, never from what a test said about itself.
+
+An implementation is CERTIFIED if every case of the profile was executed exactly once, by fresh ranks, each verdict is
+one that a certificate allows, and every mandatory requirement was seen to hold at least once. Anything else is a
+reason against it, and every reason is listed. The same function serves the end of a run and `verify`, which has
+nothing but the file.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fsdp_conformance.contract import Contract, Level, load
+from fsdp_conformance.contract.profile import INTERPRETATION, Entry, Profile
+from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.verdict import Verdict
+
+#: Exit status of a run.
+CERTIFIED, NOT_CERTIFIED, USAGE, ENVIRONMENT, SUITE_ERROR = range(5)
+
+#: Verdicts that accuse the implementation or its adapter.
+_ACCUSING = frozenset({Verdict.FAIL, Verdict.HANG, Verdict.CRASH, Verdict.ERROR_ADAPTER})
+
+#: How many ids a reason names before it counts.
+_NAMED = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Certificate:
+    """What a run certifies, and if nothing, why."""
+
+    certified: bool
+    profile: str
+    reasons: tuple[str, ...]
+    """Against a certificate; empty if it is given."""
+    remarks: tuple[str, ...]
+    """What a reader should know beside: levels S that failed, requirements that this machine cannot show, shims."""
+    counts: dict[str, int]
+    """Cases by verdict, those that occur."""
+    executed: int
+    """Distinct cases of the profile that have a verdict."""
+    expected: int
+    """Cases of the profile."""
+    status: int
+    """Exit status: 0 certified, 1 not, 3 if only this machine is in the way, 4 if only the suite is."""
+
+    @property
+    def word(self) -> str:
+        """CERTIFIED or NOT CERTIFIED."""
+        return "CERTIFIED" if self.certified else "NOT CERTIFIED"
+
+    @property
+    def only_incomplete(self) -> bool:
+        """True if nothing is held against the implementation but that the run was not whole."""
+        return bool(self.reasons) and all(reason.startswith("incomplete") for reason in self.reasons)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready mapping."""
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+
+def certify(run: RunFile, profile: Profile, contract: Contract | None = None) -> Certificate:
+    """The certificate that a run has earned on a profile."""
+    contract = contract or load()
+    records = {record.case: record for record in run.records}
+    reasons = [*_run_problems(run), *_manifest_problems(run, profile)]
+    blocked: list[tuple[CaseRecord, str]] = []
+    remarks = _remarks(run)
+    declared = _declared(run)
+    for entry in profile.entries:
+        record = records.get(entry.id)
+        if record is not None:
+            reason, remark = _objection(record, entry, declared, contract)
+            remarks += [remark] if remark else []
+            if reason:
+                blocked.append((record, reason))
+    unshown, elsewhere = _unshown(profile, records, declared, contract)
+    only_machine = not reasons and not unshown
+    reasons += [*_gathered(blocked), *unshown]
+    remarks += elsewhere
+    return Certificate(
+        certified=not reasons,
+        profile=profile.name,
+        reasons=tuple(reasons),
+        remarks=tuple(dict.fromkeys(remarks)),
+        counts={verdict.value: count for verdict, count in _counts(run.records).items()},
+        executed=len(records.keys() & profile.by_id.keys()),
+        expected=len(profile.entries),
+        status=_status(reasons, {record.verdict for record, _ in blocked}, only_machine=only_machine),
+    )
+
+
+def _declared(run: RunFile) -> frozenset[str]:
+    """The flags that the implementation offers on the device of the run."""
+    described: Mapping[str, Any] = run.header.get("implementation") or {}
+    device = (run.header.get("settings") or {}).get("device", "")
+    declined = (described.get("declines_on") or {}).get(device, ())
+    return frozenset(described.get("capabilities", ())) - frozenset(declined)
+
+
+def _counts(records: Iterable[CaseRecord]) -> dict[Verdict, int]:
+    counted = Counter(record.verdict for record in records)
+    return {verdict: counted[verdict] for verdict in Verdict if counted[verdict]}
+
+
+def _run_problems(run: RunFile) -> list[str]:
+    """Why the run as a whole proves nothing, whatever its cases say."""
+    settings: Mapping[str, Any] = run.header.get("settings") or {}
+    problems = list(run.problems)
+    if run.unfinished():
+        problems.append(f"incomplete: {_some(run.unfinished())} began and came to no verdict")
+    for option, key in (("--case", "cases"), ("--world-size", "world_sizes")):
+        if settings.get(key):
+            problems.append(f"incomplete: {option} left cases out")
+    if settings.get("reuse_ranks") or any(record.ranks == "reused" for record in run.records):
+        problems.append("incomplete: --reuse-ranks, but every case should have fresh ranks")
+    problems += [note["text"] for note in run.notes if note.get("refuses")]
+    if not run.header.get("implementation"):
+        problems.append("incomplete: the implementation is not described")
+    return problems
+
+
+def _manifest_problems(run: RunFile, profile: Profile) -> list[str]:
+    """Where the cases that ran are not those of the profile."""
+    stated: Mapping[str, Any] = run.header.get("profile") or {}
+    problems = []
+    if not profile.certifies:
+        problems.append(f"incomplete: the profile {profile.name} is a selection that certifies nobody")
+    if (stated.get("name"), stated.get("sha256")) != (profile.name, profile.sha256):
+        problems.append(
+            f"the run had the profile {stated.get('name')} {str(stated.get('sha256'))[:12]}, "
+            f"but should have {profile.name} {profile.sha256[:12]}"
+        )
+    if profile.interpretation != INTERPRETATION or run.header.get("interpretation") != INTERPRETATION:
+        problems.append(f"interpretation={run.header.get('interpretation')}, but should be {INTERPRETATION}")
+    if not profile.entries:
+        problems.append("incomplete: the profile has no case")
+    times = Counter(record.case for record in run.records)
+    missing = [entry.id for entry in profile.entries if entry.id not in times]
+    if missing:
+        problems.append(f"incomplete: {len(missing)} of {len(profile.entries)} cases were not run: {_some(missing)}")
+    strange = [case for case in times if case not in profile.by_id]
+    if strange:
+        problems.append(f"{_some(strange)} ran, but is not in the profile")
+    twice = [case for case, count in times.items() if count > 1]
+    if twice:
+        problems.append(f"not comparable: {_some(twice)} ran more than once, but a case runs once")
+    return problems
+
+
+def _objection(record: CaseRecord, entry: Entry, declared: frozenset[str], contract: Contract) -> tuple[str, str]:
+    """Why a record stands in the way of a certificate, and what is remarked if it does not."""
+    if record.world_size != entry.world_size or tuple(record.requirements) != entry.requirements:
+        return f"{record.case} ran with other ranks or requirements than the profile says", ""
+    match record.verdict:
+        case Verdict.PASS:
+            return ("", "") if record.comparisons > 0 else (f"{record.case} passed without a comparison", "")
+        case Verdict.UNSUPPORTED:
+            excused = any(flag not in declared for flag in entry.needs) or entry.level is not Level.MUST
+            return ("", "") if excused else (f"UNSUPPORTED, but {entry.primary} is mandatory", "")
+        case Verdict.NOT_RUN_ENV:
+            absent = list(record.measurements.get("absent", ()))
+            if absent and set(absent) <= set(entry.environment):
+                return "", ""
+            return f"NOT_RUN_ENV for want of {', '.join(map(str, absent)) or 'something unnamed'}", ""
+        case Verdict.FAIL if _only_should(record, contract):
+            return "", f"SHOULD, not met: {record.case}: {record.reason}"
+        case Verdict.DISABLED:
+            return "incomplete: DISABLED", ""
+    return str(record.verdict), ""
+
+
+def _only_should(record: CaseRecord, contract: Contract) -> bool:
+    """True if nothing but requirements of level S were seen not to hold."""
+    levels = [contract[item.requirement].level for item in record.findings if item.requirement in contract.requirements]
+    return len(levels) == len(record.findings) > 0 and set(levels) == {Level.SHOULD}
+
+
+def _gathered(blocked: Sequence[tuple[CaseRecord, str]]) -> list[str]:
+    """One reason for all cases that are in the way for the same one."""
+    by_reason: dict[str, list[str]] = {}
+    for record, reason in blocked:
+        by_reason.setdefault(reason, []).append(record.case)
+    return [f"{reason}: {_some(cases)}" for reason, cases in by_reason.items()]
+
+
+def _unshown(
+    profile: Profile, records: Mapping[str, CaseRecord], declared: frozenset[str], contract: Contract
+) -> tuple[list[str], list[str]]:
+    """
+    Mandatory requirements that no case was seen to meet: as reasons, and as remarks where that is excused.
+
+    Excused are requirements that only another machine can show, and those whose own flag is not declared.
+    """
+    reasons, remarks = [], []
+    bound: dict[str, list[Entry]] = {}
+    for entry in profile.entries:
+        for name in entry.requirements:
+            bound.setdefault(name, []).append(entry)
+    for name, entries in bound.items():
+        requirement = contract.requirements.get(name)
+        if requirement is None or requirement.level is not Level.MUST:
+            continue
+        found = [(entry, records[entry.id].verdict) for entry in entries if entry.id in records]
+        verdicts = {verdict for _, verdict in found}
+        # What failed or was not run is a reason already.
+        if len(found) < len(entries) or not verdicts <= {Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV}:
+            continue
+        refused = [frozenset(entry.needs) - declared for entry, verdict in found if verdict is Verdict.UNSUPPORTED]
+        own = [missing & set(requirement.flags) for missing in refused]
+        if not refused:
+            remarks.append(f"{name} ({requirement.name}) cannot be shown on this machine")
+        elif all(own):
+            flags = ", ".join(sorted(frozenset().union(*own)))
+            remarks.append(f"{name} ({requirement.name}) was not shown: {flags} not declared")
+        else:
+            reasons.append(
+                f"{name} ({requirement.name}) is mandatory and was not seen to hold: all its cases are UNSUPPORTED"
+            )
+    return reasons, remarks
+
+
+def _remarks(run: RunFile) -> list[str]:
+    implementation: Mapping[str, Any] = run.header.get("implementation") or {}
+    remarks = [f"shim: {shim}" for shim in implementation.get("shims", ())]
+    scale = (run.header.get("settings") or {}).get("deadline_scale", 1.0)
+    if scale != 1.0:
+        remarks.append(f"deadlines were multiplied by {scale:g}")
+    absent = sum(record.verdict is Verdict.NOT_RUN_ENV for record in run.records)
+    if absent:
+        remarks.append(f"{absent} case{'s were' if absent > 1 else ' was'} not run: this machine cannot tell")
+    remarks += [note["text"] for note in run.notes if not note.get("refuses")]
+    return remarks
+
+
+def _status(reasons: Sequence[str], verdicts: Set[Verdict], *, only_machine: bool) -> int:
+    """Who has to act: the implementer, whoever owns the machine, or we."""
+    if not reasons:
+        return CERTIFIED
+    if verdicts & _ACCUSING:
+        return NOT_CERTIFIED
+    if Verdict.ERROR_SUITE in verdicts:
+        return SUITE_ERROR
+    return ENVIRONMENT if only_machine and verdicts == {Verdict.NOT_RUN_ENV} else NOT_CERTIFIED
+
+
+def _some(ids: Sequence[str]) -> str:
+    """The first few of them, and how many more."""
+    more = len(ids) - _NAMED
+    return ", ".join(ids[:_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,126 @@
+"""What a requirement or a case is about, and what a run said of it: the text of `fsdp-conformance explain`."""
+
+from __future__ import annotations
+
+import difflib
+import textwrap
+from collections.abc import Sequence
+
+from fsdp_conformance.capability import CAPABILITIES
+from fsdp_conformance.contract import CHAPTERS, OBSERVATIONS, Contract, Requirement
+from fsdp_conformance.contract.profile import Profile
+from fsdp_conformance.errors import UsageError
+from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.terminal import SIGNS, WIDTH, render_record
+
+_LABEL = 12
+_FINDINGS_SHOWN = 10
+
+
+def explain(subject: str, contract: Contract, profile: Profile, run: RunFile | None = None) -> str:
+    """
+    The text on a requirement id or a case id.
+
+    Raises UsageError with the nearest ids if there is neither.
+    """
+    records = run.records if run is not None else []
+    if subject in contract.requirements:
+        return _requirement(contract[subject], contract, profile, records)
+    if subject in profile.by_id or any(record.case == subject for record in records):
+        return _case(subject, contract, profile, records, with_run=run is not None)
+    known = [*contract.requirements, *profile.by_id]
+    near = difflib.get_close_matches(subject, known, n=3, cutoff=0.5)
+    hint = f" Did you mean {', '.join(near)}?" if near else ""
+    last = max(contract.requirements)
+    raise UsageError(f"{subject!r} is neither a requirement (R000 to {last}) nor a case of {profile.name}.{hint}")
+
+
+def _requirement(item: Requirement, contract: Contract, profile: Profile, records: Sequence[CaseRecord]) -> str:
+    cases = [entry.id for entry in profile.entries if item.id in entry.requirements]
+    lines = [f"{item.id}  {item.name}", ""]
+    lines += _labelled("requires", item.sentence)
+    lines += _labelled("level", f"{item.level.value}: {item.level.word}")
+    lines += _labelled("chapter", f"{item.chapter}. {CHAPTERS[item.chapter]}")
+    lines += _labelled("observed by", "; ".join(OBSERVATIONS[key] for key in item.observation))
+    for flag in item.flags:
+        sentence = CAPABILITIES[flag].sentence if flag in CAPABILITIES else contract.future_flags.get(flag, "")
+        lines += _labelled("flag", f"{flag}: {sentence}")
+    lines += _labelled("look at", item.look_at)
+    for source in item.source:
+        lines += _labelled("source", source)
+    lines += _labelled("cases", f"{len(cases)} of {profile.name}" + (":" if cases else ""))
+    verdicts = {record.case: record.verdict for record in records}
+    for case in cases:
+        verdict = verdicts.get(case)
+        lines.append(" " * _LABEL + case + (f"   {SIGNS[verdict]} {verdict}" if verdict is not None else ""))
+    accused = [record for record in records if any(found.requirement == item.id for found in record.findings)]
+    for record in accused[:_FINDINGS_SHOWN]:
+        lines += ["", render_record(record)]
+    return "\n".join(lines)
+
+
+def _case(subject: str, contract: Contract, profile: Profile, records: Sequence[CaseRecord], *, with_run: bool) -> str:
+    entry = profile.by_id.get(subject)
+    lines = [subject, ""]
+    if entry is not None:
+        lines += _labelled("expects", entry.title)
+        for name in entry.requirements:
+            requirement = contract.requirements.get(name)
+            lines += _labelled(
+                "binds", f"{name} ({requirement.level.value})  {requirement.name}" if requirement else name
+            )
+        lines += _labelled("ranks", str(entry.world_size))
+        lines += _labelled("needs", ", ".join(entry.needs))
+        lines += _labelled("machine", ", ".join(entry.environment))
+    else:
+        lines += _labelled("profile", f"not a case of {profile.name}")
+    found = [record for record in records if record.case == subject]
+    if with_run and not found:
+        lines += _labelled("verdict", "none: the case was not run")
+    for record in found:
+        lines += _record(record)
+    return "\n".join(lines)
+
+
+def _record(record: CaseRecord) -> list[str]:
+    """Everything that the run file has on a case."""
+    lines = _labelled("verdict", f"{SIGNS[record.verdict]} {record.verdict}  {record.reason}")
+    lines += _labelled(
+        "compared", f"{record.comparisons} comparisons of {record.elements} elements, {record.seconds:.1f} s"
+    )
+    for note in record.notes:
+        lines += _labelled("note", note)
+    for key, value in record.measurements.items():
+        lines += _labelled("measured", f"{key} = {value}")
+    for finding in record.findings:
+        lines += _labelled("finding", finding.sentence())
+    for sentence in record.consequences:
+        lines += _labelled("then", sentence)
+    for title, text in _evidence(record):
+        lines += ["", f"-- {title}", text.rstrip()]
+    return [*lines, "", f"repro: {record.repro}"]
+
+
+def _evidence(record: CaseRecord) -> list[tuple[str, str]]:
+    """Long texts with their titles."""
+    texts = [("traceback of the first rank that raised", record.traceback)]
+    for end in record.exits:
+        texts.append((f"stacks of rank {end.rank}", end.stack or ""))
+        texts.append((f"last collectives of rank {end.rank}", "\n".join(end.last_collectives)))
+        texts.append((f"output of rank {end.rank}", end.output))
+    texts.append(("collectives of rank 0", "\n".join(record.schedule)))
+    return [(title, text) for title, text in texts if text.strip()]
+
+
+def _labelled(label: str, text: str) -> list[str]:
+    if not text:
+        return []
+    return textwrap.wrap(
+        " ".join(text.split()),
+        WIDTH,
+        initial_indent=label.ljust(_LABEL),
+        subsequent_indent=" " * _LABEL,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,75 @@
+"""A run in Markdown: what a nightly job puts where people look."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from fsdp_conformance.contract import CHAPTERS
+from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.report.certificate import Certificate
+from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.terminal import SIGNS, duration, grouped, headline, render_record
+from fsdp_conformance.verdict import Verdict
+
+#: Groups of failures shown in full; a summary is limited to a megabyte.
+_SHOWN = 20
+
+
+def summary(run: RunFile, certificate: Certificate) -> str:
+    """The summary of one run."""
+    header = run.header
+    implementation: Mapping[str, Any] = header.get("implementation") or {}
+    environment: Mapping[str, Any] = header.get("environment") or {}
+    name = " ".join(part for part in (implementation.get("name", "?"), implementation.get("version", "")) if part)
+    lines = [f"### {SIGNS[Verdict.PASS if certificate.certified else Verdict.FAIL]} {name}: {certificate.word}", ""]
+    facts = [f"{certificate.profile}", f"{certificate.executed} of {certificate.expected} cases"]
+    facts += [f"{key} {environment[key]}" for key in ("torch", "device", "python") if environment.get(key)]
+    facts.append(duration((run.footer or {}).get("seconds", 0.0)) if run.footer else "**aborted**")
+    lines += [" · ".join(facts), ""]
+    if run.records:
+        lines += [*_table(run.records), ""]
+    lines += [f"- {_escaped(reason)}" for reason in certificate.reasons]
+    lines += [f"- note: {_escaped(remark)}" for remark in certificate.remarks]
+    groups = grouped(run.records)
+    if groups:
+        lines += ["", f"**What is wrong** ({len(groups)})", ""]
+    for group in groups[:_SHOWN]:
+        count = 1 + len(group.others)
+        lines += [
+            f"<details><summary>{_escaped(headline(group.first))} ({count} case{'s' if count > 1 else ''})</summary>",
+            "",
+            "```text",
+            render_record(group.first, others=group.others).replace("```", "'''"),
+            "```",
+            "",
+            "</details>",
+            "",
+        ]
+    if len(groups) > _SHOWN:
+        lines.append(f"... and {len(groups) - _SHOWN} more: see the run file.")
+    lines += ["", "This shows the presence, not the absence, of defects."]
+    return "\n".join(lines) + "\n"
+
+
+def _table(records: Iterable[CaseRecord]) -> list[str]:
+    """A row for each chapter, a column for each verdict that occurs."""
+    by_chapter: dict[str, Counter[Verdict]] = {}
+    for record in records:
+        by_chapter.setdefault(record.chapter, Counter())[record.verdict] += 1
+    columns = [verdict for verdict in Verdict if any(counts[verdict] for counts in by_chapter.values())]
+    lines = ["| chapter | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
+    for chapter in sorted(by_chapter, key=_chapter_order):
+        cells = (str(by_chapter[chapter][verdict] or "") for verdict in columns)
+        lines.append(f"| {chapter}. {CHAPTERS.get(chapter, '?')} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def _chapter_order(chapter: str) -> tuple[int, str]:
+    known = list(CHAPTERS)
+    return (known.index(chapter) if chapter in known else len(known)), chapter
+
+
+def _escaped(text: str) -> str:
+    return text.replace("<", "&lt;").replace("|", "\\|")

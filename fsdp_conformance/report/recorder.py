@@ -1,0 +1,146 @@
+"""One run, written down as it happens: header, cases, notes, and at the end the certificate."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import fsdp_conformance
+from fsdp_conformance.config import RunSettings
+from fsdp_conformance.contract.profile import INTERPRETATION, Profile
+from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.report.certificate import Certificate, certify
+from fsdp_conformance.report.runfile import RunFileWriter, read
+
+#: Where run files go by default, below the working directory.
+DEFAULT_ROOT = Path(".fsdp-conformance")
+
+#: A link to the last run's directory.
+LAST = "last"
+
+
+def report_directory(settings: RunSettings, *, now: datetime | None = None) -> Path:
+    """
+    The directory of a run: the one asked for, else `.fsdp-conformance/IMPLEMENTATION-TIME`.
+
+    Not created here.
+    """
+    if settings.report_dir:
+        return Path(settings.report_dir)
+    moment = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
+    name = "".join(char if char.isalnum() or char in "-." else "_" for char in settings.implementation)
+    return DEFAULT_ROOT / f"{name}-{moment}-{os.getpid()}"
+
+
+class Recorder:
+    """
+    Writes one run file.
+
+    Raises EnvironmentUnavailable where the file cannot be written; what was written before stays intact.
+    """
+
+    def __init__(
+        self, settings: RunSettings, profile: Profile, description: Mapping[str, Any], directory: Path
+    ) -> None:
+        self.settings = settings
+        self.profile = profile
+        self.directory = directory
+        self._began = time.monotonic()
+        self._writer = RunFileWriter(directory)
+        self._open: dict[str, int] = {}
+        self._noted: set[str] = set()
+        self._writer.header(
+            {
+                "suite": fsdp_conformance.__version__,
+                "interpretation": INTERPRETATION,
+                "profile": {"name": profile.name, "sha256": profile.sha256, "cases": len(profile.entries)},
+                "implementation": dict(description),
+                "environment": environment(settings.device),
+                "settings": asdict(settings),
+                "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            }
+        )
+        if not settings.report_dir:
+            link_last(directory)
+
+    @property
+    def path(self) -> Path:
+        """The run file."""
+        return self._writer.path
+
+    @property
+    def seconds(self) -> float:
+        """Since the run began."""
+        return time.monotonic() - self._began
+
+    def start(self, case: str, *, world_size: int, worker: str = "") -> None:
+        """A case begins."""
+        self._open[case] = world_size
+        self._writer.start(case, world_size=world_size, worker=worker)
+
+    def case(self, record: CaseRecord) -> None:
+        """A case has its verdict."""
+        self._open.pop(record.case, None)
+        self._writer.case(record)
+
+    def note(self, text: str, *, refuses: bool = False) -> None:
+        """Something that a reader of the certificate should know; said once."""
+        if text not in self._noted:
+            self._noted.add(text)
+            self._writer.note(text, refuses=refuses)
+
+    def finish(self) -> Certificate:
+        """Write the footer. The certificate is derived from the file alone, as `verify` will do it."""
+        certificate = certify(read(self.path), self.profile)
+        self._writer.footer(
+            {
+                "finished": datetime.now(UTC).isoformat(timespec="seconds"),
+                "seconds": round(self.seconds, 3),
+                "counts": certificate.counts,
+                "certificate": certificate.to_json(),
+            }
+        )
+        return certificate
+
+    def abort(self) -> None:
+        """Write nothing more: a run file without footer is one of a run that was aborted."""
+        self._writer.close()
+
+
+def environment(device: str) -> dict[str, Any]:
+    """The machine and the versions, as far as they can be told without importing torch."""
+    return {
+        "torch": version_of("torch"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "device": device,
+        "executable": sys.executable,
+    }
+
+
+def version_of(package: str) -> str:
+    """The installed version, or "absent"."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def link_last(directory: Path) -> None:
+    """Let `last`, beside `directory`, point to it. Where links cannot be made there is none."""
+    link = directory.parent / LAST
+    fresh = directory.parent / f".{LAST}-{os.getpid()}"
+    try:
+        fresh.symlink_to(directory.name, target_is_directory=True)
+        fresh.replace(link)
+    except OSError:
+        fresh.unlink(missing_ok=True)

@@ -1,0 +1,244 @@
+"""
+The run file: what a run did, one JSON object a line, appended as it happens.
+
+    {"type": "header", ...}     suite, profile and its hash, implementation, environment, settings
+    {"type": "start", ...}      a case begins
+    {"type": "case", ...}       its record (`outcome.CaseRecord`)
+    {"type": "note", ...}       something that a reader of the certificate should know
+    {"type": "footer", ...}     counts, certificate; missing if the run was aborted
+
+Each line is on disk before the next case begins, so whatever ends the run leaves a prefix that can be read. Each line
+carries the hash of itself and of all lines before it: an edited, removed or added line is found out. The hash is no
+signature: whoever rewrites the whole file can hash it anew, and then the last hash is another than the one that was
+printed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
+from fsdp_conformance.outcome import CaseRecord, case_record_from_json
+
+#: Rises when a reader of the old format could not read the new one.
+FORMAT = 1
+
+#: The name of the file in a report directory, and of the one that it replaces.
+NAME = "run.jsonl"
+PREVIOUS = "run.previous.jsonl"
+
+_SEED = "fsdp-conformance run file"
+
+
+class RunFileWriter:
+    """
+    Appends lines to a new run file. An earlier run's file in the same directory is kept as PREVIOUS.
+
+    Raises EnvironmentUnavailable if a line cannot be written; what was written before stays intact, and nothing more is
+    written to this file.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / NAME
+        self._chain = _SEED
+        self._size = 0
+        self._fd: int | None = None
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            if self.path.exists():
+                self.path.replace(directory / PREVIOUS)
+            self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise EnvironmentUnavailable(
+                f"the run file {self.path} cannot be created: {error.strerror or error}. "
+                "Choose a directory that can be written with --report."
+            ) from error
+
+    def header(self, content: Mapping[str, Any]) -> None:
+        """The first line."""
+        self._append({"type": "header", "format": FORMAT, **content})
+
+    def start(self, case: str, *, world_size: int, worker: str = "") -> None:
+        """A case begins."""
+        self._append({"type": "start", "case": case, "world_size": world_size, "worker": worker})
+
+    def case(self, record: CaseRecord) -> None:
+        """The verdict on a case."""
+        self._append({"type": "case", **record.to_json()})
+
+    def note(self, text: str, *, refuses: bool = False) -> None:
+        """Something to know. `refuses`: it makes a certificate impossible."""
+        self._append({"type": "note", "text": text, "refuses": refuses})
+
+    def footer(self, content: Mapping[str, Any]) -> None:
+        """The last line."""
+        self._append({"type": "footer", **content})
+        self.close()
+
+    @property
+    def chain(self) -> str:
+        """The hash of all that was written."""
+        return self._chain
+
+    def close(self) -> None:
+        """Write nothing more."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+    def _append(self, content: Mapping[str, Any]) -> None:
+        if self._fd is None:
+            return
+        text = encode(content)
+        chain = chained(self._chain, text)
+        line = f'{text[:-1]},"chain":"{chain}"}}\n'.encode()
+        try:
+            written = 0
+            while written < len(line):
+                written += os.write(self._fd, line[written:])
+            os.fsync(self._fd)
+        except OSError as error:
+            # Half a line would make the file look torn by something else.
+            os.ftruncate(self._fd, self._size)
+            self.close()
+            raise EnvironmentUnavailable(
+                f"the run file {self.path} cannot be written: {error.strerror or error}. "
+                "What was written before is intact. Free some space, or choose another directory with --report."
+            ) from error
+        self._chain = chain
+        self._size += len(line)
+
+
+@dataclass(kw_only=True, slots=True)
+class RunFile:
+    """A run file that was read."""
+
+    path: str
+    header: dict[str, Any]
+    records: list[CaseRecord] = field(default_factory=list)
+    """In the order in which they came in."""
+    started: list[str] = field(default_factory=list)
+    """Case ids."""
+    notes: list[dict[str, Any]] = field(default_factory=list)
+    footer: dict[str, Any] | None = None
+    chain: str = ""
+    """The hash of the last intact line."""
+    problems: list[str] = field(default_factory=list)
+    """Lines that are torn, edited or out of place."""
+
+    @property
+    def aborted(self) -> bool:
+        """True if the run did not come to its end."""
+        return self.footer is None
+
+    def unfinished(self) -> list[str]:
+        """Cases that began and have no verdict."""
+        done = {record.case for record in self.records}
+        return [case for case in self.started if case not in done]
+
+
+def read(path: Path) -> RunFile:
+    """
+    The run file at `path`, or in the directory `path`.
+
+    Raises RunFileError if there is none, or if the first line is no header of a format that is known. Everything else
+    that is wrong is in `problems`.
+    """
+    path = path / NAME if path.is_dir() else path
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RunFileError(f"the run file {path} cannot be read: {error.strerror or error}") from error
+    lines = data.split(b"\n")
+    torn = lines.pop()
+    run = RunFile(path=str(path), header=_header(lines[0] if lines else torn, path), chain=_SEED)
+    for number, line in enumerate(lines, start=1):
+        _take(run, line, number)
+    if torn:
+        run.problems.append(f"line {len(lines) + 1} is torn: the run was ended while it was written")
+    return run
+
+
+def _header(line: bytes, path: Path) -> dict[str, Any]:
+    try:
+        header = json.loads(line)
+        if header["type"] != "header" or header["format"] != FORMAT:
+            raise ValueError(f"type={header['type']!r} format={header['format']!r}, but should be 'header' {FORMAT}")
+    except (ValueError, KeyError, TypeError) as error:
+        raise RunFileError(f"{path} is not a run file of this version: its first line: {error}") from error
+    return dict(header)
+
+
+def _take(run: RunFile, line: bytes, number: int) -> None:
+    """Add one line to the run, or a problem."""
+    try:
+        text = line.decode()
+        content = json.loads(text)
+        kind = content.pop("type")
+        stated = content.pop("chain")
+        # Nothing may follow the hash: it would be read, and not be hashed.
+        body = text.removesuffix(f',"chain":"{stated}"}}')
+        chain = chained(run.chain, body + "}") if body != text else ""
+        if chain != stated:
+            run.problems.append(f"line {number} ({kind}) does not have the hash that it states: the file was edited")
+        run.chain = stated
+        if run.footer is not None:
+            run.problems.append(f"line {number} ({kind}) comes after the footer")
+        if kind == "header":
+            if number > 1:
+                run.problems.append(f"line {number} is a second header")
+            content.pop("format")
+            run.header = run.header if number > 1 else content
+        elif kind == "start":
+            run.started.append(content["case"])
+        elif kind == "case":
+            run.records.append(case_record_from_json(restored(content)))
+        elif kind == "note":
+            run.notes.append(content)
+        elif kind == "footer":
+            run.footer = content
+        else:
+            run.problems.append(f"line {number} is of type {kind!r}, which is unknown")
+    except (ValueError, KeyError, TypeError) as error:
+        run.problems.append(f"line {number} cannot be read: {type(error).__name__}: {error}")
+
+
+def encode(content: Mapping[str, Any]) -> str:
+    """One line, without its end. What JSON has no word for becomes a string: a line is never lost for a figure."""
+    return json.dumps(_finite(content), ensure_ascii=False, separators=(",", ":"), default=str, allow_nan=False)
+
+
+def chained(chain: str, text: str) -> str:
+    """The hash of a line and of all before it."""
+    return hashlib.sha256(f"{chain}\n{text}".encode()).hexdigest()
+
+
+#: Figures of a finding that may be infinite or no number.
+_FIGURES = ("ratio", "ulps")
+
+
+def _finite(value: Any) -> Any:
+    """The value with infinities and NaN as strings: JSON has neither."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def restored(content: dict[str, Any]) -> dict[str, Any]:
+    """A case's content with the figures of its findings as numbers again."""
+    findings = [
+        {key: float(item) if key in _FIGURES and isinstance(item, str) else item for key, item in finding.items()}
+        for finding in content.get("findings", ())
+    ]
+    return {**content, "findings": findings}

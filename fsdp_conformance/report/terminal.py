@@ -1,0 +1,208 @@
+"""
+Findings and verdicts as plain text: what a person reads first when a run fails.
+
+    ✗ R003  The gradient is the mean over the data-parallel ranks
+        case      R003/rank-coded-ws3
+        first     step 0 · reduce · '0.weight' · rank 2 · element [3, 1]
+        got       0.75 · expected 0.5 · ratio 1.5 · on 16 of 16 elements (bitwise)
+        seen      grad of '0.weight'[3, 1]=0.75, but should be 0.5 [gradient parity]
+        likely    the total divisor is 2 instead of 3
+        look at   The ratio got / expected: the world size means summed, ...
+        same in   7 cases: R003/..., ...
+        repro     fsdp-conformance run --implementation my.py:Mine --case R003/rank-coded-ws3
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fsdp_conformance import contract
+from fsdp_conformance.outcome import CaseRecord, Finding, RankExit
+from fsdp_conformance.report.certificate import Certificate
+from fsdp_conformance.verdict import Verdict
+
+#: The sign in front of a headline.
+SIGNS = {
+    Verdict.PASS: "✓",
+    Verdict.XFAIL: "x",
+    Verdict.UNSUPPORTED: "-",
+    Verdict.DISABLED: "-",
+    Verdict.NOT_RUN_ENV: "-",
+    Verdict.INCONCLUSIVE: "?",
+    Verdict.XPASS: "!",
+    Verdict.FAIL: "✗",
+    Verdict.HANG: "⧗",
+    Verdict.CRASH: "☠",
+    Verdict.ERROR_ADAPTER: "!",
+    Verdict.ERROR_SUITE: "!",
+}
+
+#: Verdicts with nothing to explain.
+QUIET = frozenset({Verdict.PASS, Verdict.UNSUPPORTED, Verdict.DISABLED, Verdict.NOT_RUN_ENV})
+
+WIDTH = 120
+_INDENT = 4
+_LABEL = 10
+_OTHERS_NAMED = 4
+_CONSEQUENCES_SHOWN = 3
+
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
+#: Frames that every waiting rank has: they say that it waits, not where.
+_MACHINERY = re.compile(r"[/\\](torch|multiprocessing|threading\.py|harness)([/\\]|$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Cases that failed alike: the one to read, and the others."""
+
+    first: CaseRecord
+    others: tuple[CaseRecord, ...]
+
+
+def grouped(records: Iterable[CaseRecord]) -> list[Group]:
+    """
+    What went wrong, each thing once; groups with most cases first.
+
+    Cases are alike if the same check speaks for the same requirement with the same likely cause. The smallest world
+    size stands for the group.
+    """
+    alike: dict[tuple[object, ...], list[CaseRecord]] = {}
+    for record in records:
+        if record.verdict not in QUIET:
+            alike.setdefault(_signature(record), []).append(record)
+    groups = []
+    for members in alike.values():
+        first, *others = sorted(members, key=lambda record: (record.world_size, record.case))
+        groups.append(Group(first, tuple(others)))
+    return sorted(groups, key=lambda group: (-len(group.others), group.first.case))
+
+
+def _signature(record: CaseRecord) -> tuple[object, ...]:
+    if not record.findings:
+        return record.verdict, record.requirements[0], record.reason
+    finding = record.findings[0]
+    return record.verdict, finding.requirement, finding.check, finding.likely or finding.phase
+
+
+def render_findings(records: Iterable[CaseRecord]) -> str:
+    """Everything that went wrong, one block a group; empty if nothing did."""
+    return "\n\n".join(render_record(group.first, others=group.others) for group in grouped(records))
+
+
+def render_record(record: CaseRecord, *, others: Sequence[CaseRecord] = ()) -> str:
+    """The block of one case. `others` failed alike."""
+    finding = record.findings[0] if record.findings else None
+    lines = [headline(record)]
+    lines += _field("case", record.case)
+    if finding is not None:
+        lines += _finding_lines(finding)
+    if finding is None or record.verdict is Verdict.INCONCLUSIVE:
+        lines += _field("reason", record.reason)
+    if record.verdict is Verdict.HANG:
+        for end in record.exits:
+            lines += _field(f"rank {end.rank}", _waits(end))
+    for sentence in record.consequences[:_CONSEQUENCES_SHOWN]:
+        lines += _field("then", sentence)
+    if finding is not None:
+        lines += _field("likely", finding.likely or "")
+        lines += _field("look at", _look_at(finding.requirement))
+    if record.verdict not in QUIET and len(record.findings) > 1:
+        lines += _field("and", f"{len(record.findings) - 1} more findings: fsdp-conformance explain {record.case}")
+    if others:
+        ids = ", ".join(item.case for item in others[:_OTHERS_NAMED])
+        more = len(others) - _OTHERS_NAMED
+        tail = f" and {more} more" if more > 0 else ""
+        lines += _field("same in", f"{len(others)} more case{'s' if len(others) > 1 else ''}: {ids}{tail}")
+    lines += _field("repro", record.repro, wrap=False)
+    return "\n".join(lines)
+
+
+def headline(record: CaseRecord) -> str:
+    """The sign, the requirement that speaks, its name, and the verdict where it is not FAIL."""
+    requirement = record.findings[0].requirement if record.findings else record.requirements[0]
+    known = contract.load().requirements.get(requirement)
+    name = known.name if known is not None else "(not in this contract)"
+    verdict = "" if record.verdict is Verdict.FAIL else f"   {record.verdict}"
+    return f"{SIGNS[record.verdict]} {requirement}  {name}{verdict}"
+
+
+def summary_line(certificate: Certificate, *, seconds: float) -> str:
+    """CERTIFIED or not, the profile, the counts with the denominator, the time."""
+    counts = " · ".join(f"{count} {verdict}" for verdict, count in certificate.counts.items()) or "nothing ran"
+    return (
+        f"{certificate.word}  {certificate.profile}   {counts}   "
+        f"of {certificate.expected} cases ({certificate.executed} executed)   {duration(seconds)}"
+    )
+
+
+def reasons_text(certificate: Certificate) -> str:
+    """Why there is no certificate, and what to know beside; empty if there is nothing to say."""
+    lines = [f"  not certified because: {reason}" for reason in certificate.reasons]
+    lines += [f"  note: {remark}" for remark in certificate.remarks]
+    return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """ "0.4 s", "48 s", "3 min 05 s"."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+def _finding_lines(finding: Finding) -> list[str]:
+    lines = _field("first", finding.where())
+    if finding.got is not None or finding.expected is not None:
+        figures = [f"{finding.got}", f"expected {finding.expected}"]
+        if finding.ratio is not None:
+            figures.append(f"ratio {finding.ratio:.4g}")
+        if finding.ulps is not None:
+            figures.append(f"{finding.ulps:g} ulps")
+        if finding.differing is not None and finding.elements:
+            figures.append(f"on {finding.differing} of {finding.elements} elements")
+        bound = f" ({finding.bound})" if finding.bound else ""
+        lines += _field("got", " · ".join(figures) + bound)
+    lines += _field("seen", f"{finding.message} [{finding.check}]")
+    return lines + _field("call", finding.call or "")
+
+
+def _waits(end: RankExit) -> str:
+    """Where a rank was when it was ended."""
+    if end.reported:
+        return "had reported"
+    last = end.last_collectives[-1] if end.last_collectives else "no collective"
+    site = _site(end.stack or "")
+    return f"last: {last}" + (f"   at {site}" if site else "")
+
+
+def _site(stack: str) -> str:
+    """The innermost frame that is not machinery, from faulthandler's text (most recent call first)."""
+    for found in _FRAME.finditer(stack):
+        if not _MACHINERY.search(found["file"]):
+            return f"{found['file'].rsplit('/', 1)[-1]}:{found['line']} in {found['name']}"
+    return ""
+
+
+def _look_at(requirement: str) -> str:
+    known = contract.load().requirements.get(requirement)
+    return known.look_at if known is not None else ""
+
+
+def _field(label: str, text: str, *, wrap: bool = True) -> list[str]:
+    """A labelled text, folded at WIDTH; nothing for an empty text."""
+    if not text:
+        return []
+    lead = " " * _INDENT + label.ljust(_LABEL)
+    if not wrap:
+        return [lead + text]
+    return textwrap.wrap(
+        " ".join(text.split()),
+        WIDTH,
+        initial_indent=lead,
+        subsequent_indent=" " * (_INDENT + _LABEL),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
