@@ -1,0 +1,83 @@
+"""
+Cases run in this process, against any implementation: for tests of the suite itself and for the kill matrix.
+
+A run of the suite goes through pytest, which writes the run file. Here a single case is run by unittest and its record
+is handed back; ranks come from the same warm process case after case, whatever the implementation.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import unittest
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from fsdp_conformance import settings
+from fsdp_conformance.case import Case, case_of
+from fsdp_conformance.config import RunSettings
+from fsdp_conformance.errors import ConfigError, SuiteError
+from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.testing import ConformanceTestCase
+
+
+@dataclass(frozen=True, slots=True)
+class BoundCase:
+    """A case and the test method that is its body."""
+
+    case: Case
+    owner: type[ConformanceTestCase]
+    method: str
+
+    @property
+    def family(self) -> str:
+        """The method as it was written, before its axes made several of it."""
+        axes = dict(self.case.axes)
+        stem = self.case.id.rsplit("-ws", 1)[0] if "world_size" in axes or not axes else self.case.id
+        return f"{self.owner.__module__}.{self.owner.__qualname__}.{stem}"
+
+
+def bound_cases(package: str = "fsdp_conformance.suites") -> Iterator[BoundCase]:
+    """Every case of the suites, in the order of modules, classes and methods."""
+    found = importlib.import_module(package)
+    for info in sorted(pkgutil.iter_modules(found.__path__), key=lambda info: info.name):
+        module = importlib.import_module(f"{package}.{info.name}")
+        for owner in vars(module).values():
+            if not (
+                isinstance(owner, type)
+                and issubclass(owner, ConformanceTestCase)
+                and owner.__module__ == module.__name__
+            ):
+                continue
+            for name, method in vars(owner).items():
+                case = case_of(method)
+                if case is not None:
+                    yield BoundCase(case, owner, name)
+
+
+def bound_case(case_id: str) -> BoundCase:
+    """The case of that id. Raises ConfigError if there is none."""
+    for bound in bound_cases():
+        if bound.case.id == case_id:
+            return bound
+    raise ConfigError([f"case={case_id!r}, but should be the id of a case"], where="bound_case")
+
+
+def run_case(bound: BoundCase, implementation: str, *, base: RunSettings | None = None) -> CaseRecord:
+    """
+    The record of one case on one implementation.
+
+    Raises SuiteError if the case ended without a record, with what unittest says of it.
+    """
+    before = settings.current()
+    settings.use(replace(base or before, implementation=implementation))
+    try:
+        test = bound.owner(bound.method)
+        result = unittest.TestResult()
+        test.run(result)  # type: ignore[no-untyped-call]
+    finally:
+        settings.use(before)
+    if test.record is None:
+        said = [text for _, text in [*result.errors, *result.failures]] + [reason for _, reason in result.skipped]
+        raise SuiteError(f"{bound.case.id} on {implementation} ended without a record:\n" + "\n".join(said))
+    return test.record

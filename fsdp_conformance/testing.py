@@ -1,0 +1,262 @@
+"""
+What a conformance case is written on: the parent gates, launches and judges; the body runs in every rank.
+
+    class Parity(ConformanceTestCase):
+        @conformance_case("R001", "R002", "R003", chapter="A", axes={"world_size": (2, 3, 4)}, kills=("no-reduction",))
+        def test_exact_probe(self, world_size):
+            '''Losses, gradients and parameters equal DDP's, bit for bit.'''
+            workload = probes.exact_mlp()
+            run = self.train(workload)
+            self.check_parity(run, workload)
+
+The body reaches an implementation only through its adapter: `self.train(...)`, or `self.subject()` for cases that drive
+it by hand. Checks add findings to the rank's report; nothing is raised at the first one, so that a failure shows its
+whole extent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from fsdp_conformance import settings as run_settings
+from fsdp_conformance.adapters import registry, session
+from fsdp_conformance.adapters.base import Adapter
+from fsdp_conformance.adapters.registry import AdapterDescription
+from fsdp_conformance.case import Case, case_of
+from fsdp_conformance.case_checks import CaseChecks
+from fsdp_conformance.config import Plan, RunSettings
+from fsdp_conformance.errors import ConformanceError, RequirementFailed, SuiteError
+from fsdp_conformance.faults.fault import Fault
+from fsdp_conformance.harness import devices, process_group
+from fsdp_conformance.harness.environment import Determinism
+from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
+from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.judge import gate, judge
+from fsdp_conformance.outcome import CaseRecord, RankError, RankExit, RankReport
+from fsdp_conformance.verdict import Verdict
+from fsdp_conformance.workload import Regime, Workload
+
+#: Verdicts that pytest shows as a skip with its reason; the run file keeps them apart.
+_NOT_JUDGED = frozenset({Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV, Verdict.DISABLED})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchPayload:
+    """What the controller hands to every rank of a case."""
+
+    settings: RunSettings
+    description: AdapterDescription
+
+
+class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
+    """
+    The base class of every case.
+
+    In the controller `record` holds the verdict once the test method has returned or raised; in a rank `report`
+    collects what the body found.
+    """
+
+    record: CaseRecord | None = None
+
+    # --- the controller ----------------------------------------------------------------------------------------------
+
+    @property
+    def case(self) -> Case:
+        """The case that the test method is bound to."""
+        found = case_of(getattr(type(self), self._testMethodName))
+        if found is None:
+            raise SuiteError(f"{self._testMethodName} is not bound to a case: decorate it with conformance_case")
+        return found
+
+    @property
+    def world_size(self) -> int:
+        """The case's, never the machine's."""
+        return self.case.world_size
+
+    def setUp(self) -> None:
+        super().setUp()
+        settings = run_settings.current()
+        self._began = time.monotonic()
+        description = registry.describe_once(settings.implementation)
+        present, num_devices = devices.present_environments(settings.device)
+        decided = gate(
+            self.case,
+            declared=description.declared(settings.device),
+            settings=settings,
+            present=present,
+            devices=num_devices,
+        )
+        if decided is not None:
+            self.record = decided
+            self.skipTest(f"{decided.verdict}: {decided.reason}")
+        self.launch_payload = LaunchPayload(settings=settings, description=description)
+        self._take_over(settings)
+        self.reuse_ranks = settings.reuse_ranks
+        self.determinism = Determinism(seed=settings.seed, num_threads=settings.num_threads)
+        self.preload = description.preload
+        self.rank_environment = dict(description.environment)
+        self.preload_environment = dict(description.environment)
+        self._spawn_processes()
+
+    def _take_over(self, settings: RunSettings) -> None:
+        """What the controller and the ranks must agree on."""
+        self.device_type = settings.device
+        self.case_timeout_s = self.case.timeout_s
+        self.deadline_scale = settings.deadline_scale
+
+    def conclude(self, reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> None:
+        """
+        Judge the case, keep the record, and let pytest know: a failure with its argument, or a skip with its
+        reason.
+        """
+        payload: LaunchPayload = self.launch_payload
+        self.record = judge(
+            self.case,
+            declared=payload.description.declared(payload.settings.device),
+            reports=reports,
+            exits=exits,
+            implementation=payload.settings.implementation,
+            device=payload.settings.device,
+            ranks="reused" if payload.settings.reuse_ranks else "processes",
+            seconds=time.monotonic() - self._began,
+        )
+        if self.record.verdict in _NOT_JUDGED:
+            self.skipTest(f"{self.record.verdict}: {self.record.reason}")
+        if self.record.verdict is not Verdict.PASS:
+            raise CaseFailed(self.record)
+
+    # --- a rank ------------------------------------------------------------------------------------------------------
+
+    def init_rank(self) -> None:
+        self._take_over(self.payload.settings)
+        super().init_rank()
+        self._blame: str | None = None
+        self._subjects: list[Adapter] = []
+        self.trained_references = {}
+        process_group.register_recording_backend(self.device_type)
+        self.start_process_group(process_group.BACKEND)
+        process_group.require_recording()
+        # One collective before anybody is judged: a rank that cannot communicate is the environment's fault.
+        torch.distributed.barrier()
+        process_group.log().clear()
+
+    def shutdown_rank(self) -> None:
+        with process_group.log().phase("close"):
+            for adapter in self._subjects:
+                adapter.close()
+        self._subjects.clear()
+        self.trained_references.clear()
+        super().shutdown_rank()
+
+    def describe_error(self, error: BaseException) -> RankError:
+        """An exception of the body, with the part that was at work when it was raised."""
+        described = super().describe_error(error)
+        ours = isinstance(error, ConformanceError)
+        if ours:
+            return described
+        # An exception between two calls of the implementation is the suite's own.
+        return replace(described, blame=self._blame or "suite")
+
+    @contextmanager
+    def blaming(self, part: str) -> Iterator[None]:
+        """An exception raised inside is that part's: implementation, adapter or suite."""
+        before, self._blame = self._blame, part
+        yield
+        # Only after a block without an exception: otherwise `describe_error` finds who was at work.
+        self._blame = before
+
+    def note_refusal(self) -> None:
+        """An exception was taken as a refusal: nobody is to blame."""
+        self._blame = None
+
+    @property
+    def payload(self) -> LaunchPayload:
+        """What the controller handed over."""
+        payload: LaunchPayload = self.launch_payload
+        return payload
+
+    # Driving the implementation.
+
+    def subject(self) -> Adapter:
+        """A new adapter of the implementation under test."""
+        with self.blaming("adapter"):
+            adapter = registry.load(self.payload.settings.implementation)()
+        self._subjects.append(adapter)
+        return adapter
+
+    def declares(self, flag: str) -> bool:
+        """Whether the implementation declares the capability."""
+        return flag in self.payload.description.declared(self.device_type)
+
+    @property
+    def padding(self) -> float:
+        """The overhead on the wire that the implementation declares, as a fraction."""
+        return self.payload.description.padding
+
+    def plan(self, workload: Workload, **changes: Any) -> Plan:
+        """A plan for the workload on the run's device, with `changes`."""
+        defaults: dict[str, Any] = {
+            "device": self.device_type,
+            "units": workload.units,
+            "local_units": workload.local_units,
+            "ignored": workload.ignored,
+        }
+        return Plan(**{**defaults, **changes})
+
+    def train(
+        self,
+        workload: Workload,
+        plan: Plan | None = None,
+        regime: Regime | None = None,
+        *,
+        faults: Sequence[Fault] = (),
+        adapter: Adapter | None = None,
+        **options: Any,
+    ) -> TrainingHistory:
+        """
+        Train the workload through the adapter. Options go to `adapters.session.train`.
+
+        Every fault must have struck on the ranks that it names: one that never did has tested nothing (SuiteError).
+        """
+        plan = plan or self.plan(workload)
+        regime = regime or Regime()
+        asked = plan.capabilities() | workload.capabilities
+        self.report.asked += sorted(asked - set(self.report.asked))
+        with self.blaming("implementation"):
+            run = session.train(
+                adapter or self.subject(),
+                workload,
+                plan,
+                regime,
+                rank=self.rank,
+                world_size=self.world_size,
+                faults=faults,
+                **options,
+            )
+        self.report.schedule += [record.line() for record in run.collectives]
+        silent = [text for fault in faults for text in fault.silent(self.rank)]
+        if silent:
+            raise SuiteError(
+                "; ".join(f"{text} never struck" for text in silent) + f" [{self.case.id}, rank {self.rank}]"
+            )
+        self.report.seconds["training"] = self.report.seconds.get("training", 0.0) + run.seconds
+        return run
+
+
+class CaseFailed(RequirementFailed):
+    """A case whose verdict is not a pass; the text is the whole argument."""
+
+    def __init__(self, record: CaseRecord) -> None:
+        self.record = record
+        super().__init__(record.findings)
+
+    def __str__(self) -> str:
+        from fsdp_conformance.report.terminal import render_record
+
+        return render_record(self.record)

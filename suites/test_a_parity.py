@@ -1,0 +1,216 @@
+"""A. Numerical parity with DDP: what every other chapter stands on."""
+
+from __future__ import annotations
+
+from fsdp_conformance.case import conformance_case
+from fsdp_conformance.checks import communication, partition
+from fsdp_conformance.config import Sharding
+from fsdp_conformance.fixtures import models, probes, transformer, workload_by_name
+from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.workload import Regime
+
+WORLD_SIZES = (2, 3, 4)
+
+
+class NumericalParity(ConformanceTestCase):
+    """Losses, gradients and parameters are those of replicated training, at every step, on every rank."""
+
+    @conformance_case(
+        "R001",
+        "R002",
+        "R003",
+        "R007",
+        chapter="A",
+        axes={"world_size": WORLD_SIZES},
+        kills=(
+            "sum-instead-of-mean",
+            "averaged-twice",
+            "no-reduction",
+            "last-padded-row-dropped",
+            "reduction-skipped-from-step-2",
+            "renamed-parameter",
+            "rounded-parameters",
+        ),
+    )
+    def test_exact_probe(self, world_size: int) -> None:
+        """On an exact probe every loss, gradient and parameter equals the reference bit for bit."""
+        workload = probes.exact_mlp()
+        run = self.train(workload)
+        self.check_parity(run, workload)
+        self.check_same_on_every_rank(run, "R007")
+
+    @conformance_case(
+        "R001",
+        "R002",
+        "R003",
+        "R007",
+        chapter="A",
+        axes={"workload": ("nested", "nested-always", "norm-mlp", "transformer"), "world_size": WORLD_SIZES},
+        kills=("sum-instead-of-mean", "no-reduction"),
+    )
+    def test_sgd(self, workload: str, world_size: int) -> None:
+        """With SGD and momentum losses, gradients and parameters equal DDP's within the noise of the references."""
+        problem = workload_by_name(workload)
+        run = self.train(problem)
+        self.check_parity(run, problem)
+        self.check_same_on_every_rank(run, "R007")
+
+    @conformance_case(
+        "R003",
+        chapter="A",
+        axes={"world_size": (2, 3, 4, 5)},
+        kills=("bias-not-reduced", "averaged-twice", "one-rank-dropped"),
+    )
+    def test_every_rank_contributes_once(self, world_size: int) -> None:
+        """
+        With gradients 2**rank times a position code the mean shows every rank once and every element in its place.
+        """
+        workload = probes.rank_coded()
+        run = self.train(workload)
+        self.check_parity(run, workload)
+
+    @conformance_case(
+        "R004",
+        "R002",
+        "R003",
+        chapter="A",
+        axes={"workload": ("norm-mlp", "transformer"), "world_size": WORLD_SIZES},
+        # Ten steps of a transformer on three ranks would tell nothing that two and four do not.
+        only=lambda values: values["workload"] != "transformer" or values["world_size"] != 3,
+        kills=("one-layer-norm-not-averaged", "sum-instead-of-mean"),
+    )
+    def test_adam(self, workload: str, world_size: int) -> None:
+        """
+        Ten steps of Adam keep gradients and parameters at parity, although Adam hides a wrong scale in the losses.
+        """
+        problem = workload_by_name(workload)
+        regime = Regime(optimizer="adam", steps=10)
+        run = self.train(problem, regime=regime)
+        self.check_parity(run, problem, regime, requirements={"loss": "R004"})
+
+    @conformance_case(
+        "R005",
+        "R002",
+        "R003",
+        chapter="A",
+        axes={"sharding": ("full", "grad_optim", "optim", "none"), "world_size": (2, 4)},
+        needs=lambda values: {"full": ["zero3"], "grad_optim": ["zero2"], "optim": ["zero1"], "none": ["no_shard"]}[
+            values["sharding"]
+        ],
+        kills=("sum-instead-of-mean",),
+    )
+    def test_sharding_degree(self, sharding: str, world_size: int) -> None:
+        """Parity does not depend on which of parameters, gradients and optimizer state are sharded."""
+        workload = probes.exact_nested()
+        run = self.train(workload, self.plan(workload, sharding=Sharding(sharding)))
+        self.check_parity(run, workload)
+
+    @conformance_case(
+        "R005",
+        "R002",
+        "R003",
+        chapter="A",
+        axes={"shard_group": (1, 2), "world_size": (2, 4)},
+        needs=("hsdp",),
+        only=lambda values: values["world_size"] > values["shard_group"],
+        kills=("reduces-over-shard-group-only",),
+    )
+    def test_hybrid(self, shard_group: int, world_size: int) -> None:
+        """Hybrid sharding averages over all ranks, whatever the size of the shard group, one included."""
+        workload = probes.exact_nested()
+        plan = self.plan(workload, sharding=Sharding.HYBRID, replicas=world_size // shard_group)
+        run = self.train(workload, plan)
+        self.check_parity(run, workload)
+        self.check_same_on_every_rank(run, "R005")
+
+    @conformance_case(
+        "R005", "R002", "R003", chapter="A", world_size=4, needs=("reshard_int",), kills=("sum-instead-of-mean",)
+    )
+    def test_reshard_to_smaller_group(self) -> None:
+        """Parity holds when parameters are resharded to a group of two after forward."""
+        workload = probes.exact_nested()
+        run = self.train(workload, self.plan(workload, reshard_after_forward=2))
+        self.check_parity(run, workload)
+
+    @conformance_case("R006", chapter="A", world_size=2, kills=("sum-instead-of-mean", "last-padded-row-dropped"))
+    def test_closed_form(self) -> None:
+        """One step of Linear(3, 3) on two ranks gives the weight that was worked out by hand."""
+        workload = probes.closed_form()
+        run = self.train(workload, regime=Regime(steps=1))
+        got = run.steps[0].params.get("weight")
+        expected = probes.closed_form_weight(self.world_size)
+        self.check_equal("R006", got, expected, fqn="weight", step=0, check="closed form")
+
+    @conformance_case("R007", chapter="A", axes={"world_size": WORLD_SIZES}, kills=("shards-differ-between-ranks",))
+    def test_same_on_every_rank(self, world_size: int) -> None:
+        """
+        After every step the full parameters are bitwise the same on every rank, for a model that is not exact too.
+        """
+        run = self.train(transformer.transformer())
+        self.check_same_on_every_rank(run, "R007")
+
+    @conformance_case(
+        "R008", "R002", "R003", chapter="A", axes={"world_size": tuple(range(1, 9))}, kills=("divides-by-power-of-two",)
+    )
+    def test_world_size(self, world_size: int) -> None:
+        """Parity holds at every world size, powers of two and others."""
+        # No probe is exact at 7: 21 times the rounded reciprocal of 7 is not 3.
+        workload = probes.exact_mlp() if world_size in probes.EXACT_WORLD_SIZES else models.nested()
+        run = self.train(workload)
+        self.check_parity(run, workload)
+
+    @conformance_case("R009", chapter="A", world_size=1, kills=("extra-decay",))
+    def test_one_rank_is_plain_training(self) -> None:
+        """At world size 1 training equals the unwrapped model's bit for bit."""
+        workload = models.norm_mlp()
+        run = self.train(workload)
+        self.check_bitwise(run, self.plain_history(workload, Regime()), "R009")
+
+    @conformance_case("R009", chapter="A", world_size=1, needs=("ws1_fast",), kills=("extra-collective",))
+    def test_one_rank_is_silent(self) -> None:
+        """At world size 1 no collective is issued."""
+        run = self.train(models.wide_mlp())
+        self.check(communication.no_collectives(run, requirement="R009"))
+
+    @conformance_case("R010", chapter="A", axes={"world_size": (2, 4)}, kills=("eval-disturbs-training",))
+    def test_eval_between_steps(self, world_size: int) -> None:
+        """A forward in eval mode before a step gives the reference's output and leaves training as it was."""
+        workload = probes.exact_nested()
+        regime = Regime(eval_before=(0, 1, 2), keep_outputs=True)
+        run = self.train(workload, regime=regime)
+        self.check_parity(run, workload, regime, requirements={"eval": "R010"})
+
+    @conformance_case("R010", chapter="A", axes={"world_size": (2,)}, kills=("eval-disturbs-training",))
+    def test_eval_between_backward_and_step(self, world_size: int) -> None:
+        """A forward under no_grad between backward and the optimizer step leaves the next step's forward as it was."""
+        workload = probes.exact_nested()
+        regime = Regime(eval_between=(0, 1), keep_outputs=True)
+        run = self.train(workload, regime=regime)
+        self.check_parity(
+            run,
+            workload,
+            regime,
+            requirements={"loss": "R010", "gradient": "R010", "parameter": "R010", "eval": "R010"},
+        )
+
+    @conformance_case("R011", chapter="A", world_size=2, kills=("random-noise",))
+    def test_two_runs_are_equal(self) -> None:
+        """Two runs with one seed are bitwise equal."""
+        workload = models.norm_mlp()
+        first = self.train(workload)
+        second = self.train(workload)
+        self.check_bitwise(second, first, "R011")
+
+    @conformance_case(
+        "R188",
+        "R033",
+        chapter="A",
+        axes={"world_size": WORLD_SIZES},
+        kills=("silent-ddp",),
+    )
+    def test_it_shards(self, world_size: int) -> None:
+        """The bytes that a rank holds and the traffic that it sees are those of sharded, not of replicated training."""
+        workload = models.wide_mlp()
+        plan = self.plan(workload)
+        run = self.train(workload, plan)
+        self.check(partition.sharding_witness(run, plan, world_size=world_size, padding=self.padding))

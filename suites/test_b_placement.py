@@ -1,0 +1,239 @@
+"""B. Init modes and device placement. Much of it needs a device beside the CPU: a machine without one says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_conformance.case import conformance_case
+from fsdp_conformance.checks import communication
+from fsdp_conformance.config import InitMode, Offload
+from fsdp_conformance.fixtures import buffers, models, probes, shapes
+from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.workload import Regime, Workload
+
+
+class InitModes(ConformanceTestCase):
+    """The model reaches the compute device before it is wrapped, afterwards, or never by the caller's hand."""
+
+    @conformance_case(
+        "R012",
+        "R002",
+        "R003",
+        chapter="B",
+        axes={"world_size": (2, 4)},
+        needs=("init_before",),
+        environment=("accelerator",),
+        kills=("sum-instead-of-mean",),
+    )
+    def test_before(self, world_size: int) -> None:
+        """A model that is on the device when it is wrapped trains at parity and stays there."""
+        self.check_init_mode(InitMode.BEFORE)
+
+    @conformance_case(
+        "R013",
+        "R002",
+        "R003",
+        chapter="B",
+        axes={"world_size": (2, 4)},
+        needs=("init_after",),
+        environment=("accelerator",),
+        kills=("sum-instead-of-mean",),
+    )
+    def test_after(self, world_size: int) -> None:
+        """A model that is moved to the device after it was wrapped trains at parity and stays there."""
+        self.check_init_mode(InitMode.AFTER)
+
+    def check_init_mode(self, mode: InitMode) -> None:
+        """Parity, and every parameter and buffer on the device."""
+        workload = probes.exact_nested()
+        adapter = self.subject()
+        run = self.train(workload, self.plan(workload, init_mode=mode), adapter=adapter)
+        self.check_parity(run, workload)
+        self.check_devices(self.case.requirements[0], adapter, self.device)
+
+    @conformance_case(
+        "R014",
+        "R002",
+        "R003",
+        chapter="B",
+        axes={"world_size": (2, 4)},
+        needs=("init_never", "cpu_offload_params"),
+        environment=("accelerator",),
+        kills=("ignores-offload",),
+    )
+    def test_never(self, world_size: int) -> None:
+        """With parameter offload a model that the caller never moves trains at parity, its shards on the CPU."""
+        workload = probes.exact_nested()
+        plan = self.plan(workload, init_mode=InitMode.NEVER, offload=Offload.CPU)
+        adapter = self.subject()
+        run = self.train(workload, plan, adapter=adapter)
+        self.check_parity(run, workload)
+        self.check_devices("R014", adapter, torch.device("cpu"))
+
+    @conformance_case(
+        "R015",
+        chapter="B",
+        world_size=2,
+        needs=("cpu_offload_params", "init_after"),
+        environment=("accelerator",),
+        kills=("ignores-offload",),
+    )
+    def test_offloaded_and_moved(self) -> None:
+        """Offloaded parameters that are moved to the device afterwards raise at the first forward."""
+        workload = probes.exact_mlp()
+        with self.refusal("R015", "parameters are offloaded to the CPU and were moved to the device"):
+            self.train(workload, self.plan(workload, init_mode=InitMode.AFTER, offload=Offload.CPU))
+
+    @conformance_case("R016", chapter="B", world_size=2, needs=("device_id",), kills=("ignores-device-id",))
+    def test_explicit_device(self) -> None:
+        """With an explicit device every parameter and buffer ends on it, and training is at parity."""
+        workload = buffers.batch_norm()
+        adapter = self.subject()
+        run = self.train(workload, self.plan(workload, device_id=self.device), adapter=adapter)
+        self.check_parity(run, workload)
+        self.check_devices("R016", adapter, torch.device(self.device))
+
+    @conformance_case(
+        "R017",
+        "R002",
+        "R003",
+        chapter="B",
+        axes={"world_size": (2, 3)},
+        needs=("cpu_compute",),
+        environment=("gloo",),
+        kills=("no-reduction",),
+    )
+    def test_cpu_is_a_compute_device(self, world_size: int) -> None:
+        """On the CPU a full training loop is at parity, and everything is and stays on the CPU."""
+        workload = probes.exact_nested()
+        adapter = self.subject()
+        run = self.train(workload, adapter=adapter)
+        self.check_parity(run, workload)
+        self.check_devices("R017", adapter, torch.device("cpu"))
+
+    @conformance_case("R018", chapter="B", world_size=2, environment=("accelerator",), kills=("accepts-mixed-devices",))
+    def test_mixed_devices(self) -> None:
+        """A module whose parameters lie on the CPU and on the device, without instruction, is refused at wrap."""
+        base = probes.exact_mlp()
+
+        def build(rank: int) -> nn.Module:
+            model = base.build(rank)
+            next(model.children()).to(self.device)
+            return model
+
+        with self.refusal("R018", "parameters on several devices"):
+            self.train(replace(base, build=build), self.plan(base, init_mode=InitMode.NEVER))
+
+    @conformance_case(
+        "R019",
+        "R002",
+        chapter="B",
+        axes={"world_size": (2, 3)},
+        needs=("write_params",),
+        kills=("writes-after-wrap-lost",),
+    )
+    def test_written_after_wrap(self, world_size: int) -> None:
+        """Values written in place after the wrap and before the first forward are what trains."""
+        workload = probes.exact_nested()
+        changed = _with_values(workload, lambda value: value.neg())
+        values = {name: tensor.detach().clone() for name, tensor in changed.build(self.rank).named_parameters()}
+        run = self.train(workload, on_setup=lambda adapter: adapter.write_params(values))
+        self.check_parity(run, changed)
+
+    @conformance_case(
+        "R020",
+        "R002",
+        chapter="B",
+        axes={"world_size": (2, 3)},
+        needs=("sync_module_states",),
+        kills=("sync-forgets-buffers",),
+    )
+    def test_synchronised_at_init(self, world_size: int) -> None:
+        """With sync-at-init the parameters and buffers of every rank are those of the first rank."""
+        workload = buffers.batch_norm()
+        divergent = _with_values(workload, lambda value: value + self.rank)
+        run = self.train(divergent, self.plan(workload, sync_module_states=True))
+        self.check_parity(run, replace(workload, build=lambda rank: workload.build(0)))
+        self.check_same_on_every_rank(run, "R020")
+
+    @conformance_case(
+        "R021",
+        chapter="B",
+        world_size=2,
+        needs=("sync_module_states", "init_never"),
+        environment=("accelerator",),
+        kills=("ignores-sync",),
+    )
+    def test_sync_of_a_cpu_module(self) -> None:
+        """Synchronising a module on the CPU without a usable device raises on every rank instead of hanging."""
+        workload = probes.exact_mlp()
+        plan = self.plan(workload, init_mode=InitMode.NEVER, sync_module_states=True)
+        with self.refusal("R021", "sync_module_states with a module on the CPU") as outcome:
+            run = self.train(workload, plan)
+            outcome.excused = True
+        if outcome.excused:
+            self.check_parity(run, workload, requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R021"))
+
+    @conformance_case("R022", chapter="B", axes={"world_size": (2, 4)}, kills=("collective-for-empty-unit",))
+    def test_module_without_parameters(self, world_size: int) -> None:
+        """Units without parameters wrap and train at parity, and issue no collective of their own."""
+        workload = shapes.parameterless_units()
+        run = self.train(workload)
+        self.check_parity(run, workload)
+        for record in run.collectives:
+            self.expect(
+                record.nbytes > 0 or not record.dtype,
+                "R022",
+                f"{record.line()}, but should not be issued: it carries nothing",
+                step=record.step,
+                phase=record.phase,
+                call=record.site,
+                check="empty collectives",
+            )
+
+    @conformance_case("R022", chapter="B", world_size=2, kills=("collective-for-empty-unit",))
+    def test_model_without_parameters(self) -> None:
+        """A model without any parameter wraps and runs forward and backward without a collective."""
+        workload = shapes.no_parameters()
+        run = self.train(workload, regime=Regime(steps=2, keep_outputs=True))
+        self.expect(len(run.steps) == 2, "R022", f"{len(run.steps)} steps, but should be 2", check="training")
+        self.check(communication.no_collectives(run, requirement="R022"))
+
+    @conformance_case(
+        "R023",
+        chapter="B",
+        world_size=2,
+        environment=("accelerator",),
+        needs=("init_before",),
+        kills=("accepts-mixed-devices",),
+    )
+    def test_moved_between_init_and_forward(self) -> None:
+        """A module that was moved off its device between init and forward raises, naming the device."""
+        workload = probes.exact_mlp()
+        plan = self.plan(workload, init_mode=InitMode.BEFORE)
+        with self.refusal("R023", "the module was moved to the CPU after it was wrapped"):
+            self.train(workload, plan, on_setup=lambda adapter: adapter.module().to("cpu"))
+
+    @conformance_case("R024", chapter="B", world_size=2, needs=("pg_sanity",), kills=("sum-instead-of-mean",))
+    def test_group_that_contradicts_the_launcher(self) -> None:
+        """A process group of one rank in a launch of two is reported."""
+        with self.refusal("R024", "every rank has a group of its own although the launcher started two"):
+            workload = models.wide_mlp()
+            self.train(workload, self.plan(workload, local_units=("",)))
+
+
+def _with_values(workload: Workload, change: Callable[[Tensor], Tensor]) -> Workload:
+    """The workload whose initial parameters and floating buffers are `change`d."""
+
+    def build(rank: int) -> nn.Module:
+        model = workload.build(rank)
+        with torch.no_grad():
+            for tensor in [*model.parameters(), *model.buffers()]:
+                tensor.copy_(change(tensor))
+        return model
+
+    return replace(workload, build=build)

@@ -1,0 +1,296 @@
+"""
+F. State machine and misuse: what an implementation allows between, before and around training steps, and what it
+refuses.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import warnings
+from dataclasses import replace
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_conformance.case import conformance_case
+from fsdp_conformance.config import Sharding
+from fsdp_conformance.fixtures import models, probes
+from fsdp_conformance.fixtures.data import normal, place, seeded_init
+from fsdp_conformance.fixtures.recipes import field_optimizers, mean_squared_error
+from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
+
+
+class StateMachine(ConformanceTestCase):
+    """What may come after what."""
+
+    @conformance_case("R052", "R002", chapter="F", axes={"world_size": (2, 3)}, kills=("eval-disturbs-training",))
+    def test_idle_between_steps(self, world_size: int) -> None:
+        """
+        After a backward, and after a forward under no_grad, full parameters can be read and the next step is at
+        parity.
+        """
+        workload = probes.exact_nested()
+        regime = Regime(eval_before=(1, 2))
+        run = self.train(workload, regime=regime)
+        self.check_parity(run, workload, regime, requirements={"loss": "R052", "parameter": "R052"})
+
+    @conformance_case("R053", "R002", "R003", chapter="F", axes={"world_size": (2, 3)}, kills=("idle-forward-leaks",))
+    def test_forwards_without_backward(self, world_size: int) -> None:
+        """Forwards in training mode without a backward leave the step that follows at parity, bit for bit."""
+        workload = probes.exact_nested()
+        regime = Regime(idle_forwards=2)
+        run = self.train(workload, regime=regime)
+        self.check_parity(run, workload, regime, requirements={"gradient": "R053", "parameter": "R053"})
+
+    @conformance_case(
+        "R058",
+        "R002",
+        chapter="F",
+        axes={"world_size": (2,)},
+        needs=("nonroot_forward",),
+        kills=("idle-forward-leaks",),
+    )
+    def test_inner_unit_first(self, world_size: int) -> None:
+        """An inner unit that runs before the root ever did leaves training at parity, or raises."""
+        workload = models.wide_mlp()
+        unit = workload.units[0]
+        batch = workload.batch(BatchKey(step=0, rank=self.rank, world_size=world_size))
+        run = self.train(
+            workload, on_setup=lambda adapter: adapter.module().get_submodule(unit)(*self.placed(batch).args)
+        )
+        self.check_parity(run, workload, requirements={"gradient": "R058", "parameter": "R058"})
+
+    @conformance_case(
+        "R059",
+        chapter="F",
+        world_size=2,
+        needs=("exec_order_divergent",),
+        kills=("rank-dependent-order",),
+        timeout_s=45,
+    )
+    def test_order_differs_between_ranks(self) -> None:
+        """Units that run in another order on another rank are reported, or train at parity: never to wrong numbers."""
+        workload = _two_branches()
+        run = self.train(workload)
+        self.check_parity(run, workload, requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R059"))
+
+
+class Refusals(ConformanceTestCase):
+    """What is refused, when the mistake is made and not later."""
+
+    @conformance_case("R054", chapter="F", world_size=2, needs=("wrap_again",), kills=("wraps-twice-silently",))
+    def test_wrapped_already(self) -> None:
+        """Wrapping a wrapped module again is refused, or changes nothing."""
+        workload = probes.exact_mlp()
+        with self.refusal("R054", "the module is wrapped already") as outcome:
+            run = self.train(workload, on_setup=lambda adapter: adapter.wrap_again())
+            outcome.excused = True
+        if outcome.excused:
+            self.check_parity(run, workload, requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R054"))
+
+    @conformance_case("R055", chapter="F", world_size=2, kills=("accepts-containers",))
+    def test_container(self) -> None:
+        """A ModuleList as a unit, which has no forward to hook into, is refused or warned about."""
+        workload = probes.exact_nested()
+        with (
+            warnings.catch_warnings(record=True) as caught,
+            self.refusal("R055", "a ModuleList has no forward") as outcome,
+        ):
+            warnings.simplefilter("always")
+            self.train(workload, self.plan(workload, units=("stages",)), Regime(steps=1))
+            outcome.excused = any(
+                "ModuleList" in str(item.message) or "forward" in str(item.message) for item in caught
+            )
+
+    @conformance_case(
+        "R056",
+        "R002",
+        chapter="F",
+        axes={"kind": ("scalar", "noncontiguous"), "world_size": (2,)},
+        needs=lambda values: [f"{values['kind']}_params"],
+        kills=("sum-instead-of-mean",),
+    )
+    def test_unusual_parameters(self, kind: str, world_size: int) -> None:
+        """Scalar and non-contiguous parameters train at parity or are refused at wrap."""
+        workload = _unusual(kind)
+        run = self.train(workload)
+        self.check_parity(run, workload, requirements={"gradient": "R056", "parameter": "R056"})
+
+    @conformance_case(
+        "R057",
+        chapter="F",
+        axes={"mistake": ("replicas", "reshard-group", "device"), "world_size": (4,)},
+        needs=lambda values: {"replicas": ["hsdp"], "reshard-group": ["reshard_int"], "device": ["device_id"]}[
+            values["mistake"]
+        ],
+        kills=("accepts-anything",),
+    )
+    def test_invalid_configuration(self, mistake: str, world_size: int) -> None:
+        """
+        A group size that is no factor of the world's, or a device that does not exist, is refused at construction.
+        """
+        workload = probes.exact_mlp()
+        mistakes: dict[str, dict[str, Any]] = {
+            "replicas": {"sharding": Sharding.HYBRID, "replicas": 3},
+            "reshard-group": {"reshard_after_forward": 3},
+            "device": {"device_id": "cuda:999"},
+        }
+        changes = mistakes[mistake]
+        adapter = self.subject()
+        with self.refusal("R057", f"{mistake}: {changes}"), self.blaming("implementation"):
+            adapter.setup(lambda: workload.build(self.rank), workload.optimizers["sgd"], self.plan(workload, **changes))
+
+
+class WrappedModule(ConformanceTestCase):
+    """What user code may still do with a wrapped module."""
+
+    @conformance_case("R060", chapter="F", world_size=2, kills=("loses-attributes",))
+    def test_behaves_like_the_original(self) -> None:
+        """
+        Attributes, indexing, the training flag and user's own names survive the wrap, and reach the original
+        module.
+        """
+        workload = replace(probes.exact_mlp(), build=_with_user_attributes)
+        adapter = self.subject()
+        self.train(workload, regime=Regime(steps=1), adapter=adapter)
+        with self.blaming("implementation"):
+            module = adapter.module()
+            self.expect(
+                getattr(module, "id", None) == "mine",
+                "R060",
+                f"module.id={getattr(module, 'id', None)!r}, but should be 'mine'",
+            )
+            self.expect(
+                getattr(module, "scale", None) == 3.0,
+                "R060",
+                f"module.scale={getattr(module, 'scale', None)!r}, but should be 3.0",
+            )
+            module.train(False)
+            flags = {name: child.training for name, child in module.named_modules() if child.training}
+            self.expect(not flags, "R060", f"training=True in {sorted(flags)}, but should be False after train(False)")
+            module.train(True)
+            self.expect(module.training, "R060", "training=False, but should be True after train(True)")
+            indexed = operator.getitem(cast(Any, module), 0) if hasattr(module, "__getitem__") else None
+            self.expect(
+                indexed is not None, "R060", "module[0] does not work, but should: the original is a Sequential"
+            )
+            inner = [type(child).__name__ for child in module.modules()]
+            self.expect(
+                isinstance(module, _UserSequential)
+                or any(isinstance(child, _UserSequential) for child in module.modules()),
+                "R060",
+                f"no module of the original class among {inner}",
+            )
+
+    @conformance_case("R061", "R002", chapter="F", world_size=2, needs=("copyable",), kills=("copies-share-storage",))
+    def test_deepcopy(self) -> None:
+        """A deep copy has its own parameters of equal value and gives the same output, or deepcopy raises."""
+        workload = models.wide_mlp()
+        adapter = self.subject()
+        self.train(workload, regime=Regime(steps=1), adapter=adapter)
+        batch = self.placed(workload.batch(BatchKey(step=1, rank=self.rank, world_size=self.world_size)))
+        with self.refusal("R061", "deepcopy of a wrapped module") as outcome:
+            twin = copy.deepcopy(adapter.module())
+            with torch.no_grad():
+                original, copied = adapter.module()(*batch.args), twin(*batch.args)
+            outcome.excused = True
+        if outcome.excused:
+            self.check_equal("R061", copied, original, check="output of the copy")
+            shared = {p.data_ptr() for p in twin.parameters() if p.numel()} & {
+                p.data_ptr() for p in adapter.module().parameters() if p.numel()
+            }
+            self.expect(
+                not shared, "R061", f"{len(shared)} parameters share storage with the original, but should be copies"
+            )
+
+
+class _UserSequential(nn.Sequential):
+    """A user's own class."""
+
+
+def _with_user_attributes(rank: int) -> nn.Module:
+    """The probe's model as a user's class with attributes that engines have been seen to trample on."""
+    model = _UserSequential(*probes.exact_mlp().build(rank).children())
+    vars(model).update(id="mine", scale=3.0)
+    return model
+
+
+class _Branches(nn.Module):
+    """Two branches of one shape, whose sum does not depend on the order in which they run."""
+
+    def __init__(self, reverse: bool) -> None:
+        super().__init__()
+        self.reverse = reverse
+        self.left = nn.Linear(6, 6)
+        self.right = nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.reverse:
+            right = self.right(x)
+            return torch.tanh(self.left(x)) + torch.sigmoid(right)
+        left = self.left(x)
+        return torch.tanh(left) + torch.sigmoid(self.right(x))
+
+
+def _branch_batch(key: BatchKey) -> Batch:
+    return Batch(args=(normal((4, 6), "branches", place(key)),), target=normal((4, 6), "branch targets", place(key)))
+
+
+def _build_branches(rank: int) -> nn.Module:
+    with seeded_init("branches"):
+        return _Branches(reverse=rank % 2 == 1)
+
+
+def _two_branches() -> Workload:
+    return Workload(
+        name="rank-ordered-branches",
+        build=_build_branches,
+        batch=_branch_batch,
+        loss=mean_squared_error,
+        optimizers=field_optimizers(),
+        units=("left", "right"),
+        micro_batch_size=4,
+        capabilities=frozenset({"exec_order_divergent"}),
+    )
+
+
+class _Unusual(nn.Module):
+    """A linear layer whose weight is transposed in memory, or with a scalar factor."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(6, 5)
+        if kind == "scalar":
+            self.factor = nn.Parameter(torch.tensor(0.75))
+        else:
+            self.linear.weight = nn.Parameter(self.linear.weight.detach().t().contiguous().t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y * self.factor if self.kind == "scalar" else y
+
+
+def _build_unusual(rank: int, *, kind: str) -> nn.Module:
+    with seeded_init("unusual", kind):
+        return _Unusual(kind)
+
+
+def _unusual_batch(key: BatchKey) -> Batch:
+    return Batch(args=(normal((4, 6), "unusual", place(key)),), target=normal((4, 5), "unusual targets", place(key)))
+
+
+def _unusual(kind: str) -> Workload:
+    return Workload(
+        name=f"unusual-{kind}",
+        build=partial(_build_unusual, kind=kind),
+        batch=_unusual_batch,
+        loss=mean_squared_error,
+        optimizers=field_optimizers(),
+        micro_batch_size=4,
+        capabilities=frozenset({f"{kind}_params"}),
+    )

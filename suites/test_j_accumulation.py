@@ -1,0 +1,86 @@
+"""J. Gradient accumulation: the core of it."""
+
+from __future__ import annotations
+
+from fsdp_conformance.case import conformance_case
+from fsdp_conformance.fixtures import probes
+from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.workload import Regime
+
+#: Which of six micro-batches are reduced at once, by name.
+_PATTERNS = {
+    "last-only": (False, False, False, False, False, True),
+    "alternating": (False, True, False, True, False, True),
+    "late": (False, False, True, True, False, True),
+    "early": (True, True, False, False, False, True),
+}
+
+
+class Accumulation(ConformanceTestCase):
+    """Several micro-batches make one step."""
+
+    @conformance_case(
+        "R092",
+        "R002",
+        "R003",
+        chapter="J",
+        axes={"micro_batches": (2, 3), "world_size": (2, 3, 4)},
+        kills=(
+            "overwrites-instead-of-adding",
+            "last-microbatch-not-synchronised",
+            "optimizer-steps-every-microbatch",
+        ),
+    )
+    def test_synchronised(self, micro_batches: int, world_size: int) -> None:
+        """Micro-batches that are each synchronised, without zero_grad in between, add up in the shard."""
+        workload = probes.exact_accumulation()
+        regime = Regime(micro_batches=micro_batches)
+        run = self.train(workload, self.plan(workload, micro_batches=micro_batches), regime)
+        self.check_parity(run, workload, regime, requirements={"gradient": "R092"})
+
+    @conformance_case(
+        "R093",
+        "R002",
+        "R003",
+        chapter="J",
+        axes={"micro_batches": (2, 3), "world_size": (2, 3, 4)},
+        needs=("no_sync",),
+        kills=("last-microbatch-not-synchronised", "overwrites-instead-of-adding"),
+    )
+    def test_deferred(self, micro_batches: int, world_size: int) -> None:
+        """Deferred micro-batches followed by a synchronised one equal one batch."""
+        workload = probes.exact_accumulation()
+        regime = Regime(micro_batches=micro_batches, reduced=(*[False] * (micro_batches - 1), True))
+        run = self.train(workload, self.plan(workload, micro_batches=micro_batches, defer_reduction=True), regime)
+        self.check_parity(run, workload, regime, requirements={"gradient": "R093"})
+
+    @conformance_case(
+        "R093",
+        "R002",
+        "R003",
+        chapter="J",
+        axes={"pattern": tuple(_PATTERNS), "world_size": (2, 4)},
+        needs=("no_sync",),
+        kills=("last-microbatch-not-synchronised",),
+    )
+    def test_interleaved(self, pattern: str, world_size: int) -> None:
+        """Any interleaving of deferred and synchronised micro-batches equals one batch."""
+        workload = probes.exact_accumulation()
+        regime = Regime(steps=1, micro_batches=6, reduced=_PATTERNS[pattern])
+        run = self.train(workload, self.plan(workload, micro_batches=6, defer_reduction=True), regime)
+        self.check_parity(run, workload, regime, requirements={"gradient": "R093"})
+
+    @conformance_case(
+        "R094",
+        "R002",
+        chapter="J",
+        axes={"world_size": (2, 3)},
+        needs=("no_sync",),
+        kills=("last-microbatch-not-synchronised",),
+    )
+    def test_deferred_first_forward(self, world_size: int) -> None:
+        """The reduction may be deferred in the very first forward that the wrapped module runs."""
+        workload = probes.exact_accumulation()
+        regime = Regime(steps=1, micro_batches=2, reduced=(False, True))
+        run = self.train(workload, self.plan(workload, micro_batches=2, defer_reduction=True), regime)
+        self.check_parity(run, workload, regime, requirements={"gradient": "R094", "loss": "R094"})

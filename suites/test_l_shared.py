@@ -1,0 +1,58 @@
+"""L. Shared (tied) parameters: the core of it."""
+
+from __future__ import annotations
+
+from fsdp_conformance.case import conformance_case
+from fsdp_conformance.fixtures import probes, reuse, transformer
+from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.workload import Regime
+
+
+class SharedParameters(ConformanceTestCase):
+    """One parameter, several uses."""
+
+    @conformance_case(
+        "R106", "R002", "R003", chapter="L", axes={"world_size": (2, 3, 4)}, kills=("tied-gradient-doubled", "unties")
+    )
+    def test_within_a_unit(self, world_size: int) -> None:
+        """A parameter used twice in one unit gets the sum of both uses, bit for bit, and stays one parameter."""
+        workload = probes.exact_tied()
+        run = self.train(workload)
+        self.check_parity(run, workload, requirements={"gradient": "R106"})
+
+    @conformance_case(
+        "R106", "R002", "R003", chapter="L", axes={"world_size": (2, 3)}, kills=("tied-gradient-doubled",)
+    )
+    def test_transformer_under_adam(self, world_size: int) -> None:
+        """
+        A transformer with tied embedding and projection is at parity under Adam, which hides a doubled gradient in
+        the loss.
+        """
+        workload = transformer.transformer()
+        regime = Regime(optimizer="adam", steps=5)
+        run = self.train(workload, regime=regime)
+        self.check_parity(run, workload, regime, requirements={"gradient": "R106"})
+
+    @conformance_case(
+        "R107",
+        "R002",
+        "R003",
+        chapter="L",
+        axes={"world_size": (2, 3)},
+        needs=("shared_across_units",),
+        kills=("tied-gradient-doubled",),
+    )
+    def test_across_units(self, world_size: int) -> None:
+        """A parameter used by two units is at parity with uneven shards too, or is refused by name."""
+        workload = reuse.tied_across_units()
+        run = self.train(workload)
+        self.check_parity(run, workload, requirements={"gradient": "R107", "parameter": "R107"})
+
+    @conformance_case(
+        "R110", "R002", "R003", chapter="L", axes={"world_size": (2, 4)}, kills=("multi-forward-loses-gradient",)
+    )
+    def test_shared_module(self, world_size: int) -> None:
+        """One module object at two places of the model trains as under DDP."""
+        workload = reuse.shared_module()
+        run = self.train(workload)
+        self.check_parity(run, workload, requirements={"gradient": "R110"})

@@ -1,0 +1,95 @@
+"""M. Frozen and ignored parameters: the core of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from fsdp_conformance.case import conformance_case
+from fsdp_conformance.fixtures import frozen, models, probes
+from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.workload import Regime
+
+
+class FrozenParameters(ConformanceTestCase):
+    """Parameters that are not trained, by flag, by a dropped gradient, or because they are ignored."""
+
+    @conformance_case(
+        "R111", "R002", "R003", chapter="M", axes={"world_size": (2, 3, 4)}, kills=("frozen-gets-gradient",)
+    )
+    def test_frozen_unit(self, world_size: int) -> None:
+        """A fully frozen unit keeps its values and its flag, has no gradient, and the others are at parity."""
+        workload = probes.exact_frozen()
+        run = self.train(workload)
+        self.check_parity(run, workload, requirements={"gradient": "R111", "parameter": "R111"})
+        self.check_flags(run, workload, "R111")
+
+    @conformance_case(
+        "R112",
+        "R002",
+        "R003",
+        chapter="M",
+        axes={"world_size": (2, 3)},
+        needs=("frozen_mixed",),
+        kills=("frozen-gets-gradient",),
+    )
+    def test_mixed_inside_a_unit(self, world_size: int) -> None:
+        """Frozen and trainable parameters in one unit are at parity, or the layout refuses them."""
+        workload = frozen.non_uniform()
+        run = self.train(workload)
+        self.check_parity(run, workload, requirements={"gradient": "R112", "parameter": "R112"})
+        self.check_flags(run, workload, "R112")
+
+    @conformance_case(
+        "R113",
+        "R002",
+        "R003",
+        chapter="M",
+        axes={"world_size": (2, 4)},
+        needs=("frozen_dynamic",),
+        kills=("frozen-gets-gradient",),
+    )
+    def test_frozen_and_thawed(self, world_size: int) -> None:
+        """A unit that is frozen after one step and thawed after the next is at parity in every step."""
+        workload = models.nested()
+        names = self.unit_parameters(workload, workload.units[-1])
+        regime = Regime(steps=4, frozen_at=((1, names), (3, ())), unused_parameters=True)
+        run = self.train(workload, regime=regime)
+        self.check_parity(run, workload, regime, requirements={"gradient": "R113", "parameter": "R113"})
+
+    @conformance_case("R114", "R002", chapter="M", axes={"world_size": (2, 3)}, kills=("steps-dropped-gradients",))
+    def test_dropped_gradient(self, world_size: int) -> None:
+        """A parameter whose gradient is set to None before the step is not moved."""
+        workload = probes.exact_nested()
+        names = self.unit_parameters(workload, workload.units[0])
+        regime = Regime(gradient_to_none=names)
+        run = self.train(workload, regime=regime)
+        self.check_parity(run, workload, regime, requirements={"parameter": "R114"})
+
+    @conformance_case("R115", "R002", "R003", chapter="M", axes={"world_size": (2, 3)}, kills=("frozen-gets-gradient",))
+    def test_input_without_gradient(self, world_size: int) -> None:
+        """
+        Units behind a frozen first unit, whose input needs no gradient, are at parity and resharded after backward.
+        """
+        workload = frozen.frozen_units()
+        adapter = self.subject()
+        run = self.train(workload, adapter=adapter)
+        self.check_parity(run, workload, requirements={"gradient": "R115"})
+        self.check_resharded(adapter, workload, "R115")
+
+    @conformance_case(
+        "R116",
+        "R002",
+        "R003",
+        chapter="M",
+        axes={"world_size": (2, 3)},
+        needs=("ignored_modules",),
+        kills=("shards-ignored",),
+    )
+    def test_ignored_module(self, world_size: int) -> None:
+        """An ignored module is neither sharded nor communicated: it trains on this rank's gradient alone."""
+        workload = models.wide_mlp()
+        name = workload.units[0]
+        local = self.unit_parameters(workload, name)
+        ignoring = replace(workload, units=workload.units[1:], ignored=(name,), local_params=local)
+        run = self.train(ignoring, self.plan(ignoring, ignored=(name,)))
+        self.check_parity(run, ignoring, requirements={"gradient": "R116", "parameter": "R116"})

@@ -1,0 +1,98 @@
+"""N. Unused parameters and rank-divergent graphs: the core of it."""
+
+from __future__ import annotations
+
+from fsdp_conformance.case import conformance_case
+from fsdp_conformance.fixtures import probes, unused
+from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.workload import Regime
+
+
+class UnusedParameters(ConformanceTestCase):
+    """Parameters that a step does not touch, on every rank or on some."""
+
+    @conformance_case("R117", "R002", chapter="N", axes={"world_size": (2, 3, 4)}, kills=("garbage-for-unused",))
+    def test_unused_everywhere(self, world_size: int) -> None:
+        """A parameter that no rank uses has no gradient or a zero one, and the others are at parity bit for bit."""
+        workload = probes.exact_unused()
+        regime = Regime(unused_parameters=True)
+        run = self.train(workload, regime=regime)
+        self.check_parity(
+            run, workload, regime, requirements={"gradient": "R117", "parameter": "R117"}, none_or_zero=True
+        )
+
+    @conformance_case(
+        "R117", chapter="N", axes={"world_size": (2, 3)}, needs=("sharded_state",), kills=("keeps-unused-unsharded",)
+    )
+    def test_unused_unit_is_resharded(self, world_size: int) -> None:
+        """A unit that took no part in the step holds no full parameters when it is over."""
+        workload = unused.unused_parameter()
+        adapter = self.subject()
+        self.train(workload, regime=Regime(unused_parameters=True), adapter=adapter)
+        self.check_resharded(adapter, workload, "R117")
+
+    @conformance_case("R118", "R002", "R003", chapter="N", axes={"world_size": (2, 3)}, kills=("garbage-for-unused",))
+    def test_unused_output(self, world_size: int) -> None:
+        """A unit whose output the loss does not see leaves the others at parity, and is resharded."""
+        workload = unused.unused_output()
+        regime = Regime(unused_parameters=True)
+        adapter = self.subject()
+        run = self.train(workload, regime=regime, adapter=adapter)
+        self.check_parity(
+            run, workload, regime, requirements={"gradient": "R118", "parameter": "R118"}, none_or_zero=True
+        )
+        self.check_resharded(adapter, workload, "R118")
+
+    @conformance_case(
+        "R119",
+        "R002",
+        "R003",
+        chapter="N",
+        axes={"world_size": (2, 3, 4)},
+        needs=("unused_divergent",),
+        kills=("reduces-only-used",),
+    )
+    def test_branches_of_one_unit(self, world_size: int) -> None:
+        """
+        Where ranks use different branches of one unit the mean counts the others as zero, on all ranks; or it is
+        refused.
+        """
+        workload = probes.exact_divergent()
+        regime = Regime(unused_parameters=True)
+        run = self.train(workload, regime=regime)
+        self.check_parity(run, workload, regime, requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R119"))
+
+    @conformance_case(
+        "R120",
+        "R002",
+        chapter="N",
+        axes={"world_size": (2, 3)},
+        needs=("unused_untouched",),
+        kills=("zero-instead-of-none",),
+    )
+    def test_unused_keeps_its_gradient(self, world_size: int) -> None:
+        """The gradient of a parameter that no rank used stays None, so that a decaying optimizer leaves it alone."""
+        workload = unused.unused_parameter()
+        regime = Regime(optimizer="adam", unused_parameters=True)
+        run = self.train(workload, regime=regime)
+        self.check_parity(run, workload, regime, requirements={"gradient": "R120", "parameter": "R120"})
+
+    @conformance_case(
+        "R121",
+        "R002",
+        "R003",
+        chapter="N",
+        axes={"world_size": (2, 4)},
+        needs=("unused_divergent",),
+        kills=("reduces-only-used",),
+        timeout_s=45,
+    )
+    def test_units_chosen_by_rank(self, world_size: int) -> None:
+        """
+        Where each rank runs another unit training ends with the right gradients, or in an error within the
+        deadline.
+        """
+        workload = unused.divergent_units()
+        regime = Regime(unused_parameters=True)
+        run = self.train(workload, regime=regime)
+        self.check_parity(run, workload, regime, requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R121"))

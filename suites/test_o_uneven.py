@@ -1,0 +1,99 @@
+"""O. Uneven and padded shards."""
+
+from __future__ import annotations
+
+from fsdp_conformance.case import conformance_case
+from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.fixtures import probes, workload_by_name
+from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.workload import Regime
+
+
+class UnevenShards(ConformanceTestCase):
+    """Sizes that the number of ranks does not divide."""
+
+    @conformance_case(
+        "R122", "R002", "R003", chapter="O", axes={"world_size": (2, 3, 4, 5)}, kills=("last-padded-row-dropped",)
+    )
+    def test_fewer_elements_than_ranks(self, world_size: int) -> None:
+        """
+        Parameters of one element, of fewer rows than ranks, and of rows that do not divide are at parity bit for
+        bit.
+        """
+        workload = probes.exact_tiny()
+        run = self.train(workload)
+        self.check_parity(run, workload, requirements={"gradient": "R122", "parameter": "R122"})
+
+    @conformance_case(
+        "R122",
+        "R002",
+        "R003",
+        chapter="O",
+        axes={"workload": ("uneven", "tiny", "convolution"), "world_size": (2, 3, 4)},
+        kills=("last-padded-row-dropped", "shards-rotated"),
+    )
+    def test_shapes(self, workload: str, world_size: int) -> None:
+        """Uneven, tiny, one-dimensional and four-dimensional parameters are at parity."""
+        problem = workload_by_name(workload)
+        run = self.train(problem)
+        self.check_parity(run, problem, requirements={"gradient": "R122", "parameter": "R122"})
+
+    @conformance_case(
+        "R123", "R002", "R003", chapter="O", axes={"world_size": (2, 3, 4)}, kills=("uninitialised-padding",)
+    )
+    def test_poisoned_padding(self, world_size: int) -> None:
+        """With NaN in all memory that is allocated and not written, padding reaches no value that a user can see."""
+        workload = probes.exact_tiny()
+        with self.poisoned_allocations():
+            run = self.train(workload)
+        self.check_parity(run, workload, requirements={"gradient": "R123", "parameter": "R123"})
+
+    @conformance_case(
+        "R123", chapter="O", axes={"world_size": (2, 3)}, needs=("clip_grad_norm",), kills=("padding-in-the-norm",)
+    )
+    def test_padding_in_the_norm(self, world_size: int) -> None:
+        """With NaN in memory that is not written the total norm of uneven gradients is that of the full gradients."""
+        workload = workload_by_name("uneven")
+        regime = Regime(max_norm=0.25)
+        with self.poisoned_allocations():
+            run = self.train(workload, self.plan(workload, max_norm=0.25), regime)
+        expected = self.references(workload, regime).expected.steps[0].grad_norm
+        if expected is None or float(expected) <= 0.25:
+            raise SuiteError(
+                f"the reference's norm is {expected}, but should exceed 0.25: otherwise nothing is clipped"
+            )
+        self.check_parity(run, workload, regime, requirements={"norm": "R123", "parameter": "R123"})
+
+    @conformance_case("R124", "R002", chapter="O", axes={"world_size": (3, 4)}, kills=("empty-shard-missing",))
+    def test_empty_shard(self, world_size: int) -> None:
+        """Optimizers that walk lists of tensors accept the shards of a rank that owns nothing of a parameter."""
+        workload = workload_by_name("tiny")
+        regime = Regime(optimizer="adam")
+        run = self.train(workload, regime=regime)
+        self.check_parity(run, workload, regime, requirements={"gradient": "R124", "parameter": "R124"})
+
+    @conformance_case(
+        "R125",
+        "R002",
+        "R003",
+        chapter="O",
+        axes={"workload": ("wide-mlp", "uneven"), "world_size": (2, 3)},
+        needs=("shard_dim",),
+        kills=("shards-rotated",),
+    )
+    def test_other_dimension(self, workload: str, world_size: int) -> None:
+        """
+        Sharding along the second dimension is at parity where it divides, and at parity or refused where it does
+        not.
+        """
+        problem = workload_by_name(workload)
+        plan = self.plan(problem, shard_dim=1)
+        if workload == "wide-mlp":
+            run = self.train(problem, plan)
+            self.check_parity(run, problem, requirements={"gradient": "R125", "parameter": "R125"})
+        else:
+            with self.refusal("R125", "uneven shards along dimension 1") as outcome:
+                run = self.train(problem, plan)
+                outcome.excused = True
+            if outcome.excused:
+                self.check_parity(run, problem, requirements={"gradient": "R125", "parameter": "R125"})

@@ -1,0 +1,149 @@
+"""P. Nesting and auto-wrap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_conformance.case import conformance_case
+from fsdp_conformance.checks import communication
+from fsdp_conformance.config import Sharding
+from fsdp_conformance.fixtures import models, probes
+from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.workload import Regime, Workload
+
+
+class Nesting(ConformanceTestCase):
+    """Which modules are units changes what is sent, never what is learned."""
+
+    @conformance_case(
+        "R126",
+        "R002",
+        "R003",
+        chapter="P",
+        axes={"wrapping": ("flat", "nested", "every-module", "leaves-only"), "world_size": (2, 3, 4)},
+        kills=("sum-instead-of-mean", "outer-unit-reduces-inner"),
+    )
+    def test_wrapping(self, wrapping: str, world_size: int) -> None:
+        """
+        One unit, nested units, every module a unit, and a root without parameters of its own train alike, bit for
+        bit.
+        """
+        workload = probes.exact_nested()
+        model = workload.build(0)
+        modules = [
+            name
+            for name, module in model.named_modules()
+            # A container has no forward, so it cannot be a unit.
+            if name
+            and any(True for _ in module.parameters())
+            and not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+        ]
+        leaves = [name for name in modules if not any(other.startswith(name + ".") for other in modules)]
+        units = {
+            "flat": [],
+            "nested": list(workload.units),
+            "leaves-only": leaves,
+            "every-module": sorted(modules, key=lambda name: -name.count(".")),
+        }[wrapping]
+        run = self.train(workload, self.plan(workload, units=tuple(units)))
+        self.check_parity(run, workload, requirements={"gradient": "R126", "parameter": "R126"})
+
+    @conformance_case(
+        "R127",
+        "R002",
+        chapter="P",
+        axes={"policy": ("size", "class"), "world_size": (2,)},
+        needs=("auto_wrap", "coll_counts", "zero3"),
+        kills=("ignores-auto-wrap",),
+    )
+    def test_auto_wrap(self, policy: str, world_size: int) -> None:
+        """A policy by size or by class makes the units that it describes: each is gathered on its own."""
+        workload = models.wide_mlp()
+        model = workload.build(0)
+        largest = max(sum(p.numel() for p in module.parameters()) for module in model.children())
+        rule = f"size:{largest}" if policy == "size" else f"class:{nn.Linear.__name__}"
+        run = self.train(workload, self.plan(workload, units=(), auto_wrap=rule, sharding=Sharding.FULL))
+        self.check_parity(run, workload, requirements={"parameter": "R127"})
+        expected = tuple(name for name, child in model.named_children() if self._is_unit(child, policy, largest))
+        counted = replace(workload, units=expected)
+        self.check(
+            communication.collective_counts(
+                run, counted, self.plan(counted, sharding=Sharding.FULL), requirement="R127"
+            )
+        )
+
+    @conformance_case(
+        "R128", "R002", chapter="P", axes={"world_size": (2,)}, needs=("rewrap",), kills=("rewrap-resets",)
+    )
+    def test_wrapped_again(self, world_size: int) -> None:
+        """
+        A unit that was wrapped and trained may be wrapped again inside a larger model, and goes on from its values.
+        """
+        inner = models.wide_mlp()
+        outer = replace(inner, name="wide-mlp-wrapped-again", build=_around_plain(inner, values=None))
+        first = self.subject()
+        self.train(inner, regime=Regime(steps=1), adapter=first)
+        with self.blaming("implementation"):
+            values = first.full_params()
+            wrapped = first.module()
+        again = replace(outer, build=lambda rank: _Around(wrapped))
+        run = self.train(again, self.plan(outer, units=()))
+        self.check_parity(
+            run,
+            replace(outer, build=_around_plain(inner, values=values)),
+            requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R128"),
+        )
+
+    @conformance_case(
+        "R129",
+        "R002",
+        "R003",
+        chapter="P",
+        axes={"world_size": (2, 3)},
+        needs=("multi_module_unit",),
+        kills=("sum-instead-of-mean",),
+    )
+    def test_several_modules_as_one_unit(self, world_size: int) -> None:
+        """Two modules that make one unit are at parity bit for bit, and are gathered together."""
+        workload = probes.exact_mlp()
+        first, second = [name for name, _ in workload.build(0).named_children()][:2]
+        grouped = replace(workload, units=(f"{first}+{second}",))
+        run = self.train(grouped)
+        self.check_parity(run, workload, requirements={"gradient": "R129", "parameter": "R129"})
+
+    @staticmethod
+    def _is_unit(module: nn.Module, policy: str, largest: int) -> bool:
+        """What the policy says of a child of the root, worked out by hand."""
+        if policy == "class":
+            return type(module) is nn.Linear
+        return sum(parameter.numel() for parameter in module.parameters()) >= largest
+
+
+class _Around(nn.Module):
+    """A larger model: the body's output goes through a layer that the body does not know."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        self.scale = nn.Parameter(torch.full((6,), 0.5))
+
+    def forward(self, *args: Any) -> Tensor:
+        output: Tensor = self.body(*args)
+        return output * self.scale.mean()
+
+
+def _around_plain(inner: Workload, values: dict[str, Tensor] | None) -> Callable[[int], nn.Module]:
+    """The larger model around the plain body, with the body's values after its first training."""
+
+    def build(rank: int) -> nn.Module:
+        body = inner.build(rank)
+        if values is not None:
+            body.load_state_dict(values, strict=False)
+        return _Around(body)
+
+    return build

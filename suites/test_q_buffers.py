@@ -1,0 +1,26 @@
+"""Q. Buffers and batch norm: the core of it."""
+
+from __future__ import annotations
+
+from fsdp_conformance.case import conformance_case
+from fsdp_conformance.fixtures import buffers
+from fsdp_conformance.testing import ConformanceTestCase
+
+
+class Buffers(ConformanceTestCase):
+    """State that is not trained stays whole, and forward can write it."""
+
+    @conformance_case(
+        "R130",
+        "R133",
+        "R002",
+        "R003",
+        chapter="Q",
+        axes={"world_size": (2, 3)},
+        kills=("buffer-not-updated",),
+    )
+    def test_written_in_forward(self, world_size: int) -> None:
+        """Float, integer and non-persistent buffers, and batch norm's statistics, are those of a rank's own batches."""
+        workload = buffers.batch_norm()
+        run = self.train(workload)
+        self.check_parity(run, workload, requirements={"buffer": "R130", "parameter": "R133", "gradient": "R133"})
