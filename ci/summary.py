@@ -1,0 +1,50 @@
+"""
+Several runs in one Markdown page: a row for each engine, then what each run has to say.
+
+    python ci/summary.py RUN_FILE...
+
+Verdicts are derived from the run files again, as `fsdp-conformance verify` does it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from fsdp_conformance.report import markdown
+from fsdp_conformance.report.verify import Verification, verify
+
+
+def page(verifications: Sequence[Verification]) -> Iterator[str]:
+    """The lines of the page."""
+    yield "## Conformance"
+    yield ""
+    yield "| engine | torch | device | verdict | cases | passed | failed | not run here |"
+    yield "|---|---|---|---|---:|---:|---:|---:|"
+    for found in verifications:
+        header, certificate = found.run.header, found.certificate
+        engine, environment = header.get("implementation") or {}, header.get("environment") or {}
+        counts = certificate.counts
+        failed = sum(counts.get(verdict, 0) for verdict in ("FAIL", "HANG", "CRASH", "XPASS", "INCONCLUSIVE"))
+        failed += sum(count for verdict, count in counts.items() if verdict.startswith("ERROR"))
+        word = certificate.word if not found.discrepancies else "DOES NOT VERIFY"
+        cells = (
+            f"{engine.get('name', '?')} {engine.get('version', '')}".strip(),
+            environment.get("torch", "?"),
+            environment.get("device", "?"),
+            word,
+            f"{certificate.executed} of {certificate.expected}",
+            counts.get("PASS", 0),
+            failed,
+            counts.get("NOT_RUN_ENV", 0),
+        )
+        yield "| " + " | ".join(map(str, cells)) + " |"
+    yield ""
+    for found in verifications:
+        yield from (f"- **{found.run.path}**: {discrepancy}" for discrepancy in found.discrepancies)
+        yield markdown.summary(found.run, found.certificate)
+
+
+if __name__ == "__main__":
+    print("\n".join(page([verify(Path(path)) for path in sys.argv[1:]])))

@@ -1,0 +1,99 @@
+"""The command line as a user types it: in a process of its own, with its exit status and all that it said."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+#: An adapter that loads no engine: enough to be described.
+ADAPTER = """
+from fsdp_conformance.adapters.torch_like import TorchAdapter
+
+
+class Mine(TorchAdapter):
+    name = "mine"
+    capabilities = frozenset({"zero3"})
+
+    def wrap(self, model, plan):
+        return model
+"""
+
+
+#: Answers the survey's child without importing torch, which takes seconds; what is asked and how stays as it is.
+_QUICK = """
+import sys, types
+
+if "fsdp_conformance.cli.surveyor" in sys.orig_argv:
+    from fsdp_conformance.adapters import registry
+
+    devices = types.ModuleType("fsdp_conformance.harness.devices")
+    devices.backend_for = lambda device: "gloo"
+    devices.device_count = lambda device: 2
+    devices.present_environments = lambda device: (frozenset({"gloo"}), None if device == "cpu" else 2)
+    sys.modules[devices.__name__] = devices
+    registry.describe_here = lambda spec: registry.AdapterDescription(
+        spec=spec, name="mine", version="1.2", capabilities=("no_sync", "zero3")
+    )
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a command left behind."""
+
+    status: int
+    out: str
+    err: str
+
+    @property
+    def last_line(self) -> str:
+        """Of stdout."""
+        return self.out.rstrip().rpartition("\n")[2]
+
+
+def words(*arguments: str) -> list[str]:
+    """The command in a fresh interpreter."""
+    return [sys.executable, "-m", "fsdp_conformance", *arguments]
+
+
+def said(
+    *arguments: str, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout_s: float = 240.0
+) -> Said:
+    """Run the command to its end. A traceback is no message: it fails the test that sees one."""
+    done = subprocess.run(
+        words(*arguments),
+        cwd=cwd,
+        env=dict(os.environ if env is None else env),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        encoding="utf-8",
+        errors="replace",
+        timeout=timeout_s,
+        check=False,
+    )
+    assert "Traceback" not in done.stdout + done.stderr, done.stdout + done.stderr
+    return Said(done.returncode, done.stdout, done.stderr)
+
+
+def with_quick_survey(env: Mapping[str, str], directory: Path) -> dict[str, str]:
+    """The variables of a command whose survey finds two devices of any type, and an adapter of any name."""
+    place = directory / "quick"
+    place.mkdir(exist_ok=True)
+    (place / "sitecustomize.py").write_text(_QUICK, encoding="utf-8")
+    return {**env, "PYTHONPATH": os.pathsep.join([str(place), env.get("PYTHONPATH", "")])}
+
+
+def with_adapter(directory: Path, text: str = ADAPTER, name: str = "my_adapter.py") -> str:
+    """Write an adapter's file, and name it as `--implementation` does."""
+    path = directory / name
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def children_of(pid: int) -> Sequence[int]:
+    """Ids of a process's children."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -1,0 +1,271 @@
+"""
+The likely cause of a difference: one damage each, and what is said of it word by word.
+
+The tensors are small integers, so that an example can be followed: rank r's gradient of micro-batch m is 2**r times the
+numbers 1 to 21, turned by r + 5m places.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import expecttest
+import torch
+from torch import Tensor
+
+from fsdp_conformance.checks.explain import Evidence, likely, likely_none
+
+#: Of one rank: 7 rows of 3, elements 1 to 21.
+CODE = torch.arange(1.0, 22.0, dtype=torch.float64).view(7, 3)
+
+
+def gradient(world_size: int = 3, rank: int = 1, *, micro_batches: int = 1, turned: bool = True) -> Evidence:
+    """
+    A gradient that is right: the mean over ranks of the sums over micro-batches. Unless `turned`, all are proportional.
+
+    Seven rows over 3 ranks are shards of 3, 3 and 1.
+    """
+    contributions = [
+        [own(other, micro) if turned else CODE * 2**other for micro in range(micro_batches)]
+        for other in range(world_size)
+    ]
+    expected = torch.stack([part for parts in contributions for part in parts]).sum(0) / world_size
+    return Evidence(
+        kind="gradient", got=expected.clone(), expected=expected, tolerance=None, world_size=world_size, rank=rank,
+        micro_batches=micro_batches, contributions=contributions,
+    )  # fmt: skip
+
+
+def own(rank: int, micro: int = 0) -> Tensor:
+    """The gradient of one rank's micro-batch."""
+    turned: Tensor = CODE.flatten().roll(rank + 5 * micro).view(7, 3)
+    return turned * float(2**rank)
+
+
+def cause(evidence: Evidence, got: Tensor, **fields: Any) -> str:
+    """What is said if `got` is seen in place of the right tensor."""
+    return str(likely(replace(evidence, got=got, **fields)))
+
+
+def edited(tensor: Tensor, rows: slice, value: float) -> Tensor:
+    """A copy with these rows set."""
+    copy = tensor.clone()
+    copy[rows] = value
+    return copy
+
+
+class Explain(expecttest.TestCase):
+    """Texts as they are shown to a person."""
+
+    def test_scale(self) -> None:
+        """One factor at every element names the division that is missing, doubled, or by another number."""
+        right = gradient()
+        factors = (3.0, 1 / 3, 2.0, 1.5, 0.75, -1.0)
+
+        self.assertExpectedInline(
+            "\n".join(cause(right, right.expected * factor) for factor in factors),
+            """\
+summed over the ranks, not averaged: got / expected = 3 at every element, which is the world size
+averaged twice: got / expected = 0.3333 at every element, which is 1 / world size
+counted twice: got / expected = 2 at every element
+divided by 2 where the world size is 3: got / expected = 1.5 at every element
+divided by 4 where the world size is 3: got / expected = 0.75 at every element
+of the wrong sign: got / expected = -1 at every element""",
+        )
+
+    def test_scale_of_micro_batches(self) -> None:
+        """One over the number of micro-batches, and the number itself."""
+        right = gradient(2, micro_batches=4)
+
+        self.assertExpectedInline(
+            "\n".join(cause(right, right.expected * factor) for factor in (0.25, 4.0)),
+            """\
+divided by the number of micro-batches: got / expected = 0.25 at every element, which is 1 / 4
+multiplied by the number of micro-batches: got / expected = 4 at every element, which is 4""",
+        )
+
+    def test_ranks(self) -> None:
+        """A gradient that was not reduced, lacks a rank, is a smaller group's, or has a rank twice."""
+        right = gradient()
+        seen = (
+            own(1), own(1) / 3, own(0), right.expected - own(2) / 3, (own(0) + own(1)) / 2, right.expected + own(1) / 3,
+        )  # fmt: skip
+
+        self.assertExpectedInline(
+            "\n".join(cause(right, got) for got in seen),
+            """\
+not reduced: it is this rank's own gradient
+not reduced: it is this rank's own gradient divided by the world size
+not reduced: it is rank 0's own gradient
+without rank 2: it is the sum over ranks 0, 1, divided by 3
+averaged over ranks 0, 1 only, as over a group of 2: rank 2 left out
+rank 1 counted twice: its gradient divided by 3 is in the mean once more""",
+        )
+
+    def test_ranks_with_proportional_gradients(self) -> None:
+        """Where a missing rank is a factor, too, the rank is named and not the factor; an odd factor is only told."""
+        right = gradient(4, turned=False)
+        seen = (right.expected * 13 / 15, right.expected * 17 / 15, right.expected * 0.9)
+
+        self.assertExpectedInline(
+            "\n".join(cause(right, got) for got in seen),
+            """\
+without rank 1: it is the sum over ranks 0, 2, 3, divided by 4
+rank 1 counted twice: its gradient divided by 4 is in the mean once more
+scaled: got / expected = 0.9 at every element""",
+        )
+
+    def test_micro_batches(self) -> None:
+        """The last one alone, one twice, one missing, one not reduced."""
+        right = gradient(2, rank=0, micro_batches=3)
+        first, last = (own(0, micro) + own(1, micro) for micro in (0, 2))
+        seen = (
+            last / 2, right.expected + first / 2, right.expected - first / 2, right.expected - last / 2 + own(0, 2),
+        )  # fmt: skip
+
+        self.assertExpectedInline(
+            "\n".join(cause(right, got) for got in seen),
+            """\
+overwritten instead of added: it is the gradient of micro-batch 2 alone
+micro-batch 0 counted twice
+without micro-batch 0: the others are there
+micro-batch 2 not reduced: this rank's own gradient stands in its place""",
+        )
+
+    def test_rows(self) -> None:
+        """Rows that were never written: the padded tail, one rank's shard, others."""
+        right = gradient()
+        seen = [edited(right.expected, rows, 0.0) for rows in (slice(6, 7), slice(0, 3), slice(2, 4))]
+
+        self.assertExpectedInline(
+            "\n".join(cause(right, got) for got in seen),
+            """\
+the last padded rows dropped: row 6 of 7, the shard of rank 2, is zero, the others are right
+the shard of rank 0 lost: rows 0 to 2 of 7 are zero, the others are right
+rows lost: rows 2 to 3 of 7 are zero, the others are right""",
+        )
+
+    def test_rows_of_a_parameter(self) -> None:
+        """Rows that are as before the step."""
+        before, after = CODE, CODE - 0.5
+        right = replace(gradient(), kind="parameter", expected=after, previous=before, contributions=None)
+        got = after.clone()
+        got[6:] = before[6:]
+
+        self.assertExpectedInline(
+            cause(right, got),
+            """the last padded rows dropped: row 6 of 7, the shard of rank 2, is not updated, the others are right""",
+        )
+
+    def test_places(self) -> None:
+        """The right values elsewhere: shards rotated, exchanged, overwritten, offset, transposed, permuted."""
+        right = gradient(2)
+        square = replace(right, expected=torch.arange(16.0, dtype=torch.float64).view(4, 4), contributions=None)
+        rows = square.expected
+        four = replace(square, world_size=4)
+        seen = (
+            cause(square, rows[[2, 3, 0, 1]]),
+            cause(four, rows[[0, 2, 1, 3]]),
+            cause(four, rows[[0, 2, 2, 3]]),
+            cause(square, rows.flatten().roll(1).view(4, 4)),
+            cause(square, torch.cat([torch.tensor([99.0]).double(), rows.flatten()[:-1]]).view(4, 4)),
+            cause(square, rows.t()),
+            cause(square, rows.flip(1)),
+        )
+
+        self.assertExpectedInline(
+            "\n".join(seen),
+            """\
+shards in another rank's place: rank 0's holds rank 1's, rank 1's holds rank 0's (2 rows each)
+shards in another rank's place: rank 1's holds rank 2's, rank 2's holds rank 1's (1 rows each)
+shards in another rank's place: rank 1's holds rank 2's (1 rows each)
+a flat offset wrong by one: element i has the value of element i - 1
+a flat offset wrong by one: element i has the value of element i - 1
+transposed: element [i, j] has the value of element [j, i] in all 4 rows
+elements permuted: every value is right, at another place""",
+        )
+
+    def test_time(self) -> None:
+        """The value of the step before; a parameter that was not updated, or by another factor."""
+        before = CODE * 3
+        stale = replace(gradient(), previous=before)
+        parameter = replace(stale, kind="parameter", expected=before - CODE, contributions=None)
+        seen = (
+            cause(stale, before),
+            cause(replace(stale, kind="buffer", contributions=None), before),
+            cause(parameter, before),
+            cause(parameter, before - 3 * CODE),
+        )
+
+        self.assertExpectedInline(
+            "\n".join(seen),
+            """\
+stale by one step: every element is the gradient of the step before
+stale by one step: every element is the buffer of the step before
+no update: the parameter is what it was before the step
+an update that is 3 times too large at every element, which is the world size""",
+        )
+
+    def test_memory(self) -> None:
+        """NaN in the tail, in the middle, everywhere; zeros everywhere."""
+        right = gradient()
+        nan = float("nan")
+        seen = (
+            cause(right, edited(right.expected, slice(6, 7), nan)),
+            cause(right, edited(right.expected, slice(2, 4), nan)),
+            cause(right, torch.full((7, 3), nan)),
+            cause(right, torch.zeros(7, 3)),
+        )
+
+        self.assertExpectedInline(
+            "\n".join(seen),
+            """\
+the last elements, so padding was read: 3 of 21 are not finite
+some elements, so storage was read before it was written: 6 of 21 are not finite
+uninitialised or freed storage, or an overflow: none of 21 elements is finite
+dropped: every element is zero""",
+        )
+
+    def test_names(self) -> None:
+        """Another tensor of the same shape in its place."""
+        right = replace(gradient(), contributions=None, others={"1.weight": CODE.flip(0) ** 2})
+
+        self.assertExpectedInline(
+            cause(right, CODE.flip(0) ** 2), """mixed up with '1.weight': every element is that gradient"""
+        )
+
+    def test_precision(self) -> None:
+        """Rounded to fewer bits."""
+        right = replace(gradient(), contributions=None)
+        thirds = right.expected / 7 + 0.1234567
+
+        self.assertExpectedInline(
+            cause(replace(right, expected=thirds), thirds.to(torch.bfloat16).double()),
+            """rounded to bfloat16: every element is representable in it""",
+        )
+
+    def test_none(self) -> None:
+        """A gradient on one side alone."""
+        zeros, some = torch.zeros(3), torch.ones(3)
+        seen = (likely_none(None, some, 2), likely_none(zeros, None, 2), likely_none(some, None, 2))
+
+        self.assertExpectedInline(
+            "\n".join(map(str, seen)),
+            """\
+the parameter was left out of the reduction on this rank, which did not use it itself
+a gradient of zeros was made for a parameter that no rank used
+a gradient of an earlier step was kept, or a frozen parameter was given one""",
+        )
+
+    def test_nothing_is_made_up(self) -> None:
+        """Noise has no cause, nor a single wrong element, nor a loss that is merely another number."""
+        right = gradient()
+        noise = right.expected + torch.linspace(-1, 1, 21, dtype=torch.float64).view(7, 3).sin() * 3
+        one = edited(right.expected, slice(0, 1), 5.0)
+        loss = replace(right, kind="loss", expected=torch.tensor(2.0).double(), contributions=None)
+
+        self.assertEqual([None] * 3, [
+            likely(replace(right, got=noise)), likely(replace(right, got=one)),
+            likely(replace(loss, got=torch.tensor(2.5))),
+        ])  # fmt: skip

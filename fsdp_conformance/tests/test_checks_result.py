@@ -1,0 +1,62 @@
+"""A check's result adds to a rank's report, and an empty comparison is no pass."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_conformance.checks.result import CheckResult, Tally
+from fsdp_conformance.errors import NothingCompared
+from fsdp_conformance.outcome import CheckCount, Finding, RankReport
+
+FINDING = Finding(requirement="R003", check="gradient parity", message="gradient=2, but should be 1")
+
+
+def result(**fields: object) -> CheckResult:
+    """Of gradient parity, with `fields`."""
+    return CheckResult(check="gradient parity", requirement="R003", **fields)  # type: ignore[arg-type]
+
+
+def test_results_add_up() -> None:
+    """Counts of one check add up, findings and measurements collect, a note is said once."""
+    report = RankReport(rank=1)
+    first = result(count=CheckCount(comparisons=2, elements=30), notes=["a"], measurements={"bound": 0.5})
+    first.into(report)
+    result(count=CheckCount(comparisons=3, elements=4), notes=["a", "b"], findings=[FINDING]).into(report)
+
+    assert report.checks == {"gradient parity": CheckCount(comparisons=5, elements=34)}
+    assert report.notes == ["a", "b"]
+    assert report.findings == [FINDING]
+    assert report.measurements == {"gradient parity": {"bound": 0.5}}
+    assert first.count == CheckCount(comparisons=2, elements=30)
+
+
+def test_nothing_compared_is_an_error() -> None:
+    """No comparison, no finding, no reason: the suite proves nothing."""
+    with pytest.raises(NothingCompared, match=r"comparisons=0, but should be at least 1 \[gradient parity, rank 1\]"):
+        result().into(RankReport(rank=1))
+
+
+def test_a_finding_or_a_reason_is_enough() -> None:
+    """Without a comparison a finding speaks for itself, and so does a reason not to judge."""
+    report = RankReport(rank=0)
+    result(findings=[FINDING]).into(report)
+    result(inconclusive="the references differ by 1").into(report)
+
+    assert report.findings == [FINDING]
+    assert report.inconclusive == "the references differ by 1"
+
+
+def test_a_tally_counts_and_finds() -> None:
+    """Every expectation counts; one that does not hold becomes a finding with its place."""
+    tally = Tally("groups", "R069", rank=3)
+    tally.expect(True, "unused", elements=4)
+    tally.expect(False, "x=1, but should be 2", step=1, got="1")
+    tally.expect(False, "y=1, but should be 2", requirement="R033")
+    found = tally.result(notes=["n"])
+
+    assert found.count == CheckCount(comparisons=3, elements=6)
+    assert [(f.requirement, f.check, f.rank, f.step, f.message) for f in found.findings] == [
+        ("R069", "groups", 3, 1, "x=1, but should be 2"),
+        ("R033", "groups", 3, None, "y=1, but should be 2"),
+    ]
+    assert found.notes == ["n"]

@@ -1,0 +1,152 @@
+"""Which rank is named, and what is folded, from reports and exits alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_conformance.harness.attribution import STOPPED, Attribution, Ending, attribute, kind_of_error, shutdown_note
+from fsdp_conformance.outcome import RankError, RankExit, RankReport
+
+CLOSED = "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:8585"
+TIMED_OUT = "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 1000ms for recv operation"
+
+
+def error(message: str = "boom", *, kind: str = "builtins.RuntimeError", time: float = 1.0) -> RankError:
+    """An exception in a rank."""
+    return RankError(kind=kind, message=message, traceback="", blame="implementation", time=time)
+
+
+def report(rank: int, failure: RankError | None = None, **fields: object) -> RankReport:
+    """What a rank said."""
+    return RankReport(rank=rank, error=failure, **fields)  # type: ignore[arg-type]
+
+
+def end(rank: int, exitcode: int | None = 0, *, time: float = 9.0, **fields: object) -> RankExit:
+    """How a rank's process ended."""
+    fields.setdefault("reported", True)
+    return RankExit(rank=rank, pid=100 + rank, exitcode=exitcode, time=time, **fields)  # type: ignore[arg-type]
+
+
+def told(*ranks: tuple[RankReport | None, RankExit]) -> Attribution:
+    """The attribution for these ranks."""
+    return attribute([item[0] for item in ranks], [item[1] for item in ranks])
+
+
+def test_nobody_failed() -> None:
+    """Two reports without an error have no first failure, and nothing to note."""
+    found = told((report(0), end(0)), (report(1), end(1)))
+
+    assert (found.first, found.is_hang, found.consequences, found.notes, found.headline) == (None, False, (), (), "")
+
+
+def test_cause_comes_before_consequence_whatever_the_clock_says() -> None:
+    """A peer notices a dead rank before the controller does: its earlier time does not make it the first."""
+    found = told((report(0, error(CLOSED, time=1.0)), end(0, 10)), (None, end(1, -9, time=2.0, reported=False)))
+
+    assert found.headline == "rank 1 was ended by SIGKILL before its report"
+    assert [item.ending for item in found.endings] == [Ending.LOST_PEER, Ending.DIED]
+    assert len(found.consequences) == 1
+    assert not found.is_hang
+
+
+def test_earliest_of_two_causes_is_first() -> None:
+    """Both ranks raised for reasons of their own; time decides."""
+    found = told((report(0, error("late", time=5.0)), end(0, 10)), (report(1, error("early", time=3.0)), end(1, 10)))
+
+    assert found.headline == "rank 1 raised RuntimeError: early"
+
+
+def test_absent_rank_explains_those_that_waited() -> None:
+    """Of a rank that is stuck and one that timed out waiting, the stuck one is first, though it was noticed later."""
+    stuck = end(1, -15, reported=False, ended_by_controller=True)
+    found = told((report(0, error(TIMED_OUT)), end(0, 10)), (None, stuck))
+
+    assert found.headline == "rank 1 had not reported when it was ended"
+    assert found.is_hang
+
+
+def test_stopped_rank_comes_before_a_stuck_one() -> None:
+    """A rank in state T is the better explanation, whatever its number."""
+    stuck = end(0, -15, reported=False, ended_by_controller=True)
+    stopped = end(1, -15, reported=False, ended_by_controller=True, stack=f"{STOPPED}; continued, it wrote:\n")
+    found = told((None, stuck), (None, stopped))
+
+    assert found.headline == "rank 1 was stopped by a signal and never reported"
+
+
+def test_only_waiting_ranks_are_a_hang() -> None:
+    """A rank left a collective out and finished: the one that timed out is first, the one that lost it is not."""
+    found = told(
+        (report(0, error(CLOSED, time=1.0)), end(0, 10)),
+        (report(1), end(1)),
+        (report(2, error(TIMED_OUT, time=2.0)), end(2, 10)),
+    )
+
+    assert found.is_hang
+    assert found.headline.startswith("rank 2 timed out in a collective")
+
+
+def test_left_out_rank_keeps_its_reason() -> None:
+    """A skip is no failure; where another rank fails, it is told as what it is."""
+    skipped = (report(0, not_run="no gloo"), end(0, 86))
+
+    assert told(skipped, (report(1, not_run="no gloo"), end(1, 86))).first is None
+    assert told(skipped, (report(1, error()), end(1, 10))).consequences == ("rank 0 left out: no gloo",)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        CLOSED,
+        "Connection reset by peer",
+        "[/gloo/transport/tcp/pair.cc] writev [127.0.0.1]:1: Broken pipe",
+        "NCCL error: remote process exited or there was a network error, NCCL version 2.27.3",
+        "NCCL communicator was aborted on rank 1.",
+        "recvValue failed on SocketImpl(fd=12): Connection was likely closed. Did the remote server shutdown or crash?",
+    ],
+)
+def test_messages_of_a_lost_peer(message: str) -> None:
+    """What gloo, NCCL and the stores say when a peer is gone is a consequence."""
+    assert kind_of_error(error(message, kind="torch.distributed.DistBackendError")) == Ending.LOST_PEER
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        TIMED_OUT,
+        "Application timeout caused pair closure",
+        "wait timeout after 1000ms, keys: /default_pg/0//cpu//0/rank_1",
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3) ran for 1042 milliseconds",
+    ],
+)
+def test_messages_of_a_timeout(message: str) -> None:
+    """What they say when a peer does not come is a hang."""
+    assert kind_of_error(error(message)) == Ending.TIMED_OUT
+
+
+def test_same_words_in_an_exception_of_its_own() -> None:
+    """Only a backend's classes are read that way."""
+    assert kind_of_error(error("broken pipe in my data loader", kind="builtins.ValueError")) == Ending.RAISED
+    assert kind_of_error(error("size mismatch")) == Ending.RAISED
+
+
+@pytest.mark.parametrize(
+    ("exit_of_rank", "note"),
+    [
+        (end(2, 0), None),
+        (end(2, -6), "rank 2 was ended by SIGABRT at shutdown, after its report was in"),
+        (end(2, 3), "rank 2 ended with exit code 3 at shutdown, after its report was in"),
+        (end(2, -9, ended_by_controller=True), "rank 2 did not end by itself after its report was in"),
+    ],
+)
+def test_ends_after_the_report(exit_of_rank: RankExit, note: str | None) -> None:
+    """A death after the report is in is a note, and no failure."""
+    assert note == shutdown_note(report(2), exit_of_rank)
+    assert told((report(0), end(0)), (report(1), end(1)), (report(2), exit_of_rank)).first is None
+
+
+def test_exit_after_an_error_is_no_note() -> None:
+    """The exit code of a rank that raised is its error's."""
+    assert shutdown_note(report(0, error()), end(0, 10)) is None
+    assert shutdown_note(report(0, not_run="no"), end(0, 86)) is None
+    assert shutdown_note(None, end(0, -9, reported=False)) is None

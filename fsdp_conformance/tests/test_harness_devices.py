@@ -1,0 +1,188 @@
+"""Devices and leases: what is counted, what is held, and that a lease ends with its holder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.harness import devices, leases
+
+PATIENCE_S = 60.0
+GPUS = ["0", "1", "2", "3"]
+
+
+def test_cpu_counts_cores_and_speaks_gloo() -> None:
+    """The cores are those that this process may use."""
+    assert len(os.sched_getaffinity(0)) == devices.device_count("cpu")
+    assert devices.backend_for("cpu") == "gloo"
+    assert torch.device("cpu") == devices.device_of("cpu", 3)
+
+
+def test_absent_device_types() -> None:
+    """A type that is not there has no devices, and its name is no error until one is asked for."""
+    assert devices.device_count("nosuchdevice") == 0
+    with pytest.raises(EnvironmentUnavailable, match="no device of type 'nosuchdevice' is present"):
+        devices.device_of("nosuchdevice", 0)
+
+
+@pytest.mark.skipif(torch.distributed.is_nccl_available(), reason="torch was built with NCCL")
+def test_backend_that_torch_was_built_without() -> None:
+    """NCCL on a CPU build is a missing environment, with what to do."""
+    with pytest.raises(EnvironmentUnavailable, match="backend='nccl' for device type 'cuda'"):
+        devices.backend_for("cuda")
+
+
+def test_environments_that_are_present() -> None:
+    """The CPU holds any number of ranks; a type without devices holds none."""
+    assert ("gloo" in devices.present_environments("cpu")[0], devices.present_environments("cpu")[1]) == (True, None)
+    assert devices.present_environments("nosuchdevice")[1] == 0
+
+
+def test_slots_divide_an_accelerators_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight GPUs hold two cases of three ranks; too few hold one, which then says what it lacks."""
+    monkeypatch.setattr(devices, "device_count", lambda device_type: 8)
+
+    assert [devices.slots("cuda", size) for size in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
+    # ranks share cores
+    assert devices.slots("cpu", 4) == 8
+
+
+def test_cpu_needs_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is locked, and no file is made."""
+    monkeypatch.setenv(leases.DIRECTORY_VARIABLE, str(tmp_path / "leases"))
+    with leases.lease("cpu", 4) as held:
+        assert (held.variables, held.devices) == ({}, ())
+
+    assert not (tmp_path / "leases").exists()
+
+
+@pytest.fixture
+def gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with four GPUs, as far as leases can tell."""
+    monkeypatch.setenv(leases.DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(devices, "device_count", lambda device_type: 4)
+    monkeypatch.setattr(leases, "_uuids", list)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_two_leases_share_no_device() -> None:
+    """Each case gets devices of its own, and sees no others."""
+    with leases.lease("cuda", 2) as first, leases.lease("cuda", 2) as second:
+        assert not set(first.devices) & set(second.devices)
+        assert {"CUDA_VISIBLE_DEVICES": ",".join(second.devices)} == second.variables
+        with (
+            pytest.raises(EnvironmentUnavailable, match="0 of 1 devices were free"),
+            leases.lease("cuda", 1, timeout_s=0.0),
+        ):
+            raise AssertionError("a fifth device was leased")
+    with leases.lease("cuda", 4) as everything:
+        assert tuple(GPUS) == everything.devices
+
+
+@pytest.mark.usefixtures("gpus")
+def test_lease_is_indexed_into_the_callers_own_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA_VISIBLE_DEVICES=7,5 has the devices 7 and 5, and no others."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7, 5")
+    monkeypatch.setattr(devices, "device_count", lambda device_type: 2)
+    with leases.lease("cuda", 2) as held:
+        assert held.variables == {"CUDA_VISIBLE_DEVICES": "7,5"}
+    with (
+        pytest.raises(EnvironmentUnavailable, match="2 devices of type 'cuda' are visible, but should be 3"),
+        leases.lease("cuda", 3),
+    ):
+        raise AssertionError("a third device was leased")
+
+
+@pytest.mark.usefixtures("gpus")
+def test_type_that_cannot_be_hidden_is_leased_as_a_whole() -> None:
+    """Without a variable that hides devices, one case at a time has them all."""
+    with leases.lease("mps", 1) as held:
+        assert held.variables == {}
+        with pytest.raises(EnvironmentUnavailable), leases.lease("mps", 1, timeout_s=0.0):
+            raise AssertionError("the type was leased twice")
+
+
+def test_locks_are_named_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A number, a UUID and its beginning name the same GPU."""
+    monkeypatch.setattr(leases, "_uuids", lambda: ["GPU-aaaa-1", "GPU-bbbb-2"])
+
+    assert leases.lock_names("cuda", ["1", "GPU-bbbb-2", "GPU-bbbb"]) == ["cuda-GPU-bbbb-2"] * 3
+    assert leases.lock_names("cuda", ["0", "7"]) == ["cuda-GPU-aaaa-1", "cuda-7"]
+
+
+def test_large_lease_is_not_starved(tmp_path: Path) -> None:
+    """A caller that waits for all devices gets what is given back before callers that came later."""
+    order: list[str] = []
+    started = threading.Event()
+
+    def large() -> None:
+        started.set()
+        with leases.hold(GPUS, 4, directory=tmp_path, timeout_s=PATIENCE_S):
+            order.append("large")
+
+    with leases.hold(GPUS, 1, directory=tmp_path, timeout_s=PATIENCE_S):
+        thread = threading.Thread(target=large)
+        thread.start()
+        started.wait(PATIENCE_S)
+        # the large one has the turn as soon as this cannot be had at once
+        while True:
+            try:
+                with leases.hold(GPUS, 1, directory=tmp_path, timeout_s=0.0):
+                    continue
+            except EnvironmentUnavailable:
+                break
+        order.append("small given back")
+    thread.join(PATIENCE_S)
+
+    assert order == ["small given back", "large"]
+
+
+def test_lease_ends_with_its_holder(tmp_path: Path) -> None:
+    """A holder that is killed holds nothing."""
+    code = (
+        "import sys, pathlib\n"
+        "from fsdp_conformance.harness import leases\n"
+        "with leases.hold(['0', '1'], 2, directory=pathlib.Path(sys.argv[1]), timeout_s=5):\n"
+        "    print('held', flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(EnvironmentUnavailable), leases.hold(["0", "1"], 1, directory=tmp_path, timeout_s=0.0):
+            raise AssertionError("a device was leased twice")
+        holder.kill()
+        holder.wait(PATIENCE_S)
+        with leases.hold(["0", "1"], 2, directory=tmp_path, timeout_s=PATIENCE_S) as held:
+            assert held == (0, 1)
+    finally:
+        holder.kill()
+        holder.communicate(timeout=PATIENCE_S)
+
+
+def test_importing_the_harness_touches_no_device() -> None:
+    """Collecting cases imports the harness: no device is counted, and whether CUDA is there NVML is asked alone."""
+    code = (
+        "import os, torch\n"
+        "asked = []\n"
+        "torch.cuda.device_count = lambda: asked.append('count') or 0\n"
+        "torch.cuda.is_available = lambda: asked.append(os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK')) or False\n"
+        "from fsdp_conformance.harness import preload, testcase\n"
+        "print(sorted(set(asked)), torch.cuda.is_initialized(), preload.cuda_is_initialised())\n"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
+
+    assert answer.stdout.strip() == "['1'] False False"

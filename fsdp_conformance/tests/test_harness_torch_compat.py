@@ -1,0 +1,285 @@
+"""
+Tests written in the style of PyTorch's own, on our ranks: the import lines are all that differs.
+
+Each class is what one finds in pytorch/test/distributed: FSDP2 train parity with run_subtests, FSDP1 with FSDPTest's
+own helpers, a c10d test that makes its process group and carries skip decorators, and a test over `create_pg`. None
+of them skips on a machine without accelerators.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import sys
+import unittest
+from datetime import timedelta
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.distributed as c10d
+from torch import distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817 - as upstream writes it
+from torch.distributed.fsdp import ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.testing._internal import common_distributed
+
+from fsdp_conformance.harness import torch_compat
+from fsdp_conformance.harness.torch_compat import (
+    FILE_SCHEMA,
+    MLP,
+    TEST_SKIPS,
+    DistributedTestBase,
+    FSDPTest,
+    MultiProcessTestCase,
+    check_sharded_parity,
+    get_devtype,
+    patch_all_gather,
+    requires_gloo,
+    run_subtests,
+    skip_if_lt_x_gpu,
+)
+
+device_type = torch.device(get_devtype())
+
+
+class TestFullyShard1DTrainingCore(FSDPTest):
+    """FSDP2, after test_fully_shard_training.py."""
+
+    @property
+    def world_size(self) -> int:
+        return int(min(4, torch.get_device_module(device_type).device_count()))
+
+    @skip_if_lt_x_gpu(2)
+    def test_train_parity_single_group(self) -> None:
+        """Tests train parity for a single FSDP group, with uneven shapes as well."""
+        self.run_subtests(
+            {"lin_shapes": [[(16, 15), (15, 8)], [(7, 15), (15, 3)]], "reshard_after_forward": [True, False]},
+            self._test_train_parity,
+        )
+
+    def _test_train_parity(self, lin_shapes: list[tuple[int, int]], reshard_after_forward: bool) -> None:
+        torch.manual_seed(42)
+        model = nn.Sequential(nn.Linear(*lin_shapes[0]), nn.ReLU(), nn.Linear(*lin_shapes[1])).to(device_type)
+        ref_model = copy.deepcopy(model)
+        ref_optim = torch.optim.Adam(ref_model.parameters(), lr=1e-2)
+        fully_shard(model, reshard_after_forward=reshard_after_forward)
+        optim = torch.optim.Adam(model.parameters(), lr=1e-2)
+        torch.manual_seed(42 + self.rank + 1)
+        inp = torch.randn((4, lin_shapes[0][0]), device=device_type)
+        losses: list[torch.Tensor] = []
+        for iter_idx in range(3):
+            for each_model, each_optim in ((ref_model, ref_optim), (model, optim)):
+                each_optim.zero_grad(set_to_none=(iter_idx % 2 == 0))
+                losses.append(each_model(inp).sum())
+                losses[-1].backward()
+                if each_model is ref_model:
+                    for param in each_model.parameters():
+                        grad = cast(torch.Tensor, param.grad)
+                        dist.all_reduce(grad, op=dist.ReduceOp.SUM)
+                        grad.div_(self.world_size)
+                each_optim.step()
+            self.assertEqual(losses[-2], losses[-1])
+        check_sharded_parity(self, ref_model, model)
+        self.assertTrue(all(isinstance(param, DTensor) for param in model.parameters()))
+
+    @skip_if_lt_x_gpu(2)
+    def test_all_gather_is_called_once_per_group(self) -> None:
+        """Patches a function of torch.distributed, as upstream's communication tests do."""
+        calls = 0
+        original = dist.all_gather_into_tensor
+
+        def counting(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            return original(*args, **kwargs)
+
+        model = MLP(8, device_type)
+        fully_shard(model)
+        with patch_all_gather(counting):
+            model(torch.randn(2, 8, device=device_type)).sum()
+        self.assertEqual(calls, 1)
+
+    @skip_if_lt_x_gpu(2)
+    def test_world_is_what_was_chosen(self) -> None:
+        self.assertEqual(dist.get_world_size(), self.world_size)
+        self.assertGreaterEqual(self.world_size, 2)
+        self.assertEqual(self.process_group, dist.distributed_c10d._get_default_group())
+
+
+class TestTwoRanksByDecree(FSDPTest):
+    """A test that names its world size gets it."""
+
+    cpu_world_size = 3
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def test_world_size(self) -> None:
+        self.assertEqual(dist.get_world_size(), 2)
+
+
+class TestThreeRanks(FSDPTest):
+    """Without a world size of its own, a test takes what was chosen for machines like this."""
+
+    cpu_world_size = 3
+
+    @unittest.skipIf(torch.accelerator.is_available(), "the number of accelerators decides")
+    def test_world_size(self) -> None:
+        self.assertEqual(dist.get_world_size(), 3)
+
+
+class TestParityWithFSDP1(FSDPTest):
+    """FSDP1, after test_fsdp_core.py, by the helpers of torch's class."""
+
+    @skip_if_lt_x_gpu(2)
+    def test_sharding_strategies(self) -> None:
+        self.run_subtests(
+            {"sharding_strategy": [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP]}, self._test_parity
+        )
+
+    def _test_parity(self, sharding_strategy: ShardingStrategy) -> None:
+        torch.manual_seed(0)
+        ref_model = MLP(6, device_type)
+        device_id = torch.device(device_type.type, self.rank) if device_type.type != "cpu" else torch.device("cpu")
+        model = FSDP(
+            copy.deepcopy(ref_model), sharding_strategy=sharding_strategy, device_id=device_id, use_orig_params=True
+        )
+        torch.manual_seed(self.rank)
+        inp = torch.randn(2, 6, device=device_type)
+        ref_loss, loss = ref_model(inp).sum(), model(inp).sum()
+        self.assertEqual(ref_loss, loss)
+        loss.backward()
+        with FSDP.summon_full_params(model, with_grads=True):
+            ref_loss.backward()
+            for ref_param, param in zip(ref_model.parameters(), model.parameters(), strict=True):
+                dist.all_reduce(ref_param.grad)
+                self.assertEqual(ref_param.grad / self.world_size, param.grad)
+
+
+class ProcessGroupGlooTest(MultiProcessTestCase):
+    """c10d, after test_c10d_gloo.py: the test makes its own store and process group."""
+
+    def setUp(self) -> None:
+        super().setUp()
+        method = getattr(self, self._testMethodName).__wrapped__
+        if self._testMethodName == "test_dies_as_expected":
+            self.special_return_code_checks = {method: -signal.SIGABRT}
+        elif self._testMethodName == "test_any_exit_code":
+            self.skip_return_code_checks = [method]
+        self._spawn_processes()
+
+    @property
+    def world_size(self) -> int:
+        return 3
+
+    @property
+    def destroy_pg_upon_exit(self) -> bool:
+        return False
+
+    def _create_process_group(self) -> dist.ProcessGroup:
+        store = c10d.FileStore(self.file_name, self.world_size)  # type: ignore[attr-defined]  # in __all__ of no module
+        c10d.init_process_group(
+            "gloo", store=store, rank=self.rank, world_size=self.world_size, timeout=timedelta(seconds=20)
+        )
+        return dist.distributed_c10d._get_default_group()
+
+    @requires_gloo()
+    def test_allreduce_basics(self) -> None:
+        pg = self._create_process_group()
+        tensor = torch.tensor([float(self.rank + 1)])
+        pg.allreduce([tensor]).wait()
+        self.assertEqual(tensor, torch.tensor([6.0]))
+
+    def test_init_method_is_a_file(self) -> None:
+        self.assertTrue(self.init_method.startswith(FILE_SCHEMA))
+        c10d.init_process_group("gloo", init_method=self.init_method, rank=self.rank, world_size=self.world_size)
+        run_subtests(self, {"n": [1, 2]}, self._test_broadcast)
+
+    def _test_broadcast(self, n: int) -> None:
+        tensor = torch.full((n,), float(self.rank))
+        dist.broadcast(tensor, src=1)
+        self.assertEqual(tensor, torch.ones(n))
+
+    def test_dies_as_expected(self) -> None:
+        os.kill(os.getpid(), signal.SIGABRT)
+
+    def test_any_exit_code(self) -> None:
+        os._exit(7 + self.rank)
+
+    def test_is_master(self) -> None:
+        self.assertEqual(self.is_master, self.rank == 0)
+
+
+class TestOverCreatePG(DistributedTestBase):
+    """After test_c10d_common.py."""
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def test_all_to_all_object(self) -> None:
+        self.create_pg(device_type.type, self.world_size)
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, {"rank": self.rank})
+        self.assertEqual(gathered, [{"rank": 0}, {"rank": 1}])
+
+
+class Skips(MultiProcessTestCase):
+    """The ways in which upstream's tests skip; the test below looks at what comes out."""
+
+    __test__ = False
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_processes()
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def test_skip_code(self) -> None:
+        sys.exit(TEST_SKIPS["small_worldsize"].exit_code)
+
+    @common_distributed.skip_if_lt_x_gpu(64)
+    def test_torchs_own_decorator(self) -> None:
+        self.fail("nobody has 64")
+
+    def test_fails_on_rank_1(self) -> None:
+        self.assertEqual(self.rank, 0)
+
+
+def outcome(method: str) -> unittest.TestResult:
+    """Run a method of Skips."""
+    result = unittest.TestResult()
+    Skips(method).run(result)
+    return result
+
+
+def test_skip_codes_are_skips_with_their_words() -> None:
+    """An exit with one of torch's codes is a SkipTest in the controller."""
+    assert [reason for _, reason in outcome("test_skip_code").skipped] == ["Skipped due to small world size."]
+    # torch 2.6 has no code for 64 devices and raises KeyError in the ranks
+    if "multi-gpu-64" in TEST_SKIPS:
+        assert outcome("test_torchs_own_decorator").skipped
+
+
+def test_assertion_on_any_rank_fails_the_test() -> None:
+    """Not on rank 0 alone."""
+    result = outcome("test_fails_on_rank_1")
+
+    assert "Process 1 exited with error code 10 and exception:" in result.errors[0][1]
+    assert "rank 1 raised AssertionError" in result.errors[0][1]
+
+
+def test_unknown_name_is_reported() -> None:
+    """A name that torch's modules do not have is an error that says where it was looked for."""
+    with pytest.raises(AttributeError, match="neither have torch's own test modules"):
+        _ = torch_compat.NoSuchName
+
+
+if __name__ == "__main__":
+    torch_compat.run_tests()

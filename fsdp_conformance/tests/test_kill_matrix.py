@@ -1,0 +1,48 @@
+"""
+The kill matrix: every case fails each known-wrong implementation that it names, for a requirement that it binds.
+
+A case that fails nobody proves nothing, so each method of the suites is run, at its smallest world size and with one
+value of each other axis, against every mutant that it names.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_conformance.mutants import MUTANTS
+from fsdp_conformance.selftest import BoundCase, bound_cases, run_case
+from fsdp_conformance.verdict import Verdict
+
+#: A known-wrong implementation is killed by any of these; the findings say by which requirement.
+KILLED = frozenset({Verdict.FAIL, Verdict.HANG, Verdict.CRASH})
+
+#: Environments without which a case cannot run, here or on most machines.
+_NEEDS_DEVICE = frozenset({"accelerator", "cuda", "nccl", "pinned_memory"})
+
+
+def _smallest_of_each_family() -> list[BoundCase]:
+    smallest: dict[tuple[str, tuple[str, ...]], BoundCase] = {}
+    for bound in bound_cases():
+        if _NEEDS_DEVICE & set(bound.case.environment):
+            continue
+        key = (f"{bound.owner.__qualname__}.{bound.case.title}", bound.case.kills)
+        if key not in smallest or bound.case.world_size < smallest[key].case.world_size:
+            smallest[key] = bound
+    return list(smallest.values())
+
+
+@pytest.mark.parametrize(
+    ("bound", "mutant"),
+    [
+        pytest.param(bound, mutant, id=f"{bound.case.id}-{mutant}")
+        for bound in _smallest_of_each_family()
+        for mutant in bound.case.kills
+    ],
+)
+def test_the_case_kills(bound: BoundCase, mutant: str) -> None:
+    """The named mutant does not pass, and a finding names a requirement that the case binds."""
+    record = run_case(bound, MUTANTS[mutant].spec)
+
+    assert record.verdict in KILLED, f"{record.verdict}: {record.reason}"
+    blamed = {finding.requirement for finding in record.findings}
+    assert blamed & {*bound.case.requirements, "R000"}, record.findings

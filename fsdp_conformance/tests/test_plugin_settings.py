@@ -1,0 +1,99 @@
+"""Settings from what was typed, and their way to the workers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+import pytest
+
+from fsdp_conformance import settings
+from fsdp_conformance.config import RunSettings
+from fsdp_conformance.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    """The settings of this process are those of whoever runs these tests."""
+    before = settings.current(), settings.description()
+    yield
+    settings.use(*before)
+
+
+def test_nothing_typed_is_the_default() -> None:
+    """None stands for it."""
+    assert settings.from_words() == RunSettings()
+
+
+def test_everything_typed_is_taken() -> None:
+    """Numbers from words, lists from commas and repetition, each once."""
+    made = settings.from_words(
+        implementation="my.py:Mine",
+        profile="smoke",
+        device="cuda",
+        world_sizes=["2,4", "3", "2"],
+        cases=["R001", " R002 , R001/a-ws2"],
+        report_dir="out",
+        reuse_ranks=True,
+        deadline_scale="0.5",
+    )
+
+    assert made == RunSettings(
+        implementation="my.py:Mine",
+        profile="smoke",
+        device="cuda",
+        world_sizes=(2, 4, 3),
+        cases=("R001", "R002", "R001/a-ws2"),
+        report_dir="out",
+        reuse_ranks=True,
+        deadline_scale=0.5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ({"implementation": " "}, "implementation=' ', but should not be blank"),
+        ({"report_dir": ""}, "report_dir='', but should not be blank"),
+        ({"device": "cuda:1"}, "device='cuda:1', but should be a type such as cpu or cuda, without an index"),
+        ({"world_sizes": ["0"]}, "world_size='0', but should be a number of ranks, at least 1"),
+        ({"world_sizes": ["-2"]}, "world_size='-2', but should be a number of ranks, at least 1"),
+        ({"deadline_scale": "fast"}, "deadline_scale='fast', but should be a positive number"),
+        ({"deadline_scale": "inf"}, "deadline_scale='inf', but should be a positive number"),
+        ({"deadline_scale": "nan"}, "deadline_scale='nan', but should be a positive number"),
+    ],
+)
+def test_what_cannot_be_is_refused(words: dict[str, Any], problem: str) -> None:
+    """With the word that was typed."""
+    with pytest.raises(ConfigError) as raised:
+        settings.from_words(**words)
+
+    assert raised.value.problems == (problem,)
+
+
+def test_all_problems_come_at_once() -> None:
+    """Not only the first."""
+    with pytest.raises(ConfigError) as raised:
+        settings.from_words(device="a b", world_sizes=["x", "y"], deadline_scale="0")
+
+    assert len(raised.value.problems) == 4
+
+
+def test_settings_survive_the_way_to_a_worker() -> None:
+    """Through JSON, which knows no tuples; a field of another version is left aside."""
+    made = RunSettings(world_sizes=(2, 3), cases=("R001",), deadline_scale=2.0)
+    data = json.loads(json.dumps({**asdict(made), "colour": "green"}))
+
+    assert settings.from_json(data) == made
+
+
+def test_what_is_used_is_current() -> None:
+    """With the description that the controller has asked for."""
+    settings.use(RunSettings(device="cuda"), {"name": "mine"})
+
+    assert settings.current().device == "cuda"
+    assert settings.description() == {"name": "mine"}
+    settings.use(RunSettings())
+    assert settings.description() is None
