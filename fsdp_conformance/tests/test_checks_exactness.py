@@ -18,7 +18,9 @@ from fsdp_conformance.workload import Regime
 _EXACT = tuple(name for name in workload_names() if workload_by_name(name).exact)
 
 
-@pytest.mark.parametrize("world_size", [3, 5, 8])
+@pytest.mark.parametrize(
+    "world_size", [3, pytest.param(5, marks=pytest.mark.slow), pytest.param(8, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", _EXACT)
 def test_a_probe_is_exact(name: str, world_size: int) -> None:
     """Float32 equals float64 in every order of reduction, for as many steps as the workload vouches for."""

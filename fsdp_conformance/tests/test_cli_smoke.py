@@ -75,6 +75,7 @@ def test_every_problem_of_every_check_is_told(capsys: pytest.CaptureFixture[str]
     assert lines[5].endswith("not run: the ranks had ended")
 
 
+@pytest.mark.slow
 def test_a_real_adapter_that_shards_nothing_is_judged_on_real_ranks(tmp_path: Path) -> None:
     """A wrap that returns the module as it is: ranks are started, and each check has its line."""
     found = said("smoke", with_adapter(tmp_path))

@@ -150,9 +150,7 @@ def test_the_text_guard_speaks(text: str) -> None:
     assert [line for line, _ in forbidden_text(f"first\n{text}\n")] == [2]
 
 
-@pytest.mark.parametrize(
-    "text", ["frame/home/main", "~/src/", "/tmp/results", "to do", "pytorch#174862", "sub/root/x"]
-)
+@pytest.mark.parametrize("text", ["frame/home/main", "~/src/", "/tmp/results", "to do", "pytorch#174862", "sub/root/x"])
 def test_the_text_guard_leaves_other_text_alone(text: str) -> None:
     """What only looks alike is not reported."""
     assert forbidden_text(text) == []

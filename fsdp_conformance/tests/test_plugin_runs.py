@@ -20,6 +20,9 @@ from fsdp_conformance.tests import mini_suite
 from fsdp_conformance.tests.mini_suite import MiniSuite
 from fsdp_conformance.verdict import Verdict
 
+#: Each test is a run in processes of its own.
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 120
 
 
