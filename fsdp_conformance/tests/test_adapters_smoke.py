@@ -14,6 +14,8 @@ from fsdp_conformance.errors import AdapterNotFound
 from fsdp_conformance.outcome import RankExit, RankReport
 from fsdp_conformance.tests import example_adapter, wrong_adapters
 
+pytestmark = pytest.mark.slow
+
 #: Class in wrong_adapters to the check that finds it and what it says.
 FINDINGS = {
     "PrefixedNames": ("ADAPTER-03", r"full_params\(\) misses 'body.0.bias', .* and has 'module.*wrapper's prefix"),

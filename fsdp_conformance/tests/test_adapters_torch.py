@@ -6,6 +6,7 @@ import unittest
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -65,6 +66,7 @@ class Parity(RankTestCase):
             with self.assertRaisesRegex(Unsupported, "clip_norm_type"):
                 self.run_training(name, regime=Regime(max_norm=0.1, norm_type=1.0))
 
+    @pytest.mark.slow
     def test_options_that_are_declared(self) -> None:
         """Each declared option of the plan is taken, and leaves the numbers alone."""
         asked: tuple[dict[str, Any], ...] = (

@@ -51,6 +51,7 @@ class OnRanks(ShardedTrainingTestCase):
         self.start_process_group()
         return train_references(workload, regime, rank=self.rank, world_size=self.world_size)
 
+    @pytest.mark.slow
     def test_every_workload(self) -> None:
         """DDP, the all-reduce and the single process agree: bit for bit on exact workloads, within bounds elsewhere."""
         self.start_process_group()

@@ -174,6 +174,7 @@ def test_integers_and_scalars_and_empty_tensors() -> None:
 
 
 @pytest.mark.parametrize("name", ["nested", "norm-mlp", "transformer", "uneven", "tiny", "convolution", "wide-mlp"])
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_the_weakest_fault_is_seen_in_every_tensor(name: str, optimizer: str) -> None:
     """The gradient of any one tensor, reduced in bf16, is beyond the bound: the weakest of 99 seeded defects."""

@@ -72,6 +72,7 @@ def test_an_accelerator_holds_as_many_ranks_as_it_has_devices(suite: mini_suite.
     assert "needs 4 devices of type mtia, but 2 are present" in found.out
 
 
+@pytest.mark.slow
 def test_what_is_declared_is_asked_of_the_adapter(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """A real adapter, described in a process of its own: no_sync is not declared, so its case is UNSUPPORTED."""
     text = (

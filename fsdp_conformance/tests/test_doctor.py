@@ -57,6 +57,7 @@ def line_of(text: str, what: str) -> str:
     return next((line for line in text.splitlines() if line.strip().startswith(what)), "")
 
 
+@pytest.mark.slow
 def test_a_machine_that_can_run_cases_is_ready() -> None:
     """Real ranks, real collectives: every line is there, and none has failed."""
     found = said("doctor")
@@ -70,6 +71,7 @@ def test_a_machine_that_can_run_cases_is_ready() -> None:
     assert "ready: " in found.out
 
 
+@pytest.mark.slow
 def test_a_device_that_is_absent_is_told() -> None:
     """Status 3, and nothing is launched."""
     found = said("doctor", "--device", "mtia")
@@ -174,6 +176,7 @@ class NobodyComes(ExactCollectives):
         super().init_rank()
 
 
+@pytest.mark.slow
 def test_a_wrong_collective_is_seen() -> None:
     """Rank 0's element 0 of the sum is 1024 + 2048; alone it is 1024."""
     found = check_collectives("cpu", 2, kind=ForgetfulAllReduce)
@@ -182,6 +185,7 @@ def test_a_wrong_collective_is_seen() -> None:
     assert found.rendezvous == ""
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_seen() -> None:
     """It is the rendezvous that failed, not a collective."""
     found = check_collectives("cpu", 2, kind=NobodyComes)

@@ -21,6 +21,8 @@ from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.outcome import RankExit, RankReport
 
+pytestmark = pytest.mark.slow
+
 #: Long enough for anything to happen that should, and far below the deadlines: nothing is judged by it.
 FOREVER_S = 600.0
 

@@ -130,6 +130,7 @@ def test_server_that_was_killed_is_started_again(tmp_path: Path) -> None:
     assert grown != found["parent"]
 
 
+@pytest.mark.slow
 def test_environment_of_the_imports_has_a_server_of_its_own(tmp_path: Path) -> None:
     """A module that reads a variable when it is imported finds it, in the server already."""
     variables = {"FSDP_CONFORMANCE_TEST_VARIABLE": "early"}
@@ -192,6 +193,7 @@ def test_module_that_starts_cuda_is_refused(tmp_path: Path, monkeypatch: pytest.
     forkserver.stop_servers()
 
 
+@pytest.mark.slow
 def test_server_that_dies_at_its_imports_is_reported(tmp_path: Path) -> None:
     """A module that ends the process is named, with the output of the server."""
     path = module_file(

@@ -123,6 +123,7 @@ class Numbers(RankTestCase):
                 seen.add(key)
                 self.assert_trains(SeamFSDP2, workload, regime, **plan)
 
+    @pytest.mark.slow
     def test_wrong_numbers(self) -> None:
         """Each diverges where its defect is."""
         for name, (workload, regime, plan, word) in NUMBERS.items():
@@ -287,6 +288,7 @@ class Schedules(RankTestCase):
         right = self.run_training(SeamFSDP2, workload, regime, **plan)
         return right, self.run_training(mutant(name), workload, regime, **plan)
 
+    @pytest.mark.slow
     def test_more_collectives(self) -> None:
         """What is issued beside the right engine's collectives, and where."""
         deferred = Regime(micro_batches=2, reduced=(False, True))
