@@ -7,6 +7,7 @@ import sys
 import time
 from collections import Counter
 
+from fsdp_conformance.report.terminal import render_record
 from fsdp_conformance.selftest import BoundCase, bound_cases, run_case
 from fsdp_conformance.verdict import Verdict
 
@@ -53,7 +54,8 @@ def main() -> int:
             record = run_case(bound, arguments.implementation)
             verdicts[record.verdict] += 1
             if record.verdict is not Verdict.PASS:
-                print(f"  {bound.case.id}: {record.verdict}: {record.reason}", flush=True)
+                # The whole of it: an alarm that comes once in a thousand runs has no second witness.
+                print(render_record(record), flush=True)
         runs += arguments.repeat
         alarms += arguments.repeat - verdicts[Verdict.PASS]
         counted = " · ".join(f"{count} {verdict}" for verdict, count in verdicts.items())
