@@ -13,6 +13,7 @@ Everything that can go wrong, one class per step of a run, harness faults apart 
     |   +-- NotExact               a probe that is not exact must judge nobody
     |   +-- NothingCompared        an oracle that made no comparison
     +-- RequirementFailed          findings were made: carries them                   FAIL
+    +-- HazardsFound               accesses that nothing orders: carries their texts  FAIL
     +-- RankFailed                 a rank ended early                                 CRASH
     |   +-- RankRaised, RankDied
     |   +-- RankTimedOut           ... or not at all                                  HANG
@@ -106,6 +107,17 @@ class RequirementFailed(ConformanceError, AssertionError):
     def __init__(self, findings: Sequence[Finding]) -> None:
         self.findings = tuple(findings)
         super().__init__("\n".join(finding.sentence() for finding in self.findings))
+
+
+class HazardsFound(ConformanceError, AssertionError):
+    """The simulated accelerator saw accesses that nothing orders. Carries the explanation of each."""
+
+    exit_status = 1
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self.texts = tuple(texts)
+        number = "1 hazard" if len(self.texts) == 1 else f"{len(self.texts)} hazards"
+        super().__init__("\n\n".join((f"{number}, but should be none", *self.texts)))
 
 
 class ReferencesDisagree(ConformanceError):

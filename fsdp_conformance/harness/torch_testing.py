@@ -13,5 +13,13 @@ from fsdp_conformance.harness.forkserver import environment
 with environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
     from torch.testing._internal import common_distributed, common_fsdp, common_utils
     from torch.testing._internal.common_distributed import TEST_SKIPS, MultiProcessTestCase
+    from torch.testing._internal.distributed import multi_threaded_pg
 
-__all__ = ["TEST_SKIPS", "MultiProcessTestCase", "common_distributed", "common_fsdp", "common_utils"]
+__all__ = [
+    "TEST_SKIPS",
+    "MultiProcessTestCase",
+    "common_distributed",
+    "common_fsdp",
+    "common_utils",
+    "multi_threaded_pg",
+]

@@ -1,0 +1,426 @@
+#include "allocator.h"
+
+#include <c10/core/CPUAllocator.h>
+#include <torch/version.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+
+#include "pinned.h"
+#include "runtime.h"
+#include "settle.h"
+
+// Since torch 2.9 an allocator of an accelerator can answer torch.accelerator's questions about memory.
+#if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 9)
+#define SIM_HAS_DEVICE_ALLOCATOR 1
+#include <ATen/core/CachingHostAllocator.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#else
+#define SIM_HAS_DEVICE_ALLOCATOR 0
+#endif
+
+namespace sim {
+
+namespace {
+
+struct Block {
+  BlockId id = 0;
+  c10::DataPtr memory;
+  size_t nbytes = 0;
+  c10::DeviceIndex device = 0;  // of pinned memory: the one that was current
+  bool pinned = false;
+  int64_t stream = 0;
+  bool counted = true;  // false: allocated by a thread that only looks on; neither counted nor cached
+};
+
+using Pool = std::pair<c10::DeviceIndex, int64_t>;  // device, stream
+
+constexpr c10::DeviceIndex kHostMemory = -1;  // where pinned memory is counted
+
+struct Memory {
+  std::mutex mutex;
+  std::map<Pool, std::unordered_map<size_t, std::vector<Block*>>> cached;
+  std::map<const char*, Block*> by_address;  // in use
+  std::unordered_map<BlockId, std::string> names;
+  std::atomic<size_t> num_names{0};
+  std::map<c10::DeviceIndex, MemoryStats> stats;
+};
+
+Memory& memory() {
+  static auto* all = new Memory();
+  return *all;
+}
+
+void count_allocated(MemoryStats& stats, int64_t nbytes) {
+  stats.allocated += nbytes;
+  stats.peak_allocated = std::max(stats.peak_allocated, stats.allocated);
+  stats.total_allocated += nbytes;
+  stats.num_allocations += 1;
+  stats.peak_num_allocations = std::max(stats.peak_num_allocations, stats.num_allocations);
+  stats.total_num_allocations += 1;
+}
+void count_freed(MemoryStats& stats, int64_t nbytes) {
+  stats.allocated -= nbytes;
+  stats.total_freed += nbytes;
+  stats.num_allocations -= 1;
+  stats.total_num_frees += 1;
+}
+void count_reserved(MemoryStats& stats, int64_t nbytes) {
+  stats.reserved += nbytes;
+  stats.peak_reserved = std::max(stats.peak_reserved, stats.reserved);
+}
+
+SitePtr site_of_allocation() {
+  if (const auto* site = Operation::current()) return *site;
+  return checking() ? here_without_waiting("allocate") : nullptr;
+}
+
+void give_back(void* context);
+
+/// A block for `nbytes` on the device's current stream, with `fresh` as its memory, or with the memory that the cache
+/// or the system has.
+c10::DataPtr hand_out(c10::DeviceIndex device, size_t nbytes, c10::DataPtr fresh) {
+  Memory& all = memory();
+  const c10::Stream stream = current_stream(device);
+  const Lane lane = lane_of(stream);
+  const bool counted = !Checker::suspended();
+  SitePtr site = site_of_allocation();
+  Block* block = nullptr;
+  if (counted) {
+    std::lock_guard<std::mutex> lock(all.mutex);
+    auto& sizes = all.cached[{device, stream.id()}];
+    if (auto found = sizes.find(nbytes); found != sizes.end() && !found->second.empty()) {
+      block = found->second.back();
+      found->second.pop_back();
+    }
+  }
+  const bool cached = block != nullptr;
+  if (!cached) {
+    block = new Block();
+    block->nbytes = nbytes;
+    block->device = device;
+    block->stream = stream.id();
+    block->counted = counted;
+  }
+  c10::DataPtr replaced;  // freed at the end, without the lock
+  if (fresh) {
+    replaced = std::move(block->memory);
+    block->memory = std::move(fresh);
+  } else {
+    if (!cached) block->memory = c10::GetCPUAllocator()->allocate(nbytes);
+    std::memset(block->memory.get(), 0xFF, nbytes);  // NaN: who reads what nobody has written finds it
+  }
+  if (!cached) block->id = Checker::get().add_block(nbytes, device, /*pinned=*/false);
+  Checker::get().allocated(block->id, lane, std::move(site));
+  {
+    std::lock_guard<std::mutex> lock(all.mutex);
+    all.by_address[static_cast<const char*>(block->memory.get())] = block;
+    if (counted) {
+      auto& stats = all.stats[device];
+      count_allocated(stats, static_cast<int64_t>(nbytes));
+      if (!cached) count_reserved(stats, static_cast<int64_t>(nbytes));
+    }
+  }
+  return {block->memory.get(), block, &give_back, c10::Device(kSim, device)};
+}
+
+void give_back(void* context) {
+  auto* block = static_cast<Block*>(context);
+  Memory& all = memory();
+  forget(block->memory.get(), block->nbytes);
+  Checker::get().freed(block->id, checking() ? here_without_waiting("free") : nullptr);
+  std::string name;
+  bool keep = false;
+  {
+    std::lock_guard<std::mutex> lock(all.mutex);
+    all.by_address.erase(static_cast<const char*>(block->memory.get()));
+    if (auto found = all.names.find(block->id); found != all.names.end()) {
+      name = std::move(found->second);
+      all.names.erase(found);
+      all.num_names.store(all.names.size(), std::memory_order_relaxed);
+    }
+    if (block->counted) {
+      count_freed(all.stats[block->device], static_cast<int64_t>(block->nbytes));
+      all.cached[{block->device, block->stream}][block->nbytes].push_back(block);
+      keep = true;
+    }
+  }
+  if (!keep) {
+    Checker::get().remove_block(block->id);
+    delete block;
+  }
+}
+
+void give_back_pinned(void* context) {
+  auto* block = static_cast<Block*>(context);
+  Memory& all = memory();
+  pinned_memory_freed(block->id);
+  Checker::get().freed(block->id, checking() ? here_without_waiting("free") : nullptr);
+  {
+    std::lock_guard<std::mutex> lock(all.mutex);
+    all.by_address.erase(static_cast<const char*>(block->memory.get()));
+    all.names.erase(block->id);
+    all.num_names.store(all.names.size(), std::memory_order_relaxed);
+    auto& stats = all.stats[kHostMemory];
+    count_freed(stats, static_cast<int64_t>(block->nbytes));
+    stats.reserved -= static_cast<int64_t>(block->nbytes);
+  }
+  // As torch's caching allocator of pinned memory does, the memory is given out anew only when the copies that were
+  // told to it have ended: so its history ends here, and another block begins where it is used again.
+  Checker::get().remove_block(block->id);
+  delete block;
+}
+
+// As in device.cpp: a test asks that every method overrides something.
+#ifdef SIM_FORCE_OVERRIDE
+#define SIM_OVERRIDE override
+#else
+#define SIM_OVERRIDE
+#endif
+
+#if SIM_HAS_DEVICE_ALLOCATOR
+using AllocatorBase = c10::DeviceAllocator;
+using HostAllocatorBase = at::HostAllocator;
+#else
+using AllocatorBase = c10::Allocator;
+using HostAllocatorBase = c10::Allocator;
+#endif
+
+struct DeviceMemory final : AllocatorBase {
+  c10::DataPtr allocate(size_t nbytes) override {
+    const auto device = current_device();
+    if (nbytes == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(kSim, device)};
+    return hand_out(device, nbytes, {});
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }  // the context is a block, not the memory
+  void copy_data(void* to, const void* from, std::size_t count) const override { std::memcpy(to, from, count); }
+
+#if SIM_HAS_DEVICE_ALLOCATOR
+  bool initialized() override { return true; }
+  void emptyCache(c10::MempoolId_t /*pool*/ = {0, 0}) override { empty_cache(); }
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override { record_stream(data, stream); }
+  void resetAccumulatedStats(c10::DeviceIndex device) override { reset_accumulated_memory_stats(device); }
+  void resetPeakStats(c10::DeviceIndex device) override { reset_peak_memory_stats(device); }
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    const MemoryStats stats = memory_stats(device);
+    c10::CachingDeviceAllocator::DeviceStats all;
+    const auto bytes = [](auto& stat, int64_t current, int64_t peak, int64_t allocated, int64_t freed) {
+      auto& total = stat[0];  // the aggregate over small and large pools
+      total.current = current;
+      total.peak = peak;
+      total.allocated = allocated;
+      total.freed = freed;
+    };
+    bytes(all.allocated_bytes, stats.allocated, stats.peak_allocated, stats.total_allocated, stats.total_freed);
+    bytes(all.active_bytes, stats.allocated, stats.peak_allocated, stats.total_allocated, stats.total_freed);
+    bytes(all.requested_bytes, stats.allocated, stats.peak_allocated, stats.total_allocated, stats.total_freed);
+    bytes(all.reserved_bytes, stats.reserved, stats.peak_reserved, stats.peak_reserved, 0);
+    bytes(all.allocation, stats.num_allocations, stats.peak_num_allocations, stats.total_num_allocations, stats.total_num_frees);
+    bytes(all.active, stats.num_allocations, stats.peak_num_allocations, stats.total_num_allocations, stats.total_num_frees);
+    return all;
+  }
+  /// Bytes that are free, and all. Since torch 2.10.
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) SIM_OVERRIDE { return memory_info(device); }
+#endif
+};
+
+struct PinnedMemory final : HostAllocatorBase {
+  c10::DataPtr allocate(size_t nbytes) override {
+    if (nbytes == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(c10::DeviceType::CPU)};
+    auto* block = new Block();
+    block->nbytes = nbytes;
+    block->device = current_device();
+    block->pinned = true;
+    block->memory = c10::GetCPUAllocator()->allocate(nbytes);
+    std::memset(block->memory.get(), 0xFF, nbytes);
+    block->id = Checker::get().add_block(nbytes, block->device, /*pinned=*/true);
+    Checker::get().allocated(block->id, kHost, site_of_allocation());
+    Memory& all = memory();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    all.by_address[static_cast<const char*>(block->memory.get())] = block;
+    count_allocated(all.stats[kHostMemory], static_cast<int64_t>(nbytes));
+    count_reserved(all.stats[kHostMemory], static_cast<int64_t>(nbytes));
+    return {block->memory.get(), block, &give_back_pinned, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, std::size_t count) const override { std::memcpy(to, from, count); }
+
+#if SIM_HAS_DEVICE_ALLOCATOR
+  bool record_event(void* memory, void* /*context*/, c10::Stream stream) override {
+    const auto located = locate(static_cast<const void*>(memory));
+    if (!located || !located->pinned) return false;
+    Checker::get().record_stream(located->block, lane_of(stream));
+    return true;
+  }
+  void empty_cache() override {}  // nothing is cached
+  at::HostStats get_stats() override {
+    const MemoryStats stats = memory_stats(kHostMemory);
+    at::HostStats all;
+    for (auto* count : {&all.active_requests, &all.allocations}) {
+      count->current = stats.num_allocations;
+      count->peak = stats.peak_num_allocations;
+      count->allocated = stats.total_num_allocations;
+      count->freed = stats.total_num_frees;
+    }
+    for (auto* bytes : {&all.active_bytes, &all.allocated_bytes}) {
+      bytes->current = stats.allocated;
+      bytes->peak = stats.peak_allocated;
+      bytes->allocated = stats.total_allocated;
+      bytes->freed = stats.total_freed;
+    }
+    all.num_host_alloc = stats.total_num_allocations;
+    all.num_host_free = stats.total_num_frees;
+    return all;
+  }
+  void reset_accumulated_stats() override { reset_accumulated_memory_stats(kHostMemory); }
+  void reset_peak_stats() override { reset_peak_memory_stats(kHostMemory); }
+#endif
+};
+
+Located located(const Block& block) {
+  return {block.id, static_cast<const char*>(block.memory.get()), block.nbytes, block.pinned, block.device};
+}
+
+}  // namespace
+
+c10::Allocator* device_allocator() {
+  static auto* allocator = new DeviceMemory();
+  return allocator;
+}
+
+c10::Allocator* pinned_allocator() {
+  static auto* allocator = new PinnedMemory();
+  return allocator;
+}
+
+void register_allocators() {
+  c10::SetAllocator(kSim, device_allocator());
+#if SIM_HAS_DEVICE_ALLOCATOR
+  at::setHostAllocator(kSim, static_cast<PinnedMemory*>(pinned_allocator()));
+#endif
+}
+
+std::pair<size_t, size_t> memory_info(c10::DeviceIndex device) {
+  static const auto total = static_cast<size_t>(sysconf(_SC_PAGE_SIZE)) * static_cast<size_t>(sysconf(_SC_PHYS_PAGES));
+  const auto reserved = static_cast<size_t>(memory_stats(device).reserved);
+  return {total > reserved ? total - reserved : 0, total};
+}
+
+c10::DataPtr adopt(c10::DataPtr memory, size_t nbytes, c10::DeviceIndex device) {
+  if (nbytes == 0 || !memory) return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(kSim, device)};
+  return hand_out(device, nbytes, std::move(memory));
+}
+
+std::optional<Located> locate(const c10::DataPtr& data) {
+  const auto deleter = data.get_deleter();
+  if (deleter == &give_back || deleter == &give_back_pinned) return located(*static_cast<Block*>(data.get_context()));
+  return locate(data.get());  // memory of a block under another owner: a storage made from an address
+}
+
+std::optional<Located> locate(const void* address) {
+  if (address == nullptr) return std::nullopt;
+  const auto* at = static_cast<const char*>(address);
+  Memory& all = memory();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  auto next = all.by_address.upper_bound(at);
+  if (next == all.by_address.begin()) return std::nullopt;
+  const Block& block = *std::prev(next)->second;
+  const auto* begin = static_cast<const char*>(block.memory.get());
+  if (at >= begin + block.nbytes) return std::nullopt;
+  return located(block);
+}
+
+MemoryStats memory_stats(c10::DeviceIndex device) {
+  Memory& all = memory();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  return all.stats[device];
+}
+
+void reset_peak_memory_stats(c10::DeviceIndex device) {
+  Memory& all = memory();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  auto& stats = all.stats[device];
+  stats.peak_allocated = stats.allocated;
+  stats.peak_reserved = stats.reserved;
+  stats.peak_num_allocations = stats.num_allocations;
+}
+
+void reset_accumulated_memory_stats(c10::DeviceIndex device) {
+  Memory& all = memory();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  auto& stats = all.stats[device];
+  stats.total_allocated = stats.total_freed = stats.total_num_allocations = stats.total_num_frees = 0;
+}
+
+void empty_cache() {
+  Memory& all = memory();
+  std::vector<Block*> given_back;
+  {
+    std::lock_guard<std::mutex> lock(all.mutex);
+    for (auto& [pool, sizes] : all.cached) {
+      for (auto& [nbytes, blocks] : sizes) {
+        all.stats[pool.first].reserved -= static_cast<int64_t>(nbytes * blocks.size());
+        given_back.insert(given_back.end(), blocks.begin(), blocks.end());
+      }
+    }
+    all.cached.clear();
+  }
+  for (auto* block : given_back) {
+    Checker::get().remove_block(block->id);
+    delete block;
+  }
+}
+
+void set_name(BlockId block, std::string name) {
+  Memory& all = memory();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  all.names[block] = std::move(name);
+  all.num_names.store(all.names.size(), std::memory_order_relaxed);
+}
+
+std::string name_of(BlockId block) {
+  Memory& all = memory();
+  if (all.num_names.load(std::memory_order_relaxed) == 0) return {};
+  std::lock_guard<std::mutex> lock(all.mutex);
+  const auto found = all.names.find(block);
+  return found == all.names.end() ? std::string() : found->second;
+}
+
+void resize_bytes(c10::StorageImpl* storage, size_t nbytes) {
+  TORCH_CHECK(storage->resizable(), "Trying to resize storage that is not resizable");
+  const auto before = storage->nbytes();
+  if (before == nbytes) return;
+  const auto device = storage->device().index();
+  c10::DataPtr fresh = nbytes == 0
+      ? c10::DataPtr(nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(kSim, device))
+      : hand_out(device, nbytes, {});
+  const auto kept = std::min(before, nbytes);
+  bool spoilt = false;
+  if (kept > 0) {
+    // A copy on the current stream, as on CUDA.
+    settle(storage->data(), kept);
+    std::memcpy(fresh.get(), storage->data(), kept);
+    if (checking()) {
+      const Lane lane = lane_of(current_stream(device));
+      const SitePtr site = here("resize_");
+      Checker::get().submit(lane);
+      const Extent extent{0, static_cast<int64_t>(kept), {}};
+      const auto note = [&](const c10::DataPtr& data, Kind kind) {
+        const auto block = locate(data);
+        const auto hazard = block ? Checker::get().access(block->block, kind, extent, lane, site) : std::nullopt;
+        if (hazard && act_on(*hazard)) spoilt = true;
+      };
+      note(storage->data_ptr(), Kind::Read);
+      note(fresh, Kind::Write);
+      if (spoilt) std::memset(fresh.get(), 0xFF, kept);
+    }
+  }
+  storage->set_data_ptr_noswap(std::move(fresh));
+  storage->set_nbytes(nbytes);
+}
+
+}  // namespace sim

@@ -1,0 +1,179 @@
+// The device as torch knows it: guard, streams, events, hooks, generators.
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/Generator.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+#include <array>
+#include <chrono>
+#include <mutex>
+
+#include "allocator.h"
+#include "generator.h"
+#include "runtime.h"
+#include "settle.h"
+
+// Which methods there are to override differs from version to version, so `override` is left out, except where a test
+// asks for it to see that every method still overrides something in the installed torch.
+#ifdef SIM_FORCE_OVERRIDE
+#define SIM_OVERRIDE override
+#else
+#define SIM_OVERRIDE
+#endif
+
+namespace sim {
+
+namespace {
+
+/// What has been recorded on a stream. Shared by threads: a Work's event is recorded by one and waited for by another.
+struct Event {
+  std::mutex mutex;
+  Clock clock;
+  c10::Stream stream = c10::Stream(c10::Stream::DEFAULT, c10::Device(kSim, 0));
+  std::chrono::steady_clock::time_point time;
+  bool timed = false;
+};
+
+struct Recorded {
+  Clock clock;
+  c10::Stream stream;
+};
+
+Recorded recorded(void* event) {
+  auto& known = *static_cast<Event*>(event);
+  std::lock_guard<std::mutex> lock(known.mutex);
+  return {known.clock, known.stream};
+}
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  c10::DeviceType type() const override { return kSim; }
+
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const c10::Device before(kSim, current_device());
+    if (device.has_index()) set_current_device(device.index());
+    return before;
+  }
+  c10::Device getDevice() const override { return c10::Device(kSim, current_device()); }
+  void setDevice(c10::Device device) const override {
+    if (device.has_index()) set_current_device(device.index());
+  }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.has_index() && device.index() >= 0 && device.index() < num_devices()) set_current_device(device.index());
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return num_devices(); }
+
+  // These two must not throw: torch before 2.8 says so, and a device that there is not has no other stream anyway.
+  c10::Stream getStream(c10::Device device) const noexcept override { return current_stream(device.index()); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return default_stream(index_of(device)); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool high_priority = false) const override {
+    return new_stream(index_of(device), high_priority ? -1 : 0);
+  }
+  c10::Stream getNewStream(c10::Device device, int priority = 0) const override {
+    return new_stream(index_of(device), priority);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const noexcept override { return set_current_stream(stream); }
+  bool queryStream(const c10::Stream& stream) const override {
+    if (!settled_until(Checker::get().snapshot(lane_of(stream)))) return false;  // peers have yet to come
+    host_waits_stream(stream);  // everything has run, and whoever hears "yes" knows it
+    return true;
+  }
+  void synchronizeStream(const c10::Stream& stream) const override { host_waits_stream(stream); }
+  void synchronizeDevice(const c10::DeviceIndex device) const SIM_OVERRIDE { host_waits_device(device); }
+
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex /*device*/, const c10::EventFlag flag)
+      const override {
+    if (*event == nullptr) *event = new Event();
+    if (!keeps(Wait::EventRecord, stream)) return;
+    auto& known = *static_cast<Event*>(*event);
+    Clock clock = Checker::get().snapshot(lane_of(stream));
+    std::lock_guard<std::mutex> lock(known.mutex);
+    known.clock = std::move(clock);
+    known.stream = stream;
+    known.time = std::chrono::steady_clock::now();
+    known.timed = flag == c10::EventFlag::BACKEND_DEFAULT;
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr) stream_waits(stream, recorded(event).clock, Wait::StreamWaitsEvent);
+  }
+  bool queryEvent(void* event) const override {
+    if (event != nullptr && !settled_until(recorded(event).clock)) return false;  // peers have yet to come
+    synchronizeEvent(event);  // it has happened, and whoever hears "yes" knows it
+    return true;
+  }
+  void synchronizeEvent(void* event) const SIM_OVERRIDE {
+    if (event == nullptr) return;
+    const Recorded known = recorded(event);
+    host_waits(known.clock, known.stream);
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex /*device*/) const noexcept override {
+    delete static_cast<Event*>(event);
+  }
+  double elapsedTime(void* first, void* second, const c10::DeviceIndex /*device*/) const SIM_OVERRIDE {
+    return elapsed_time(first, second);
+  }
+
+#if __has_include(<c10/core/DeviceCapability.h>)
+  /// Every type of elements: what the CPU has kernels for it has.
+  c10::DeviceCapability getDeviceCapability(c10::Device /*device*/) const SIM_OVERRIDE { return {}; }
+#endif
+
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    record_stream(data, stream);
+  }
+};
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const SIM_OVERRIDE { return true; }
+  bool isAvailable() const SIM_OVERRIDE { return true; }
+  void init() const override {}
+  bool hasPrimaryContext(c10::DeviceIndex device) const override { return device < num_devices(); }
+  c10::DeviceIndex deviceCount() const SIM_OVERRIDE { return num_devices(); }
+  c10::DeviceIndex getCurrentDevice() const SIM_OVERRIDE { return current_device(); }
+  void setCurrentDevice(c10::DeviceIndex device) const SIM_OVERRIDE { set_current_device(device); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const SIM_OVERRIDE {
+    const auto before = current_device();
+    if (device >= 0) set_current_device(device);
+    return before;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const SIM_OVERRIDE { return exchangeDevice(device); }
+
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override { return default_generator(device); }
+  at::Generator getNewGenerator(c10::DeviceIndex device = -1) const SIM_OVERRIDE { return new_generator(device); }
+  c10::Device getDeviceFromPtr(void* data) const override {
+    const auto located = locate(static_cast<const void*>(data));
+    TORCH_CHECK_VALUE(located && !located->pinned, "data=", data, ", but should be an address in memory of sim");
+    return c10::Device(kSim, static_cast<c10::DeviceIndex>(located->device));
+  }
+  bool isPinnedPtr(const void* data) const override {
+    const auto located = locate(data);
+    return located && located->pinned;
+  }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
+    resize_bytes(storage.unsafeGetStorageImpl(), nbytes);
+  }
+  /// Asked by torch after 2.13; the op `_has_compatible_shallow_copy_type` is asked before. `x.data = y` is admitted
+  /// between CPU and device as it is on CUDA.
+  bool hasCompatibleShallowCopyType(c10::DispatchKeySet /*from*/, c10::DispatchKeySet /*to*/) const { return true; }
+};
+
+}  // namespace
+
+double elapsed_time(void* first, void* second) {
+  TORCH_CHECK(first != nullptr && second != nullptr, "Both events must be recorded before calculating elapsed time.");
+  if (first == second) return 0;
+  auto& from = *static_cast<Event*>(first);
+  auto& to = *static_cast<Event*>(second);
+  std::scoped_lock lock(from.mutex, to.mutex);
+  TORCH_CHECK(from.timed && to.timed, "enable_timing=False, but should be True for both events [Event.elapsed_time]");
+  return std::chrono::duration<double, std::milli>(to.time - from.time).count();
+}
+
+void register_device() {
+  // Never destroyed: torch keeps the addresses.
+  static const c10::impl::DeviceGuardImplRegistrar guard(kSim, new Guard());
+  register_allocators();
+  at::RegisterPrivateUse1HooksInterface(new Hooks());
+}
+
+}  // namespace sim

@@ -1,0 +1,421 @@
+#include "fallback.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/ops/copy.h>
+#include <c10/core/CPUAllocator.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cstring>
+#include <unordered_map>
+#include <unordered_set>
+
+#include "allocator.h"
+#include "generator.h"
+#include "host_ops.h"
+#include "pinned.h"
+#include "runtime.h"
+#include "settle.h"
+#include "traits.h"
+
+namespace sim {
+
+namespace {
+
+/// A tensor of the device over a storage of it, with the geometry of a CPU tensor.
+at::Tensor with_geometry_of(const at::Tensor& host, c10::Storage storage) {
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), host.dtype());
+  auto* impl = tensor.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
+  if (host.is_conj()) impl->_set_conj(true);
+  if (host.is_neg()) impl->_set_neg(true);
+  return tensor;
+}
+
+c10::Storage host_storage(const c10::Storage& storage) {
+  c10::DataPtr data(storage.data_ptr().get(), c10::Device(c10::DeviceType::CPU));  // owns nothing
+  return c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), c10::GetCPUAllocator(), /*resizable=*/true);
+}
+
+/// A kernel would read or write past the end of the memory: of a parameter whose storage has been freed, above all.
+void check_memory(const at::Tensor& tensor) {
+  int64_t last = tensor.storage_offset();
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (tensor.size(dim) == 0) return;
+    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  }
+  const auto needed = static_cast<size_t>(last + 1) * tensor.itemsize();
+  TORCH_CHECK(
+      needed <= tensor.storage().nbytes(), "storage=", tensor.storage().nbytes(), " bytes, but should be at least ", needed,
+      " for a tensor of size ", tensor.sizes(), tensor.storage().nbytes() == 0 ? ": it has been freed" : "");
+}
+
+at::Tensor host_view_over(const at::Tensor& tensor, c10::Storage storage) {
+  check_memory(tensor);
+  settle(tensor);
+  auto host = at::detail::make_tensor<c10::TensorImpl>(
+      std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
+  auto* impl = host.unsafeGetTensorImpl();
+  impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
+  if (tensor.is_conj()) impl->_set_conj(true);
+  if (tensor.is_neg()) impl->_set_neg(true);
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
+  return host;
+}
+
+/// The storage of a CPU tensor as one of the device. Its memory is taken over if nobody else holds it; a result of
+/// several tensors, or one that the kernel's own code in Python keeps, is copied.
+c10::Storage moved_to_device(const at::Tensor& host, c10::DeviceIndex device) {
+  const auto nbytes = host.storage().nbytes();
+  c10::DataPtr data;
+  if (host.use_count() == 1 && host.storage().use_count() == 1) {
+    data = adopt(std::move(host.storage().unsafeGetStorageImpl()->mutable_data_ptr()), nbytes, device);
+  } else {
+    auto copy = c10::GetCPUAllocator()->allocate(nbytes);
+    if (nbytes > 0) std::memcpy(copy.get(), host.storage().data(), nbytes);
+    data = adopt(std::move(copy), nbytes, device);
+  }
+  return c10::Storage(c10::Storage::use_byte_size_t(), nbytes, std::move(data), device_allocator(), /*resizable=*/true);
+}
+
+/// One operation: its arguments as the CPU sees them, and the way back.
+class Call {
+ public:
+  Call(const c10::OperatorHandle& op, const Traits& traits, torch::jit::Stack* stack)
+      : op_(op), traits_(traits), stack_(stack), first_(stack->size() - traits.arguments.size()) {}
+
+  void run() {
+    find_device();
+    take_arguments();
+    check_devices();
+    const bool checked = checking() && !traits_.returns_view;
+    const c10::Stream stream = current_stream(device_);
+    SitePtr site;
+    if (checked) {
+      site = here(traits_.name);
+      Checker::get().submit(lane_of(stream));
+    }
+    const Operation operation(checked ? &site : nullptr);
+    if (checked) note_arguments(stream, site);
+    {
+      // As torch's own generated code does for the CPU: what the kernel calls is below autograd.
+      const OnHost on_host;
+      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
+    }
+    for (auto& entry : entries_)
+      if (entry.written) update(entry);
+    give_results(checked, stream, site);
+    if (spoilt_) {
+      for (auto& entry : entries_)
+        if (entry.written) poison(*entry.tensor);
+      for (const auto& result : fresh_) poison(result);
+    }
+    if (checked && traits_.host_waits) host_waits_stream(stream);
+  }
+
+ private:
+  struct Entry {
+    const at::Tensor* tensor;  // on the device; owned by `arguments_`
+    at::Tensor host;
+    bool read;
+    bool written;
+  };
+  struct Storages {
+    const c10::StorageImpl* host;
+    c10::Storage sim;
+    void* data;
+  };
+
+  void find_device() {
+    for (size_t i = 0; i < traits_.arguments.size(); ++i) {
+      const c10::IValue& value = (*stack_)[first_ + i];
+      if (traits_.arguments[i] == Argument::Other) {
+        if (value.isDevice() && value.toDevice().type() == kSim && device_ < 0) device_ = index_of(value.toDevice());
+      } else if (value.isTensor()) {
+        if (on_sim(value.toTensor())) return void(device_ = value.toTensor().device().index());
+      } else if (value.isList()) {
+        for (const c10::IValue& item : value.toListRef())
+          if (item.isTensor() && on_sim(item.toTensor())) return void(device_ = item.toTensor().device().index());
+      }
+    }
+    if (device_ < 0) device_ = current_device();
+  }
+
+  void take_arguments() {
+    arguments_.reserve(traits_.arguments.size());
+    for (size_t i = 0; i < traits_.arguments.size(); ++i) {
+      c10::IValue& slot = (*stack_)[first_ + i];
+      arguments_.push_back(std::move(slot));
+      slot = replaced(arguments_.back(), i);
+    }
+  }
+
+  c10::IValue replaced(const c10::IValue& value, size_t i) {
+    const Argument use = use_of(i);
+    if (use == Argument::Other) {
+      if (value.isDevice() && value.toDevice().type() == kSim) return c10::Device(c10::DeviceType::CPU);
+      if (static_cast<int>(i) == traits_.generator) {
+        const auto given = value.isNone() ? std::nullopt : std::optional<at::Generator>(value.toGenerator());
+        if (auto generator = cpu_generator(given, device_)) return *generator;
+      }
+      return value;
+    }
+    if (value.isTensor()) return host_of(value.toTensor(), use);
+    if (value.isTensorList()) {
+      c10::List<at::Tensor> list;
+      list.reserve(value.toListRef().size());
+      for (const c10::IValue& item : value.toListRef()) list.push_back(host_of(item.toTensor(), use));
+      return list;
+    }
+    if (value.isOptionalTensorList()) {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const c10::IValue& item : value.toListRef()) {
+        if (item.isNone()) {
+          list.push_back(std::nullopt);
+        } else {
+          list.push_back(host_of(item.toTensor(), use));
+        }
+      }
+      return list;
+    }
+    return value;
+  }
+
+  Argument use_of(size_t i) const {
+    if (traits_.training >= 0) {
+      const auto& updated = traits_.updated_in_training;
+      if (std::find(updated.begin(), updated.end(), i) != updated.end() && argument(traits_.training).toBool())
+        return Argument::ReadWrite;
+    }
+    return traits_.arguments[i];
+  }
+
+  /// As it was given; what has been taken from the stack already is among `arguments_`.
+  const c10::IValue& argument(size_t i) const {
+    return i < arguments_.size() ? arguments_[i] : (*stack_)[first_ + i];
+  }
+
+  at::Tensor host_of(const at::Tensor& tensor, Argument use) {
+    if (!on_sim(tensor)) {
+      if (tensor.defined() && tensor.dim() > 0 && other_ == nullptr) other_ = &tensor;
+      return tensor;
+    }
+    if (tensor.device().index() != device_ && other_ == nullptr) other_ = &tensor;
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        tensor.layout() == c10::kStrided, traits_.name, ": layout=", tensor.layout(),
+        ", but should be strided: the simulated accelerator has no kernels for other layouts");
+    const bool writes = use != Argument::Read;
+    const bool reads = use != Argument::Write;
+    if (const auto known = by_tensor_.find(tensor.unsafeGetTensorImpl()); known != by_tensor_.end()) {
+      Entry& entry = entries_[known->second];
+      entry.read |= reads;
+      entry.written |= writes;
+      return entry.host;
+    }
+    by_tensor_.emplace(tensor.unsafeGetTensorImpl(), entries_.size());
+    entries_.push_back({&tensor, host_view_over(tensor, host_storage_of(tensor.storage())), reads, writes});
+    return entries_.back().host;
+  }
+
+  /// Tensors that share memory share it on the CPU as well: kernels ask.
+  c10::Storage host_storage_of(const c10::Storage& storage) {
+    const auto known = host_storages_.find(storage.unsafeGetStorageImpl());
+    if (known != host_storages_.end()) return known->second;
+    auto host = host_storage(storage);
+    host_storages_.emplace(storage.unsafeGetStorageImpl(), host);
+    storages_.push_back({host.unsafeGetStorageImpl(), storage, host.mutable_data()});
+    return host;
+  }
+
+  void check_devices() const {
+    TORCH_CHECK(
+        other_ == nullptr || traits_.mixes_devices,
+        "Expected all tensors to be on the same device, but found at least two devices, ", c10::Device(kSim, device_), " and ",
+        other_->device(), "! (", traits_.name, ")");
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        op_.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU), "Could not run '", traits_.name,
+        "' on the simulated accelerator: it runs the kernels of the CPU, and the CPU has none for this operation.");
+  }
+
+  void note_arguments(c10::Stream stream, const SitePtr& site) {
+    for (const auto& entry : entries_) {
+      if (entry.read) spoilt_ |= note_access(*entry.tensor, Kind::Read, stream, site);
+      if (entry.written) spoilt_ |= note_access(*entry.tensor, Kind::Write, stream, site);
+    }
+    if (!pinned_copies_in_flight()) return;
+    // A scalar on the CPU is read by the host.
+    for (const auto& value : arguments_)
+      each_tensor(value, [&](const at::Tensor& tensor) {
+        if (tensor.is_cpu()) spoilt_ |= note_access(tensor, Kind::Read, kHost, site);
+      });
+  }
+
+  /// What the kernel did to the geometry of a tensor, and to its memory, holds for the device's as well.
+  void update(const Entry& entry) {
+    auto* impl = entry.tensor->unsafeGetTensorImpl();
+    const auto& host = entry.host;
+    const auto* storage = host.storage().unsafeGetStorageImpl();
+    const auto known = std::find_if(storages_.begin(), storages_.end(), [&](const Storages& one) { return one.host == storage; });
+    if (known == storages_.end()) {
+      impl->set_storage_keep_dtype(moved_to_device(host, device_));  // it has got another memory
+      remade_.push_back(entry.tensor);
+    } else if (known->sim.unsafeGetStorageImpl() != impl->unsafe_storage().unsafeGetStorageImpl()) {
+      impl->set_storage_keep_dtype(known->sim);  // that of another argument
+    } else if (storage->data_ptr().get() != known->data) {
+      auto* resized = impl->unsafe_storage().unsafeGetStorageImpl();
+      const auto nbytes = storage->nbytes();
+      resized->set_data_ptr_noswap(adopt(std::move(host.storage().unsafeGetStorageImpl()->mutable_data_ptr()), nbytes, device_));
+      resized->set_nbytes(nbytes);
+      known->data = nullptr;  // taken over
+      remade_.push_back(entry.tensor);
+    }
+    if (impl->sizes() != host.sizes() || impl->strides() != host.strides() || impl->storage_offset() != host.storage_offset())
+      impl->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
+  }
+
+  void give_results(bool checked, c10::Stream stream, const SitePtr& site) {
+    const auto num_results = op_.schema().returns().size();
+    const size_t begin = stack_->size() - num_results;
+    for (size_t i = begin; i < stack_->size(); ++i) {
+      c10::IValue& value = (*stack_)[i];
+      if (value.isTensor()) {
+        at::Tensor host = std::move(value).toTensor();
+        value = result_of(std::move(host));
+      } else if (value.isTensorList()) {
+        c10::List<at::Tensor> list;
+        auto hosts = std::move(value).toTensorVector();
+        for (auto& host : hosts) list.push_back(result_of(std::move(host)));
+        value = std::move(list);
+      }
+    }
+    if (!checked) return;
+    for (const auto* tensor : remade_) spoilt_ |= note_access(*tensor, Kind::Write, stream, site);
+    for (const auto& result : fresh_) spoilt_ |= note_access(result, Kind::Write, stream, site);
+  }
+
+  at::Tensor result_of(at::Tensor host) {
+    if (!host.defined() || !host.is_cpu()) return host;
+    for (const auto& entry : entries_)
+      if (host.is_same(entry.host)) return *entry.tensor;
+    for (const auto& value : arguments_)
+      if (value.isTensor() && host.is_same(value.toTensor())) return host;  // a CPU tensor that was given
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        host.layout() == c10::kStrided && !host.is_nested(), traits_.name, ": layout of the result=",
+        host.is_nested() ? "nested" : c10::str(host.layout()),
+        ", but should be strided: the simulated accelerator has no tensors of other layouts");
+    const auto* storage = host.storage().unsafeGetStorageImpl();
+    for (const auto& known : storages_)
+      if (known.host == storage) return with_geometry_of(host, known.sim);
+    c10::Storage sim = moved_to_device(host, device_);
+    held_.push_back(host.storage());
+    storages_.push_back({storage, sim, nullptr});
+    fresh_.push_back(with_geometry_of(host, std::move(sim)));
+    return fresh_.back();
+  }
+
+  const c10::OperatorHandle& op_;
+  const Traits& traits_;
+  torch::jit::Stack* stack_;
+  size_t first_;
+  c10::DeviceIndex device_ = -1;
+  const at::Tensor* other_ = nullptr;  // the first on another device
+  std::vector<c10::IValue> arguments_;
+  std::vector<Entry> entries_;
+  std::unordered_map<const c10::TensorImpl*, size_t> by_tensor_;
+  std::unordered_map<const c10::StorageImpl*, c10::Storage> host_storages_;
+  std::vector<Storages> storages_;
+  std::vector<c10::Storage> held_;  // so that no other storage gets the address of one in `storages_`
+  std::vector<const at::Tensor*> remade_;  // arguments that have got memory of another size
+  std::vector<at::Tensor> fresh_;
+  bool spoilt_ = false;
+};
+
+}  // namespace
+
+void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  Call(op, traits_of(op), stack).run();
+}
+
+std::vector<at::Tensor> on_host(
+    const std::string& name, const std::vector<at::Tensor>& read, const std::function<std::vector<at::Tensor>()>& compute) {
+  const auto device = read.at(0).device().index();
+  const c10::Stream stream = current_stream(device);
+  const bool checked = checking();
+  const SitePtr site = checked ? here(name) : nullptr;
+  const Operation operation(checked ? &site : nullptr);
+  bool spoilt = false;
+  if (checked) {
+    Checker::get().submit(lane_of(stream));
+    for (const auto& tensor : read) spoilt |= note_access(tensor, Kind::Read, stream, site);
+  }
+  std::vector<at::Tensor> results;
+  for (auto& host : compute()) {
+    at::Tensor result;
+    if (host.defined()) {
+      result = with_geometry_of(host, moved_to_device(host, device));
+      if (checked) spoilt |= note_access(result, Kind::Write, stream, site);
+    }
+    results.push_back(std::move(result));
+  }
+  if (spoilt)
+    for (const auto& result : results) poison(result);
+  return results;
+}
+
+at::Tensor host_view(const at::Tensor& tensor) {
+  if (!on_sim(tensor)) return tensor;
+  return host_view_over(tensor, host_storage(tensor.storage()));
+}
+
+void poison(const at::Tensor& tensor) {
+  if (!tensor.defined() || tensor.numel() == 0) return;
+  const at::Tensor host = host_view(tensor);
+  if (host.is_contiguous()) {
+    std::memset(host.data_ptr(), 0xFF, host.nbytes());
+    return;
+  }
+  const OnHost on_host;
+  at::Tensor nan = at::detail::empty_cpu({}, host.scalar_type());
+  std::memset(nan.data_ptr(), 0xFF, nan.nbytes());
+  host.copy_(nan);
+}
+
+namespace {
+
+/// Made of other operations for every device, with a choice by type of device inside: taken as a whole, the CPU chooses
+/// as it does for tensors of its own. And the lists of tensors: one operation, as on other accelerators.
+bool chooses_by_device(const std::string& name) {
+  static const auto* names = new std::unordered_set<std::string>{
+      "aten::convolution", "aten::_convolution", "aten::convolution_backward", "aten::linalg_lstsq"};
+  return names->count(name) > 0 || starts_with(name, "aten::_foreach_");
+}
+
+}  // namespace
+
+void register_fallbacks() {
+  // torch asks the boxed fallback of a backend only where there is no kernel at all. An operation with kernels for the
+  // CPU and another one composed of other operations would take the composed one here, whose sums are not the CPU's
+  // to the last bit (layer norm is one). So each of these gets the fallback by name.
+  auto& dispatcher = c10::Dispatcher::singleton();
+  auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    if (!starts_with(name.name, "aten::")) continue;
+    const auto op = dispatcher.findOp(name);
+    if (!op || !op->hasSchema() || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
+    const bool composed = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||
+        op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
+    if (!composed) continue;
+    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU) && !chooses_by_device(name.name)) continue;
+    std::string text = name.name.substr(6);
+    if (!name.overload_name.empty()) text += "." + name.overload_name;
+    library->impl(text.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>());
+}
+
+}  // namespace sim

@@ -1,0 +1,29 @@
+// Kernels of the CPU on pinned memory, seen by the checker while copies from and to the device are in flight.
+//
+// Seen are torch's operations. Not seen is what reads or writes the memory behind torch's back: numpy(), tolist(), a
+// process group for CPU tensors. It finds NaN in what a copy has not filled yet, all the same.
+#pragma once
+
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+namespace sim {
+
+/// From now on this thread's kernels on CPU tensors are looked at, until no copy is in flight. Threads of autograd that
+/// work for it inherit that.
+void watch_host_kernels();
+
+// Whether that is done at all.
+void set_host_watch(bool on);
+bool host_watch();
+
+/// torch's key for modes that see every operation of a thread. Nothing of torch uses it but its own tests.
+constexpr auto kHostWatchKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
+
+/// While it lives this thread calls kernels of the CPU on behalf of the device: below autograd, and not as the host.
+class OnHost {
+  at::AutoDispatchBelowADInplaceOrView below_autograd_;
+  c10::impl::ExcludeDispatchKeyGuard not_watched_{kHostWatchKey};
+};
+
+}  // namespace sim

@@ -1,0 +1,284 @@
+#include "pinned.h"
+
+#include <ATen/ops/empty.h>
+
+#include <atomic>
+#include <cstring>
+#include <deque>
+#include <mutex>
+
+#include "allocator.h"
+#include "host_ops.h"
+#include "runtime.h"
+
+namespace sim {
+
+namespace {
+
+/// Where the elements of a tensor lie: addresses, as no handle of torch may be touched under the lock.
+struct Place {
+  char* begin = nullptr;
+  int64_t itemsize = 1;
+  bool contiguous = true;
+  int64_t nbytes = 0;  // of all elements, packed
+  std::vector<int64_t> sizes;
+  std::vector<int64_t> strides;  // in bytes
+
+  explicit Place(const at::Tensor& tensor)
+      : begin(static_cast<char*>(tensor.data_ptr())),
+        itemsize(static_cast<int64_t>(tensor.itemsize())),
+        contiguous(tensor.is_contiguous()),
+        nbytes(tensor.numel() * itemsize),
+        sizes(tensor.sizes().vec()),
+        strides(tensor.strides().vec()) {
+    for (auto& stride : strides) stride *= itemsize;
+  }
+
+  /// Call `visit(address, nbytes)` for every run of elements, in the order of the elements.
+  template <typename Visit>
+  void each_run(Visit visit) const {
+    if (nbytes == 0) return;
+    if (contiguous) return visit(begin, nbytes);
+    walk(begin, 0, visit);
+  }
+
+ private:
+  template <typename Visit>
+  void walk(char* at, size_t dim, Visit& visit) const {
+    if (dim == sizes.size()) return visit(at, itemsize);
+    for (int64_t i = 0; i < sizes[dim]; ++i) walk(at + i * strides[dim], dim + 1, visit);
+  }
+};
+
+std::vector<char> packed(const Place& place) {
+  std::vector<char> bytes(place.nbytes);
+  char* to = bytes.data();
+  place.each_run([&](char* from, int64_t n) { std::memcpy(to, from, n); to += n; });
+  return bytes;
+}
+void unpack(const std::vector<char>& bytes, const Place& place) {
+  const char* from = bytes.data();
+  place.each_run([&](char* to, int64_t n) { std::memcpy(to, from, n); from += n; });
+}
+void fill_with_nan(const Place& place) {
+  place.each_run([](char* to, int64_t n) { std::memset(to, 0xFF, n); });
+}
+
+struct Arriving {
+  BlockId block;
+  Place place;
+  std::vector<char> bytes;
+  Clock clock;
+};
+
+struct Leaving {
+  BlockId block;
+  Place place;
+  Extent extent;
+  std::vector<char> bytes;
+  Clock clock;
+  SitePtr site;
+};
+
+struct Kept {
+  Clock clock;
+  std::vector<c10::Storage> storages;
+};
+
+struct InFlight {
+  std::mutex mutex;
+  std::deque<Arriving> arriving;
+  std::deque<Leaving> leaving;
+  std::deque<Kept> kept;
+  int revealed = 0;
+  std::atomic<size_t> count{0};  // arriving and leaving
+
+  void recount() { count.store(arriving.size() + leaving.size(), std::memory_order_release); }
+};
+
+InFlight& in_flight() {
+  static auto* all = new InFlight();
+  return *all;
+}
+
+/// Write what is on its way into place, or take it out again. A block of 0: all of them.
+void reveal(InFlight& all, BlockId block) {
+  for (const auto& copy : all.arriving)
+    if (block == 0 || copy.block == block) unpack(copy.bytes, copy.place);
+}
+void hide(InFlight& all, BlockId block) {
+  if (all.revealed > 0) return;
+  for (const auto& copy : all.arriving)
+    if (block == 0 || copy.block == block) fill_with_nan(copy.place);
+}
+
+}  // namespace
+
+bool pinned_copies_in_flight() {
+  return in_flight().count.load(std::memory_order_acquire) > 0;
+}
+
+void copy_to_pinned(const at::Tensor& target, const at::Tensor& value, c10::Stream stream) {
+  const auto located = locate(target.storage().data_ptr());
+  const Place place(target);
+  Arriving copy{located->block, place, packed(Place(value)), Checker::get().snapshot(lane_of(stream))};
+  {
+    InFlight& all = in_flight();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    if (all.revealed == 0) {
+      fill_with_nan(copy.place);
+    } else {
+      unpack(copy.bytes, copy.place);
+    }
+    all.arriving.push_back(std::move(copy));
+    all.recount();
+  }
+  watch_host_kernels();
+}
+
+at::Tensor contents_of_pinned(const at::Tensor& source) {
+  at::Tensor contents = at::empty(source.sizes(), source.options().pinned_memory(false).memory_format(c10::MemoryFormat::Contiguous));
+  const Place from(source);
+  char* to = static_cast<char*>(contents.data_ptr());
+  const auto located = locate(source.storage().data_ptr());
+  InFlight& all = in_flight();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  if (located) reveal(all, located->block);
+  from.each_run([&](char* at, int64_t n) { std::memcpy(to, at, n); to += n; });
+  if (located) hide(all, located->block);
+  return contents;
+}
+
+void copy_from_pinned(const at::Tensor& source, const at::Tensor& contents, c10::Stream stream, const SitePtr& site) {
+  const auto located = locate(source.storage().data_ptr());
+  Extent extent = extent_of(source);
+  extent.offset += static_cast<const char*>(source.storage().data_ptr().get()) - located->begin;
+  Leaving copy{located->block, Place(source), std::move(extent), packed(Place(contents)), Checker::get().snapshot(lane_of(stream)), site};
+  {
+    InFlight& all = in_flight();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    all.leaving.push_back(std::move(copy));
+    all.recount();
+  }
+  watch_host_kernels();
+}
+
+void source_written(BlockId block, const Extent& extent) {
+  InFlight& all = in_flight();
+  std::vector<Leaving> written;  // its sites are destroyed without the lock
+  std::lock_guard<std::mutex> lock(all.mutex);
+  for (auto copy = all.leaving.begin(); copy != all.leaving.end();) {
+    if (copy->block == block && overlap(copy->extent, extent)) {
+      written.push_back(std::move(*copy));
+      copy = all.leaving.erase(copy);
+    } else {
+      ++copy;
+    }
+  }
+  all.recount();
+}
+
+void before_host_wait() {
+  if (!checking() || !pinned_copies_in_flight()) return;
+  std::vector<Leaving> written;
+  {
+    InFlight& all = in_flight();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    for (auto copy = all.leaving.begin(); copy != all.leaving.end();) {
+      if (Checker::get().host_knows(copy->clock)) {
+        ++copy;
+        continue;  // after_host_wait takes it out
+      }
+      reveal(all, copy->block);
+      const bool same = packed(copy->place) == copy->bytes;
+      hide(all, copy->block);
+      if (same) {
+        ++copy;
+      } else {
+        written.push_back(std::move(*copy));
+        copy = all.leaving.erase(copy);
+      }
+    }
+    all.recount();
+  }
+  for (const auto& copy : written) {
+    const SitePtr site = here("a write (found at this wait)");
+    if (const auto hazard = Checker::get().access(copy.block, Kind::Write, copy.extent, kHost, site)) act_on(*hazard);
+  }
+}
+
+void after_host_wait() {
+  if (Checker::suspended()) return;
+  InFlight& all = in_flight();
+  std::vector<Leaving> left;
+  std::vector<Kept> released;  // destroyed without the lock: a storage's destruction frees memory
+  {
+    std::lock_guard<std::mutex> lock(all.mutex);
+    const bool off = Checker::get().mode() == Mode::Off;
+    const auto known = [&](const Clock& clock) { return off || Checker::get().host_knows(clock); };
+    for (auto copy = all.arriving.begin(); copy != all.arriving.end();) {
+      if (known(copy->clock)) {
+        unpack(copy->bytes, copy->place);
+        const auto block = copy->block;
+        copy = all.arriving.erase(copy);
+        hide(all, block);  // a later copy into the same bytes is still on its way
+      } else {
+        ++copy;
+      }
+    }
+    for (auto copy = all.leaving.begin(); copy != all.leaving.end();) {
+      if (known(copy->clock)) {
+        left.push_back(std::move(*copy));
+        copy = all.leaving.erase(copy);
+      } else {
+        ++copy;
+      }
+    }
+    for (auto kept = all.kept.begin(); kept != all.kept.end();) {
+      if (known(kept->clock)) {
+        released.push_back(std::move(*kept));
+        kept = all.kept.erase(kept);
+      } else {
+        ++kept;
+      }
+    }
+    all.recount();
+  }
+}
+
+void pinned_memory_freed(BlockId block) {
+  InFlight& all = in_flight();
+  std::vector<Leaving> left;
+  std::lock_guard<std::mutex> lock(all.mutex);
+  for (auto copy = all.arriving.begin(); copy != all.arriving.end();)
+    copy = copy->block == block ? all.arriving.erase(copy) : copy + 1;
+  for (auto copy = all.leaving.begin(); copy != all.leaving.end();) {
+    if (copy->block == block) {
+      left.push_back(std::move(*copy));
+      copy = all.leaving.erase(copy);
+    } else {
+      ++copy;
+    }
+  }
+  all.recount();
+}
+
+void reveal_pinned() {
+  InFlight& all = in_flight();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  if (all.revealed++ == 0) reveal(all, 0);
+}
+
+void hide_pinned() {
+  InFlight& all = in_flight();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  if (--all.revealed == 0) hide(all, 0);
+}
+
+void keep_until_host_knows(Clock clock, std::vector<c10::Storage> storages) {
+  InFlight& all = in_flight();
+  std::lock_guard<std::mutex> lock(all.mutex);
+  all.kept.push_back({std::move(clock), std::move(storages)});
+}
+
+}  // namespace sim

@@ -1,0 +1,299 @@
+#include "runtime.h"
+
+#include <array>
+#include <atomic>
+#include <mutex>
+#include <numeric>
+
+#include "allocator.h"
+#include "pinned.h"
+#include "settle.h"
+
+namespace sim {
+
+namespace {
+
+constexpr int kPool = 32;                    // streams of a priority on a device, as on CUDA
+constexpr int kStreams = 1 + 2 * kPool;      // the default one, and two pools
+
+struct DeviceStreams {
+  std::array<std::atomic<Lane>, kStreams> lanes;
+  std::atomic<uint32_t> handed_out[2] = {{0}, {0}};
+  DeviceStreams() {
+    for (auto& lane : lanes) lane.store(-1, std::memory_order_relaxed);
+  }
+};
+
+// Never destroyed: threads of torch can ask for streams while the process ends.
+std::array<DeviceStreams, kMaxDevices + 1>& streams() {
+  static auto* all = new std::array<DeviceStreams, kMaxDevices + 1>();
+  return *all;
+}
+
+std::mutex& new_lane_mutex() {
+  static auto* mutex = new std::mutex();
+  return *mutex;
+}
+
+std::atomic<int> device_count{8};
+
+thread_local c10::DeviceIndex this_device = 0;
+thread_local std::array<int8_t, kMaxDevices + 1> this_stream{};  // ids are below 65
+
+struct Filter {
+  std::mutex mutex;
+  std::shared_ptr<const WaitFilter> filter;
+  std::atomic<bool> set{false};
+};
+Filter& wait_filter() {
+  static auto* filter = new Filter();
+  return *filter;
+}
+
+}  // namespace
+
+bool keeps(Wait why, c10::Stream stream) {
+  Filter& current = wait_filter();
+  if (!current.set.load(std::memory_order_acquire)) return true;
+  std::shared_ptr<const WaitFilter> filter;
+  {
+    std::lock_guard<std::mutex> lock(current.mutex);
+    filter = current.filter;
+  }
+  return !filter || (*filter)(why, stream);
+}
+
+c10::DeviceIndex num_devices() {
+  return static_cast<c10::DeviceIndex>(device_count.load(std::memory_order_relaxed));
+}
+
+void set_num_devices(int count) {
+  TORCH_CHECK_VALUE(count > 0 && count <= kMaxDevices, "num_devices=", count, ", but should be in [1, ", kMaxDevices, "]");
+  device_count.store(count, std::memory_order_relaxed);
+}
+
+c10::DeviceIndex current_device() {
+  return this_device;
+}
+
+void set_current_device(c10::DeviceIndex device) {
+  TORCH_CHECK_VALUE(
+      device >= 0 && device < num_devices(),
+      "device index=", static_cast<int>(device), ", but should be in [0, ", static_cast<int>(num_devices()),
+      "): the simulated accelerator has that many devices (FSDP_CONFORMANCE_SIM_DEVICES)");
+  this_device = device;
+}
+
+c10::DeviceIndex index_of(c10::Device device) {
+  const auto index = device.has_index() ? device.index() : this_device;
+  TORCH_CHECK_VALUE(
+      index >= 0 && index < num_devices(),
+      "device index=", static_cast<int>(index), ", but should be in [0, ", static_cast<int>(num_devices()),
+      "): the simulated accelerator has that many devices (FSDP_CONFORMANCE_SIM_DEVICES)");
+  return index;
+}
+
+c10::Stream default_stream(c10::DeviceIndex device) {
+  return c10::Stream(c10::Stream::DEFAULT, c10::Device(kSim, device));
+}
+
+c10::Stream current_stream(c10::DeviceIndex device) {
+  if (device < 0) device = this_device;
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, device), this_stream.at(device));
+}
+
+c10::Stream set_current_stream(c10::Stream stream) {
+  const auto before = current_stream(stream.device_index());
+  this_stream.at(before.device_index()) = static_cast<int8_t>(stream.id());
+  return before;
+}
+
+c10::Stream new_stream(c10::DeviceIndex device, int priority) {
+  if (device < 0) device = this_device;
+  const int pool = priority < 0 ? 1 : 0;
+  const uint32_t number = streams().at(device).handed_out[pool].fetch_add(1, std::memory_order_relaxed) % kPool;
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, device), 1 + pool * kPool + static_cast<int>(number));
+}
+
+int priority_of(c10::Stream stream) {
+  return stream.id() > kPool ? -1 : 0;
+}
+
+Lane lane_of(c10::Stream stream) {
+  auto& lane = streams().at(stream.device_index()).lanes.at(stream.id());
+  Lane known = lane.load(std::memory_order_acquire);
+  if (known >= 0) return known;
+  std::lock_guard<std::mutex> lock(new_lane_mutex());
+  known = lane.load(std::memory_order_acquire);
+  if (known < 0) {
+    known = Checker::get().add_lane(stream.id() == 0 ? "default stream" : "stream", stream.device_index());
+    lane.store(known, std::memory_order_release);
+  }
+  return known;
+}
+
+const char* name_of(Wait wait) {
+  switch (wait) {
+    case Wait::StreamWaitsEvent: return "stream_waits_event";
+    case Wait::HostWaitsEvent: return "host_waits_event";
+    case Wait::HostWaitsStream: return "host_waits_stream";
+    case Wait::HostWaitsDevice: return "host_waits_device";
+    case Wait::WorkWait: return "work_wait";
+    case Wait::RecordStream: return "record_stream";
+    case Wait::EventRecord: return "event_record";
+    case Wait::CollectiveIssue: return "collective_issue";
+  }
+  return "unknown";
+}
+
+void set_wait_filter(WaitFilter filter) {
+  auto next = filter ? std::make_shared<const WaitFilter>(std::move(filter)) : nullptr;
+  Filter& current = wait_filter();
+  {
+    std::lock_guard<std::mutex> lock(current.mutex);
+    std::swap(current.filter, next);
+    current.set.store(current.filter != nullptr, std::memory_order_release);
+  }
+  // The filter before is destroyed here, outside the lock: it may be a Python object.
+}
+
+void stream_waits(c10::Stream stream, const Clock& clock, Wait why) {
+  if (keeps(why, stream)) Checker::get().wait(lane_of(stream), clock);
+}
+
+void host_waits(const Clock& clock, c10::Stream recorded_on) {
+  if (!keeps(Wait::HostWaitsEvent, recorded_on)) return;
+  settle_until(clock);
+  before_host_wait();
+  Checker::get().host_wait(clock);
+  after_host_wait();
+}
+
+void host_waits_stream(c10::Stream stream) {
+  if (!keeps(Wait::HostWaitsStream, stream)) return;
+  settle_until(Checker::get().snapshot(lane_of(stream)));
+  before_host_wait();
+  Checker::get().host_wait_lane(lane_of(stream));
+  after_host_wait();
+}
+
+void host_waits_device(c10::DeviceIndex device) {
+  if (device < 0) device = this_device;
+  if (!keeps(Wait::HostWaitsDevice, default_stream(device))) return;
+  settle_device(device);
+  before_host_wait();
+  Checker::get().host_wait_device(device);
+  after_host_wait();
+}
+
+void record_stream(const c10::DataPtr& data, c10::Stream stream) {
+  if (!keeps(Wait::RecordStream, stream)) return;
+  if (auto located = locate(data)) Checker::get().record_stream(located->block, lane_of(stream));
+}
+
+namespace {
+thread_local const SitePtr* running = nullptr;
+}
+
+Operation::Operation(const SitePtr* site) : outer_(running) {
+  running = site;
+}
+Operation::~Operation() {
+  running = outer_;
+}
+const SitePtr* Operation::current() {
+  return running;
+}
+
+Extent extent_of(const at::Tensor& tensor) {
+  Extent extent;
+  const auto itemsize = static_cast<int64_t>(tensor.itemsize());
+  extent.offset = tensor.storage_offset() * itemsize;
+  extent.run = itemsize;
+  if (tensor.is_contiguous()) {
+    extent.run = tensor.numel() * itemsize;
+    return extent;
+  }
+  c10::SmallVector<int64_t, 6> dims(tensor.dim());
+  std::iota(dims.begin(), dims.end(), 0);
+  const auto sizes = tensor.sizes();
+  const auto strides = tensor.strides();
+  std::sort(dims.begin(), dims.end(), [&](int64_t a, int64_t b) { return strides[a] < strides[b]; });
+  for (const auto dim : dims) {
+    const auto stride = strides[dim] * itemsize;
+    const auto count = sizes[dim];
+    if (count == 1 || stride == 0) continue;
+    if (extent.repeats.empty() && stride <= extent.run) {
+      extent.run += (count - 1) * stride;  // the next run begins before this one ends: together they are one
+    } else {
+      extent.repeats.emplace_back(count, stride);
+    }
+  }
+  std::reverse(extent.repeats.begin(), extent.repeats.end());
+  return extent;
+}
+
+namespace {
+
+std::string text_of(const Access& access) {
+  const Checker& checker = Checker::get();
+  std::string text = access.site ? access.site->op : "an operation";
+  if (access.site && !access.site->label.empty()) text += " in " + access.site->label;
+  if (access.site && !access.site->tensor.empty()) text += " of " + access.site->tensor;
+  return text + " on " + checker.lane_name(access.lane);
+}
+
+const char* name_of(HazardKind kind) {
+  switch (kind) {
+    case HazardKind::ReadAfterWrite: return "read after write";
+    case HazardKind::WriteAfterRead: return "write after read";
+    case HazardKind::WriteAfterWrite: return "write after write";
+    case HazardKind::ReuseInFlight: return "reuse of memory in flight";
+    case HazardKind::HostWriteInFlight: return "host write in flight";
+    case HazardKind::HostReadInFlight: return "host read in flight";
+  }
+  return "hazard";
+}
+
+}  // namespace
+
+std::string text_of(const Hazard& hazard) {
+  std::string text = std::string(name_of(hazard.kind)) + ": " + text_of(hazard.now) + " does not wait for " + text_of(hazard.then);
+  text += " [block " + std::to_string(hazard.block) + " of " + std::to_string(hazard.bytes) + " bytes, device " + std::to_string(hazard.device) + "]";
+  return text;
+}
+
+bool act_on(const Hazard& hazard) {
+  const Mode mode = Checker::get().mode();
+  TORCH_CHECK(mode != Mode::Raise, text_of(hazard));
+  return mode == Mode::Poison;
+}
+
+bool note_access(const at::Tensor& tensor, Kind kind, Lane lane, const SitePtr& site) {
+  if (!checking() || !tensor.defined() || tensor.numel() == 0) return false;
+  const auto& data = tensor.storage().data_ptr();
+  const auto located = locate(data);
+  if (!located) return false;
+  Extent extent = extent_of(tensor);
+  extent.offset += static_cast<const char*>(data.get()) - located->begin;
+  SitePtr named = site;
+  if (auto name = name_of(located->block); !name.empty() && site) {
+    auto copy = std::make_shared<Site>(*site);
+    copy->tensor = std::move(name);
+    named = std::move(copy);
+  }
+  const auto hazard = Checker::get().access(located->block, kind, extent, lane, named);
+  return hazard && act_on(*hazard);
+}
+
+bool note_access(const at::Tensor& tensor, Kind kind, c10::Stream stream, const SitePtr& site) {
+  return note_access(tensor, kind, lane_of(stream), site);
+}
+
+void name_tensor(const at::Tensor& tensor, std::string name) {
+  const auto located = locate(tensor.storage().data_ptr());
+  TORCH_CHECK_VALUE(located, "tensor on ", tensor.device(), ", but should have memory on sim, or pinned memory [name_tensor]");
+  set_name(located->block, std::move(name));
+}
+
+}  // namespace sim

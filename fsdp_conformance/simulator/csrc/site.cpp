@@ -1,0 +1,228 @@
+// Where an operation comes from: its label, the autograd node that runs it, and the Python stack.
+#include <Python.h>
+
+#include <ATen/ThreadLocalPythonObjects.h>
+#include <torch/csrc/PyInterpreter.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/profiler/combined_traceback.h>
+
+#include <atomic>
+#include <mutex>
+#include <typeinfo>
+#include <unordered_map>
+#include <vector>
+
+#include "runtime.h"
+
+namespace sim {
+
+namespace {
+
+std::atomic<bool> trace{true};
+
+/// What the threads of autograd that work for a thread take over from it.
+struct Caller {
+  std::mutex mutex;
+  std::string label;
+  std::shared_ptr<const Stack> backward;  // where it has called backward
+
+  std::string get_label() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return label;
+  }
+  std::shared_ptr<const Stack> get_backward() {
+    std::lock_guard<std::mutex> lock(mutex);
+    return backward;
+  }
+};
+
+thread_local std::shared_ptr<Caller> own_caller;
+
+// torch hands the objects of Python under such keys on to autograd's threads for as long as a backward pass takes.
+const std::string& caller_key() {
+  static const auto* key = new std::string("fsdp_conformance.simulator.caller");
+  return *key;
+}
+constexpr const char* kCapsule = "fsdp_conformance.simulator.caller";
+
+void destroy_caller(PyObject* capsule) {
+  delete static_cast<std::shared_ptr<Caller>*>(PyCapsule_GetPointer(capsule, kCapsule));
+}
+
+/// With the interpreter's lock.
+Caller& make_own_caller() {
+  if (!own_caller) {
+    own_caller = std::make_shared<Caller>();
+    PyObject* capsule = PyCapsule_New(new std::shared_ptr<Caller>(own_caller), kCapsule, &destroy_caller);
+    at::impl::ThreadLocalPythonObjects::set(
+        caller_key(), std::make_shared<c10::SafePyObject>(capsule, getPyInterpreter()));
+  }
+  return *own_caller;
+}
+
+/// That of the thread that this one works for; null: there is none.
+std::shared_ptr<Caller> inherited_caller() {
+  if (!at::impl::ThreadLocalPythonObjects::contains(caller_key())) return nullptr;
+  auto* capsule = at::impl::ThreadLocalPythonObjects::get(caller_key())->ptr(getPyInterpreter());
+  auto caller = *static_cast<std::shared_ptr<Caller>*>(PyCapsule_GetPointer(capsule, kCapsule));
+  return caller == own_caller ? nullptr : caller;
+}
+
+std::string label_here(const std::shared_ptr<Caller>& inherited) {
+  if (own_caller)
+    if (auto text = own_caller->get_label(); !text.empty()) return text;
+  return inherited ? inherited->get_label() : std::string();
+}
+
+/// Code objects and instructions of the frames, as torch gathers them for its memory snapshots.
+struct PythonStack final : Stack {
+  std::shared_ptr<torch::CapturedTraceback> gathered;
+  std::shared_ptr<const Stack> outer;  // where backward was called, for what its threads do; null: here is everything
+
+  PythonStack(std::shared_ptr<torch::CapturedTraceback> gathered, std::shared_ptr<const Stack> outer)
+      : gathered(std::move(gathered)), outer(std::move(outer)) {}
+
+  std::vector<Frame> frames() const override {
+    std::vector<Frame> result;
+    const auto symbolized = torch::symbolize({gathered.get()});
+    for (const auto index : symbolized.tracebacks.at(0)) {
+      const auto& frame = symbolized.all_frames.at(index);
+      result.push_back({frame.filename, static_cast<int64_t>(frame.lineno), frame.funcname});
+    }
+    if (outer)
+      for (auto& frame : outer->frames()) result.push_back(std::move(frame));
+    return result;
+  }
+};
+
+/// The stack of what may not wait for the interpreter's lock: that of the next operation of its thread.
+struct LaterStack final : Stack {
+  mutable std::mutex mutex;
+  std::shared_ptr<const Stack> stack;
+
+  std::vector<Frame> frames() const override {
+    std::shared_ptr<const Stack> filled;
+    {
+      std::lock_guard<std::mutex> lock(mutex);
+      filled = stack;
+    }
+    return filled ? filled->frames() : std::vector<Frame>();
+  }
+  void fill(std::shared_ptr<const Stack> filled) {
+    std::lock_guard<std::mutex> lock(mutex);
+    stack.swap(filled);
+  }
+};
+
+constexpr size_t kMostUnfilled = 1024;
+thread_local std::vector<std::weak_ptr<LaterStack>> unfilled;
+
+std::shared_ptr<const Stack> later() {
+  if (!trace.load(std::memory_order_relaxed)) return nullptr;
+  if (unfilled.size() == kMostUnfilled) unfilled.clear();  // a thread that does nothing but free
+  auto stack = std::make_shared<LaterStack>();
+  unfilled.push_back(stack);
+  return stack;
+}
+
+void fill_unfilled(const std::shared_ptr<const Stack>& stack) {
+  for (const auto& waiting : unfilled)
+    if (const auto alive = waiting.lock()) alive->fill(stack);
+  unfilled.clear();
+}
+
+bool interpreter_runs() {
+  if (!Py_IsInitialized()) return false;
+#if PY_VERSION_HEX >= 0x030D0000
+  return !Py_IsFinalizing();
+#else
+  return !_Py_IsFinalizing();
+#endif
+}
+
+/// Takes the interpreter's lock.
+std::shared_ptr<const Stack> gather(const std::shared_ptr<Caller>& inherited) {
+  if (!trace.load(std::memory_order_relaxed) || !interpreter_runs()) return nullptr;
+  auto gathered = torch::CapturedTraceback::gather(/*python=*/true, /*script=*/false, /*cpp=*/false);
+  auto stack = std::make_shared<const PythonStack>(std::move(gathered), inherited ? inherited->get_backward() : nullptr);
+  if (!unfilled.empty()) fill_unfilled(stack);
+  return stack;
+}
+
+/// The autograd node that this thread is evaluating; empty: none. Only one of Python's own takes the interpreter's lock.
+std::string node_name(bool may_wait) {
+  const auto node = torch::autograd::get_current_node();
+  if (!node) return {};
+  const torch::autograd::Node& evaluated = *node;
+  const auto& type = typeid(evaluated);
+  // Demangling costs more than an operation. A node of Python asks its class, which differs from node to node.
+  thread_local std::unordered_map<const char*, std::string> names;
+  const auto found = names.find(type.name());
+  if (found != names.end()) return found->second;
+  const bool of_python = std::string(type.name()).find("PyNode") != std::string::npos;
+  if (of_python && !may_wait) return {};
+  std::string name = evaluated.name();
+  if (!of_python) names.emplace(type.name(), name);
+  return name;
+}
+
+SitePtr make_site(std::string op, bool may_wait, const std::shared_ptr<Caller>& inherited) {
+  auto site = std::make_shared<Site>();
+  site->op = std::move(op);
+  site->label = label_here(inherited);
+  if (auto node = node_name(may_wait); !node.empty()) {
+    if (!site->label.empty()) site->label += ", ";
+    site->label += node;
+  }
+  site->stack = may_wait ? gather(inherited) : later();
+  return site;
+}
+
+bool holds_interpreter() {
+  return interpreter_runs() && PyGILState_Check();
+}
+
+}  // namespace
+
+SitePtr here(const std::string& op) {
+  return make_site(op, /*may_wait=*/true, inherited_caller());
+}
+
+SitePtr here_without_waiting(const std::string& op) {
+  const bool may_wait = holds_interpreter();
+  return make_site(may_wait ? op : op + ", before", may_wait, inherited_caller());
+}
+
+void begin_backward() {
+  const auto inherited = inherited_caller();
+  auto stack = gather(inherited);
+  Caller& own = make_own_caller();
+  std::lock_guard<std::mutex> lock(own.mutex);
+  own.backward.swap(stack);
+}
+
+void end_backward() {
+  std::shared_ptr<const Stack> none;
+  Caller& own = make_own_caller();
+  std::lock_guard<std::mutex> lock(own.mutex);
+  own.backward.swap(none);
+}
+
+void set_tracing(bool on) {
+  trace.store(on, std::memory_order_relaxed);
+}
+bool tracing() {
+  return trace.load(std::memory_order_relaxed);
+}
+
+std::string set_label(std::string label) {
+  Caller& own = make_own_caller();
+  std::lock_guard<std::mutex> lock(own.mutex);
+  std::swap(own.label, label);
+  return label;
+}
+std::string label() {
+  return label_here(inherited_caller());
+}
+
+}  // namespace sim

@@ -1,0 +1,40 @@
+// What the schema of an operation says about its arguments.
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <string>
+#include <vector>
+
+namespace sim {
+
+enum class Argument : uint8_t { Other, Read, Write, ReadWrite };
+
+struct Traits {
+  std::string name;                 // "aten::add_.Tensor"
+  std::vector<Argument> arguments;  // of those that hold tensors
+  int generator = -1;               // index of the argument; -1: none
+  int training = -1;                // index of the argument that says so; -1: none
+  std::vector<size_t> updated_in_training;
+  bool returns_view = false;        // no memory is touched
+  bool host_waits = false;          // the host needs the result to go on: shapes or values depend on the data
+  bool mixes_devices = false;       // takes tensors on the CPU beside those on the device
+};
+
+/// Read once per operation and thread.
+const Traits& traits_of(const c10::OperatorHandle& op);
+
+bool starts_with(const std::string& text, const char* prefix);
+
+/// Call `visit` for each defined tensor of an argument: a tensor, a list of them, or a list of optional ones.
+template <typename Visit>
+void each_tensor(const c10::IValue& value, Visit visit) {
+  if (value.isTensor()) {
+    if (value.toTensor().defined()) visit(value.toTensor());
+  } else if (value.isTensorList() || value.isOptionalTensorList()) {
+    for (const c10::IValue& item : value.toListRef())
+      if (item.isTensor() && item.toTensor().defined()) visit(item.toTensor());
+  }
+}
+
+}  // namespace sim

@@ -1,0 +1,299 @@
+// The transport between processes: torch's own gloo backend on host memory. Its work is done by its own threads, so
+// that nothing here blocks before somebody waits.
+#include "transport.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <numeric>
+#include <thread>
+
+namespace sim {
+
+namespace {
+
+/// A work of gloo's. Most tell when they are done, through their future; some do part of their job in `wait` and tell
+/// nothing before (send, recv, and reduce-scatter in some versions): these are waited for by whoever needs them first.
+class GlooExchange : public Exchange, public std::enable_shared_from_this<GlooExchange> {
+ public:
+  GlooExchange(std::string call, c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> results)
+      : call_(std::move(call)), work_(std::move(work)), results_(std::move(results)) {}
+
+  void follow(c10::ivalue::Future& future) {
+    waited_ = true;
+    future.addCallback([weak = weak_from_this()](c10::ivalue::Future& ended) {
+      if (const auto self = weak.lock()) {
+        self->end(ended.hasError() ? self->call_ + " failed: " + ended.tryRetrieveErrorMessage() : "");
+      }
+    });
+  }
+
+  bool done() override {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (ended_) {
+        return true;
+      }
+    }
+    wait_in_thread();
+    return false;
+  }
+
+  bool wait(std::optional<Deadline> deadline) override {
+    std::unique_lock<std::mutex> lock(mutex_);
+    if (!waited_) {
+      if (deadline) {
+        lock.unlock();
+        wait_in_thread();
+      } else {
+        waited_ = true;
+        lock.unlock();
+        wait_for_work();
+      }
+      lock.lock();
+    }
+    const auto ended = [&] { return ended_; };
+    if (!deadline) {
+      changed_.wait(lock, ended);  // Gloo has a deadline of its own for everything.
+    } else if (!changed_.wait_until(lock, *deadline, ended)) {
+      return false;
+    }
+    if (!failure_.empty()) {
+      const std::string failure = failure_;
+      lock.unlock();
+      C10_THROW_ERROR(DistBackendError, failure);
+    }
+    return true;
+  }
+
+  std::vector<at::Tensor> results() override {
+    return results_;
+  }
+
+  void abort(const std::string& reason) override {
+    if (!end(c10::str(call_, ": ", reason))) {
+      return;
+    }
+    try {
+      work_->abort();  // Sends and receives can be aborted; the others end at gloo's deadline.
+    } catch (const std::exception&) {
+      return;
+    }
+  }
+
+ private:
+  void wait_in_thread() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (waited_) {
+        return;
+      }
+      waited_ = true;
+    }
+    std::thread([self = shared_from_this()] { self->wait_for_work(); }).detach();
+  }
+
+  void wait_for_work() {
+    std::string failure;
+    try {
+      work_->wait();
+    } catch (const std::exception& error) {
+      failure = c10::str(call_, " failed: ", error.what());
+    }
+    end(failure);
+  }
+
+  /// False if it had ended before.
+  bool end(const std::string& failure) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (ended_) {
+      return false;
+    }
+    ended_ = true;
+    failure_ = failure;
+    changed_.notify_all();
+    return true;
+  }
+
+  const std::string call_;
+  const c10::intrusive_ptr<c10d::Work> work_;
+  const std::vector<at::Tensor> results_;
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  bool waited_ = false;  // somebody waits for the work, or has
+  bool ended_ = false;
+  std::string failure_;
+};
+
+class GlooTransport : public Transport {
+ public:
+  GlooTransport(
+      MakeGloo make, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+      std::chrono::milliseconds timeout)
+      : make_(std::move(make)), gloo_(make_(store, rank, size, timeout)), rank_(rank), size_(size) {}
+
+  std::shared_ptr<Exchange> start(Request request) override {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (!failure_.empty()) {
+        C10_THROW_ERROR(DistBackendError, c10::str(request.call, " after a failure: ", failure_));
+      }
+    }
+    PlainKernels plain;
+    std::vector<at::Tensor> results;
+    auto work = issue(request, results);
+    auto exchange = std::make_shared<GlooExchange>(request.call, work, std::move(results));
+    if (auto future = future_of(request.op, *work)) {
+      exchange->follow(*future);
+    }
+    return exchange;
+  }
+
+  void set_timeout(std::chrono::milliseconds timeout) override {
+    gloo_->setTimeout(timeout);
+  }
+
+  std::shared_ptr<Transport> split(
+      const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks, const std::string& name,
+      std::chrono::milliseconds timeout) override {
+    const auto place = std::find(ranks.begin(), ranks.end(), rank_);
+    TORCH_CHECK(place != ranks.end(), "rank ", rank_, " splits off ", name, ", but is no part of it [split]");
+    return std::make_shared<GlooTransport>(
+        make_, store, static_cast<int>(place - ranks.begin()), static_cast<int>(ranks.size()), timeout);
+  }
+
+  void abort(const std::string& reason) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    failure_ = reason;
+  }
+
+ private:
+  using Lists = std::vector<std::vector<at::Tensor>>;
+
+  c10::intrusive_ptr<c10d::Work> issue(Request& request, std::vector<at::Tensor>& results) {
+    auto& give = request.give;
+    const auto options = at::TensorOptions().dtype(request.dtype);
+    for (int64_t numel : request.take) {
+      if (request.op != Op::AllReduce && request.op != Op::Reduce) {  // These work in place, on our own copies.
+        results.push_back(at::empty({numel}, options));
+      }
+    }
+    switch (request.op) {
+      case Op::AllReduce: {
+        results = give;
+        if (give.size() == 1) {
+          c10d::AllreduceOptions opts;
+          opts.reduceOp = request.reduce;
+          return gloo_->allreduce(give, opts);
+        }
+        c10d::AllreduceCoalescedOptions opts;
+        opts.reduceOp = request.reduce;
+        return gloo_->allreduce_coalesced(give, opts);
+      }
+      case Op::Reduce: {
+        c10d::ReduceOptions opts;
+        opts.reduceOp = request.reduce;
+        opts.rootRank = request.root;
+        if (rank_ == request.root) {
+          results = give;
+        }
+        return gloo_->reduce(give, opts);
+      }
+      case Op::ReduceScatter:
+        return reduce_scatter(request, results.at(0));
+      case Op::AllGather: {
+        Lists outputs = {results};
+        return gloo_->allgather(outputs, give);
+      }
+      case Op::Broadcast: {
+        c10d::BroadcastOptions opts;
+        opts.rootRank = request.root;
+        return gloo_->broadcast(rank_ == request.root ? give : results, opts);
+      }
+      case Op::Gather: {
+        c10d::GatherOptions opts;
+        opts.rootRank = request.root;
+        Lists outputs;
+        if (rank_ == request.root) {
+          outputs.push_back(results);
+        }
+        return gloo_->gather(outputs, give, opts);
+      }
+      case Op::Scatter: {
+        c10d::ScatterOptions opts;
+        opts.rootRank = request.root;
+        Lists inputs;
+        if (rank_ == request.root) {
+          inputs.push_back(give);
+        }
+        return gloo_->scatter(results, inputs, opts);
+      }
+      case Op::AllToAll:
+        return all_to_all(request, results);
+      case Op::Send:
+        return gloo_->send(give, request.root, 0);
+      case Op::Recv:
+        return gloo_->recv(results, request.root, 0);
+    }
+    TORCH_INTERNAL_ASSERT(false, "unknown operation ", static_cast<int>(request.op));
+  }
+
+  /// The future of a work, if it has one.
+  c10::intrusive_ptr<c10::ivalue::Future> future_of(Op op, c10d::Work& work) {
+    if (op == Op::Send || op == Op::Recv || (op == Op::ReduceScatter && reduce_scatter_without_future_)) {
+      return nullptr;
+    }
+    try {
+      return work.getFuture();
+    } catch (const c10::Error&) {
+      TORCH_INTERNAL_ASSERT(op == Op::ReduceScatter, "a work of gloo's without a future");
+      reduce_scatter_without_future_ = true;
+      return nullptr;
+    }
+  }
+
+  c10::intrusive_ptr<c10d::Work> reduce_scatter(Request& request, at::Tensor& result) {
+    auto& whole = request.give.at(0);
+    c10d::ReduceScatterOptions opts;
+    opts.reduceOp = request.reduce;
+    if (!request.list) {
+      return gloo_->_reduce_scatter_base(result, whole, opts);
+    }
+    std::vector<at::Tensor> outputs = {result};
+    Lists inputs = {whole.chunk(size_)};
+    return gloo_->reduce_scatter(outputs, inputs, opts);
+  }
+
+  c10::intrusive_ptr<c10d::Work> all_to_all(const Request& request, std::vector<at::Tensor>& results) {
+    std::vector<int64_t> sends;
+    for (const auto& part : request.give) {
+      sends.push_back(part.numel());
+    }
+    auto receives = request.take;
+    auto input = at::cat(request.give);
+    auto output = at::empty({std::accumulate(receives.begin(), receives.end(), int64_t{0})}, input.options());
+    results = output.split_with_sizes(receives);
+    return gloo_->alltoall_base(output, input, receives, sends);
+  }
+
+  const MakeGloo make_;
+  const c10::intrusive_ptr<c10d::Backend> gloo_;
+  const int rank_;
+  const int size_;
+  std::atomic<bool> reduce_scatter_without_future_{false};
+  std::mutex mutex_;
+  std::string failure_;
+};
+
+}  // namespace
+
+std::shared_ptr<Transport> gloo_transport(
+    MakeGloo make, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+    std::chrono::milliseconds timeout) {
+  return std::make_shared<GlooTransport>(std::move(make), store, rank, size, timeout);
+}
+
+}  // namespace sim

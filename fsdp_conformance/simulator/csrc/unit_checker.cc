@@ -1,0 +1,3 @@
+// One translation unit: torch's headers take most of the compiler's time, so they are read once for all of these.
+#include "checker.cpp"
+#include "checker_bindings.cpp"

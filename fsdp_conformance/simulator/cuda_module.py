@@ -1,0 +1,200 @@
+"""
+`torch.cuda` as a script sees it under `--as-cuda`: its functions answer for the simulated accelerator.
+
+What `torch.sim` has under the same name is taken from there. The rest is answered here, does nothing (ranges of NVTX
+become labels), or is refused with the reason, so that nothing is left out without a word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.simulator.cuda_names import NotSimulated, replace, script_asks, stand_in, translated
+from fsdp_conformance.simulator.labels import Labels
+
+#: The device of the simulated accelerator, in the words of a property that scripts read.
+NAME = "simulated accelerator"
+_CAPABILITY = (9, 0)
+_TOTAL_BYTES = 80 << 30
+_NCCL_VERSION = (2, 28, 9)
+
+#: Where torch.cuda has its functions from; a script may name those modules, too.
+_PARTS = ("memory", "random", "streams", "graphs", "_utils")
+
+#: Taken from torch.sim under the same name.
+_SAME = (
+    "Event", "Stream", "current_device", "current_stream", "default_stream", "device", "device_count",
+    "empty_cache", "get_rng_state", "get_rng_state_all", "initial_seed", "manual_seed", "manual_seed_all",
+    "max_memory_allocated", "max_memory_reserved", "mem_get_info", "memory_allocated", "memory_reserved",
+    "memory_stats", "reset_accumulated_memory_stats", "reset_peak_memory_stats", "seed", "seed_all", "set_device",
+    "set_rng_state", "set_rng_state_all", "set_stream", "stream", "synchronize", "StreamContext",
+)  # fmt: skip
+
+#: Older names.
+_RENAMED = {
+    "memory_cached": "memory_reserved",
+    "max_memory_cached": "max_memory_reserved",
+    "reset_max_memory_allocated": "reset_peak_memory_stats",
+    "reset_max_memory_cached": "reset_peak_memory_stats",
+}
+
+_GRAPHS = "a graph replays work without the calls that the checker follows. Run the script without graphs"
+_MEMORY = "its allocator cannot be exchanged"
+_HANDLE = "there is no CUDA runtime beneath it"
+
+#: What is refused, and why; everything else in torch.cuda that can be called is refused with _HANDLE.
+_REFUSED = {
+    "CUDAGraph": _GRAPHS,
+    "graph": _GRAPHS,
+    "make_graphed_callables": _GRAPHS,
+    "graph_pool_handle": _GRAPHS,
+    "MemPool": _MEMORY,
+    "CUDAPluggableAllocator": _MEMORY,
+    "change_current_allocator": _MEMORY,
+    "use_mem_pool": _MEMORY,
+}
+
+
+def install(labels: Labels) -> None:
+    """Put the answers into torch.cuda."""
+    simulator = getattr(torch, SIMULATED)
+    answers: dict[str, Any] = {}
+    for name in _SAME:
+        answers[name] = _taken(getattr(simulator, name, None), name)
+    for old, new in _RENAMED.items():
+        answers[old] = answers[new]
+    answers |= _answers(simulator)
+    for name, value in list(vars(torch.cuda).items()):
+        if name not in answers and _could_be_called(name, value):
+            answers[name] = _refusal(name, value)
+    # Tensors and streams made from here on are the simulated ones; classes that only name something stay.
+    for name, value in answers.items():
+        for module in (torch.cuda, *(getattr(torch.cuda, part, None) for part in _PARTS)):
+            if module is torch.cuda or hasattr(module, name):
+                replace(module, **{name: value})
+    replace(torch.cuda, _sleep=_nothing)
+    replace(torch.cuda.nccl, version=lambda: _NCCL_VERSION)
+    _install_ranges(labels)
+
+
+def _answers(simulator: Any) -> dict[str, Any]:
+    """What torch.cuda is asked and torch.sim is not."""
+    available = torch.cuda.is_available
+
+    def is_available() -> bool:
+        # torch itself decides by it what kind of tensors it has before it, and they are not CUDA's.
+        return True if script_asks() else available()
+
+    def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
+        stats = simulator.memory_stats(translated(lambda given: given)(device))
+        return "\n".join(f"{name}: {value}" for name, value in sorted(stats.items()))
+
+    class device_of(simulator.device):  # type: ignore[misc]  # noqa: N801 - torch.cuda has this name
+        def __init__(self, obj: Any) -> None:
+            super().__init__(obj.get_device() if obj.device.type == SIMULATED else None)
+
+    return {
+        "device_of": device_of,
+        "is_available": is_available,
+        "is_initialized": lambda: True,
+        "init": _nothing,
+        "ipc_collect": _nothing,
+        "set_sync_debug_mode": _nothing,
+        "get_sync_debug_mode": lambda: 0,
+        "set_per_process_memory_fraction": _nothing,
+        "get_per_process_memory_fraction": lambda device=None: 1.0,
+        "get_device_name": lambda device=None: NAME,
+        "get_device_capability": lambda device=None: _CAPABILITY,
+        "get_device_properties": lambda device=None: _properties(),
+        "get_arch_list": lambda: [f"sm_{_CAPABILITY[0]}{_CAPABILITY[1]}"],
+        "get_gencode_flags": lambda: "",
+        "is_bf16_supported": lambda including_emulation=True: True,
+        "is_tf32_supported": lambda: True,
+        "can_device_access_peer": lambda device, peer: True,
+        "is_current_stream_capturing": lambda: False,
+        "memory_summary": memory_summary,
+        "memory_snapshot": lambda *given, **more: [],
+        "get_allocator_backend": lambda: "native",
+    }
+
+
+def _properties() -> types.SimpleNamespace:
+    """What scripts read of a device's properties."""
+    return types.SimpleNamespace(
+        name=NAME,
+        major=_CAPABILITY[0],
+        minor=_CAPABILITY[1],
+        total_memory=_TOTAL_BYTES,
+        multi_processor_count=132,
+        warp_size=32,
+        max_threads_per_multi_processor=2048,
+        regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152,
+        shared_memory_per_multiprocessor=233472,
+        L2_cache_size=50 << 20,
+        is_integrated=False,
+        is_multi_gpu_board=False,
+        gcnArchName="",
+    )
+
+
+def _taken(value: Any, name: str) -> Any:
+    if value is None:
+        return _refusal(name, None)
+    return stand_in(value) if isinstance(value, type) else translated(value)
+
+
+def _could_be_called(name: str, value: Any) -> bool:
+    """Whether it is of torch.cuda's own that would reach for a GPU: no error class, no type of tensors, no module."""
+    if name.startswith("_") or not callable(value) or isinstance(value, types.ModuleType):
+        return False
+    if not getattr(value, "__module__", "").startswith(("torch.cuda", "torch._C")):
+        return False
+    if isinstance(value, type):
+        return name in _REFUSED or name in ("ExternalStream", "GreenContext")
+    return not inspect.isclass(value)
+
+
+def _refusal(name: str, value: Any) -> Any:
+    """Something with that name that raises as soon as it is used."""
+    why = _REFUSED.get(name, _HANDLE)
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise NotSimulated(f"torch.cuda.{name}", why)
+
+    if isinstance(value, type):
+        return type(name, (), {"__new__": refuse, "__module__": "torch.cuda"})
+    return refuse
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """For what only hints at how a GPU should do its work."""
+
+
+def _install_ranges(labels: Labels) -> None:
+    """NVTX marks what runs for a profiler; here, for whoever reads a hazard."""
+
+    @contextlib.contextmanager
+    def marked(text: str, *args: Any, **kwargs: Any) -> Iterator[None]:
+        labels.push(text.format(*args, **kwargs))
+        try:
+            yield
+        finally:
+            labels.pop()
+
+    answers: dict[str, Callable[..., Any]] = {
+        "range_push": labels.push,
+        "range_pop": labels.pop,
+        "range_start": lambda text: 0,
+        "range_end": _nothing,
+        "mark": _nothing,
+        "range": marked,
+    }
+    replace(torch.cuda.nvtx, **answers)

@@ -1,0 +1,411 @@
+"""
+A hazard as the checker found it: two accesses to the same memory that nothing orders; and its explanation.
+
+`Hazard` is the data, `sentence()` says it in one line, `explain()` argues it: both accesses with their stacks, the
+memory, and the wait that is missing, as code. Texts are the same in every run of the same program: no addresses,
+streams and blocks are counted per device.
+
+Standard library only: who reads hazards from a file need not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sysconfig
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from itertools import groupby
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from fsdp_conformance.history.hazard import HazardKind, HazardRecord
+
+__all__ = ["Access", "Frame", "Hazard", "HazardKind", "HazardRecord", "Site", "Stream", "hazard_from_json"]
+
+#: The name of the device in texts.
+_DEVICE = "sim"
+
+#: Columns of the sentence that an explanation begins with.
+_WIDTH = 110
+
+#: Frames that are listed of a stack in which there are none but torch's, Python's and ours.
+_INTERNAL_FRAMES = 8
+
+#: Files of torch that a folded group of frames is named by, before others: who issued the operation, not who passed it
+#: on.
+_TELLING = re.compile(r"torch/(distributed/(fsdp|_composable|tensor|optim)|nn/parallel|optim)/")
+
+#: Operations of a process group: who calls one gets a Work.
+_COLLECTIVE = re.compile(r"(all_|broadcast|coalesced|gather|recv|reduce|scatter|send)")
+
+_KINDS: Mapping[HazardKind, str] = {
+    HazardKind.READ_AFTER_WRITE: "read after write",
+    HazardKind.WRITE_AFTER_READ: "write after read",
+    HazardKind.WRITE_AFTER_WRITE: "write after write",
+    HazardKind.REUSE_IN_FLIGHT: "reuse of memory in flight",
+    HazardKind.HOST_WRITE_IN_FLIGHT: "host write in flight",
+    HazardKind.HOST_READ_IN_FLIGHT: "host read in flight",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """One frame of a Python stack."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{_shown(self.file)}:{self.line} in {self.function}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Site:
+    """What made an access, an allocation or a free."""
+
+    op: str
+    """"aten::add_.Tensor", "all_gather_into_tensor", "free"."""
+    label: str = ""
+    """Module, unit or phase, where somebody has named it (`checker.label`)."""
+    tensor: str = ""
+    """Name of the tensor, where somebody has named it."""
+    stack: tuple[Frame, ...] = ()
+    """Innermost first; empty where none was gathered."""
+
+    def innermost(self) -> Frame | None:
+        """The innermost frame that is neither torch's nor Python's nor this package's; else the innermost."""
+        return next((frame for frame in self.stack if _owner(frame.file) == "user"), next(iter(self.stack), None))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stream:
+    """A stream of a device, or the host."""
+
+    device: int
+    """Index; -1 is the host."""
+    number: int
+    """Counted within the device in the order of first use."""
+    name: str
+    """"default stream", "all-gather"; "stream" where nobody has named it."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether it is no stream, but the program itself."""
+        return self.device < 0
+
+    def __str__(self) -> str:
+        title = self._title()
+        return title if self._is_unnamed else f"the {title}"
+
+    @property
+    def variable(self) -> str:
+        """A name for it in code."""
+        return re.sub(r"\W+", "_", self._title())
+
+    @property
+    def _is_unnamed(self) -> bool:
+        return self.name in ("", "stream")
+
+    def _title(self) -> str:
+        if self._is_unnamed:
+            return f"stream {self.number}"
+        return self.name if self.is_host or self.name.endswith("stream") else f"{self.name} stream"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Access:
+    """One operation that reads or writes some bytes of a block of memory."""
+
+    kind: str
+    """"read" or "write"."""
+    stream: Stream
+    offset: int
+    """Of the first byte within the block."""
+    run: int
+    """Bytes in a row."""
+    repeats: tuple[tuple[int, int], ...]
+    """(count, stride in bytes) of runs, outermost first; empty for one run."""
+    allocation: int
+    """Which tenant of the block it belongs to, from 1 on."""
+    site: Site
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it touches."""
+        return self.run * prod(count for count, _ in self.repeats)
+
+    @property
+    def end(self) -> int:
+        """One past its last byte."""
+        return self.offset + self.run + sum((count - 1) * stride for count, stride in self.repeats)
+
+    def extent(self) -> str:
+        """Which bytes, in words."""
+        inside = f"bytes {self.offset} to {self.end - 1}"
+        if not self.repeats:
+            return f"{inside} ({self.nbytes} bytes)"
+        return f"{self.nbytes} of {inside} ({self.nbytes // self.run} runs of {self.run} bytes)"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Hazard:
+    """One race: `then` comes first in the program, `now` should have waited for it."""
+
+    kind: HazardKind
+    then: Access
+    now: Access
+    device: int
+    """Of the memory; of pinned memory the device that was current when it was allocated."""
+    pinned: bool
+    """Whether it is memory of the host."""
+    block: int
+    """The block that `now` touches, counted from 1 within its device."""
+    nbytes: int
+    """Of that block."""
+    allocated: Site | None
+    """Where the memory that `now` touches was allocated."""
+    freed: Site | None
+    """For a reuse: where the memory that `then` touches was freed."""
+    tenant_stream: Stream
+    """The stream that the memory of `then` was allocated on."""
+    then_block: int
+    """The block that `then` touches: another one only where the worst-case reuse of memory was asked for."""
+    then_nbytes: int
+    count: int
+    """How often it was seen: equal hazards (kind, operations, labels, streams, stacks) are one."""
+
+    @property
+    def is_worst_case(self) -> bool:
+        """Whether the two had different memory in this run, and could have had the same in another."""
+        return self.kind is HazardKind.REUSE_IN_FLIGHT and self.then_block != self.block
+
+    def sentence(self) -> str:
+        """Who touches what, and what is missing, in one line."""
+        return f"{_KINDS[self.kind]} on {self._place()}: {self._claim()}"
+
+    def explain(self, *, full_stacks: bool = False) -> str:
+        """
+        The whole argument, for a person: both accesses, the memory, and the wait that is missing.
+
+        Stacks begin with the innermost frame; frames inside torch, Python and this package are folded, unless
+        `full_stacks`.
+        """
+        stack = _full_stack if full_stacks else _folded_stack
+        times = f" (seen {self.count} times)" if self.count > 1 else ""
+        lines = textwrap.wrap(
+            self.sentence() + times, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        )
+        for title, access in (("first", self.then), ("then", self.now)):
+            lines.append(f"  {title}: {self._op(access)} {access.kind}s {access.extent()}")
+            lines += _belongs(access.site) + stack(access.site.stack)
+        lines.append(f"  memory: block {self.block} of {self._place()} ({self.nbytes} bytes)")
+        if self.allocated is not None:
+            by = "" if self.allocated.op == "allocate" else f" by {self.allocated.op}"
+            lines.append(f"  allocated{by}")
+            lines += _belongs(self.allocated) + stack(self.allocated.stack)
+        if self.is_worst_case:
+            lines.append(
+                f"  in another run a caching allocator may give out block {self.then_block} "
+                f"({self.then_nbytes} bytes) instead"
+            )
+        if self.kind is HazardKind.REUSE_IN_FLIGHT:
+            lines.append(f"  its former tenant, allocated on {self._name(self.tenant_stream)}, was {self._freed()}")
+            lines += _belongs(self.freed) + stack(self.freed.stack) if self.freed is not None else []
+        lines.append("  missing:")
+        lines += [f"    {line}" for line in self.missing()]
+        return "\n".join(lines)
+
+    def missing(self) -> list[str]:
+        """The wait that would order the two, as lines of code; a comment before each says where."""
+        first, second = self.then.stream, self.now.stream
+        if self.kind is HazardKind.REUSE_IN_FLIGHT:
+            return self._missing_for_reuse()
+        if second.is_host:
+            verb = "writes" if self.kind is HazardKind.HOST_WRITE_IN_FLIGHT else "reads"
+            return [
+                f"# after {self._at(self.then.site)}",
+                f"event = {first.variable}.record_event()",
+                f"# before the host {verb}: {self._at(self.now.site)}",
+                "event.synchronize()",
+            ]
+        lines = [f"# before {self._at(self.now.site)}", f"{second.variable}.wait_stream({first.variable})"]
+        if _COLLECTIVE.match(self.then.site.op):
+            current = f"with {self._name(second)} current"
+            lines += [f"# or, {current}, if {self.then.site.op} returned a Work", "work.wait()"]
+        return lines
+
+    def record(self) -> HazardRecord:
+        """As the history of a run keeps it."""
+        return HazardRecord(
+            kind=self.kind,
+            then_op=self.then.site.op,
+            then_label=self.then.site.label,
+            now_op=self.now.site.op,
+            now_label=self.now.site.label,
+            sentence=self.sentence(),
+            text=self.explain(),
+            count=self.count,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready mapping; `hazard_from_json` is its inverse."""
+        return asdict(self)
+
+    def _place(self) -> str:
+        return "pinned memory" if self.pinned else f"{_DEVICE}:{self.device}"
+
+    def _at(self, site: Site) -> str:
+        """The operation and where it was issued: inside torch, where one line of the user's has issued both."""
+        frame = site.innermost()
+        if self.then.site.innermost() == self.now.site.innermost():
+            frame = next((inner for inner in site.stack if _TELLING.search(_shown(inner.file))), frame)
+        return site.op if frame is None else f"{site.op} ({frame})"
+
+    def _freed(self) -> str:
+        """torch frees memory without the interpreter's lock: the stack can be that of the thread's next operation."""
+        return "freed before" if self.freed is not None and self.freed.op == "free, before" else "freed"
+
+    def _name(self, stream: Stream) -> str:
+        """A stream in words; its device, too, where it is not that of the memory."""
+        is_elsewhere = not (stream.is_host or self.pinned or stream.device == self.device)
+        return f"{stream} of {_DEVICE}:{stream.device}" if is_elsewhere else str(stream)
+
+    def _op(self, access: Access) -> str:
+        return f"{access.site.op} on {self._name(access.stream)}"
+
+    def _claim(self) -> str:
+        first, second = self._op(self.then), self._op(self.now)
+        match self.kind:
+            case HazardKind.READ_AFTER_WRITE:
+                return f"{second} reads what {first} writes, and does not wait for it"
+            case HazardKind.WRITE_AFTER_READ:
+                return f"{second} overwrites what {first} reads, and does not wait for it"
+            case HazardKind.WRITE_AFTER_WRITE:
+                return f"{second} overwrites what {first} writes, and does not wait for it"
+            case HazardKind.HOST_WRITE_IN_FLIGHT:
+                return f"{second} overwrites what {first} {self.then.kind}s, and has not waited for it"
+            case HazardKind.HOST_READ_IN_FLIGHT:
+                return f"{second} reads what {first} writes, and has not waited for it"
+        given = "may be given" if self.is_worst_case else "uses"
+        return f"{second} {given} memory that was freed while {first} still {self.then.kind}s it"
+
+    def _missing_for_reuse(self) -> list[str]:
+        first, second, owner = self.then.stream, self.now.stream, self.tenant_stream
+        if self.pinned:
+            return [
+                f"# keep a reference to the tensor until, after {self._at(self.then.site)}",
+                f"event = {first.variable}.record_event()",
+                "event.synchronize()",
+            ]
+        if first == owner:
+            # The allocator gives memory out in the order of its stream; who uses it elsewhere has to wait for that.
+            return [
+                f"# after the memory is allocated, before {self._at(self.now.site)}",
+                f"{second.variable}.wait_stream({owner.variable})",
+            ]
+        frame = self.freed.innermost() if self.freed is not None else None
+        return [
+            "# before the tensor is freed" + (f" ({frame})" if frame is not None else ""),
+            f"tensor.record_stream({first.variable})",
+            f"# or keep a reference to it until, after {self._at(self.then.site)}",
+            f"{owner.variable}.wait_stream({first.variable})",
+        ]
+
+
+def hazard_from_json(data: Mapping[str, Any]) -> Hazard:
+    """The hazard that `to_json`, or the checker, describes."""
+    return Hazard(
+        kind=HazardKind(data["kind"]),
+        then=_access(data["then"]),
+        now=_access(data["now"]),
+        allocated=_site(data["allocated"]),
+        freed=_site(data["freed"]),
+        tenant_stream=Stream(**data["tenant_stream"]),
+        **{name: data[name] for name in ("device", "pinned", "block", "nbytes", "then_block", "then_nbytes", "count")},
+    )
+
+
+def _access(data: Mapping[str, Any]) -> Access:
+    return Access(
+        kind=data["kind"],
+        stream=Stream(**data["stream"]),
+        offset=data["offset"],
+        run=data["run"],
+        repeats=tuple((count, stride) for count, stride in data["repeats"]),
+        allocation=data["allocation"],
+        site=_site(data["site"]) or Site(op="an operation"),
+    )
+
+
+def _site(data: Mapping[str, Any] | None) -> Site | None:
+    if data is None:
+        return None
+    stack = tuple(Frame(**frame) for frame in data["stack"])
+    return Site(op=data["op"], label=data["label"], tensor=data["tensor"], stack=stack)
+
+
+def _belongs(site: Site) -> list[str]:
+    """The tensor and the unit of a site, as far as they have names."""
+    names = ([f"of {site.tensor}"] if site.tensor else []) + ([f"in {site.label}"] if site.label else [])
+    return [f"    {', '.join(names)}"] if names else []
+
+
+def _full_stack(stack: Sequence[Frame]) -> list[str]:
+    return [f"      {frame}" for frame in stack] or ["      (no Python stack)"]
+
+
+def _folded_stack(stack: Sequence[Frame]) -> list[str]:
+    """The user's frames; each group of others in one line, those below the last of the user's not at all."""
+    if not any(_owner(frame.file) == "user" for frame in stack):
+        kept = [frame for frame in stack if _owner(frame.file) != "harness"][:_INTERNAL_FRAMES]
+        return _full_stack(kept)
+    return [f"      {line}" for line in _folded(stack)]
+
+
+def _folded(stack: Sequence[Frame]) -> Iterator[str]:
+    groups = [(is_user, list(frames)) for is_user, frames in groupby(stack, lambda f: _owner(f.file) == "user")]
+    for index, (is_user, frames) in enumerate(groups):
+        if is_user:
+            yield from map(str, frames)
+        elif index + 1 < len(groups):
+            telling = next((f for f in frames if _TELLING.search(_shown(f.file))), frames[0])
+            yield f"... {telling}" if len(frames) == 1 else f"... {len(frames)} frames, among them {telling}"
+
+
+def _shown(file: str) -> str:
+    """A path as it is shown: torch's from "torch/" on, one below the current directory without that."""
+    for root in (_torch_directory(), _PACKAGE):
+        if root and file.startswith(root + os.sep):
+            return os.path.join(os.path.basename(root), os.path.relpath(file, root))
+    here = os.getcwd() + os.sep
+    return file.removeprefix(here)
+
+
+_PACKAGE = str(Path(__file__).resolve().parent.parent)
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+
+
+@cache
+def _torch_directory() -> str:
+    """Where torch lies, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    return os.path.dirname(spec.origin) if spec is not None and spec.origin else ""
+
+
+@cache
+def _owner(file: str) -> str:
+    """Who wrote a file: "torch", "stdlib", "harness" (this package, but for its suites and tests) or "user"."""
+    if file.startswith(_torch_directory() + os.sep):
+        return "torch"
+    if file.startswith(tuple(os.path.join(_PACKAGE, part) + os.sep for part in ("harness", "simulator"))):
+        return "harness"
+    # site-packages may lie below the standard library's folder; "<string>" and the like have no file to point to.
+    if file.startswith("<") or (file.startswith(_STDLIB) and "site-packages" not in file):
+        return "stdlib"
+    return "user"

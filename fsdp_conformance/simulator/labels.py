@@ -1,0 +1,121 @@
+"""
+Names for what a hazard speaks of: the module that runs, ranges that the script marks, parameters.
+
+Modules are followed by torch's global forward hooks, so nothing of the model changes. A model's parts have the names
+that `named_modules` gives them, without those of wrappers: "Transformer.layers.0.attn". Backward runs in threads of
+autograd's, which have no Python stack; what is done there gets the stack of the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.simulator import build, checker
+from fsdp_conformance.simulator.cuda_names import replace
+
+#: What DDP, FSDP1, activation checkpointing and torch.compile put into names.
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?:\.|$)")
+
+
+class Labels:
+    """The label of each thread: the innermost module or range that it is in."""
+
+    def __init__(self) -> None:
+        self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self._local = threading.local()
+        self._extension: Any = build.load()
+
+    def push(self, label: str) -> int:
+        """Begin something; returns how many are open."""
+        outer: list[str] = self._local.__dict__.setdefault("outer", [])
+        outer.append(self._extension.set_label(label))
+        return len(outer) - 1
+
+    def pop(self) -> int:
+        """End the innermost. One that was never begun is no error: hooks may come late, scripts may be wrong."""
+        outer: list[str] = self._local.__dict__.setdefault("outer", [])
+        if outer:
+            self._extension.set_label(outer.pop())
+        return len(outer)
+
+    def before_forward(self, module: nn.Module, arguments: Any) -> None:
+        """A module's forward begins."""
+        name = self._names.get(module)
+        if name is None:
+            self._name(module)
+            name = self._names[module]
+        self.push(name)
+
+    def after_forward(self, module: nn.Module, arguments: Any, result: Any) -> None:
+        """It has ended, by an exception too."""
+        self.pop()
+
+    def _name(self, root: nn.Module) -> None:
+        """Name a module that was met on its own, its parts, and their parameters."""
+        inner = root
+        while (wrapped := getattr(inner, "module", None)) is not None and isinstance(wrapped, nn.Module):
+            inner = wrapped
+        title = type(inner).__name__
+        for path, module in root.named_modules():
+            self._names.setdefault(module, _joined(title, path))
+        with checker.suspended(), torch.no_grad():
+            for path, tensor in (*root.named_parameters(), *root.named_buffers()):
+                local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor: what this rank holds
+                if isinstance(local, Tensor) and local.device.type == SIMULATED and _has_memory(local):
+                    self._extension.name_tensor(local, _joined(title, path))
+
+
+def install() -> Labels:
+    """Follow every module, and every backward, of this process from now on."""
+    labels = Labels()
+    register_module_forward_pre_hook(labels.before_forward)
+    register_module_forward_hook(labels.after_forward, always_call=True)
+    _follow_backward(build.load())
+    return labels
+
+
+def _follow_backward(extension: Any) -> None:
+    """
+    Give what autograd's threads do the stack of the call that they work for.
+
+    torch.autograd.backward and .grad call the engine under a private name (2.2 to 2.13); without it, they have none.
+    """
+    run = getattr(torch.autograd, "_engine_run_backward", None)
+    if run is None:
+        return
+    local = threading.local()
+
+    @functools.wraps(run)
+    def followed(*args: Any, **kwargs: Any) -> Any:
+        # Recomputation calls it again from within.
+        is_outermost = not getattr(local, "runs", False)
+        if is_outermost:
+            local.runs = True
+            extension.begin_backward()
+        try:
+            return run(*args, **kwargs)
+        finally:
+            if is_outermost:
+                local.runs = False
+                extension.end_backward()
+
+    replace(torch.autograd, _engine_run_backward=followed)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether it holds anything now: what FSDP has resharded does not."""
+    return tensor.untyped_storage().size() > 0
+
+
+def _joined(title: str, path: str) -> str:
+    path = _WRAPPERS.sub("", path).rstrip(".")
+    return f"{title}.{path}" if path else title

@@ -1,0 +1,293 @@
+"""
+Somebody's own training script on N ranks: what torchrun does on one machine, with the ranks forked from a warm process
+and supervised as those of a case are.
+
+Each rank finds the variables that torchrun sets. The rendezvous is a TCP store that rank 0 serves on MASTER_PORT, as
+with torchrun's static rendezvous; the controller holds the port until then. A rank that ends early, hangs or dies is
+named as the harness names it, and nothing outlives the controller.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.harness.deadlines import Deadlines
+from fsdp_conformance.harness.forkserver import STOP_TIMEOUT_S, WarmServer
+
+#: What the warm process imports for the ranks: what training scripts use, and what torch itself imports late (dynamo,
+#: with the first step of an optimizer). Not torch's test harness: it changes what a process may do.
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.distributed.device_mesh",
+    "torch.distributed.checkpoint",
+    "torch.nn.parallel",
+    "torch.utils.data",
+    "torch._dynamo",
+    "numpy.random",
+    "fsdp_conformance.simulator.script",
+)
+
+#: Beside it, for a script that says "cuda".
+_PRELOAD_AS_CUDA = "fsdp_conformance.simulator.as_cuda"
+
+#: Suffix of the file in which a rank keeps what it has observed so far, for a controller that gets no report from it.
+OBSERVED_SUFFIX = ".observed"
+
+#: How long after the deadline of the ranks the stacks are collected and the processes ended.
+_END_S = 30.0
+
+#: Seconds between two looks at what the ranks have written.
+_LOOK_S = 0.1
+
+#: What a script says, rank and line; called in a thread of its own.
+Say = Callable[[int, str], None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptOrder:
+    """What to run, and how."""
+
+    target: str
+    """The path of a script, or the name of a module."""
+    is_module: bool
+    arguments: tuple[str, ...]
+    world_size: int
+    mode: str
+    """Of the checker: record, raise or poison."""
+    as_cuda: bool
+    timeout_s: float
+    """From the start of the ranks to the end of the script on each."""
+
+    def deadlines(self) -> Deadlines:
+        """A collective that waits in vain speaks before its rank is ended."""
+        return Deadlines(collective_s=0.75 * self.timeout_s, rank_s=self.timeout_s, case_s=self.timeout_s + _END_S)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScriptPayload:
+    """What every rank is told beside what the harness tells it."""
+
+    order: ScriptOrder
+    port: int
+    """Of the store that rank 0 serves."""
+    run_id: str
+    own_path_entry: str | None
+    """The entry of sys.path that the script's own comes in place of."""
+
+
+class ScriptLaunch:
+    """
+    The ranks of a script. A context manager: nothing of them is left when the block is.
+
+    `start` and `wait` are apart so that the warm process imports torch while the controller does. An exception in the
+    block (Ctrl-C) ends every rank.
+    """
+
+    def __init__(self, order: ScriptOrder, say: Say) -> None:
+        self.order = order
+        self.observed: list[dict[str, Any] | None] = [None] * order.world_size
+        """What each rank has observed: its report's, or what it had written down when it ended."""
+        self._say = say
+        self._server = WarmServer((*PRELOAD, *([_PRELOAD_AS_CUDA] if order.as_cuda else [])), {})
+        self._resources = contextlib.ExitStack()
+        self._followers: list[_Follower] = []
+        self._supervisor: Any = None
+        self._starts: list[Any] = []
+
+    def __enter__(self) -> ScriptLaunch:
+        self._resources.callback(_end_server, self._server)
+        try:
+            self._server.ensure_running()
+        except BaseException:
+            self._resources.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._resources.close()
+
+    def start(self) -> None:
+        """Fork the ranks. Raises EnvironmentUnavailable if the warm process cannot start."""
+        # These import torch, which the warm process does at the same time.
+        from fsdp_conformance.harness import rank
+        from fsdp_conformance.harness.launcher import fork_ranks
+        from fsdp_conformance.harness.leftovers import remove_orphans, shared_memory
+        from fsdp_conformance.harness.supervisor import Seat, Supervisor
+
+        self._resources.callback(remove_orphans, shared_memory())
+        directory = Path(
+            self._resources.enter_context(
+                tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True)
+            )
+        )
+        port = self._resources.enter_context(held_port())
+        self._starts = _launch_order(self.order, directory, port).starts({})
+        members = fork_ranks([(rank.main, (start,)) for start in self._starts], self._server)
+        seats = [
+            Seat.take(start.rank, process, connection, start.files)
+            for start, (process, connection) in zip(self._starts, members, strict=True)
+        ]
+        self._supervisor = Supervisor(seats, self.order.deadlines())
+        self._resources.callback(self._close)
+        self._followers = [_Follower(start.rank, Path(start.files.output), self._say) for start in self._starts]
+
+    def wait(self) -> tuple[list[Any], list[Any]]:
+        """The RankReport (None: it sent none) and the RankExit of each rank, once all have ended."""
+        self._supervisor.run()
+        return self._supervisor.reports(), self._supervisor.exits()
+
+    def _close(self) -> None:
+        """End what lives, pass on the last words, and read what was observed."""
+        self._supervisor.kill()
+        for seat in self._supervisor.seats:
+            seat.mailbox.connection.close()
+        for follower in self._followers:
+            follower.stop()
+        for index, (start, report) in enumerate(zip(self._starts, self._supervisor.reports(), strict=True)):
+            said = report.measurements.get("observed") if report is not None else None
+            self.observed[index] = said or _written(Path(start.files.output).with_suffix(OBSERVED_SUFFIX))
+
+
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """
+    A TCP port of this machine that no other process is given as long as the block runs, and that a child can listen on.
+
+    Two sockets may be bound to one port if both allow it and neither listens yet: TCP stores do, servers of others that
+    ask for any free port are given another.
+    """
+    with socket.socket(socket.AF_INET) as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("", 0))
+        yield int(held.getsockname()[1])
+
+
+def torchrun_variables(rank: int, world_size: int, *, port: int, run_id: str) -> dict[str, str]:
+    """What torchrun sets for a worker of a job on one machine (torch/distributed/elastic/agent/server)."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GROUP_RANK": "0",
+        "ROLE_RANK": str(rank),
+        "ROLE_NAME": "default",
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_MAX_RESTARTS": "0",
+        "TORCHELASTIC_RUN_ID": run_id,
+        # Rank 0 serves the store, so that a script that sets MASTER_PORT itself finds one there, too.
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+    }
+
+
+def _launch_order(order: ScriptOrder, directory: Path, port: int) -> Any:
+    """The order in the harness's words."""
+    from fsdp_conformance.harness.environment import Determinism
+    from fsdp_conformance.harness.launcher import LaunchOrder
+
+    return LaunchOrder(
+        module="fsdp_conformance.simulator.script",
+        qualname="ScriptRank",
+        test_name=order.target,
+        file_name=str(directory / "store"),
+        directory=directory,
+        world_size=order.world_size,
+        device_type=SIMULATED,
+        deadlines=order.deadlines(),
+        # As torchrun: one thread, unless the user says otherwise.
+        determinism=Determinism(num_threads=_num_threads(), algorithms="off"),
+        variables={"FSDP_CONFORMANCE_SIM_DEVICES": str(order.world_size)},
+        preload=(),
+        preload_environment={},
+        payload=ScriptPayload(order=order, port=port, run_id=str(uuid.uuid4()), own_path_entry=_own_path_entry()),
+    )
+
+
+def _num_threads() -> int:
+    word = os.environ.get("OMP_NUM_THREADS", "")
+    return int(word) if word.isdecimal() and int(word) > 0 else 1
+
+
+def _own_path_entry() -> str | None:
+    """The entry of sys.path that this program was started from; the script gets its own in its place."""
+    if sys.flags.safe_path or not sys.path:
+        return None
+    entry = sys.path[0] or os.getcwd()
+    # Started from a checkout that is not installed: the ranks would not find this package.
+    own = Path(__file__).resolve().parents[2]
+    return None if Path(entry).resolve() == own and "site-packages" not in own.parts else entry
+
+
+def _written(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # it had not come to that
+        return None
+    return found
+
+
+def _end_server(server: WarmServer) -> None:
+    server.retire()
+    deadline = time.monotonic() + STOP_TIMEOUT_S
+    while not server.reap():
+        if time.monotonic() > deadline:
+            server.kill()
+            return
+        time.sleep(0.005)
+
+
+class _Follower:
+    """Passes on what a rank writes, line by line."""
+
+    def __init__(self, rank: int, path: Path, say: Say) -> None:
+        self._rank = rank
+        self._say = say
+        self._file: IO[bytes] = path.open("rb")
+        self._rest = b""
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name=f"output of rank {rank}", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Pass on what is left, the last line included if it has no end."""
+        self._over.set()
+        self._thread.join()
+        if self._rest:
+            self._say(self._rank, _shown(self._rest))
+        self._file.close()
+
+    def _follow(self) -> None:
+        over = False
+        while not over:
+            over = self._over.wait(_LOOK_S)
+            *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
+            for line in lines:
+                self._say(self._rank, _shown(line))
+
+
+def _shown(line: bytes) -> str:
+    """What a terminal would show of a line: the part after the last carriage return."""
+    return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]

@@ -1,0 +1,195 @@
+"""
+A rank that runs somebody's own training script on the simulated accelerator, under the race checker.
+
+The script is run as `python script.py` (or `python -m module`) would run it: as `__main__`, with its own sys.argv, its
+own directory first on sys.path, in the directory that the command was started in. When it has ended, so have its
+threads and its exit functions; then the rank says what was observed, and waits until every other rank has spoken, too.
+So rank 0's store is there for as long as anybody needs it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import runpy
+import sys
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import TracebackType
+from typing import Any, cast
+
+from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.harness import rank as rank_process
+from fsdp_conformance.harness.collective_log import CollectiveObserver, log
+from fsdp_conformance.harness.process_group import register_recording_backend
+from fsdp_conformance.outcome import RankError
+from fsdp_conformance.simulator import observe
+from fsdp_conformance.simulator.launch import OBSERVED_SUFFIX, ScriptOrder, ScriptPayload, torchrun_variables
+
+#: Seconds between two looks at what has been observed, for a rank that will not come to its report.
+_KEEP_S = 0.5
+
+#: Collectives that are remembered: a script may issue millions.
+_REMEMBERED = 4096
+
+
+class ScriptExited(Exception):
+    """The script ended itself with a status that means failure."""
+
+
+class ScriptRank:
+    """The entry of a rank: the harness finds it by name."""
+
+    def __init__(self, payload: ScriptPayload, run: rank_process.RankRun) -> None:
+        self.order: ScriptOrder = payload.order
+        self.payload = payload
+        self.run = run
+        self._observer: observe.Observer | None = None
+        self._has_begun = False
+
+    @classmethod
+    def _run(cls, rank: int, test_name: str, file_name: str, pipe: Connection, **options: Any) -> None:
+        run = rank_process.running()
+        code = run.body(cls(cast(ScriptPayload, run.payload), run), "run_script")
+        if code:
+            sys.exit(code)
+
+    def init_rank(self) -> None:
+        """Make the simulated accelerator this process's accelerator, and record what happens on it."""
+        start = self.run.start
+        os.environ.update(
+            torchrun_variables(start.rank, start.world_size, port=self.payload.port, run_id=self.payload.run_id)
+        )
+        self._observer = observe.begin(self.order, Path(start.file_name).parent)
+        register_recording_backend(start.device_type)
+        log().observers.append(_Forgetful())
+
+    def run_script(self) -> None:
+        """Run the script to its end; what was observed goes into the report, however it ended."""
+        observer = self._observer
+        if observer is None:
+            raise EnvironmentUnavailable("the simulated accelerator is not active")
+        kept = Path(self.run.start.files.output).with_suffix(OBSERVED_SUFFIX)
+        with _kept(observer, kept):
+            try:
+                self._prepare()
+                self._has_begun = True
+                self._execute()
+                _finish()
+            except SystemExit as leaving:
+                _finish()
+                if leaving.code not in (None, 0):
+                    raise ScriptExited(f"the script ended with sys.exit({leaving.code!r})") from None
+            finally:
+                self.run.report.measurements["observed"] = observer.observed()
+
+    def describe_error(self, error: BaseException) -> RankError:
+        """The exception with the frames of the script, without ours below them."""
+        described = rank_process.describe_error(error)
+        return RankError(
+            kind=described.kind,
+            message=described.message,
+            traceback=_script_traceback(error),
+            blame="implementation" if self._has_begun else "suite",
+            time=described.time,
+        )
+
+    def _prepare(self) -> None:
+        """sys.argv and sys.path as Python itself would set them."""
+        entry = self.payload.own_path_entry
+        if entry is not None and entry in sys.path:
+            sys.path.remove(entry)
+        if self.order.is_module:
+            first = os.getcwd()
+            # Run by name; runpy puts the path of the file in place of it.
+            sys.argv = [self.order.target, *self.order.arguments]
+        else:
+            path = Path(self.order.target)
+            first = str((path if path.is_dir() else path.parent).absolute())
+            sys.argv = [self.order.target, *self.order.arguments]
+        if not sys.flags.safe_path:
+            sys.path.insert(0, first)
+        # Ranks are forked: a module of that name that the warm process has found elsewhere must not stand for it.
+        importlib.invalidate_caches()
+
+    def _execute(self) -> None:
+        if self.order.is_module:
+            runpy.run_module(self.order.target, run_name="__main__", alter_sys=True)
+        else:
+            runpy.run_path(self.order.target, run_name="__main__")
+
+
+class _Forgetful(CollectiveObserver):
+    """Keeps the log from growing; the last collectives are in the trace file anyway."""
+
+    def after(self, record: Any, work: Any) -> None:
+        if len(log().records) >= _REMEMBERED:
+            log().clear()
+
+
+def _finish() -> None:
+    """What Python does at the end of a program, before it takes itself down: join threads, call exit functions."""
+    threading._shutdown()  # type: ignore[attr-defined]  # the same name in 3.11 to 3.14; joins all but daemon threads
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the script may have closed it
+            stream.flush()
+
+
+@contextlib.contextmanager
+def _kept(observer: observe.Observer, path: Path) -> Any:
+    """Observations are in a file as long as the block runs: a rank that is ended from outside cannot report."""
+    over = threading.Event()
+
+    def keep_observations() -> None:
+        seen = -1
+        while not over.wait(_KEEP_S):
+            if (now := observer.progress()) != seen:
+                seen = now
+                _write(path, observer.observed())
+
+    thread = threading.Thread(target=keep_observations, name="observations", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _write(path: Path, content: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    part = path.with_suffix(".part")
+    with contextlib.suppress(OSError):  # no room, or the controller is gone: the report says it again
+        part.write_text(json.dumps(content), encoding="utf-8")
+        os.replace(part, path)
+
+
+def _script_traceback(error: BaseException) -> str:
+    """The exception and what led to it, each from the first frame of the script on."""
+    if isinstance(error, ScriptExited):
+        return str(error)
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        one = todo.pop()
+        if one is None or id(one) in seen:
+            continue
+        seen.add(id(one))
+        one.__traceback__ = _below(one.__traceback__)
+        todo += [one.__cause__, one.__context__]
+    return "".join(traceback.format_exception(error))
+
+
+def _below(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that begins in the script; all of it if it never got there."""
+    own = {__file__, rank_process.__file__, "<frozen runpy>", runpy.__file__}
+    part = trace
+    while part is not None and part.tb_frame.f_code.co_filename in own:
+        part = part.tb_next
+    return part if part is not None else trace

@@ -1,0 +1,164 @@
+"""The module `torch.sim`: what torch's wrappers ask of a device, under the names that they ask for."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import torch
+
+from fsdp_conformance.simulator import rng
+from fsdp_conformance.simulator.device import current_device, device, device_count, device_of, index_of, set_device
+from fsdp_conformance.simulator.memory import (
+    empty_cache,
+    host_memory_stats,
+    max_memory_allocated,
+    max_memory_reserved,
+    mem_get_info,
+    memory_allocated,
+    memory_reserved,
+    memory_stats,
+    reset_accumulated_memory_stats,
+    reset_max_memory_allocated,
+    reset_peak_memory_stats,
+)
+from fsdp_conformance.simulator.rng import (
+    default_generator,
+    get_rng_state,
+    get_rng_state_all,
+    initial_seed,
+    manual_seed,
+    manual_seed_all,
+    seed,
+    seed_all,
+    separate_generators,
+    set_rng_state_all,
+)
+from fsdp_conformance.simulator.streams import (
+    Event,
+    Stream,
+    StreamContext,
+    current_stream,
+    default_stream,
+    set_stream,
+    stream,
+    synchronize,
+)
+
+__all__ = [
+    "DeviceProperties",
+    "Event",
+    "Stream",
+    "StreamContext",
+    "current_device",
+    "current_stream",
+    "default_generator",
+    "default_stream",
+    "device",
+    "device_count",
+    "device_of",
+    "empty_cache",
+    "get_amp_supported_dtype",
+    "get_device_capability",
+    "get_device_name",
+    "get_device_properties",
+    "get_rng_state",
+    "get_rng_state_all",
+    "host_memory_stats",
+    "init",
+    "initial_seed",
+    "is_available",
+    "is_bf16_supported",
+    "is_initialized",
+    "manual_seed",
+    "manual_seed_all",
+    "max_memory_allocated",
+    "max_memory_reserved",
+    "mem_get_info",
+    "memory_allocated",
+    "memory_reserved",
+    "memory_stats",
+    "reset_accumulated_memory_stats",
+    "reset_max_memory_allocated",
+    "reset_peak_memory_stats",
+    "seed",
+    "seed_all",
+    "separate_generators",
+    "set_device",
+    "set_rng_state",  # noqa: F822 - see __getattr__
+    "set_rng_state_all",
+    "set_stream",
+    "stream",
+    "synchronize",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """
+    `set_rng_state`, for everybody but DTensor.
+
+    DTensor takes a device that has it for one whose state is CUDA's, a seed and an offset, and moves the offset. Here
+    the state is the CPU's; so DTensor draws as it does on the CPU: each rank for its shard, from its own generator.
+    """
+    if name == "set_rng_state" and sys._getframe(1).f_globals.get("__name__") != "torch.distributed.tensor._random":
+        return rng.set_rng_state
+    raise AttributeError(f"module 'torch.sim' has no attribute {name!r}")
+
+
+class DeviceProperties(NamedTuple):
+    """What a device says of itself."""
+
+    name: str
+    total_memory: int
+    """Bytes."""
+    major: int = 0
+    minor: int = 0
+    multi_processor_count: int = 1
+
+
+def is_available() -> bool:
+    """True: whoever can ask has activated the device."""
+    return True
+
+
+def is_initialized() -> bool:
+    """True: there is nothing to begin."""
+    return True
+
+
+def init() -> None:
+    """Nothing to do."""
+
+
+def _lazy_init() -> None:
+    """Nothing to do."""
+
+
+def _is_in_bad_fork() -> bool:
+    """False: a process may be forked after the device was used, if autograd has not started its threads."""
+    return False
+
+
+def get_device_name(device: Any = None) -> str:
+    """What a device is called."""
+    return "simulated accelerator"
+
+
+def get_device_capability(device: Any = None) -> tuple[int, int]:
+    """(0, 0): it has none that CUDA's numbers could tell."""
+    return (0, 0)
+
+
+def get_device_properties(device: Any = None) -> DeviceProperties:
+    """Name and size of memory."""
+    return DeviceProperties(name=get_device_name(device), total_memory=mem_get_info(index_of(device))[1])
+
+
+def is_bf16_supported(including_emulation: bool = True) -> bool:
+    """True, as the CPU's kernels know it."""
+    return True
+
+
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """What `torch.autocast("sim")` may compute in: what the CPU's may."""
+    return [torch.bfloat16, torch.float16]

@@ -1,0 +1,81 @@
+"""A checker of its own with three streams, for programs that touch no tensors; and bytes, one by one."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from fsdp_conformance.simulator import build
+
+HOST = 0
+BYTES = 64
+MIB = 1 << 20
+
+#: How long a program of several threads may take; it takes milliseconds, and a deadlock is forever.
+DEADLINE_S = 60
+
+compiled = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+Repeats = list[tuple[int, int]]
+
+
+class Machine:
+    """A checker of its own, with three streams of one device."""
+
+    def __init__(self, *, reuse: str = "exact") -> None:
+        self.extension = build.load()
+        self.checker = self.extension.Checker()
+        self.checker.mode = "record"
+        self.checker.reuse = reuse
+        self.a, self.b, self.c = (self.checker.add_lane(name, 0) for name in "abc")
+        self._numbers = itertools.count()
+
+    def site(self, op: str, **fields: Any) -> Any:
+        return self.extension.Site(op, **fields)
+
+    def allocate(self, lane: int | None = None, nbytes: int = BYTES, *, pinned: bool = False, op: str = "empty") -> int:
+        """A block of its own, with a first tenant."""
+        block: int = self.checker.add_block(nbytes, 0, pinned)
+        self.checker.allocated(block, HOST if pinned else lane or self.a, self.site(op))
+        return block
+
+    def reuse(self, block: int, lane: int) -> None:
+        """Free a block, and give it to a new tenant."""
+        self.checker.freed(block, self.site("free"))
+        self.checker.allocated(block, lane, self.site("empty"))
+
+    def run(
+        self,
+        lane: int,
+        kind: str,
+        block: int,
+        offset: int = 0,
+        nbytes: int = BYTES,
+        repeats: Repeats | None = None,
+        **site: Any,
+    ) -> str | None:
+        """An operation of one access; the kind of the hazard that it makes, if it makes one."""
+        if lane != HOST:
+            self.checker.submit(lane)
+        site.setdefault("op", f"op{next(self._numbers)}")
+        found = self.checker.access(block, kind, lane, offset, nbytes, repeats or [], self.extension.Site(**site))
+        return None if found is None else str(found["kind"])
+
+    def write(self, lane: int, block: int, *args: Any, **site: Any) -> str | None:
+        return self.run(lane, "write", block, *args, **site)
+
+    def read(self, lane: int, block: int, *args: Any, **site: Any) -> str | None:
+        return self.run(lane, "read", block, *args, **site)
+
+    def wait_stream(self, waiting: int, waited_for: int) -> bool:
+        return bool(self.checker.wait(waiting, self.checker.snapshot(waited_for)))
+
+
+def bytes_of(offset: int, run: int, repeats: Repeats) -> set[int]:
+    """Every byte, one by one."""
+    starts = {offset}
+    for count, stride in repeats:
+        starts = {start + i * stride for start in starts for i in range(count)}
+    return {byte for start in starts for byte in range(start, start + run)}
