@@ -1,0 +1,156 @@
+"""
+`fsdp-conformance sanitize`: somebody's own training script on the simulated accelerator, under the race checker.
+
+What is wrong with the words is said before anything is started. Then the script runs on every rank
+(`simulator.launch`), its output is passed on line by line, and what the ranks observed is folded: a hazard that several
+ranks have is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.machinery
+import importlib.util
+import json
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fsdp_conformance import __version__
+from fsdp_conformance.cli import messages
+from fsdp_conformance.cli.sanitize_report import ScriptReport
+from fsdp_conformance.errors import ConfigError, EnvironmentUnavailable, UsageError
+from fsdp_conformance.simulator.launch import ScriptLaunch, ScriptOrder
+
+MODES = ("record", "raise", "poison")
+
+#: More processes than this on one machine are a slip of the finger.
+_MAX_RANKS = 127
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Run the script and print what was found. Returns the exit status."""
+    order = order_of(arguments)
+    output = Path(arguments.json) if arguments.json else None
+    _check(order, output)
+    from fsdp_conformance.simulator import build
+
+    reason = build.unavailable()
+    if reason:
+        raise EnvironmentUnavailable(reason)
+    terminal = Terminal()
+    terminal.say(_announcement(order))
+    began = time.monotonic()
+    reports: Sequence[Any] = ()
+    exits: Sequence[Any] = ()
+    interrupted: KeyboardInterrupt | None = None
+    with ScriptLaunch(order, terminal.pass_on) as launch:
+        try:
+            # The warm process imports torch meanwhile.
+            if not build.is_built():
+                terminal.say("compiling the simulated accelerator: about half a minute, once ...")
+            build.require()
+            launch.start()
+            reports, exits = launch.wait()
+        except KeyboardInterrupt as error:
+            interrupted = error
+    report = ScriptReport(
+        order, observed=launch.observed, reports=reports, exits=exits, seconds=time.monotonic() - began
+    )
+    for text, style in report.paragraphs(interrupted=interrupted is not None):
+        terminal.say(text, style)
+    if output is not None:
+        output.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    if interrupted is not None:
+        raise interrupted
+    return report.status
+
+
+def order_of(arguments: argparse.Namespace) -> ScriptOrder:
+    """What is to be run. Raises ConfigError with every problem found."""
+    problems: list[str] = []
+    words = arguments.module_words if arguments.module_words is not None else arguments.script_words
+    if not words:
+        problems.append("script=none, but should be the path of a script, or -m and the name of a module")
+    elif arguments.module_words is not None and arguments.script_words:
+        problems.append(f"script={arguments.script_words[0]!r} and -m {words[0]}, but should be one of them")
+    world_size = _number(arguments.world_size, "world_size", int, problems)
+    if not 1 <= world_size <= _MAX_RANKS:
+        problems.append(f"world_size={world_size}, but should be from 1 to {_MAX_RANKS}")
+    timeout_s = _number(arguments.timeout, "timeout", float, problems)
+    if not 0 < timeout_s < float("inf"):
+        problems.append(f"timeout={arguments.timeout}, but should be a positive number of seconds")
+    if problems:
+        raise ConfigError(problems, where="sanitize")
+    return ScriptOrder(
+        target=words[0],
+        is_module=arguments.module_words is not None,
+        arguments=tuple(words[1:]),
+        world_size=world_size,
+        mode=arguments.mode,
+        as_cuda=arguments.as_cuda,
+        timeout_s=timeout_s,
+    )
+
+
+def _check(order: ScriptOrder, output: Path | None) -> None:
+    """Raises UsageError for what cannot be run or written."""
+    if order.is_module:
+        # Only the first name: finding a submodule would import its package here.
+        top = order.target.partition(".")[0]
+        if importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
+            raise UsageError(f"module={order.target!r}, but should be one that Python finds from this directory")
+    elif not Path(order.target).exists():
+        raise UsageError(f"script={order.target!r}, but should be the path of a script: there is no such file")
+    if output is not None:
+        if not output.absolute().parent.is_dir():
+            raise UsageError(f"json={str(output)!r}, but should be a file in a directory that exists")
+        output.touch()
+
+
+def _number(word: str, name: str, kind: type, problems: list[str]) -> Any:
+    try:
+        return kind(word)
+    except ValueError:
+        problems.append(f"{name}={word!r}, but should be a {'whole ' if kind is int else ''}number")
+        return 1
+
+
+def _announcement(order: ScriptOrder) -> str:
+    script = f"-m {order.target}" if order.is_module else order.target
+    parts = [f"{messages.PROGRAM} {__version__}", f"sanitize {script}", messages.plural(order.world_size, "rank")]
+    parts += [f"mode {order.mode}"] + (["cuda simulated"] if order.as_cuda else [])
+    return " · ".join(parts)
+
+
+class Terminal:
+    """Lines on stdout, in colours if it is a terminal. The script's lines come from threads of their own."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._console: Any = None
+        if sys.stdout.isatty():
+            from rich.console import Console
+
+            self._console = Console(highlight=False, soft_wrap=True)
+
+    def say(self, text: str, style: str = "") -> None:
+        """A paragraph of ours."""
+        with self._lock:
+            if self._console is None:
+                print(text, flush=True)
+            else:
+                self._console.print(text, style=style or None, markup=False)
+
+    def pass_on(self, rank: int, line: str) -> None:
+        """A line of the script."""
+        with self._lock:
+            if self._console is None:
+                print(f"[rank {rank}] {line}", flush=True)
+            else:
+                from rich.text import Text
+
+                self._console.print(Text.assemble((f"[rank {rank}] ", "dim"), line))

@@ -1,0 +1,297 @@
+"""What `sanitize` says of a script: hazards folded over ranks, how much was checked, the verdict, the exit status."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fsdp_conformance.cli import messages
+from fsdp_conformance.cli.status import Status
+from fsdp_conformance.harness.attribution import Attribution, Ending, attribute
+from fsdp_conformance.outcome import RankExit, RankReport
+from fsdp_conformance.report.terminal import duration
+from fsdp_conformance.simulator.hazard import Access, Hazard, hazard_from_json
+from fsdp_conformance.simulator.launch import ScriptOrder
+
+#: Text of a failure to what it means here.
+_HINTS: Mapping[str, str] = {
+    r"not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs|not linked with support for cuda devices": (
+        "the script asks for CUDA: give --as-cuda before the script's name, or ask for the device 'sim'"
+    ),
+    r"\btriton\b": "Triton compiles for a GPU; the simulated accelerator runs the CPU kernels of torch's own operators",
+    r"No module named '(flash_attn|apex|transformer_engine|xformers|bitsandbytes)": (
+        "it has kernels for a GPU alone; the simulated accelerator runs the CPU kernels of torch's own operators"
+    ),
+    r"Distributed package doesn't have NCCL": (
+        "NCCL is simulated under --as-cuda; otherwise leave the backend out, or name 'sim:simccl'"
+    ),
+}
+
+#: Of the file that --json writes.
+_FORMAT_VERSION = 1
+
+#: The function of `simulator.script` that runs in a thread of ours.
+_KEEPER = "in keep_observations"
+
+
+@dataclass(slots=True)
+class FoldedHazard:
+    """A hazard between two lines of the script, and where it is."""
+
+    hazard: Hazard
+    """As the first of the ranks has it."""
+    places: dict[Hashable, Hazard] = field(default_factory=dict)
+    """By what differs (operations, labels, stacks): the ways in which the program comes to the two lines."""
+    ranks: list[int] = field(default_factory=list)
+    count: int = 0
+    """How often it was seen, over all places and ranks."""
+
+
+class ScriptReport:
+    """One run of a script, judged."""
+
+    def __init__(
+        self,
+        order: ScriptOrder,
+        *,
+        observed: Sequence[Mapping[str, Any] | None],
+        reports: Sequence[RankReport | None],
+        exits: Sequence[RankExit],
+        seconds: float,
+    ) -> None:
+        self.order = order
+        self.observed = observed
+        self.reports = reports
+        self.exits = exits
+        self.seconds = seconds
+        self.hazards = folded(observed)
+        self.found: Attribution | None = attribute(reports, exits) if exits else None
+
+    @property
+    def accesses(self) -> int:
+        """Checked, over all ranks."""
+        return sum(one["accesses"] for one in self.observed if one)
+
+    @property
+    def failed(self) -> bool:
+        """Whether the script did not come to its end on every rank."""
+        return self.found is not None and self.found.first is not None
+
+    @property
+    def missing(self) -> str:
+        """Why this machine cannot run it at all; empty if it can."""
+        return next((report.not_run for report in self.reports if report and report.not_run), "")
+
+    @property
+    def own_mistake(self) -> bool:
+        """Whether a rank failed before the script began: then it is not the script's doing."""
+        if self.found is None or self.found.first is None:
+            return False
+        report = self.reports[self.found.first.rank]
+        return report is not None and report.error is not None and report.error.blame == "suite"
+
+    @property
+    def status(self) -> Status:
+        """The exit status."""
+        if self.missing:
+            return Status.ENVIRONMENT
+        if self.own_mistake:
+            return Status.SUITE
+        if self.hazards:
+            return Status.NOT_CERTIFIED
+        if self.failed:
+            return Status.SCRIPT_FAILED
+        return Status.CERTIFIED if self.accesses else Status.USAGE
+
+    def paragraphs(self, *, interrupted: bool = False) -> Iterator[tuple[str, str]]:
+        """What to print, each with the style that it has on a terminal; the verdict comes last."""
+        yield "", ""
+        for note in dict.fromkeys(note for one in self.observed if one for note in one["notes"]):
+            yield f"note: {note}\n", "yellow"
+        for number, one in enumerate(self.hazards, 1):
+            head, _, rest = replace(one.hazard, count=1).explain().partition("\n")
+            yield f"✗ hazard {number}: {head}", "bold red"
+            places = f" in {len(one.places)} places" if len(one.places) > 1 else ""
+            yield f"{rest}\n  seen: {_times(one.count)}{places}, on {_ranks(one.ranks)}\n", ""
+        if self.failed:
+            yield from self._failure()
+        checked = self._checked()
+        if checked:
+            yield checked, ""
+        if not interrupted:
+            yield self.verdict(), "bold green" if self.status is Status.CERTIFIED else "bold red"
+
+    def verdict(self) -> str:
+        """The last line."""
+        exit_words = f"[exit {int(self.status)}]"
+        if self.missing:
+            return f"not run: {self.missing} {exit_words}"
+        failure = f"{self._who_failed}: {self.found.headline}" if self.failed and self.found is not None else ""
+        if self.hazards and not self.own_mistake:
+            total = sum(one.count for one in self.hazards)
+            places = sum(len(one.places) for one in self.hazards)
+            ranks = sorted({rank for one in self.hazards for rank in one.ranks})
+            words = f"{messages.plural(len(self.hazards), 'hazard')} in {messages.plural(places, 'place')}"
+            words += f", seen {_times(total)} on {_ranks(ranks)}"
+            return f"{words}{'; the script failed' if failure else ''} {exit_words}"
+        if failure:
+            return f"{failure} {exit_words}"
+        if not self.accesses:
+            return (
+                "nothing was checked: the script put no tensor on the device 'sim'. It should ask for it, or for "
+                f"torch.accelerator's device; if it says 'cuda', give --as-cuda {exit_words}"
+            )
+        return f"clean: {self._amount()}, 0 hazards {exit_words}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The run as data."""
+        endings = self.found.endings if self.found is not None else ()
+        return {
+            "format": _FORMAT_VERSION,
+            "script": self.order.target,
+            "module": self.order.is_module,
+            "arguments": list(self.order.arguments),
+            "world_size": self.order.world_size,
+            "mode": self.order.mode,
+            "as_cuda": self.order.as_cuda,
+            "status": int(self.status),
+            "verdict": self.verdict(),
+            "seconds": self.seconds,
+            "hazards": [
+                {
+                    **one.hazard.to_json(),
+                    "ranks": one.ranks,
+                    "count": one.count,
+                    "sentence": one.hazard.sentence(),
+                    "text": one.hazard.explain(),
+                    "places": [hazard.to_json() for hazard in one.places.values()],
+                }
+                for one in self.hazards
+            ],
+            "failure": self.found.headline if self.found is not None else "",
+            "traceback": self._traceback(),
+            "ranks": [
+                {
+                    "rank": rank,
+                    "ending": str(endings[rank].ending) if endings else "interrupted",
+                    **{name: one[name] for name in ("accesses", "waits", "streams", "notes")},
+                }
+                if (one := self.observed[rank])
+                else {"rank": rank, "ending": str(endings[rank].ending) if endings else "interrupted"}
+                for rank in range(self.order.world_size)
+            ],
+        }
+
+    @property
+    def _who_failed(self) -> str:
+        return "a mistake of this suite, not of the script" if self.own_mistake else "the script failed"
+
+    def _checked(self) -> str:
+        """How much was looked at: a run that checks little proves little."""
+        waits = sum(sum(one["waits"].values()) for one in self.observed if one)
+        if not self.accesses:
+            return ""
+        idle = [rank for rank, one in enumerate(self.observed) if one is not None and not one["accesses"]]
+        words = f"checked: {self._amount()}, {waits:,} waits, {duration(self.seconds)}"
+        return words + (f"; nothing on {_ranks(idle)}" if idle else "")
+
+    def _amount(self) -> str:
+        streams = max((one["streams"] for one in self.observed if one), default=0)
+        return f"{self.accesses:,} accesses on {messages.plural(streams, 'stream')} of {_ranks_count(self.observed)}"
+
+    def _traceback(self) -> str:
+        if self.found is None or self.found.first is None:
+            return ""
+        report = self.reports[self.found.first.rank]
+        return report.error.traceback if report is not None and report.error is not None else ""
+
+    def _failure(self) -> Iterator[tuple[str, str]]:
+        """The first rank to fail with its evidence, what followed from it, then the evidence of the others."""
+        found = self.found
+        if found is None or found.first is None:
+            return
+        yield f"✗ {self._who_failed}: {found.headline}", "bold red"
+        for sentence in found.consequences:
+            yield f"  then {sentence}", ""
+        first = found.first.rank
+        for rank in sorted(range(len(self.exits)), key=lambda rank: (rank != first, rank)):
+            evidence = self._evidence(rank, is_first=rank == first)
+            if evidence:
+                yield "\n".join(f"  {line}" for line in evidence), ""
+        hint = self._hint()
+        if hint:
+            yield f"  hint: {hint}", "yellow"
+        yield "", ""
+
+    def _evidence(self, rank: int, *, is_first: bool) -> list[str]:
+        report, end = self.reports[rank], self.exits[rank]
+        lines: list[str] = []
+        if self.found is None or self.found.endings[rank].ending in (Ending.FINISHED, Ending.LEFT_OUT):
+            return lines
+        # A peer that lost the first one has a long trace that says nothing more.
+        if is_first and report is not None and report.error is not None:
+            lines += report.error.traceback.rstrip().splitlines()
+        if end.stack:
+            lines += [f"stacks of rank {rank}:", *(f"  {line}" for line in _of_script(end.stack).splitlines())]
+        if end.last_collectives and (is_first or end.stack or end.ended_by_controller):
+            lines += [f"last collectives of rank {rank}:", *(f"  {line}" for line in end.last_collectives)]
+        return lines
+
+    def _hint(self) -> str:
+        text = self._traceback()
+        return next((hint for pattern, hint in _HINTS.items() if re.search(pattern, text)), "")
+
+
+def folded(observed: Sequence[Mapping[str, Any] | None]) -> list[FoldedHazard]:
+    """
+    The hazards of all ranks. Those of one kind between the same two lines of the script are one, wherever they are
+    come to from, and whatever their devices, streams, blocks and sizes.
+    """
+    found: dict[Hashable, FoldedHazard] = {}
+    for rank, one in enumerate(observed):
+        for data in one["hazards"] if one else ():
+            hazard = hazard_from_json(data)
+            key = (hazard.kind, hazard.pinned, _line(hazard.then), _line(hazard.now))
+            same = found.setdefault(key, FoldedHazard(hazard))
+            same.places.setdefault((_way(hazard.then), _way(hazard.now)), hazard)
+            same.count += hazard.count
+            if rank not in same.ranks:
+                same.ranks.append(rank)
+    return list(found.values())
+
+
+def _line(access: Access) -> Hashable:
+    """The line that issued an access; where no line of the script did, the operation and its label."""
+    site = access.site
+    frame = site.innermost()
+    return (access.stream.is_host, frame) if frame is not None else (access.stream.is_host, site.op, site.label)
+
+
+def _way(access: Access) -> Hashable:
+    return access.stream.number, access.stream.name, access.site.op, access.site.label, access.site.stack
+
+
+def _of_script(dump: str) -> str:
+    """The stacks of a rank without the thread that keeps its observations, and without the frames that started it."""
+    blocks = []
+    for block in dump.strip().split("\n\n"):
+        lines = block.splitlines()
+        if any(_KEEPER in line for line in lines):
+            continue
+        bottom = next((index for index, line in enumerate(lines) if "<frozen runpy>" in line), len(lines))
+        blocks.append("\n".join(lines[:bottom]))
+    return "\n\n".join(blocks)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count:,} times"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _ranks_count(observed: Sequence[object]) -> str:
+    return messages.plural(len(observed), "rank")
