@@ -1,0 +1,79 @@
+"""
+The reference engine's data-parallel mode as a subject: replicated parameters, averaged gradients.
+
+It trains rightly and does not shard, as torch's DistributedDataParallel: it is certified in a profile of its own, and
+is one more reference beside that.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+from torch import nn
+
+import fsdp_conformance
+from fsdp_conformance.adapters.torch_like import TorchAdapter, submodules
+from fsdp_conformance.config import InitMode, Plan
+from fsdp_conformance.engine.data_parallel import DataParallel
+
+
+class ReferenceDataParallel(TorchAdapter):
+    """`DataParallel` of the engine, told to look for unused parameters and to leave buffers alone."""
+
+    name: ClassVar[str] = "reference-data-parallel"
+    capabilities: ClassVar[frozenset[str]] = frozenset(
+        {
+            "no_shard",
+            "init_after",
+            "any_accelerator",
+            "device_id",
+            "cast_after_init",
+            "sync_module_states",
+            "structure_check",
+            "copyable",
+            "move_inputs",
+            "ignored_modules",
+            "subgroups",
+            "shared_params",
+            "shared_across_units",
+            "shared_module",
+            "frozen_mixed",
+            "frozen_dynamic",
+            "unused_divergent",
+            "unused_untouched",
+            "scalar_params",
+            "noncontiguous_params",
+            "ws1_fast",
+            "exception_recovery",
+        }
+    )
+
+    @classmethod
+    def version(cls) -> str:
+        return fsdp_conformance.__version__
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        # Where the caller moves the model after the wrap, the wrap must not.
+        moves = plan.device_id is not None or (self.device.type != "cpu" and plan.init_mode is not InitMode.AFTER)
+        return DataParallel(
+            model,
+            device_id=self.device if moves else None,
+            find_unused_parameters=True,
+            broadcast_buffers=False,
+            ignored_names=_names_under(model, [*plan.ignored, *plan.local_units]),
+            **plan.extra,
+        )
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        assert isinstance(self.model, DataParallel), "wrap returned it"
+        return self.model.no_sync()
+
+
+def _names_under(model: nn.Module, fqns: list[str]) -> list[str]:
+    """The parameters and buffers of some submodules."""
+    names = []
+    for fqn, module in zip(fqns, submodules(model, fqns), strict=True):
+        names += [f"{fqn}.{name}" for name, _ in module.named_parameters(remove_duplicate=False)]
+        names += [f"{fqn}.{name}" for name, _ in module.named_buffers(remove_duplicate=False)]
+    return names

@@ -1,0 +1,13 @@
+"""
+The reference sharding engine: one storage, one schedule, on torch alone.
+
+    bucket_assignment   which parameters are reduced together
+    reducer             averages gradients over ranks, bucket by bucket, while backward still runs
+    data_parallel       `DataParallel(module)`: replicated training on the reducer
+
+    memory_pool         blocks that chunks are unsharded into, leased within a limit
+    chunk               the flat storage of a unit: sharded, gathered, reduced (`chunk_*`, `gradient_buffer`: its parts)
+    chunk_group         the chunks of a model, and their norm; `chunk_fetcher` brings them in, and chooses which leave
+    chunk_search        the chunk size that wastes least
+    reduce_scatter_bucketer   coalesces small reduce-scatters
+"""

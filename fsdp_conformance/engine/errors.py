@@ -1,0 +1,122 @@
+"""
+What the engine raises, one class per thing that can go wrong; configurations out of range are `ConfigError`.
+
+    EngineError
+    +-- ReductionError           the gradients of a step cannot be reduced
+    |   +-- ReductionUnfinished  some parameters never got a gradient
+    |   +-- MarkedReadyTwice     a parameter got a second gradient in one backward
+    |   +-- GraphChanged         a graph that was declared static is not
+    |   +-- GradientRefused      a gradient of a kind that cannot be reduced
+    |   +-- HookMisuse           a communication hook, or its result, is not what it should be
+    +-- StructureMismatch        ranks hold different parameters
+    +-- ParameterReplaced        a parameter is another object than the one that was wrapped
+    +-- BucketerError            the reduce-scatter bucketer
+    |   +-- InputMismatch        inputs that cannot be reduce-scattered over the group
+    |   +-- DataPending          torn down while inputs wait in a bucket
+    +-- PoolError                the memory pool is used wrongly: a foreign block, a second release
+    |   +-- PoolExhausted        no block, or no bytes, are left
+    +-- ChunkError               a chunk is used wrongly
+    |   +-- ChunkFull            a tensor does not fit
+    |   +-- TensorRefused        a tensor that a chunk cannot hold, or does not
+    |   +-- ChunkStateError      not legal in the state that the chunk is in
+    |       +-- IllegalTransition  ... nor in the state that a tensor is in
+    +-- NoChunkSize              no chunk size fits the memory budget
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fsdp_conformance.errors import ConformanceError
+
+
+class EngineError(ConformanceError):
+    """
+    The base of every error of the engine. Carries every problem found, not only the first.
+
+    `problems` are sentences of the form "what=value, but should be expected"; `where` is the call.
+    """
+
+    def __init__(self, problems: Sequence[str] | str, *, where: str, hint: str = "") -> None:
+        self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
+        self.where = where
+        self.hint = hint
+        super().__init__("; ".join(f"{problem} [{where}]" for problem in self.problems) + (f". {hint}" if hint else ""))
+
+
+class ReductionError(EngineError, RuntimeError):
+    """The gradients of a step cannot be reduced."""
+
+
+class ReductionUnfinished(ReductionError):
+    """The backward before this forward left parameters without a gradient, so their buckets were never reduced."""
+
+
+class MarkedReadyTwice(ReductionError):
+    """A parameter got a gradient after its gradient of this backward was handed over."""
+
+
+class GraphChanged(ReductionError):
+    """A graph that was declared static differs from the one of the first iteration."""
+
+
+class GradientRefused(ReductionError):
+    """A gradient of a kind that cannot be reduced: sparse unannounced, dense where sparse was announced, a graph."""
+
+
+class HookMisuse(ReductionError, TypeError):
+    """A communication hook, or what it returned, is not what it should be."""
+
+
+class StructureMismatch(EngineError, RuntimeError):
+    """Ranks hold different parameters. Raised on every rank."""
+
+
+class ParameterReplaced(EngineError, RuntimeError):
+    """A parameter is another object than the one that was wrapped: its gradient would stay local."""
+
+
+class BucketerError(EngineError):
+    """The reduce-scatter bucketer is used wrongly."""
+
+
+class InputMismatch(BucketerError, ValueError):
+    """Inputs that cannot be reduce-scattered over their group."""
+
+
+class DataPending(BucketerError, RuntimeError):
+    """Buckets were torn down while inputs waited in them."""
+
+
+class PoolError(EngineError, ValueError):
+    """A block or a specification that the memory pool does not know, or not in that state."""
+
+
+class PoolExhausted(PoolError):
+    """
+    The memory pool has no free block of the kind that was asked for, or no bytes left. Its counters are as before.
+    """
+
+
+class ChunkError(EngineError):
+    """A chunk is used wrongly."""
+
+
+class ChunkFull(ChunkError, ValueError):
+    """A tensor does not fit into what is left of a chunk. The chunk is as before."""
+
+
+class TensorRefused(ChunkError, ValueError):
+    """A tensor, or a gradient, that a chunk cannot hold, or does not. The chunk is as before."""
+
+
+class ChunkStateError(ChunkError, RuntimeError):
+    """What was asked is not legal in the state that the chunk, or one of its tensors, is in."""
+
+
+class IllegalTransition(ChunkStateError):
+    """A tensor may not go from its state to the one asked for. It stays where it is."""
+
+
+class NoChunkSize(EngineError, ValueError):
+    """No chunk size fits the memory budget. Says what the smallest would need."""

@@ -1,0 +1,57 @@
+"""
+The collectives of flat tensors, under the names that the installed torch has for them.
+
+torch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`; both names are looked up once, here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from fsdp_conformance.engine.errors import EngineError
+
+_all_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def all_gather(output: Tensor, shard: Tensor, group: ProcessGroup) -> Work:
+    """
+    Start gathering every rank's `shard` into `output`, in group order.
+
+    output: 1D, contiguous, group size x shard.numel(); `shard` may be this rank's own slice of it.
+    """
+    return cast(Work, _all_gather(output, shard, group=group, async_op=True))
+
+
+def reduce_scatter(shard: Tensor, inputs: Tensor, group: ProcessGroup) -> Work:
+    """
+    Start summing `inputs` over the ranks, each keeping its own slice in `shard`.
+
+    inputs: 1D, contiguous, group size x shard.numel(); `shard` may be this rank's own slice of it.
+    """
+    return cast(Work, _reduce_scatter(shard, inputs, group=group, async_op=True))
+
+
+def all_reduce(tensor: Tensor, group: ProcessGroup) -> Work:
+    """Start summing `tensor` over the ranks, in place."""
+    return cast(Work, dist.all_reduce(tensor, group=group, async_op=True))
+
+
+def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
+    """
+    The group itself, or the default one for None.
+
+    Raises EngineError if this process is not in it, or if there is no default group yet.
+    """
+    resolved: object = group if group is not None else dist.group.WORLD
+    if resolved is None:
+        raise EngineError("process_group=None, but should be a group, or torch.distributed initialised", where="engine")
+    # `new_group` gives a stand-in to those who are not in the group.
+    if not isinstance(resolved, ProcessGroup) or dist.get_rank(resolved) < 0:
+        raise EngineError(f"process_group={resolved!r}, but should be one that this rank is in", where="engine")
+    return resolved

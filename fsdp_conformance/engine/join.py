@@ -1,0 +1,105 @@
+"""
+Uneven inputs: a rank whose inputs are exhausted goes on to take part in the collectives of the others.
+
+It works with torch's `Join` context, alone or beside other joinables (`ZeroRedundancyOptimizer`).
+In each forward the ranks that still have inputs call a roll; a rank that has joined answers it, and learns what the
+others are about to communicate.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup, Work
+from torch.distributed.algorithms.join import JoinHook
+
+from fsdp_conformance.engine.flat_collectives import all_reduce
+
+
+class RollCall:
+    """
+    Which ranks still have inputs, and what this forward of theirs will do. Collective.
+
+    One all-reduce, awaited when its result is asked for: a flag for each rank, then the three questions.
+    """
+
+    def __init__(
+        self,
+        group: ProcessGroup,
+        device: torch.device,
+        *,
+        present: bool,
+        keeps_graph: bool = False,
+        synchronises: bool = False,
+        broadcasts: bool = False,
+    ) -> None:
+        self._size = group.size()
+        flags = [0] * (self._size + 3)
+        if present:
+            flags[dist.get_rank(group)] = 1
+            flags[self._size :] = [int(keeps_graph), int(synchronises), int(broadcasts)]
+        self._flags = torch.tensor(flags, dtype=torch.int32).to(device)
+        self._work: Work | None = all_reduce(self._flags, group)
+        self._answers: list[int] | None = None
+
+    @property
+    def present(self) -> list[int]:
+        """Group ranks that still have inputs."""
+        return [rank for rank, flag in enumerate(self._result()[: self._size]) if flag]
+
+    @property
+    def keeps_graph(self) -> bool:
+        """Whether a backward may follow."""
+        return self._result()[self._size] > 0
+
+    @property
+    def synchronises(self) -> bool:
+        """Whether gradients will be reduced in it."""
+        return self._result()[self._size + 1] > 0
+
+    @property
+    def broadcasts(self) -> bool:
+        """Whether buffers are sent before the forward."""
+        return self._result()[self._size + 2] > 0
+
+    def _result(self) -> list[int]:
+        if self._answers is None:
+            if self._work is not None:
+                self._work.wait()
+            self._answers = self._flags.tolist()
+        return self._answers
+
+
+class Joining(Protocol):
+    """What the hook asks of the wrapper."""
+
+    def shadow_iteration(self) -> None:
+        """Take part in one iteration of the ranks that still have inputs. Collective."""
+
+    def adopt_last_model(self, *, is_last: bool) -> None:
+        """Take over the model of a rank that joined last. Collective."""
+
+
+class DataParallelJoinHook(JoinHook):
+    """What a rank does while others still train, and when nobody does any more."""
+
+    def __init__(self, wrapper: Joining) -> None:
+        super().__init__()
+        self._wrapper = wrapper
+
+    def main_hook(self) -> None:
+        self._wrapper.shadow_iteration()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._wrapper.adopt_last_model(is_last=is_last_joiner)
+
+
+def agreed_rank(group: ProcessGroup, device: torch.device, *, candidate: bool) -> int:
+    """The highest group rank that is a candidate. Collective. At least one must be."""
+    rank = torch.tensor([dist.get_rank(group) if candidate else -1], dtype=torch.int64).to(device)
+    dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=group)
+    found: Any = rank.item()
+    assert found >= 0, "no rank is a candidate"
+    return int(found)

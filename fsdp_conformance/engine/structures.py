@@ -1,0 +1,85 @@
+"""Tensors inside what modules take and give: nested lists, tuples, dicts, dataclasses, registered pytree nodes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils import _pytree as pytree
+
+
+def tensors_in(structure: object) -> Iterator[Tensor]:
+    """
+    Every tensor inside `structure`, in order; one that occurs twice comes twice.
+
+    Objects of unknown types are not looked into: what they hold is not found.
+    """
+    if isinstance(structure, Tensor):  # the usual output, and the quickest way out
+        yield structure
+        return
+    seen: set[int] = set()  # containers that hold themselves
+    pending = [structure]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, Tensor):
+            yield item
+        elif item is not None and id(item) not in seen:
+            inner = _inside(item)
+            if inner:
+                seen.add(id(item))
+                pending.extend(reversed(inner))
+
+
+def _inside(item: object) -> list[object]:
+    """What `item` holds directly."""
+    if isinstance(item, Mapping):
+        return list(item.values())
+    if isinstance(item, (list, tuple, set, frozenset, deque)):
+        return list(item)
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return [getattr(item, field.name, None) for field in dataclasses.fields(item)]
+    if isinstance(item, SimpleNamespace):
+        return list(vars(item).values())
+    if type(item) in pytree.SUPPORTED_NODES:
+        return list(pytree.tree_leaves(item))
+    return []
+
+
+def with_tensors(structure: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """
+    `structure` with every tensor in it changed; types, and what is not a tensor, stay as they are.
+
+    Containers are copied, not written into. Objects of unknown types are passed on as they are.
+    """
+    if isinstance(structure, Tensor):
+        return change(structure)
+    if isinstance(structure, PackedSequence):
+        # Its batch sizes belong on the CPU, wherever the data is.
+        indices = (structure.sorted_indices, structure.unsorted_indices)
+        changed = [None if index is None else change(index) for index in indices]
+        return PackedSequence(change(structure.data), structure.batch_sizes, *changed)
+    twin: Any
+    if isinstance(structure, dict):
+        twin = copy.copy(structure)  # an OrderedDict, a defaultdict, or a user's own
+        for key, item in structure.items():
+            twin[key] = with_tensors(item, change)
+        return twin
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        return type(structure)(*(with_tensors(item, change) for item in structure))
+    if isinstance(structure, (list, tuple, set, frozenset, deque)):
+        return type(structure)(with_tensors(item, change) for item in structure)
+    if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
+        twin = copy.copy(structure)
+        for field in dataclasses.fields(structure):
+            # Past a frozen dataclass's refusal, and past a constructor that would compute fields anew.
+            object.__setattr__(twin, field.name, with_tensors(getattr(structure, field.name), change))
+        return twin
+    if type(structure) in pytree.SUPPORTED_NODES:
+        return pytree.tree_map_only(Tensor, change, structure)
+    return structure

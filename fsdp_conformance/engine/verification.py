@@ -1,0 +1,122 @@
+"""
+Do all ranks hold the same parameters? Asked before gradients are reduced by position.
+
+Names, order, shapes, strides, dtypes and `requires_grad` are compared with those of the group's first rank. A digest
+goes around first; only where digests differ do the descriptions follow, and then every rank raises the same error: a
+rank that went on alone would hang in the first collective that its peers never issue.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fsdp_conformance.engine.errors import StructureMismatch
+from fsdp_conformance.engine.flat_collectives import all_gather
+
+#: How many problems an error lists.
+PROBLEMS_LISTED = 20
+
+
+class ParameterFacts(NamedTuple):
+    """What must be equal on every rank."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+
+def facts_of(named: Sequence[tuple[str, Tensor]]) -> list[ParameterFacts]:
+    """The facts of some parameters, in order."""
+    return [
+        ParameterFacts(
+            name,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            str(tensor.dtype).removeprefix("torch."),
+            tensor.requires_grad,
+        )
+        for name, tensor in named
+    ]
+
+
+def verify_parameters(named: Sequence[tuple[str, Tensor]], group: ProcessGroup, *, device: torch.device) -> None:
+    """
+    Compare parameters over the ranks of a group. Collective; nothing is sent in a group of one.
+
+    `device` is one that the group can communicate from. Raises StructureMismatch on every rank if one of them differs
+    from the first, naming ranks and parameters.
+    """
+    if group.size() == 1:
+        return
+    text = json.dumps(facts_of(named)).encode()
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.int64).to(device)
+    digests = digest.new_empty(group.size() * digest.numel())
+    all_gather(digests, digest, group).wait()
+    if bool((digests.view(group.size(), -1) == digests[: digest.numel()]).all()):
+        return
+    facts = [[ParameterFacts(*_tuples(entry)) for entry in json.loads(each)] for each in _gather(text, group, device)]
+    ranks = dist.get_process_group_ranks(group)
+    problems = [
+        f"rank {rank}: {difference} as on rank {ranks[0]}"
+        for rank, mine in zip(ranks[1:], facts[1:], strict=True)
+        for difference in differences(mine, facts[0])
+    ]
+    more = len(problems) - PROBLEMS_LISTED
+    raise StructureMismatch(
+        problems[:PROBLEMS_LISTED] + ([f"and {more} more"] if more > 0 else []),
+        where=f"verify_parameters, rank {dist.get_rank()}",
+    )
+
+
+def differences(mine: Sequence[ParameterFacts], first: Sequence[ParameterFacts]) -> list[str]:
+    """Where the facts of a rank are not those of the first one, a sentence each."""
+    problems = []
+    if len(mine) != len(first):
+        problems.append(f"number of parameters={len(mine)}, but should be {len(first)}")
+    own, expected = {facts.name: facts for facts in mine}, {facts.name: facts for facts in first}
+    absent, foreign = [name for name in expected if name not in own], [name for name in own if name not in expected]
+    if absent or foreign:
+        problems.append(
+            f"parameters={', '.join(foreign) or 'none'}, but should be {', '.join(absent) or 'none'} in their place"
+        )
+    elif [facts.name for facts in mine] != [facts.name for facts in first]:
+        problems.append(
+            f"order={', '.join(facts.name for facts in mine)}, but should be {', '.join(facts.name for facts in first)}"
+        )
+    for name, facts in own.items():
+        if name in expected:
+            problems += [
+                f"{field} of {name}={got}, but should be {wanted}"
+                for field, got, wanted in zip(ParameterFacts._fields, facts, expected[name], strict=True)
+                if got != wanted
+            ]
+    return problems
+
+
+def _gather(text: bytes, group: ProcessGroup, device: torch.device) -> list[bytes]:
+    """The text of every rank."""
+    size = torch.tensor([len(text)], dtype=torch.int64).to(device)
+    sizes = size.new_empty(group.size())
+    all_gather(sizes, size, group).wait()
+    lengths = sizes.tolist()
+    most = max(lengths)
+    mine = torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8).to(device)
+    every = mine.new_empty(group.size() * most)
+    all_gather(every, mine, group).wait()
+    rows = every.cpu().view(group.size(), most)
+    return [bytes(row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)]
+
+
+def _tuples(entry: Sequence[Any]) -> list[Any]:
+    """What JSON made lists of are tuples again."""
+    return [tuple(value) if isinstance(value, list) else value for value in entry]
