@@ -35,6 +35,7 @@ class Known:
     implementation: str
     """A name, or a pattern for several variants of one engine: torch-fsdp1*."""
     device: str
+    """That the case ran on: a run on the CPU has cases on sim."""
     case: str
     verdict: str
     reason: str
@@ -63,14 +64,13 @@ def known_findings(path: Path = LIST) -> list[Known]:
 def differences(
     implementation: str, device: str, records: Iterable[CaseRecord], known: Sequence[Known]
 ) -> Iterator[str]:
-    """What is new, and what is gone, one sentence each."""
-    expected: Mapping[str, Known] = {
-        entry.case: entry
-        for entry in known
-        if fnmatchcase(implementation, entry.implementation) and entry.device == device
+    """What is new, and what is gone, one sentence each. `device` is the run's, for records that name none."""
+    expected: Mapping[tuple[str, str], Known] = {
+        (entry.case, entry.device): entry for entry in known if fnmatchcase(implementation, entry.implementation)
     }
     for record in records:
-        entry = expected.get(record.case)
+        device = record.device or device
+        entry = expected.get((record.case, device))
         if entry is None and record.verdict not in CERTIFIABLE | _SILENT:
             yield f"NEW   {implementation} on {device}: {record.case} is {record.verdict}: {_why(record)}"
         elif entry is not None and record.verdict not in _SILENT and record.verdict != entry.verdict:

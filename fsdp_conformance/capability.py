@@ -52,6 +52,7 @@ _ALL = [
             "shard_dim": "Parameters can be sharded along another dimension than the first.",
             "multi_module_unit": "Several modules can be one unit.",
             "auto_wrap": "Units can be chosen by a policy.",
+            "persist_small": "Small parameters can be kept full.",
         },
     ),
     *_flags(
@@ -63,6 +64,7 @@ _ALL = [
             "init_never": "The caller need not move the model at all.",
             "device_id": "An explicit compute device can be named.",
             "cpu_compute": "The CPU is a legal compute device.",
+            "any_accelerator": "Any accelerator that torch knows is a compute device, not only CUDA.",
             "sync_module_states": "Parameters and buffers can be broadcast from the group's first rank at init.",
         },
     ),
@@ -86,6 +88,7 @@ _ALL = [
             "orig_params": "Parameters keep their names and objects for per-parameter hyper-parameters.",
             "sharded_state": "Whether a unit holds full parameters can be asked.",
             "write_params": "Parameters can be changed in place after wrapping and before the first forward.",
+            "manual_unshard": "A unit can be unsharded and resharded by hand.",
             "wrap_again": "A wrapped module can be handed to the wrap once more, so that its refusal can be seen.",
         },
     ),
@@ -151,10 +154,26 @@ _ALL = [
         },
     ),
     *_flags(
+        "memory",
+        Asked.METHOD,
+        {
+            "mem_bounds": "Peak memory stays within the bounds of the schedule.",
+            "rate_limit": "The number of units that are unsharded at once is bounded.",
+        },
+    ),
+    *_flags(
+        "precision",
+        Asked.PLAN,
+        {
+            "mixed_precision": "Parameters can be computed in a lower precision than they are kept in.",
+        },
+    ),
+    *_flags(
         "schedule",
         Asked.PLAN,
         {
             "prefetch_backward": "The order of the next unit's all-gather and this unit's gradients can be chosen.",
+            "prefetch_explicit": "The units to prefetch can be listed.",
             "prefetch_forward": "The next unit's all-gather can be issued before this unit's forward.",
         },
     ),

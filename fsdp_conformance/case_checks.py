@@ -6,9 +6,11 @@ A mixin of `ConformanceTestCase`; everything here runs in a rank. Checks add to 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,17 +18,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from fsdp_conformance.adapters.base import Adapter
+from fsdp_conformance.adapters.watch import watch_for
 from fsdp_conformance.checks.communication import schedule_digests
 from fsdp_conformance.checks.equality import parameter_digests
+from fsdp_conformance.checks.memory import Activations
 from fsdp_conformance.checks.parity import parity
 from fsdp_conformance.checks.reference_single import single_process_reference
 from fsdp_conformance.checks.references import References, train_references
 from fsdp_conformance.checks.result import CheckResult
+from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import EnvironmentUnavailable, RequirementFailed, SuiteError
 from fsdp_conformance.harness import process_group
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.outcome import CheckCount, Finding, RankReport
-from fsdp_conformance.workload import Batch, Regime, Workload
+from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
 
 if TYPE_CHECKING:
     from fsdp_conformance.case import Case
@@ -47,8 +52,12 @@ class CaseChecks:
     rank: int
     report: RankReport
     device_type: str
+    subjects: list[Adapter]
+    """Adapters that are open."""
     trained_references: dict[tuple[str, Regime], References]
     """By workload and regime, so that a case with several checks trains them once."""
+    hazard_requirements: Mapping[str, str] = MappingProxyType({})
+    """Kinds of hazards (and "parameters") that speak for another requirement in this case: see `checks.streams`."""
 
     if TYPE_CHECKING:
 
@@ -67,6 +76,15 @@ class CaseChecks:
 
         def note_refusal(self) -> None: ...
 
+    @property
+    def reference_device(self) -> str:
+        """
+        What references are trained on: this rank's kind of device, or the CPU for the simulated one.
+
+        Its operations are the CPU's, bit for bit, so a reference there is as good and owes nothing to the simulation.
+        """
+        return "cpu" if self.device_type == SIMULATED else self.device_type
+
     def references(self, workload: Workload, regime: Regime | None = None) -> References:
         """The references for the workload, trained and in agreement. Collective, once per workload and regime."""
         regime = regime or Regime()
@@ -74,7 +92,7 @@ class CaseChecks:
         if key not in self.trained_references:
             with process_group.log().phase("observe"), self.blaming("suite"):
                 found = train_references(
-                    workload, regime, rank=self.rank, world_size=self.world_size, device=self.device_type
+                    workload, regime, rank=self.rank, world_size=self.world_size, device=self.reference_device
                 )
                 found.agree()
             self.trained_references[key] = found
@@ -187,7 +205,12 @@ class CaseChecks:
     def plain_history(self, workload: Workload, regime: Regime) -> TrainingHistory:
         """The unwrapped model, trained in this process in float32."""
         return single_process_reference(
-            workload, regime, rank=self.rank, world_size=self.world_size, device=self.device_type, dtype=torch.float32
+            workload,
+            regime,
+            rank=self.rank,
+            world_size=self.world_size,
+            device=self.reference_device,
+            dtype=torch.float32,
         )
 
     def check_same_on_every_rank(self, run: TrainingHistory, requirement: str) -> None:
@@ -256,6 +279,42 @@ class CaseChecks:
                 phase="init",
                 check="flags",
             )
+
+    # Bytes.
+
+    def allocated_bytes(self) -> int:
+        """What this rank's accelerator has given out now."""
+        return watch_for(self.device).allocated_bytes()
+
+    def activations(self, workload: Workload) -> Activations:
+        """What the unwrapped model takes on this rank's device for one forward, beside its parameters."""
+        watch = watch_for(self.device)
+        if not watch.counts_bytes:
+            raise SuiteError(f"nothing counts bytes on {self.device}, so the case should ask for an accelerator")
+        model = workload.build(self.rank).to(self.device)
+        batch = self.placed(workload.batch(BatchKey(step=0, rank=self.rank, world_size=self.world_size)))
+        watch.reset_peak()
+        before = watch.allocated_bytes()
+        loss = workload.loss(model(*batch.args, **batch.kwargs), batch)
+        kept, peak = watch.allocated_bytes() - before, watch.peak_bytes() - before
+        del loss
+        return Activations(kept=kept, forward_peak=peak)
+
+    def drop(self, adapter: Adapter) -> None:
+        """The case is done with an adapter, and its engine with everything: the caller holds no reference either."""
+        with process_group.log().phase("close"), self.blaming("implementation"):
+            adapter.close()
+        self.subjects.remove(adapter)
+
+    @contextmanager
+    def no_garbage_collection(self) -> Iterator[None]:
+        """What is freed inside is freed because nobody refers to it, not because a cycle was found."""
+        gc.collect()
+        gc.disable()
+        try:
+            yield
+        finally:
+            gc.enable()
 
     # Helpers of bodies.
 

@@ -12,6 +12,9 @@ from typing import Any
 
 from fsdp_conformance.errors import ConfigError
 
+#: The type of the simulated accelerator, as torch knows it where it is active.
+SIMULATED = "sim"
+
 
 class InitMode(StrEnum):
     """When the model is moved to the compute device."""
@@ -76,7 +79,7 @@ class Plan:
     """What the adapter is told before it builds anything. Equal on every rank."""
 
     device: str = "cpu"
-    """Type of the compute device: cpu, cuda, or any accelerator that torch knows."""
+    """Type of the compute device: cpu, cuda, sim (the simulated one), or any accelerator that torch knows."""
     init_mode: InitMode = InitMode.NEVER
     sharding: Sharding = Sharding.DEFAULT
     replicas: int = 1
@@ -86,6 +89,8 @@ class Plan:
     offload: Offload = Offload.OFF
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.DEFAULT
     forward_prefetch: bool = False
+    explicit_prefetch: int = 0
+    """Each unit below the root names the next so many units for its prefetch, in forward and in backward; 0: none."""
     units: tuple[str, ...] = ()
     """
     FQNs of the submodules that become one unit each, innermost first. The root is always a unit.
@@ -97,6 +102,10 @@ class Plan:
     """
     shard_dim: int = 0
     """Dimension along which parameters that have it are sharded."""
+    persist_numel: int = 0
+    """Parameters of at most so many elements stay full on every rank; 0: none does by policy."""
+    param_dtype: str | None = None
+    """The dtype that parameters are gathered and computed with, e.g. "bfloat16"; they are kept in their own."""
     ignored: tuple[str, ...] = ()
     """FQNs of submodules that the implementation must leave alone."""
     local_units: tuple[str, ...] = ()
@@ -124,6 +133,12 @@ class Plan:
             )
         if self.micro_batches < 1:
             problems.append(f"micro_batches={self.micro_batches}, but should be at least 1")
+        if self.explicit_prefetch < 0:
+            problems.append(f"explicit_prefetch={self.explicit_prefetch}, but should not be negative")
+        if self.persist_numel < 0:
+            problems.append(f"persist_numel={self.persist_numel}, but should not be negative")
+        if self.param_dtype not in (None, "bfloat16", "float16"):
+            problems.append(f"param_dtype={self.param_dtype!r}, but should be bfloat16, float16 or None")
         if self.max_norm is not None and self.max_norm <= 0:
             problems.append(f"max_norm={self.max_norm}, but should be positive")
         if self.auto_wrap is not None and (self.units or self.auto_wrap.partition(":")[0] not in ("size", "class")):
@@ -136,42 +151,31 @@ class Plan:
 
     def capabilities(self) -> frozenset[str]:
         """The flags that an implementation must declare to be asked for this plan."""
-        needed = set()
-        if self.sharding in SHARDING_CAPABILITY:
-            needed.add(SHARDING_CAPABILITY[self.sharding])
-        if isinstance(self.reshard_after_forward, bool):
-            needed.add("reshard_after_forward")
-        elif self.reshard_after_forward is not None:
-            needed.add("reshard_int")
-        if self.offload is not Offload.OFF:
-            needed.add("cpu_offload_params")
-        if self.backward_prefetch is not BackwardPrefetch.DEFAULT:
-            needed.add("prefetch_backward")
-        if self.forward_prefetch:
-            needed.add("prefetch_forward")
-        if any("+" in unit for unit in self.units):
-            needed.add("multi_module_unit")
-        if self.auto_wrap is not None:
-            needed.add("auto_wrap")
-        if self.shard_dim != 0:
-            needed.add("shard_dim")
-        if self.ignored:
-            needed.add("ignored_modules")
-        if self.local_units:
-            needed.add("subgroups")
-        if self.sync_module_states:
-            needed.add("sync_module_states")
-        if self.device_id is not None:
-            needed.add("device_id")
-        if self.defer_reduction:
-            needed.add("no_sync")
-        if self.max_norm is not None:
-            needed.add("clip_grad_norm")
-        if self.device == "cpu":
-            needed.add("cpu_compute")
-        else:
-            needed.add(f"init_{self.init_mode.value}")
-        return frozenset(needed)
+        reshard = self.reshard_after_forward
+        asked = {
+            SHARDING_CAPABILITY.get(self.sharding, ""): self.sharding in SHARDING_CAPABILITY,
+            "reshard_after_forward": isinstance(reshard, bool),
+            "reshard_int": reshard is not None and not isinstance(reshard, bool),
+            "cpu_offload_params": self.offload is not Offload.OFF,
+            "prefetch_backward": self.backward_prefetch is not BackwardPrefetch.DEFAULT,
+            "prefetch_forward": self.forward_prefetch,
+            "prefetch_explicit": self.explicit_prefetch > 0,
+            "multi_module_unit": any("+" in unit for unit in self.units),
+            "auto_wrap": self.auto_wrap is not None,
+            "shard_dim": self.shard_dim != 0,
+            "persist_small": self.persist_numel > 0,
+            "mixed_precision": self.param_dtype is not None,
+            "ignored_modules": bool(self.ignored),
+            "subgroups": bool(self.local_units),
+            "sync_module_states": self.sync_module_states,
+            "device_id": self.device_id is not None,
+            "no_sync": self.defer_reduction,
+            "clip_grad_norm": self.max_norm is not None,
+            "cpu_compute": self.device == "cpu",
+            f"init_{self.init_mode.value}": self.device != "cpu",
+            "any_accelerator": self.device not in ("cpu", "cuda"),
+        }
+        return frozenset(flag for flag, needed in asked.items() if needed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,6 +186,8 @@ class RunSettings:
     """An entry point's name, `package.module:Class`, or `path/to/file.py:Class`."""
     profile: str = "core-2026.11"
     device: str = "cpu"
+    simulator: bool = True
+    """With device cpu: cases that ask for an accelerator run on the simulated one, where it can be built."""
     world_sizes: tuple[int, ...] = ()
     """Empty: every world size of the profile. Otherwise cases of other world sizes are DISABLED."""
     cases: tuple[str, ...] = ()

@@ -50,6 +50,8 @@ class Finding:
     """The collective or the call that last wrote the value, where known."""
     likely: str | None = None
     """The likely cause, from the signature of the difference."""
+    detail: str | None = None
+    """The whole argument in several lines, where one line is not enough: both stacks of a race."""
 
     def where(self) -> str:
         """The place of the divergence: step, phase, tensor, rank, element."""

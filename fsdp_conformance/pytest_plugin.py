@@ -51,6 +51,7 @@ _OPTIONS = {
     "implementation": "implementation",
     "profile": "conformance_profile",
     "device": "conformance_device",
+    "no_simulator": "no_simulator",
     "world_sizes": "conformance_world_size",
     "cases": "conformance_case",
     "report_dir": "conformance_report",
@@ -71,7 +72,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
     option("--implementation", "an entry point's name, package.module:Class, or path/to/file.py:Class", metavar="SPEC")
     option("--conformance-profile", "the cases that make the certificate", metavar="NAME")
-    option("--conformance-device", "cpu, cuda, or any accelerator that torch knows", metavar="TYPE")
+    option("--conformance-device", "cpu, sim, cuda, or any accelerator that torch knows", metavar="TYPE")
+    option("--no-simulator", "on the CPU, run no case on the simulated accelerator", action="store_true")
     option("--conformance-world-size", "only cases of this many ranks; may be repeated", metavar="N", action="append")
     option("--conformance-case", "only this case or requirement; may be repeated", metavar="ID", action="append")
     option("--conformance-report", "where the run file goes", metavar="DIR")
@@ -268,6 +270,20 @@ class Controller:
             write(summary_line(self.certificate, seconds=self.recorder.seconds), green=good, red=not good)
         write(f"run file: {self.recorder.path}")
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Compile the simulated accelerator before the first case that needs it, and say so: it takes a while."""
+        if self.recorder is None or self._description is None:
+            return
+        from fsdp_conformance.adapters import registry
+        from fsdp_conformance.simulator import place
+
+        settings = _settings(self.config)
+        cases = [entry.case() for entry in self.recorder.profile.selected(settings.cases, settings.world_sizes)]
+        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+        say = reporter.write_line if reporter is not None else print
+        place.prepare(cases, settings, registry.description_from_json(self._description).declared, say=say)
+
     def _start(self) -> Recorder:
         """Open the run file."""
         from fsdp_conformance import settings as run_settings
@@ -310,9 +326,13 @@ def _check_devices(settings: RunSettings) -> None:
     """Raise EnvironmentUnavailable if this machine cannot run what was asked for by name."""
     from fsdp_conformance.errors import EnvironmentUnavailable
     from fsdp_conformance.harness import devices
+    from fsdp_conformance.simulator.place import place_of
 
+    here = place_of(settings.device)
+    if here.problem:
+        raise EnvironmentUnavailable(f"{here.problem} Use another --device.")
     devices.backend_for(settings.device)
-    _, count = devices.present_environments(settings.device)
+    count = here.num_ranks
     asked = max(settings.world_sizes, default=1)
     if count is not None and count < asked:
         raise EnvironmentUnavailable(

@@ -46,6 +46,7 @@ def from_words(
     world_sizes: Iterable[str] | None = None,
     cases: Iterable[str] | None = None,
     report_dir: str | None = None,
+    no_simulator: bool | None = None,
     reuse_ranks: bool | None = None,
     deadline_scale: str | None = None,
 ) -> RunSettings:
@@ -59,6 +60,7 @@ def from_words(
         "profile": profile,
         "device": device,
         "report_dir": report_dir,
+        "simulator": False if no_simulator else None,
         "reuse_ranks": reuse_ranks,
     }
     problems = [
@@ -67,7 +69,7 @@ def from_words(
         if given[name] is not None and not given[name].strip()
     ]
     if device is not None and device.strip() and not device.isidentifier():
-        problems.append(f"device={device!r}, but should be a type such as cpu or cuda, without an index")
+        problems.append(f"device={device!r}, but should be a type such as cpu, sim or cuda, without an index")
     if world_sizes is not None:
         given["world_sizes"] = tuple(dict.fromkeys(_world_size(word, problems) for word in _split(world_sizes)))
     if cases is not None:

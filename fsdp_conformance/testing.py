@@ -30,15 +30,17 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.registry import AdapterDescription
 from fsdp_conformance.case import Case, case_of
 from fsdp_conformance.case_checks import CaseChecks
-from fsdp_conformance.config import Plan, RunSettings
+from fsdp_conformance.checks.streams import stream_control, stream_safety
+from fsdp_conformance.config import SIMULATED, InitMode, Plan, RunSettings
 from fsdp_conformance.errors import ConformanceError, RequirementFailed, SuiteError
 from fsdp_conformance.faults.fault import Fault
-from fsdp_conformance.harness import devices, process_group
+from fsdp_conformance.harness import process_group
 from fsdp_conformance.harness.environment import Determinism
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.judge import gate, judge
+from fsdp_conformance.judge import Gated, gate, judge
 from fsdp_conformance.outcome import CaseRecord, RankError, RankExit, RankReport
+from fsdp_conformance.simulator import place
 from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload import Regime, Workload
 
@@ -52,6 +54,8 @@ class LaunchPayload:
 
     settings: RunSettings
     description: AdapterDescription
+    device: str
+    """The type of device that the case runs on: the run's, or the simulated one."""
 
 
 class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
@@ -63,6 +67,8 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
     """
 
     record: CaseRecord | None = None
+    _blame: str | None = None
+    """In a rank: the part that is at work; None is our own."""
 
     # --- the controller ----------------------------------------------------------------------------------------------
 
@@ -84,29 +90,32 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         settings = run_settings.current()
         self._began = time.monotonic()
         description = registry.describe_once(settings.implementation)
-        present, num_devices = devices.present_environments(settings.device)
-        decided = gate(
-            self.case,
-            declared=description.declared(settings.device),
-            settings=settings,
-            present=present,
-            devices=num_devices,
-        )
-        if decided is not None:
-            self.record = decided
-            self.skipTest(f"{decided.verdict}: {decided.reason}")
-        self.launch_payload = LaunchPayload(settings=settings, description=description)
-        self._take_over(settings)
+        gated = self._gated(description, settings)
+        if gated.record is not None:
+            self.record = gated.record
+            self.skipTest(f"{gated.record.verdict}: {gated.record.reason}")
+        self.launch_payload = LaunchPayload(settings=settings, description=description, device=gated.device)
+        self._take_over(self.launch_payload)
         self.reuse_ranks = settings.reuse_ranks
         self.determinism = Determinism(seed=settings.seed, num_threads=settings.num_threads)
         self.preload = description.preload
         self.rank_environment = dict(description.environment)
         self.preload_environment = dict(description.environment)
+        # Compiling the simulated accelerator is no part of a case's time.
+        self._began = time.monotonic()
         self._spawn_processes()
 
-    def _take_over(self, settings: RunSettings) -> None:
+    def _gated(self, description: AdapterDescription, settings: RunSettings) -> Gated:
+        """The device of a case, or why it does not run. The first on the simulated one may wait for a compiler."""
+        gated = gate(self.case, declared=description.declared, settings=settings, places=place.places(settings))
+        if gated.record is None and gated.device == SIMULATED and place.build_problem():
+            gated = gate(self.case, declared=description.declared, settings=settings, places=place.places(settings))
+        return gated
+
+    def _take_over(self, payload: LaunchPayload) -> None:
         """What the controller and the ranks must agree on."""
-        self.device_type = settings.device
+        settings = payload.settings
+        self.device_type = payload.device
         self.case_timeout_s = self.case.timeout_s
         self.deadline_scale = settings.deadline_scale
 
@@ -118,11 +127,11 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         payload: LaunchPayload = self.launch_payload
         self.record = judge(
             self.case,
-            declared=payload.description.declared(payload.settings.device),
+            declared=payload.description.declared(payload.device),
             reports=reports,
             exits=exits,
             implementation=payload.settings.implementation,
-            device=payload.settings.device,
+            device=payload.device,
             ranks="reused" if payload.settings.reuse_ranks else "processes",
             seconds=time.monotonic() - self._began,
         )
@@ -134,11 +143,10 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
     # --- a rank ------------------------------------------------------------------------------------------------------
 
     def init_rank(self) -> None:
-        self._take_over(self.payload.settings)
-        super().init_rank()
-        self._blame: str | None = None
-        self._subjects: list[Adapter] = []
+        self._take_over(self.payload)
+        self.subjects = []
         self.trained_references = {}
+        super().init_rank()
         process_group.register_recording_backend(self.device_type)
         self.start_process_group(process_group.BACKEND)
         process_group.require_recording()
@@ -148,9 +156,9 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
 
     def shutdown_rank(self) -> None:
         with process_group.log().phase("close"):
-            for adapter in self._subjects:
+            for adapter in self.subjects:
                 adapter.close()
-        self._subjects.clear()
+        self.subjects.clear()
         self.trained_references.clear()
         super().shutdown_rank()
 
@@ -187,7 +195,7 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         """A new adapter of the implementation under test."""
         with self.blaming("adapter"):
             adapter = registry.load(self.payload.settings.implementation)()
-        self._subjects.append(adapter)
+        self.subjects.append(adapter)
         return adapter
 
     def declares(self, flag: str) -> bool:
@@ -201,8 +209,11 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
 
     def plan(self, workload: Workload, **changes: Any) -> Plan:
         """A plan for the workload on the run's device, with `changes`."""
+        # A model on the CPU is where it should be; elsewhere it is moved before the wrap by whoever can.
+        moved = self.device_type != "cpu" and self.declares("init_before")
         defaults: dict[str, Any] = {
             "device": self.device_type,
+            "init_mode": InitMode.BEFORE if moved else InitMode.NEVER,
             "units": workload.units,
             "local_units": workload.local_units,
             "ignored": workload.ignored,
@@ -246,6 +257,36 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
                 "; ".join(f"{text} never struck" for text in silent) + f" [{self.case.id}, rank {self.rank}]"
             )
         self.report.seconds["training"] = self.report.seconds.get("training", 0.0) + run.seconds
+        if run.checked_accesses is not None:
+            self.check(stream_safety(run, self.hazard_requirements))
+        return run
+
+    def check_stream_safety(
+        self, workload: Workload, plan: Plan | None = None, regime: Regime | None = None, **options: Any
+    ) -> TrainingHistory:
+        """
+        Train, with every access checked on the simulated accelerator; then show that the checker could have seen it.
+
+        The control is the same configuration for one step with every wait dropped: a checker that sees no race there
+        sees none anywhere (SuiteError). On other devices this is `train`.
+        """
+        run = self.train(workload, plan, regime, **options)
+        if run.checked_accesses is not None:
+            from fsdp_conformance.simulator import checker
+
+            short = replace(regime or Regime(), steps=1, eval_before=(), eval_between=(), frozen_at=())
+            kept = {name: value for name, value in options.items() if name not in ("faults", "adapter")}
+            with checker.without_waits(), self.blaming("implementation"):
+                control = session.train(
+                    self.subject(),
+                    workload,
+                    plan or self.plan(workload),
+                    short,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    **{**kept, "observe": False},
+                )
+            self.check(stream_control(control))
         return run
 
 

@@ -1,4 +1,10 @@
-"""H. Delays and prefetch: init mode x offload x delay x sharding degree x prefetch, at parity bit for bit."""
+"""
+H. Delays and prefetch: init mode x offload x sharding degree x prefetch x delay, at parity bit for bit.
+
+On an accelerator, simulated or not, that is 282 combinations, of which COVERED has 42: every pair of values that can
+stand together stands together in one of them at least, and so it does in the 19 that leave out what not every engine
+offers (backward prefetch by policy, no sharding). On the CPU, where init mode and offload mean nothing, all 47 run.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +18,55 @@ from fsdp_conformance.fixtures import probes
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.testing import ConformanceTestCase
 
+#: init mode, offload, degree, prefetch, delay.
+COVERED = frozenset(
+    tuple(row.split())
+    for row in """
+    before      off         full        pre         reduction
+    before      off         full        pre         after-loss
+    before      off         full        post        before-step
+    before      off         full        forward     none
+    before      off         no-shard    default     none
+    before      cpu         full        pre         none
+    before      cpu         full        post        before-free
+    before      cpu         grad-optim  default     all-gather
+    before      cpu         grad-optim  default     after-loss
+    before      cpu         no-shard    default     before-step
+    before      cpu_pinned  full        default     reduction
+    before      cpu_pinned  full        default     before-free
+    before      cpu_pinned  full        none        all-gather
+    before      cpu_pinned  full        none        reduction
+    before      cpu_pinned  full        pre         before-step
+    before      cpu_pinned  full        post        all-gather
+    before      cpu_pinned  grad-optim  default     before-step
+    before      cpu_pinned  no-shard    default     before-free
+    after       off         full        default     after-loss
+    after       off         full        default     before-free
+    after       off         full        none        after-loss
+    after       off         full        pre         before-free
+    after       off         full        post        reduction
+    after       off         full        forward     before-step
+    after       off         grad-optim  default     none
+    after       off         grad-optim  forward     all-gather
+    after       off         grad-optim  forward     reduction
+    after       off         no-shard    default     reduction
+    never       cpu         full        default     reduction
+    never       cpu         full        default     before-step
+    never       cpu         full        none        none
+    never       cpu         full        none        before-free
+    never       cpu         full        pre         all-gather
+    never       cpu         full        post        none
+    never       cpu         full        post        after-loss
+    never       cpu         grad-optim  default     none
+    never       cpu         grad-optim  forward     before-free
+    never       cpu_pinned  full        default     all-gather
+    never       cpu_pinned  full        none        before-step
+    never       cpu_pinned  full        forward     none
+    never       cpu_pinned  full        forward     after-loss
+    never       cpu_pinned  no-shard    default     after-loss
+    """.strip().splitlines()
+)
+
 #: Long against a collective of a probe (well below a millisecond), short against a case.
 _DELAY_MS = 15.0
 
@@ -21,12 +76,24 @@ _DEGREES = {"full": Sharding.FULL, "grad-optim": Sharding.GRAD_OPTIM, "no-shard"
 _DEGREE_FLAG = {"full": "zero3", "grad-optim": "zero2", "no-shard": "no_shard"}
 
 
-def _applies(values: dict[str, Any]) -> bool:
-    """Without a gather there is nothing to prefetch and none to delay; gradient sharding gathers in forward only."""
+def stands_together(values: dict[str, Any]) -> bool:
+    """
+    Without a gather there is nothing to prefetch and none to delay; gradient sharding gathers in forward only. What is
+    offloaded must not be moved to the device after the wrap (R015).
+    """
+    if values["init"] == "after" and values["offload"] != "off":
+        return False
     if values["degree"] == "full":
         return True
     prefetches = ("default", "forward") if values["degree"] == "grad-optim" else ("default",)
     return values["prefetch"] in prefetches and not (values["degree"] == "no-shard" and values["delay"] == "all-gather")
+
+
+def _applies(values: dict[str, Any]) -> bool:
+    if values["init"] == "never" and values["offload"] == "off":
+        return stands_together(values)
+    row = tuple(str(values[name]) for name in ("init", "offload", "degree", "prefetch", "delay"))
+    return row in COVERED and stands_together(values)
 
 
 def _needs(values: dict[str, Any]) -> list[str]:
@@ -49,8 +116,14 @@ def _environment(values: dict[str, Any]) -> list[str]:
     return wanted
 
 
+def _kills(values: dict[str, Any]) -> list[str]:
+    # Which race an engine has must not depend on the delay: one that the checker sees is seen in each.
+    races = ["scales-without-waiting"] if "accelerator" in _environment(values) and values["offload"] == "off" else []
+    return ["no-reduction", "reads-before-wait", *races]
+
+
 class Delays(ConformanceTestCase):
-    """One rank is late at one place of the step; nobody's numbers change."""
+    """One rank is late at one place of the step; nobody's numbers change, and nobody reads too early."""
 
     @conformance_case(
         "R073",
@@ -69,7 +142,7 @@ class Delays(ConformanceTestCase):
         only=_applies,
         needs=_needs,
         environment=_environment,
-        kills=("no-reduction", "reads-before-wait"),
+        kills=_kills,
     )
     def test_matrix(self, init: str, offload: str, degree: str, prefetch: str, delay: str) -> None:
         """A rank that is late leaves losses, gradients and parameters as they were, in every mode."""
@@ -83,7 +156,7 @@ class Delays(ConformanceTestCase):
             backward_prefetch=BackwardPrefetch.DEFAULT if prefetch == "forward" else BackwardPrefetch(prefetch),
             forward_prefetch=prefetch == "forward",
         )
-        run = self.train(workload, plan, faults=[fault] if fault else [])
+        run = self.check_stream_safety(workload, plan, faults=[fault] if fault else [])
         self.check_parity(run, workload, requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R073"))
 
     @conformance_case(

@@ -54,6 +54,8 @@ class Adapter(ABC):
     """Declared overhead on the wire over the ideal, as a fraction, beside the padding of uneven shards."""
     grad_reduction_of_accumulation: ClassVar[str] = "local"
     """"local": micro-batches are summed on the rank, then reduced; "reduced": each is reduced, then added."""
+    max_unsharded: ClassVar[int] = 0
+    """How many units below the root hold full parameters at once at most; promised by whoever declares `rate_limit`."""
     preload: ClassVar[tuple[str, ...]] = ()
     """Modules that the warm process may import before it forks ranks: none that touches a device."""
     optional: ClassVar[Mapping[str, str]] = {
@@ -62,6 +64,7 @@ class Adapter(ABC):
         "full_optim_state": "full_optim_state",
         "write_params": "write_params",
         "unit_is_unsharded": "sharded_state",
+        "reshard": "manual_unshard",
         "wrap_again": "wrap_again",
     }
     """Optional method to the flag that overriding it declares. A base class for adapters adds its own hooks."""
@@ -183,6 +186,14 @@ class Adapter(ABC):
 
     def unit_is_unsharded(self, fqn: str) -> bool:
         """True while the unit (root: "") holds full parameters. Declares `sharded_state`."""
+        raise NotImplementedError
+
+    def unshard(self, fqn: str) -> None:
+        """Gather a unit's full parameters now. Collective. Comes with `reshard`."""
+        raise NotImplementedError
+
+    def reshard(self, fqn: str) -> None:
+        """Free a unit's full parameters now, wherever the training step is. Declares `manual_unshard`."""
         raise NotImplementedError
 
     def wrap_again(self) -> None:

@@ -15,7 +15,11 @@ A step, with the labels that its collectives get in the log:
     eval_between         "eval"
     fault point          before_step
     optimizer            "step"      clipping, update, zero_grad
-    parameters           "observe"   full parameters and buffers are read
+    parameters           "observe"   losses, full parameters and buffers are read
+
+On an accelerator nothing of a step makes the host wait: inputs are there before the setup, losses and outputs stay on
+the device until the step's observation. A wait orders everything before it, so a loop that waits hides the races that
+it should find. On the simulated accelerator observations are suspended: they order nothing.
 """
 
 from __future__ import annotations
@@ -33,10 +37,12 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.sharded import materialise_norm
 from fsdp_conformance.adapters.structures import map_tensors
 from fsdp_conformance.adapters.torch_like import compute_device
+from fsdp_conformance.adapters.watch import Watch, watch_for
 from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import ConfigError, Unsupported
 from fsdp_conformance.faults.fault import Fault
 from fsdp_conformance.harness import process_group
+from fsdp_conformance.history.memory import MemoryMark, Point
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
 from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
 
@@ -70,6 +76,8 @@ def train(
     faults: Sequence[Fault] = (),
     observe: bool = True,
     on_setup: Callable[[Adapter], object] | None = None,
+    on_loss: Callable[[Adapter, int], object] | None = None,
+    on_gradients: Callable[[Adapter, int], object] | None = None,
     inputs_on_cpu: bool = False,
 ) -> TrainingHistory:
     """
@@ -78,8 +86,9 @@ def train(
     What the regime says of micro-batches, clipping and deferred reduction is put into the plan. The adapter must be
     new; it is left open, so that the caller can look at what it holds. Faults are prepared with the model, installed
     after the setup and removed at the end. With `observe=False` only losses, and the parameters at the end, are read.
-    `on_setup` is called after the setup and before initial values are noted; with `inputs_on_cpu` batches are left
-    there for the engine to move.
+    `on_setup` is called after the setup and before initial values are noted; `on_loss`, with the step, between a loss
+    and its backward, as a user's own code would be; `on_gradients` when the gradients of a step are there, as an
+    observer. With `inputs_on_cpu` batches are left there for the engine to move.
 
     Raises Unsupported for a plan with undeclared flags, or a regime that the adapter has no way to follow.
     """
@@ -100,6 +109,8 @@ def train(
         history=TrainingHistory(source=adapter.display_name(), rank=rank, world_size=world_size),
         observe=observe,
         input_device=torch.device("cpu") if inputs_on_cpu else compute_device(plan),
+        on_loss=on_loss,
+        on_gradients=on_gradients,
     )
     try:
         run.set_up(plan, on_setup)
@@ -111,6 +122,7 @@ def train(
         run.finish()
     finally:
         # Kept up to the end of a run that raised, too: a failure's report quotes it.
+        run.note_order()
         run.history.collectives = [record for record in log.records[begin:] if record.phase != "observe"]
     return run.history
 
@@ -129,25 +141,39 @@ class _Run:
     history: TrainingHistory
     observe: bool
     input_device: torch.device
+    on_loss: Callable[[Adapter, int], object] | None
+    on_gradients: Callable[[Adapter, int], object] | None
     declared: frozenset[str] = field(init=False)
+    watch: Watch = field(init=False)
 
     def __post_init__(self) -> None:
         self.declared = self.adapter.declared()
         self.log = process_group.log()
+        self.watch = watch_for(self.device)
+        self._batches: dict[tuple[int, int], list[Batch]] = {}
+        self._spent: list[Batch] = []
+        self._kept: list[Tensor] = []
+        self._evaluated: list[Any] = []
 
     def set_up(self, plan: Plan, on_setup: Callable[[Adapter], object] | None) -> None:
+        self.watch.begin()
+        if self.device.type != "cpu":
+            self._place_batches()
+        self._mark(Point.BEFORE_SETUP)
+
         def build() -> nn.Module:
             model = self.workload.build(self.rank)
             for fault in self.faults:
                 fault.prepare(model)
             return model
 
-        with self.log.phase("setup"):
+        with self._phase("setup"):
             self.adapter.setup(build, self.workload.optimizers[self.regime.optimizer], plan)
             if on_setup is not None:
                 on_setup(self.adapter)
+        self._mark(Point.SETUP)
         self.history.requires_grad = self._requires_grad()
-        with self.log.phase("observe"):
+        with self._observing():
             self.history.initial_params = self.adapter.full_params()
             self.history.initial_buffers = self._buffers()
         self.adapter.train(True)
@@ -158,27 +184,32 @@ class _Run:
                 self.adapter.set_requires_grad(names)
         record = StepRecord(step=step, losses=[])
         self.history.steps.append(record)
-        with self._timed():
+        with self._timed(step):
             if step in self.regime.eval_before:
                 self._evaluate(step)
             for _ in range(self.regime.idle_forwards):
                 self._forward(step, self._batch(step, 0))
             for micro in range(self.regime.micro_batches):
                 self._micro_batch(record, micro)
-        if self.observe and "full_grads" in self.declared:
-            with self.log.phase("observe", step):
+            self._mark(Point.BACKWARD, step)
+        with self._observing(step):
+            if self.observe and "full_grads" in self.declared:
                 record.grads = self.adapter.full_grads()
-        if step == self.regime.steps - 1:
-            self._weigh(lambda kind: kind in _BEFORE_STEP)
-        with self._timed():
+            if self.on_gradients is not None:
+                self.on_gradients(self.adapter, step)
+            if step == self.regime.steps - 1:
+                self._weigh(lambda kind: kind in _BEFORE_STEP)
+        with self._timed(step):
             if self.regime.gradient_to_none:
                 self.adapter.drop_grads(self.regime.gradient_to_none)
             if step in self.regime.eval_between:
                 self._evaluate(step)
             self._reach("before_step", step)
-            with self.log.phase("step", step):
+            with self._phase("step", step):
                 norm = self.adapter.step(**self._clipping())
-        with self.log.phase("observe", step):
+        self._mark(Point.STEP, step)
+        with self._observing(step):
+            self._fetch(record)
             record.grad_norm = None if norm is None else materialise_norm(torch.as_tensor(norm))
             if self.observe or step == self.regime.steps - 1:
                 record.params = self.adapter.full_params()
@@ -186,7 +217,8 @@ class _Run:
 
     def finish(self) -> None:
         """Count what this rank holds, and what an unsharded run would."""
-        self._weigh(lambda kind: kind not in _BEFORE_STEP)
+        with self._observing():
+            self._weigh(lambda kind: kind not in _BEFORE_STEP)
         self.history.full_bytes = self._unsharded_bytes()
 
     def _micro_batch(self, record: StepRecord, micro: int) -> None:
@@ -195,29 +227,57 @@ class _Run:
         with self.adapter.microbatch(last, reduced=self.regime.is_reduced(micro)):
             output = self._forward(record.step, batch)
             loss = self.workload.loss(output, batch)
-            record.losses.append(loss.detach().to("cpu", copy=True))
+            self._kept.append(_kept(loss))
             if self.regime.keep_outputs:
-                record.outputs.append(_noted(output))
+                record.outputs.append(_kept(output))
+            self._mark(Point.FORWARD, record.step)
             self._reach("after_loss", record.step)
+            if self.on_loss is not None:
+                self.on_loss(self.adapter, record.step)
             parts = self.regime.backwards_per_forward
-            with self.log.phase("backward", record.step):
+            with self._phase("backward", record.step):
                 for part in range(parts):
                     self.adapter.backward(loss / parts if parts > 1 else loss, retain_graph=part < parts - 1)
 
     def _forward(self, step: int, batch: Batch) -> Any:
-        with self.log.phase("forward", step):
+        with self._phase("forward", step):
             return self.adapter.forward(*batch.args, **batch.kwargs)
 
     def _evaluate(self, step: int) -> None:
         batch = self._batch(step, 0)
         self.adapter.train(False)
         try:
-            with torch.no_grad(), self.log.phase("eval", step):
-                self.history.eval_outputs.append(_noted(self.adapter.forward(*batch.args, **batch.kwargs)))
+            with torch.no_grad(), self._phase("eval", step):
+                self._evaluated.append(_kept(self.adapter.forward(*batch.args, **batch.kwargs)))
         finally:
             self.adapter.train(True)
 
+    def _fetch(self, record: StepRecord) -> None:
+        """Losses and outputs that were left on the device come to the host."""
+        record.losses = _fetched(self._kept)
+        record.outputs = _fetched(record.outputs)
+        self.history.eval_outputs += _fetched(self._evaluated)
+        self._kept, self._evaluated = [], []
+
+    def _place_batches(self) -> None:
+        """Put the inputs of the whole run on the device: copies of pageable memory make the host wait."""
+        with self.watch.suspended():
+            for step in range(self.regime.steps):
+                for micro in range(self.regime.micro_batches):
+                    # A batch of its own for each use, as on the CPU: a model may write into its inputs.
+                    others = (step in self.regime.eval_before) + (step in self.regime.eval_between)
+                    uses = 1 if micro else 1 + self.regime.idle_forwards + others
+                    self._batches[step, micro] = [self._new_batch(step, micro) for _ in range(uses)]
+
     def _batch(self, step: int, micro: int) -> Batch:
+        waiting = self._batches.get((step, micro))
+        if not waiting:
+            return self._new_batch(step, micro)
+        # Held to the end of the run: whatever the loop holds on the device is the same at every mark.
+        self._spent.append(waiting.pop())
+        return self._spent[-1]
+
+    def _new_batch(self, step: int, micro: int) -> Batch:
         key = BatchKey(step=step, micro=micro, rank=self.rank, world_size=self.world_size)
         return self._placed(self.workload.batch(key))
 
@@ -240,14 +300,42 @@ class _Run:
             fault.at(point, step)
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _timed(self, step: int) -> Iterator[None]:
         begin = time.perf_counter()
         try:
             yield
         finally:
-            if self.device.type != "cpu":
-                torch.get_device_module(self.device.type).synchronize(self.device)
+            if self.observe or step == self.regime.steps - 1:
+                # An observation follows, which waits anyway.
+                self.watch.synchronise()
             self.history.seconds += time.perf_counter() - begin
+
+    @contextmanager
+    def _phase(self, name: str, step: int | None = None) -> Iterator[None]:
+        """Collectives, and accesses on the simulated accelerator, are labelled."""
+        with self.log.phase(name, step), self.watch.label(name):
+            yield
+
+    @contextmanager
+    def _observing(self, step: int | None = None) -> Iterator[None]:
+        """What is read inside is read for the history: it neither counts as training nor orders it."""
+        with self.log.phase("observe", step), self.watch.suspended():
+            yield
+        if self.watch.counts_bytes:
+            self.watch.reset_peak()
+
+    def _mark(self, point: Point, step: int | None = None) -> None:
+        if not self.watch.counts_bytes:
+            return
+        allocated, peak = self.watch.allocated_bytes(), self.watch.peak_bytes()
+        self.history.memory.append(MemoryMark(point=point, step=step, allocated=allocated, peak=peak))
+        self.watch.reset_peak()
+
+    def note_order(self) -> None:
+        """Take over what the checker of the simulated accelerator has seen."""
+        if self.watch.checks_order:
+            self.history.hazards = self.watch.hazards()
+            self.history.checked_accesses = self.watch.accesses()
 
     def _buffers(self) -> dict[str, Tensor]:
         return self.adapter.full_buffers() if "full_buffers" in self.declared else {}
@@ -320,6 +408,11 @@ def _moved(value: Any, device: torch.device) -> Any:
     return map_tensors(value, lambda tensor: tensor.to(device))
 
 
-def _noted(output: Any) -> Any:
-    """A model's output with every tensor detached and copied to the CPU; its structure and its types stay."""
-    return map_tensors(output, lambda tensor: tensor.detach().to("cpu", copy=True))
+def _kept(value: Any) -> Any:
+    """A loss or an output with every tensor detached and copied where it is; its structure and its types stay."""
+    return map_tensors(value, lambda tensor: tensor.detach().clone())
+
+
+def _fetched(value: Any) -> Any:
+    """The same on the CPU."""
+    return map_tensors(value, lambda tensor: tensor.to("cpu"))

@@ -25,6 +25,7 @@ class TorchDDP(TorchAdapter):
     capabilities: ClassVar[frozenset[str]] = frozenset(
         {
             "no_shard",
+            "any_accelerator",
             "device_id",
             "sync_module_states",
             "structure_check",

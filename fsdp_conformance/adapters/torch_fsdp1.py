@@ -11,7 +11,7 @@ not declared, and its own error shows as Unsupported.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch as FSDP1BackwardPrefetch
-from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, ShardingStrategy
+from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
 from fsdp_conformance.adapters.sharded import anywhere, full_copy, full_gradients
 from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, refusal, submodules
-from fsdp_conformance.config import BackwardPrefetch, Offload, Plan, Sharding
+from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
 
 _STRATEGIES = {
     Sharding.FULL: ShardingStrategy.FULL_SHARD,
@@ -67,11 +67,13 @@ class TorchFSDP1(TorchAdapter):
             "subgroups",
             "ignored_modules",
             "auto_wrap",
+            "any_accelerator",
             "init_after",
             "init_never",
             "device_id",
             "sync_module_states",
             "cpu_offload_params",
+            "mixed_precision",
             "prefetch_backward",
             "prefetch_forward",
             "shared_params",
@@ -82,8 +84,12 @@ class TorchFSDP1(TorchAdapter):
             "noncontiguous_params",
             "coll_counts",
             "coll_volume",
+            "mem_bounds",
+            "rate_limit",
         }
     )
+    #: The one that computes, and the one that is prefetched in backward.
+    max_unsharded: ClassVar[int] = 2
     #: Broadcast at init and pinned offload want an accelerator in torch, whatever `device_id` says.
     declines_on: ClassVar[Mapping[str, frozenset[str]]] = {
         "cpu": frozenset({"sync_module_states", "cpu_offload_params"})
@@ -96,7 +102,14 @@ class TorchFSDP1(TorchAdapter):
         return torch.__version__
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
-        super().setup(model_fn, optim_fn, plan)
+        self._shapes: dict[str, torch.Size] = {}
+
+        def build() -> nn.Module:
+            model = model_fn()
+            self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+            return model
+
+        super().setup(build, optim_fn, plan)
         if plan.offload is not Offload.OFF:
             # Pinned memory is asked for at lazy initialisation, which reading the parameters brings about.
             with (
@@ -127,9 +140,27 @@ class TorchFSDP1(TorchAdapter):
     def full_grads(self) -> dict[str, Tensor | None]:
         # Inside the context every parameter of a flat one has a gradient; what the optimizer will see is known outside.
         present = anywhere([parameter.grad is not None for parameter in self.parameters().values()], self.device)
+        if self.plan.offload is not Offload.OFF:
+            # Inside the context FSDP1 would gather gradients that are on the CPU with the device's backend.
+            return self._joined_grads(present)
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False, with_grads=True):
             grads = full_gradients(self.parameters(), self.device)
         return {name: grad if there else None for (name, grad), there in zip(grads.items(), present, strict=True)}
+
+    def _joined_grads(self, present: Sequence[bool]) -> dict[str, Tensor | None]:
+        """Full gradients from what users see of them: on each rank a piece of the flat one, in the order of ranks."""
+        pieces = {
+            name: parameter.grad.detach().flatten() if parameter.grad is not None else parameter.detach().new_zeros(0)
+            for name, parameter in self.parameters().items()
+        }
+        gathered: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, pieces)
+        grads: dict[str, Tensor | None] = {}
+        for (name, mine), there in zip(pieces.items(), present, strict=True):
+            ranks = dist.get_process_group_ranks(self._unit_of(name).process_group)
+            whole = mine if mine.numel() == self.names.numel[name] else torch.cat([gathered[r][name] for r in ranks])
+            grads[name] = whole.view(self._shapes[name]).clone() if there else None
+        return grads
 
     def full_optim_state(self) -> dict[str, dict[str, Tensor]]:
         if self.optimizer is None:
@@ -145,16 +176,28 @@ class TorchFSDP1(TorchAdapter):
             super().write_params(values)
 
     def unit_is_unsharded(self, fqn: str) -> bool:
-        unit = self.names.modules[fqn]
-        inner = {
-            id(parameter)
-            for other in self.plan.units
-            if other != fqn and (not fqn or other.startswith(f"{fqn}."))
-            for parameter in self.names.modules[other].parameters()
-        }
-        own = [parameter for parameter in unit.parameters() if id(parameter) not in inner]
-        # After a reshard the parameters of a unit are the views of this rank's part of the flat parameter.
-        return bool(own) and sum(parameter.numel() for parameter in own) == self._full_numel[fqn]
+        own = [name for name, unit in self._owners.items() if unit == fqn]
+        # By attribute: in backward they are no parameters but tensors. After a reshard they are the views of this
+        # rank's part of the flat parameter.
+        numel = sum(self._attribute(name).numel() for name in own)
+        return bool(own) and numel == sum(self.names.numel[name] for name in own)
+
+    def _attribute(self, name: str) -> Tensor:
+        """What user code finds under a parameter's name."""
+        module, _, key = name.rpartition(".")
+        tensor: Tensor = getattr(self.names.modules[module], key)
+        return tensor
+
+    def _unit_of(self, name: str) -> FullyShardedDataParallel:
+        """The innermost wrapper around a parameter."""
+        units = FullyShardedDataParallel.fsdp_modules(self.model)
+        around = [unit for unit in units if name.startswith(self._prefix(unit))]
+        return max(around, key=lambda unit: len(self._prefix(unit)))
+
+    def _prefix(self, unit: FullyShardedDataParallel) -> str:
+        """What the names of a wrapper's parameters begin with."""
+        fqn = self.names.name_of(unit.module)
+        return f"{fqn}." if fqn else ""
 
     @property
     def _root(self) -> FullyShardedDataParallel:
@@ -176,8 +219,10 @@ class TorchFSDP1(TorchAdapter):
             "cpu_offload": CPUOffload(offload_params=plan.offload is not Offload.OFF),
             "ignored_modules": submodules(model, plan.ignored) or None,
         }
-        if self.device.type == "cpu" or plan.device_id is not None:
-            # Without it FSDP1 insists on an accelerator.
+        if plan.param_dtype is not None:
+            options["mixed_precision"] = MixedPrecision(param_dtype=getattr(torch, plan.param_dtype))
+        if self.device.type == "cpu" or plan.device_id is not None or plan.init_mode is InitMode.NEVER:
+            # On the CPU FSDP1 insists on an accelerator otherwise; and it is how a model that nobody moves gets there.
             options["device_id"] = self.device
         if strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
             world_size = dist.get_world_size()
@@ -210,15 +255,12 @@ class TorchFSDP1(TorchAdapter):
                     setattr(parent, key, wrapped)
 
     @functools.cached_property
-    def _full_numel(self) -> dict[str, int]:
-        """Elements of each unit (root: "") in full, inner units left out."""
+    def _owners(self) -> dict[str, str]:
+        """Parameter to the unit that has it, inner units before outer ones; "" is the root."""
         owner = dict.fromkeys(self.names.parameters, "")
         for unit in sorted(self.plan.units, key=lambda fqn: fqn.count(".")):
             owner.update({name: unit for name in self.names.parameters if name.startswith(f"{unit}.")})
-        totals = dict.fromkeys(["", *self.plan.units], 0)
-        for name, numel in self.names.numel.items():
-            totals[owner[name]] += numel
-        return totals
+        return owner
 
 
 class TorchFSDP1ShardGradOp(TorchFSDP1):

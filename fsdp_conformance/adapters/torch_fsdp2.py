@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, refusal, submodules
@@ -36,10 +36,13 @@ class TorchFSDP2(TorchAdapter):
             "ignored_modules",
             "shard_dim",
             "multi_module_unit",
+            "any_accelerator",
             "init_after",
             "init_never",
+            "mixed_precision",
             "cast_after_init",
             "cpu_offload_params",
+            "prefetch_explicit",
             "prefetch_forward",
             "shared_params",
             "shared_module",
@@ -50,8 +53,11 @@ class TorchFSDP2(TorchAdapter):
             "coll_counts",
             "coll_volume",
             "ws1_fast",
+            "mem_bounds",
+            "rate_limit",
         }
     )
+    max_unsharded: ClassVar[int] = 1
 
     @classmethod
     def version(cls) -> str:
@@ -68,6 +74,8 @@ class TorchFSDP2(TorchAdapter):
             fully_shard(model, **(local if "" in plan.local_units else options))
         if plan.forward_prefetch:
             _prefetch_in_order(model)
+        if plan.explicit_prefetch:
+            _prefetch_listed(model, plan.explicit_prefetch)
         return model
 
     def no_sync(self) -> AbstractContextManager[Any]:
@@ -78,6 +86,16 @@ class TorchFSDP2(TorchAdapter):
         parameters = list(_own_parameters(unit))
         return bool(parameters) and not any(isinstance(parameter, DTensor) for parameter in parameters)
 
+    def unshard(self, fqn: str) -> None:
+        self._unit(fqn).unshard()
+
+    def reshard(self, fqn: str) -> None:
+        self._unit(fqn).reshard()
+
+    def _unit(self, fqn: str) -> FSDPModule:
+        (unit,) = submodules(self.model, [fqn])
+        return cast(FSDPModule, unit)
+
     def _is_cpu(self) -> bool:
         return self.device.type == "cpu"
 
@@ -85,6 +103,8 @@ class TorchFSDP2(TorchAdapter):
         options: dict[str, Any] = {"mesh": self._mesh(plan), "reshard_after_forward": reshard_after_forward(plan)}
         if plan.offload is not Offload.OFF:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=plan.offload is Offload.CPU_PINNED)
+        if plan.param_dtype is not None:
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=getattr(torch, plan.param_dtype))
         if plan.shard_dim:
             options["shard_placement_fn"] = lambda parameter: _placement(parameter, plan.shard_dim)
         if plan.ignored:
@@ -137,6 +157,14 @@ def _prefetch_in_order(model: nn.Module) -> None:
     units: Sequence[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit, following in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
+
+
+def _prefetch_listed(model: nn.Module, count: int) -> None:
+    """Each unit below the root lists the next `count` ones for its forward, and those before it for its backward."""
+    units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+    for index, unit in enumerate(units):
+        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + count])
+        unit.set_modules_to_backward_prefetch(units[max(0, index - count) : index][::-1])
 
 
 def _own_parameters(unit: nn.Module) -> Iterator[nn.Parameter]:

@@ -30,6 +30,8 @@ _CALLS: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]] = {
     "full_optim_state": (((), {}),),
     "write_params": ((({},), {}),),
     "unit_is_unsharded": ((("",), {}),),
+    "unshard": ((("",), {}),),
+    "reshard": ((("",), {}),),
     "wrap_again": (((), {}),),
     "module": (((), {}),),
     "parameters": (((), {}),),
@@ -59,6 +61,7 @@ _VARIABLES: dict[str, tuple[str, Any]] = {
     "shims": ("a tuple of sentences", lambda value: _is_collection(value, tuple | list)),
     "preload": ("a tuple of module names", lambda value: _is_collection(value, tuple | list)),
     "padding": ("a number, at least 0", lambda value: isinstance(value, int | float) and value >= 0),
+    "max_unsharded": ("an int, at least 0", lambda value: isinstance(value, int) and value >= 0),
     "grad_reduction_of_accumulation": ('"local" or "reduced"', lambda value: value in ("local", "reduced")),
 }
 
@@ -99,6 +102,8 @@ def _flags(adapter: type[Adapter]) -> Iterator[str]:
             close = difflib.get_close_matches(flag, CAPABILITIES, n=2)
             hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
             yield f"{adapter.__name__}.{variable} names {flag!r}, but should name flags of capability.py only{hint}"
+    if "rate_limit" in adapter.declared() and not adapter.max_unsharded:
+        yield f"{adapter.__name__} declares 'rate_limit', but should then say in max_unsharded how many units it means"
     methods = {flag: method for base in adapter.__mro__ for method, flag in vars(base).get("optional", {}).items()}
     for flag in sorted(set(methods) & adapter.declared()):
         if not _is_written(adapter, methods[flag]):

@@ -4,6 +4,7 @@ The command line: one module a command, and what they share.
     arguments     what can be typed
     run           cases run by pytest in a process of its own, followed live, judged at the end
     smoke         the adapter alone
+    sanitize      somebody's training script on the simulated accelerator
     doctor        the machine alone
     listing       every case, and whether it would run
     explain       a requirement or a case, with what a run found

@@ -19,6 +19,13 @@ DEFAULTS = RunSettings()
 _IMPLEMENTATION = "an entry point's name, package.module:Class, or path/to/file.py:Class"
 
 
+_SANITIZE_NOTES = """\
+The script is started as by torchrun, once per rank. It asks for the device "sim", or for torch.accelerator's; with
+--as-cuda it may say "cuda" and "nccl". No GPU is needed, a C++ compiler is.
+
+"""
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors say what was probably meant."""
 
@@ -68,6 +75,7 @@ def settings_of(parsed: argparse.Namespace) -> RunSettings:
         device=parsed.device,
         world_sizes=parsed.world_sizes,
         cases=parsed.cases,
+        no_simulator=getattr(parsed, "no_simulator", None),
         report_dir=getattr(parsed, "report", None),
         reuse_ranks=getattr(parsed, "reuse_ranks", None),
         deadline_scale=getattr(parsed, "deadline_scale", None),
@@ -90,9 +98,9 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     commands: dict[str, Parser] = {}
 
-    def command(name: str, module: str, summary: str, *, notes: str = "") -> Parser:
+    def command(name: str, module: str, summary: str, *, notes: str = "", table: str = status.TABLE) -> Parser:
         commands[name] = subparsers.add_parser(
-            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=notes + status.TABLE
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=notes + table
         )
         commands[name].set_defaults(module=module)
         return commands[name]
@@ -113,6 +121,15 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     )
     _add_implementation(smoke, default=None)
     _add_device(smoke)
+
+    sanitize = command(
+        "sanitize",
+        "sanitize",
+        "run a training script on the simulated accelerator, and report its races",
+        notes=_SANITIZE_NOTES,
+        table=status.SANITIZE_TABLE,
+    )
+    _add_sanitize(sanitize)
 
     doctor = command("doctor", "doctor", "say what this machine can do, and what it cannot")
     _add_device(doctor)
@@ -143,12 +160,38 @@ def _add_implementation(parser: Parser, default: str | None = DEFAULTS.implement
     parser.add_argument("--implementation", metavar="SPEC", default=default, help=_IMPLEMENTATION + shown)
 
 
+def _add_sanitize(parser: Parser) -> None:
+    parser.usage = "%(prog)s [options] (SCRIPT | -m MODULE) [argument ...]"
+    parser.add_argument("--world-size", metavar="N", default="2", help="number of ranks (default: 2)")
+    parser.add_argument(
+        "--mode",
+        choices=("record", "raise", "poison"),
+        default="record",
+        help="what a race does: is recorded, raises where it happens, or fills its result with NaN (default: record)",
+    )
+    parser.add_argument("--as-cuda", action="store_true", help="give a script that says cuda the simulated accelerator")
+    parser.add_argument(
+        "--timeout", metavar="S", default="600", help="seconds until ranks that have not ended are ended (default: 600)"
+    )
+    parser.add_argument("--json", metavar="FILE", help="write what was found to a file, too")
+    parser.add_argument(
+        "-m",
+        dest="module_words",
+        metavar="MODULE",
+        nargs=argparse.REMAINDER,
+        help="run a module, as python -m does; what follows its name is its own",
+    )
+    parser.add_argument(
+        "script_words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script; what follows is its own"
+    )
+
+
 def _add_device(parser: Parser) -> None:
     parser.add_argument(
         "--device",
         metavar="TYPE",
         default=DEFAULTS.device,
-        help=f"cpu, cuda, or any accelerator that torch knows (default: {DEFAULTS.device})",
+        help=f"cpu, sim (simulated on the CPU), cuda, or any accelerator torch knows (default: {DEFAULTS.device})",
     )
 
 
@@ -160,6 +203,11 @@ def _add_profile(parser: Parser, default: str | None = DEFAULTS.profile) -> None
 def _add_selection(parser: Parser) -> None:
     _add_profile(parser)
     _add_device(parser)
+    parser.add_argument(
+        "--no-simulator",
+        action="store_true",
+        help="on the CPU, leave out the cases that ask for an accelerator instead of simulating one",
+    )
     parser.add_argument(
         "--world-size",
         metavar="N",

@@ -25,6 +25,7 @@ from fsdp_conformance.cli.arguments import settings_of_device
 from fsdp_conformance.cli.examination import examined
 from fsdp_conformance.cli.status import Status
 from fsdp_conformance.cli.survey import Machine
+from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.contract.profile import INTERPRETATION, load_profile
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.report.terminal import duration
@@ -92,13 +93,17 @@ def _packages(findings: Findings) -> None:
 
 
 def _compiler(findings: Findings) -> None:
-    """Engines that compile parts of themselves need one; no case does."""
+    """The simulated accelerator needs one, and engines that compile parts of themselves."""
     names = [name for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name]
     found = next((path for name in names if (path := shutil.which(name))), None)
     if found:
         findings.line("C++ compiler", found)
     else:
-        findings.line("C++ compiler", f"none of {', '.join(names)}; engines that build extensions fail", "absent")
+        findings.line(
+            "C++ compiler",
+            f"none of {', '.join(names)}; no simulated accelerator, and engines that build extensions fail",
+            "absent",
+        )
 
 
 def _temporary_files(findings: Findings) -> None:
@@ -161,6 +166,20 @@ def _device(findings: Findings, machine: Machine) -> None:
     noun = "core" if machine.device == "cpu" else "device"
     findings.line("devices", f"{machine.device}, {messages.plural(machine.num_devices, noun)}")
     findings.line("backend", machine.backend or machine.problem, "ok" if machine.backend else "failed")
+    _simulator(findings, machine)
+
+
+def _simulator(findings: Findings, machine: Machine) -> None:
+    """The accelerator for the cases that a CPU alone cannot tell."""
+    what = "init modes, offload, memory and stream races without a GPU"
+    if machine.simulated.problem:
+        needed = machine.device == SIMULATED
+        text = f"cannot be built: {machine.simulated.problem}; it would give {what}"
+        findings.line("simulator", text, "failed" if needed else "absent")
+    elif machine.simulator_built:
+        findings.line("simulator", f"built: {what}")
+    else:
+        findings.line("simulator", f"will be built at its first use (half a minute): {what}")
 
 
 def _collectives(findings: Findings, checked: list[dict[str, Any]]) -> None:
@@ -186,7 +205,7 @@ def _cases(findings: Findings, machine: Machine, profile_name: str) -> None:
     except UsageError as error:
         findings.line("cases", str(error), "failed")
         return
-    records = selection.foreseen_here(selection.cases_of(profile), machine)
+    records = [gated.record for gated in selection.foreseen_here(selection.cases_of(profile), machine)]
     num_runnable = sum(record is None for record in records)
     text = f"{num_runnable} of the {len(records)} of {profile.name} can run here"
     findings.line("cases", text, "ok" if num_runnable else "failed")

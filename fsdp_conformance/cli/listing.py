@@ -18,8 +18,9 @@ from fsdp_conformance.cli import messages, selection
 from fsdp_conformance.cli.arguments import settings_of
 from fsdp_conformance.cli.status import Status
 from fsdp_conformance.cli.survey import survey
+from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.contract.profile import Profile, load_profile
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.judge import Gated
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -34,12 +35,15 @@ def main(arguments: argparse.Namespace) -> int:
         return Status.CERTIFIED
     cases = selection.selected(profile, settings)
     found = survey(settings.device, settings.implementation)
-    records = selection.foreseen(cases, settings, found)
-    _print_cases(cases, records, why=arguments.why or arguments.not_run, only_not_run=arguments.not_run)
+    foreseen = selection.foreseen(cases, settings, found)
+    _print_cases(
+        cases, foreseen, settings.device, why=arguments.why or arguments.not_run, only_not_run=arguments.not_run
+    )
     told = found.description
-    counted = Counter("would run" if record is None else str(record.verdict) for record in records)
+    counted = Counter("would run" if gated.record is None else str(gated.record.verdict) for gated in foreseen)
+    elsewhere = sum(gated.record is None and gated.device != settings.device for gated in foreseen)
     words = [
-        f"{counted.pop('would run', 0)} would run",
+        f"{counted.pop('would run', 0)} would run" + (f", {elsewhere} of them on {SIMULATED}" if elsewhere else ""),
         *(f"{count} {what}" for what, count in sorted(counted.items())),
     ]
     print(
@@ -49,17 +53,21 @@ def main(arguments: argparse.Namespace) -> int:
     return Status.CERTIFIED
 
 
-def _print_cases(cases: Sequence[Case], records: Sequence[CaseRecord | None], *, why: bool, only_not_run: bool) -> None:
-    pairs = zip(cases, records, strict=True)
-    shown = [(case, record) for case, record in pairs if record is not None or not only_not_run]
+def _print_cases(
+    cases: Sequence[Case], foreseen: Sequence[Gated], device: str, *, why: bool, only_not_run: bool
+) -> None:
+    pairs = zip(cases, foreseen, strict=True)
+    shown = [(case, gated) for case, gated in pairs if gated.record is not None or not only_not_run]
     width = max((len(case.id) for case, _ in shown), default=0)
     chapters = list(contract.CHAPTERS)
     last = None
-    for case, record in sorted(shown, key=lambda item: (chapters.index(item[0].chapter), item[0].id)):
+    for case, gated in sorted(shown, key=lambda item: (chapters.index(item[0].chapter), item[0].id)):
         if case.chapter != last:
             print(f"{case.chapter}  {contract.CHAPTERS[case.chapter]}")
             last = case.chapter
-        would = "runs" if record is None else str(record.verdict)
+        record = gated.record
+        runs = "runs" if gated.device == device else f"runs on {gated.device}"
+        would = runs if record is None else str(record.verdict)
         print(f"  {case.id:<{width}}  {case.world_size} ranks  {would:<11}  {' '.join(case.requirements)}")
         if why:
             print(f"    {case.title if record is None else record.reason}")

@@ -18,13 +18,13 @@ from pathlib import Path
 from types import FrameType
 
 from fsdp_conformance import __version__
-from fsdp_conformance.cli import messages, report_dir, selection
+from fsdp_conformance.cli import building, messages, report_dir, selection
 from fsdp_conformance.cli.arguments import settings_of
 from fsdp_conformance.cli.progress import Display, Progress, RunFileTail, display_for
 from fsdp_conformance.cli.pytest_process import INTERRUPT_S, PytestProcess, command
 from fsdp_conformance.cli.status import Status
 from fsdp_conformance.cli.survey import Survey, survey
-from fsdp_conformance.config import RunSettings
+from fsdp_conformance.config import SIMULATED, RunSettings
 from fsdp_conformance.contract.profile import Profile, load_profile
 from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
 from fsdp_conformance.report import markdown, runfile, terminal
@@ -52,9 +52,12 @@ def main(arguments: argparse.Namespace) -> int:
     selection.check_machine(found.machine, cases, settings)
     report = report_directory(settings)
     report_dir.prepare(report)
-    records = selection.foreseen(cases, settings, found)
-    will_run = [case for case, record in zip(cases, records, strict=True) if record is None]
-    _announce(settings, profile, found, num_cases=len(cases), num_run=len(will_run))
+    foreseen = selection.foreseen(cases, settings, found)
+    will_run = [case for case, gated in zip(cases, foreseen, strict=True) if gated.record is None]
+    simulated = sum(gated.record is None and gated.device == SIMULATED for gated in foreseen)
+    _announce(settings, profile, found, num_cases=len(cases), num_run=len(will_run), num_simulated=simulated)
+    if simulated and not found.machine.simulator_built:
+        building.build_simulator()
     if settings.report_dir is None:
         link_last(report)
     progress = Progress(cases, will_run)
@@ -77,7 +80,9 @@ def _check_workers(workers: str | None) -> None:
         )
 
 
-def _announce(settings: RunSettings, profile: Profile, found: Survey, *, num_cases: int, num_run: int) -> None:
+def _announce(
+    settings: RunSettings, profile: Profile, found: Survey, *, num_cases: int, num_run: int, num_simulated: int
+) -> None:
     description, machine = found.description, found.machine
     gated = num_cases - num_run
     of_all = f"{messages.plural(num_cases, 'case')} of {len(profile.entries)}"
@@ -86,6 +91,8 @@ def _announce(settings: RunSettings, profile: Profile, found: Survey, *, num_cas
     for shim in description.shims:
         print(f"  shim: {shim}")
     print(f"device {machine.device} · backend {machine.backend} · torch {machine.torch}")
+    if num_simulated and settings.device != SIMULATED:
+        print(f"{messages.plural(num_simulated, 'case')} that ask for an accelerator run on the simulated one (sim)")
     if gated:
         print(f"{gated} of the cases will not run here: fsdp-conformance list --not-run{_same_options(settings)}")
     print(flush=True)
@@ -94,6 +101,7 @@ def _announce(settings: RunSettings, profile: Profile, found: Survey, *, num_cas
 def _same_options(settings: RunSettings) -> str:
     words = [f" --implementation {settings.implementation}"]
     words += [f" --device {settings.device}"] if settings.device != "cpu" else []
+    words += [] if settings.simulator else [" --no-simulator"]
     return "".join(words)
 
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_conformance import contract
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.case import Case
 from fsdp_conformance.cli import messages
 from fsdp_conformance.cli.survey import Machine, Survey
 from fsdp_conformance.config import RunSettings
-from fsdp_conformance.contract.profile import Entry, Profile
+from fsdp_conformance.contract.profile import Profile
 from fsdp_conformance.errors import EnvironmentUnavailable, UsageError
-from fsdp_conformance.judge import gate
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.judge import Gated, gate
 
 
 def cases_of(profile: Profile) -> list[Case]:
     """
     The profile's cases, as far as a profile knows them: without their axes, kills and deadlines. Imports no suite.
     """
-    return [_case(entry) for entry in profile.entries]
+    return [entry.case() for entry in profile.entries]
 
 
 def selected(profile: Profile, settings: RunSettings) -> list[Case]:
@@ -38,30 +36,25 @@ def selected(profile: Profile, settings: RunSettings) -> list[Case]:
             f"--world-size {', '.join(map(str, settings.world_sizes))}, but should be one of "
             f"{', '.join(map(str, sizes))}: other world sizes has nothing that --case names"
         )
-    return [_case(entry) for entry in entries]
+    return [entry.case() for entry in entries]
 
 
-def foreseen(cases: Sequence[Case], settings: RunSettings, found: Survey) -> list[CaseRecord | None]:
-    """For each case the record that it will have without being started, or None if it would run."""
-    machine, declared = found.machine, found.description.declared(settings.device)
-    return [
-        gate(case, declared=declared, settings=settings, present=machine.present, devices=machine.num_ranks)
-        for case in cases
-    ]
+def foreseen(cases: Sequence[Case], settings: RunSettings, found: Survey) -> list[Gated]:
+    """For each case its device, and the record that it will have without being started if it would not run."""
+    places = found.machine.places()
+    return [gate(case, declared=found.description.declared, settings=settings, places=places) for case in cases]
 
 
-def foreseen_here(cases: Sequence[Case], machine: Machine) -> list[CaseRecord | None]:
+def foreseen_here(cases: Sequence[Case], machine: Machine) -> list[Gated]:
     """The same for an implementation that declares everything."""
-    settings = RunSettings(device=machine.device)
-    declared = frozenset(CAPABILITIES)
+    settings, places = RunSettings(device=machine.device), machine.places()
     return [
-        gate(case, declared=declared, settings=settings, present=machine.present, devices=machine.num_ranks)
-        for case in cases
+        gate(case, declared=lambda device: frozenset(CAPABILITIES), settings=settings, places=places) for case in cases
     ]
 
 
 def check_device(machine: Machine) -> None:
-    """Raises EnvironmentUnavailable if there is no device of the type, or no backend for it."""
+    """Raises EnvironmentUnavailable if there is no device of the type, no compiler for it, or no backend."""
     if machine.num_ranks == 0:
         raise EnvironmentUnavailable(
             f"0 devices of type {machine.device!r} are present, but should be at least 1 [torch {machine.torch}]. "
@@ -89,15 +82,3 @@ def check_machine(machine: Machine, chosen: Sequence[Case], settings: RunSetting
             f"{there} present, but should be at least {smallest}: every case that was asked for needs as many ranks, "
             "each with a device of its own. Use --device cpu."
         )
-
-
-def _case(entry: Entry) -> Case:
-    return Case(
-        id=entry.id,
-        requirements=entry.requirements,
-        chapter=contract.load()[entry.primary].chapter,
-        world_size=entry.world_size,
-        title=entry.title,
-        needs=entry.needs,
-        environment=entry.environment,
-    )

@@ -18,6 +18,8 @@ class Status(IntEnum):
     """This machine lacks what was asked for: a device, a backend, a package, room on the disk."""
     SUITE = 4
     """The suite itself failed, so nothing is said about the implementation."""
+    SCRIPT_FAILED = 5
+    """Of `sanitize`: the script itself did not come to its end, and no hazard was found until then."""
     INTERRUPTED = 130
     """Ctrl-C; what was judged before is in the run file. 143 for SIGTERM, 129 for SIGHUP."""
 
@@ -31,4 +33,16 @@ exit status:
   3    this machine lacks what was asked for: a device, a backend, room on the disk
   4    the suite itself failed
   130  interrupted by Ctrl-C; what was judged before is in the run file
+"""
+
+#: For the help text of `sanitize`.
+SANITIZE_TABLE = """\
+exit status:
+  0    clean: accesses were checked, and each waits for what it depends on
+  1    hazards were found (also if the script then failed)
+  2    wrong usage: an option, a script that is not there, or one that never used the device
+  3    this machine lacks what is needed: a C++ compiler
+  4    the suite itself failed
+  5    the script failed: it raised, died, or did not end in time
+  130  interrupted by Ctrl-C; hazards found until then are printed
 """

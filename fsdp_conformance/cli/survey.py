@@ -13,12 +13,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from fsdp_conformance.adapters.registry import AdapterDescription, description_from_answer
+from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import AdapterNotFound, EnvironmentUnavailable
+from fsdp_conformance.judge import Place
 
 #: Importing torch and an engine takes seconds; a cold disk and a compiler started at import take a minute or two.
 TIMEOUT_S = 300.0
@@ -43,15 +45,30 @@ class Machine:
     """For the CPU: cores."""
     num_ranks: int | None
     """How many ranks the devices hold; None: any number."""
+    simulated: Place = field(default_factory=lambda: _unknown(SIMULATED))
+    """The simulated accelerator, on which a run on the CPU has cases that ask for one."""
+    simulator_built: bool = False
+    """Whether it has been compiled for this torch before."""
+
+    def places(self) -> dict[str, Place]:
+        """Where cases can run, as `judge.gate` asks."""
+        here = Place(device=self.device, present=self.present, num_ranks=self.num_ranks, problem=self.problem)
+        return {SIMULATED: self.simulated, self.device: here}
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping; `from_json` is its inverse."""
-        return {**asdict(self), "present": sorted(self.present)}
+        simulated = {**asdict(self.simulated), "present": sorted(self.simulated.present)}
+        return {**asdict(self), "present": sorted(self.present), "simulated": simulated}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Machine:
         """The inverse of `to_json`."""
-        return cls(**{**data, "present": frozenset(data["present"])})
+        simulated = Place(**{**data["simulated"], "present": frozenset(data["simulated"]["present"])})
+        return cls(**{**data, "present": frozenset(data["present"]), "simulated": simulated})
+
+
+def _unknown(device: str) -> Place:
+    return Place(device=device, present=frozenset(), problem="nobody has looked whether it can be")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,13 +28,16 @@ def machine_here(device: str) -> Machine:
     """What this machine offers; counts devices and starts none."""
     import importlib.metadata
 
+    from fsdp_conformance.config import SIMULATED
     from fsdp_conformance.harness import devices
+    from fsdp_conformance.simulator import build
+    from fsdp_conformance.simulator.place import place_of
 
-    backend, problem = "", ""
-    present, num_ranks = devices.present_environments(device)
+    here, simulated = place_of(device), place_of(SIMULATED)
+    backend, problem = "", here.problem
     try:
         # For a type that torch has never heard of, its own error says less than the count.
-        backend = devices.backend_for(device) if num_ranks != 0 else ""
+        backend = devices.backend_for(device) if here.num_ranks != 0 and not problem else ""
     except EnvironmentUnavailable as error:
         problem = str(error)
     return Machine(
@@ -42,9 +45,11 @@ def machine_here(device: str) -> Machine:
         device=device,
         backend=backend,
         problem=problem,
-        present=present,
-        num_devices=devices.device_count(device),
-        num_ranks=num_ranks,
+        present=here.present,
+        num_devices=devices.device_count("cpu" if device == SIMULATED else device),
+        num_ranks=here.num_ranks,
+        simulated=simulated,
+        simulator_built=build.is_built(),
     )
 
 

@@ -56,6 +56,18 @@ class Entry:
         """The requirement that the case is about."""
         return self.requirements[0]
 
+    def case(self) -> Case:
+        """The case as far as a profile knows it: without its axes, kills and deadline. Imports no suite."""
+        return Case(
+            id=self.id,
+            requirements=self.requirements,
+            chapter=load()[self.primary].chapter,
+            world_size=self.world_size,
+            title=self.title,
+            needs=self.needs,
+            environment=self.environment,
+        )
+
     def hashed(self) -> dict[str, Any]:
         """What the hash covers."""
         return {key: value for key, value in asdict(self).items() if key != "title"}

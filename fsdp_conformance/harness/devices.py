@@ -6,23 +6,35 @@ Nothing is asked at import: collecting cases touches no device.
 
 from __future__ import annotations
 
+import importlib
 import os
+from collections.abc import Mapping
 
 import torch
 from torch import distributed
 
+from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness.forkserver import environment
 
 #: Backends of accelerators, for torch versions without `get_default_backend_for_device`.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "hpu": "hccl", "mps": "gloo"}
 
+#: What `init_process_group` is told for the simulated accelerator, which torch knows of only where it is active.
+SIMULATED_BACKEND = "cpu:gloo,sim:simccl"
+
+#: What a warm process imports first, so that the device type is there in the ranks that are forked from it. Named and
+#: not imported: the simulator stands on this package. Ranks on the CPU have a warm process without it, because a device
+#: cannot be taken out of a process again.
+_PRELOAD = {SIMULATED: ("fsdp_conformance.simulator.activated",)}
+
 
 def device_count(device_type: str) -> int:
     """
     How many devices of that type this process sees: for the CPU, the cores that it may run on.
 
-    Counting GPUs asks NVML where torch can, and starts no CUDA context.
+    Counting GPUs asks NVML where torch can, and starts no CUDA context. The simulated accelerator has devices only in a
+    process in which it is active.
     """
     if device_type == "cpu":
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -36,8 +48,13 @@ def device_count(device_type: str) -> int:
 
 
 def is_accelerator(device_type: str) -> bool:
-    """Whether ranks own devices of that type one by one; cores are shared."""
+    """Whether a rank computes on a numbered device of that type; the CPU has none."""
     return device_type != "cpu"
+
+
+def is_scarce(device_type: str) -> bool:
+    """Whether ranks own devices of that type one by one. Cores are shared, and each rank simulates its own devices."""
+    return device_type not in ("cpu", SIMULATED)
 
 
 def backend_for(device_type: str) -> str:
@@ -46,6 +63,8 @@ def backend_for(device_type: str) -> str:
 
     Raises EnvironmentUnavailable if torch knows none, or was built without it.
     """
+    if device_type == SIMULATED:
+        return SIMULATED_BACKEND
     ask = getattr(distributed, "get_default_backend_for_device", None)
     backend = str(ask(device_type)) if ask is not None else _BACKENDS.get(device_type, "")
     if not backend or not distributed.is_backend_available(backend):
@@ -66,6 +85,26 @@ def device_of(device_type: str, rank: int) -> torch.device:
     return torch.device(device_type, rank % count)
 
 
+def preload(device_type: str) -> tuple[str, ...]:
+    """Modules that a warm process imports before others, for ranks on devices of that type."""
+    return _PRELOAD.get(device_type, ())
+
+
+def preload_environment(device_type: str) -> Mapping[str, str]:
+    """Variables that give those ranks a warm process of their own; empty where they need none."""
+    return {"FSDP_CONFORMANCE_WARM_DEVICE": device_type} if device_type in _PRELOAD else {}
+
+
+def activate(device_type: str) -> None:
+    """
+    See to it that torch knows the device type in this process. Does nothing for types that it knows by itself.
+
+    Raises EnvironmentUnavailable where the simulated accelerator cannot be built.
+    """
+    for name in preload(device_type):
+        importlib.import_module(name)
+
+
 def use_device(device: torch.device) -> None:
     """Make an accelerator's device the current one of this process."""
     if is_accelerator(device.type):
@@ -81,6 +120,9 @@ def present_environments(device_type: str) -> tuple[frozenset[str], int | None]:
     present = {name for name in ("gloo", "nccl") if distributed.is_backend_available(name)}
     if not is_accelerator(device_type):
         return frozenset(present), None
+    if device_type == SIMULATED:
+        # Whether it can be built is known to the simulator, not here.
+        return frozenset({"gloo", "accelerator", "pinned_memory"}), None
     count = device_count(device_type)
     if count == 0:
         return frozenset(present - {"nccl"}), 0
@@ -94,8 +136,9 @@ def slots(device_type: str, world_size: int) -> int:
     """
     How many cases of that world size fit at the same time, at least 1.
 
-    An accelerator's devices are divided among the cases. On the CPU ranks share the cores, and spend most of a case
-    waiting for each other: one case per core keeps them busy.
+    An accelerator's devices are divided among the cases. On the CPU, and on a simulated accelerator, ranks share the
+    cores, and spend most of a case waiting for each other: one case per core keeps them busy.
     """
-    count = device_count(device_type)
-    return max(1, count // max(1, world_size)) if is_accelerator(device_type) else max(1, count)
+    if not is_scarce(device_type):
+        return max(1, device_count("cpu"))
+    return max(1, device_count(device_type) // max(1, world_size))

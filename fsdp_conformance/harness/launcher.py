@@ -16,7 +16,7 @@ from typing import Any
 from fsdp_conformance.harness import leases, rank
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism, rank_variables
-from fsdp_conformance.harness.forkserver import WarmProcess, server_for, start_process
+from fsdp_conformance.harness.forkserver import WarmProcess, WarmServer, server_for, start_process
 from fsdp_conformance.harness.leftovers import remove_orphans, shared_memory
 from fsdp_conformance.harness.rank import RankFiles, RankStart
 from fsdp_conformance.harness.rank_pool import RankSet, pool
@@ -148,7 +148,7 @@ def _launch_fresh(order: LaunchOrder, shared_before: frozenset[str]) -> Launch:
     with ExitStack() as resources:
         lease = resources.enter_context(leases.lease(order.device_type, order.world_size))
         starts = order.starts(lease.variables)
-        members = _fork(order, [(rank.main, (start,)) for start in starts])
+        members = fork_ranks([(rank.main, (start,)) for start in starts], _server(order), order.imports_main)
         ranks = RankSet(key=(), members=members, lease=lease, resources=resources.pop_all())
     seats = [
         Seat.take(start.rank, process, connection, start.files)
@@ -161,22 +161,25 @@ def _start_ranks(order: LaunchOrder, key: tuple[Any, ...]) -> RankSet:
     """Ranks that wait for their first case."""
     with ExitStack() as resources:
         lease = resources.enter_context(leases.lease(order.device_type, order.world_size))
-        members = _fork(order, [(rank.main_of_reused, ())] * order.world_size)
+        members = fork_ranks([(rank.main_of_reused, ())] * order.world_size, _server(order), order.imports_main)
         return RankSet(key=key, members=members, lease=lease, resources=resources.pop_all())
 
 
-def _fork(
-    order: LaunchOrder, bodies: Sequence[tuple[Callable[..., None], tuple[Any, ...]]]
+def _server(order: LaunchOrder) -> WarmServer:
+    return server_for(order.preload, order.preload_environment)
+
+
+def fork_ranks(
+    bodies: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], server: WarmServer, imports_main: bool = False
 ) -> tuple[tuple[WarmProcess, Connection], ...]:
     """One process per body, each with a pipe as its last argument. If one cannot be started, none is left."""
-    server = server_for(order.preload, order.preload_environment)
     members: list[tuple[WarmProcess, Connection]] = []
     try:
         for index, (target, args) in enumerate(bodies):
             ours, theirs = multiprocessing.Pipe()
             try:
                 process = start_process(
-                    target, *args, theirs, server=server, name=f"rank {index}", imports_main=order.imports_main
+                    target, *args, theirs, server=server, name=f"rank {index}", imports_main=imports_main
                 )
             except BaseException:
                 ours.close()

@@ -3,7 +3,8 @@ Leases on devices: no two cases on one GPU, whatever process runs them.
 
 A lease is a file lock per device, so it ends with its holder however the holder ends. Locks are named by the device
 (its UUID where NVML tells it), not by its number in CUDA_VISIBLE_DEVICES: "device 0" of two callers may be two GPUs
-or one. What a case gets is picked from the caller's own list. The CPU needs no lease: ranks share cores.
+or one. What a case gets is picked from the caller's own list. The CPU needs no lease, because ranks share cores, nor
+does the simulated accelerator.
 
 Locks are taken one caller at a time, so that a case that needs all devices is not starved by small ones, and so that
 two callers never hold half of what each needs.
@@ -62,7 +63,7 @@ def lease(device_type: str, count: int, *, timeout_s: float = WAIT_S) -> Iterato
     A type whose devices cannot be hidden is leased as a whole. Raises EnvironmentUnavailable if fewer devices are
     visible than asked for, or if others hold them for longer than `timeout_s`.
     """
-    if not devices.is_accelerator(device_type):
+    if not devices.is_scarce(device_type):
         yield Lease()
         return
     names = visible_devices(device_type)

@@ -39,7 +39,6 @@ from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 import torch
-import torch._dynamo
 
 from fsdp_conformance.errors import (
     AdapterError,
@@ -59,7 +58,6 @@ from fsdp_conformance.harness.environment import (
     apply_variables,
     quoted_variables,
 )
-from fsdp_conformance.harness.torch_testing import TEST_SKIPS
 from fsdp_conformance.outcome import RankError, RankReport
 
 #: Exit code of a rank whose report carries an error; MultiProcessTestCase.TEST_ERROR_EXIT_CODE.
@@ -197,7 +195,7 @@ class RankRun:
                 raise
             self.report.not_run, code = skip, int(str(leaving.code))
         except unittest.SkipTest as skipped:
-            self.report.not_run, code = str(skipped), TEST_SKIPS["generic"].exit_code
+            self.report.not_run, code = str(skipped), _torch_skips()["generic"].exit_code
         except BaseException as error:  # noqa: BLE001 - it goes into the report
             self.note(error, case.describe_error(error))
             code = ERROR_EXIT_CODE
@@ -238,8 +236,8 @@ class RankRun:
 
     def leave_by(self, leaving: SystemExit) -> int:
         """The exit code of a SystemExit; one of torch's skip codes before the report is a report of its own."""
-        skip = skip_message(leaving.code)
-        if skip is not None and not self.reported:
+        skip = None if self.reported else skip_message(leaving.code)
+        if skip is not None:
             self.report.not_run = skip
             self.speak()
         if leaving.code is None:
@@ -300,7 +298,8 @@ def forget_case() -> None:
     global _current
     _current = None
     destroy_process_group()
-    torch._dynamo.reset()
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
     torch.set_grad_enabled(True)
@@ -364,10 +363,22 @@ def blame_of(error: BaseException) -> str:
 
 def skip_message(code: object) -> str | None:
     """The reason behind one of torch's skip codes, or None for another code."""
-    for skip in TEST_SKIPS.values():
+    for skip in _torch_skips().values():
         if skip.exit_code == code:
             return str(skip.message)
     return None
+
+
+def _torch_skips() -> dict[str, Any]:
+    """
+    Torch's skip codes by name.
+
+    Imported when a case skips, not before: torch's test modules change what the process may do with torch's flags, and
+    a rank that runs somebody's own script has no use for them.
+    """
+    from fsdp_conformance.harness.torch_testing import TEST_SKIPS
+
+    return dict(TEST_SKIPS)
 
 
 def _redirect(files: RankFiles) -> None:

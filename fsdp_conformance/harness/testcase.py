@@ -130,8 +130,8 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
                 deadlines=self.deadlines,
                 determinism=self.determinism,
                 variables={**self.preload_environment, **self.rank_environment},
-                preload=(owner.__module__, *self.preload),
-                preload_environment=dict(self.preload_environment),
+                preload=(*devices.preload(self.device_type), owner.__module__, *self.preload),
+                preload_environment={**self.preload_environment, **devices.preload_environment(self.device_type)},
                 payload=self.launch_payload,
                 options={"fake_pg": getattr(self, "fake_pg", False)},
                 imports_main=owner.__module__ == "__main__",
@@ -210,6 +210,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
 
     def init_rank(self) -> None:
         """Runs in a rank before the test method: takes the rank's device. The process group is the test's affair."""
+        devices.activate(self.device_type)
         devices.use_device(self.device)
 
     def shutdown_rank(self) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from fsdp_conformance.history.collective import CollectiveRecord
+from fsdp_conformance.history.hazard import HazardRecord
+from fsdp_conformance.history.memory import MemoryMark
 
 #: FQN to full tensor, or None where there is no gradient.
 Tensors = dict[str, Tensor]
@@ -58,5 +60,11 @@ class TrainingHistory:
     """Bytes of local storage on this rank by kind ("params", "optim", "grads"): after the last step, each once."""
     full_bytes: dict[str, int] = field(default_factory=dict)
     """What an unsharded run holds for the same kinds."""
+    memory: list[MemoryMark] = field(default_factory=list)
+    """Bytes on the accelerator, in order; empty on the CPU, which has no allocator that counts."""
+    hazards: list[HazardRecord] = field(default_factory=list)
+    """Races that the simulated accelerator saw."""
+    checked_accesses: int | None = None
+    """Accesses to memory that it checked; None on a device that checks none."""
     seconds: float = 0.0
     """Wall time of the steps alone."""

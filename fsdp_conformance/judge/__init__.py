@@ -11,7 +11,7 @@ The order in which reasons are weighed, and why each stands where it does, is in
 "Verdicts".
 """
 
-from fsdp_conformance.judge.gate import gate
+from fsdp_conformance.judge.gate import Gated, Place, device_for, gate
 from fsdp_conformance.judge.verdicts import LOUD_REFUSAL, judge
 
-__all__ = ["LOUD_REFUSAL", "gate", "judge"]
+__all__ = ["LOUD_REFUSAL", "Gated", "Place", "device_for", "gate", "judge"]

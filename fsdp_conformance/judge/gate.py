@@ -1,46 +1,122 @@
-"""What can be said of a case before anything is started."""
+"""
+What can be said of a case before anything is started: the device that it runs on, or why it does not run.
+
+A run has one device (`--device`), a case has one too. They differ in one situation: a run on the CPU sends a case that
+asks for an accelerator to the simulated one, unless it was told not to. An implementation that knows no other
+accelerator than CUDA cannot go there; a machine without a compiler cannot either.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
 from fsdp_conformance.capability import CAPABILITIES, Asked
 from fsdp_conformance.case import Case
-from fsdp_conformance.config import RunSettings
+from fsdp_conformance.config import SIMULATED, RunSettings
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.verdict import Verdict
+
+#: What the simulated accelerator stands in for; what it is not, a case asks for by name ("cuda", "nccl").
+SIMULATED_ENVIRONMENTS = frozenset({"accelerator", "pinned_memory"})
+
+#: The flag without which an implementation knows the CPU and CUDA alone.
+ANY_ACCELERATOR = "any_accelerator"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """What one type of device offers on this machine."""
+
+    device: str
+    present: frozenset[str]
+    """Members of `case.ENVIRONMENTS`."""
+    num_ranks: int | None = None
+    """How many ranks its devices hold; None: any number."""
+    problem: str = ""
+    """Why it cannot be used; empty if it can."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gated:
+    """A case before it runs."""
+
+    device: str
+    """The type of device that it runs on, or would."""
+    record: CaseRecord | None
+    """Its verdict, if it need not be started."""
+
+
+def device_for(case: Case, settings: RunSettings) -> str:
+    """The type of device that the case runs on: the run's, or the simulated one where only an accelerator will do."""
+    wanted = set(case.environment)
+    simulates = settings.device == "cpu" and settings.simulator and wanted & SIMULATED_ENVIRONMENTS
+    # What only CUDA can show is not shown by a simulation.
+    return SIMULATED if simulates and not wanted & {"cuda", "nccl"} else settings.device
 
 
 def gate(
     case: Case,
     *,
-    declared: frozenset[str],
+    declared: Callable[[str], frozenset[str]],
     settings: RunSettings,
-    present: frozenset[str],
-    devices: int | None = None,
-) -> CaseRecord | None:
+    places: Mapping[str, Place],
+) -> Gated:
     """
-    The record of a case that need not be started, or None if it must run.
+    The device of a case, and its record if it need not be started.
 
-    `present` are the members of `case.ENVIRONMENTS` that this machine has, `devices` the number of ranks that it can
-    hold (None: any). A flag that only the *model* asks for does not stop a case: the refusal itself is what is tested.
+    `declared` gives the implementation's flags on a type of device; `places` has the run's device, and the simulated
+    one if cases may be sent there. A flag that only the *model* asks for does not stop a case: the refusal itself is
+    what is tested.
     """
-    record = empty_record(case, settings.implementation, settings.device)
+    device = device_for(case, settings)
+    record = empty_record(case, settings.implementation, device)
     wanted = not settings.cases or not {case.id, *case.requirements}.isdisjoint(settings.cases)
     if not wanted or (settings.world_sizes and case.world_size not in settings.world_sizes):
         option = "--world-size" if wanted else "--case"
-        return decided(record, Verdict.DISABLED, f"left out by {option}")
-    missing = [flag for flag in case.needs if flag not in declared and not _asked_by_model(flag)]
+        return Gated(device=device, record=decided(record, Verdict.DISABLED, f"left out by {option}"))
+    here = declared(device)
+    missing = [flag for flag in case.needs if flag not in here and not _asked_by_model(flag)]
+    if settings.device == SIMULATED and ANY_ACCELERATOR not in here:
+        missing.append(ANY_ACCELERATOR)
     if missing:
         record.measurements["undeclared"] = missing
-        return decided(record, Verdict.UNSUPPORTED, f"{', '.join(missing)} not declared by {settings.implementation}")
-    absent = [name for name in case.environment if name not in present]
+        reason = f"{', '.join(missing)} not declared by {settings.implementation}"
+        return Gated(device=device, record=decided(record, Verdict.UNSUPPORTED, reason))
+    return Gated(device=device, record=_not_run(case, record, here, settings, places))
+
+
+def _not_run(
+    case: Case, record: CaseRecord, declared: frozenset[str], settings: RunSettings, places: Mapping[str, Place]
+) -> CaseRecord | None:
+    """The record of a case that this machine cannot run, or None."""
+    why = ""
+    if record.device != settings.device:
+        why = _not_simulated(places[SIMULATED], declared)
+        if why:
+            record = empty_record(case, settings.implementation, settings.device)
+    place = places[record.device]
+    absent = [name for name in case.environment if name not in place.present]
     if absent:
-        record.measurements["absent"] = absent
-        return decided(record, Verdict.NOT_RUN_ENV, f"needs {', '.join(absent)}, which this machine does not have")
-    if devices is not None and case.world_size > devices:
-        record.measurements["absent"] = ["devices"]
-        reason = f"needs {case.world_size} devices of type {settings.device}, but {devices} are present"
-        return decided(record, Verdict.NOT_RUN_ENV, reason)
-    return None
+        reason = f"needs {', '.join(absent)}, which this machine does not have" + (f"; {why}" if why else "")
+    elif place.problem:
+        absent, reason = ["devices"], place.problem
+    elif place.num_ranks is not None and case.world_size > place.num_ranks:
+        absent = ["devices"]
+        reason = f"needs {case.world_size} devices of type {place.device}, but {place.num_ranks} are present"
+    else:
+        return None
+    record.measurements["absent"] = absent
+    return decided(record, Verdict.NOT_RUN_ENV, reason)
+
+
+def _not_simulated(place: Place, declared: frozenset[str]) -> str:
+    """Why a case that asks for an accelerator cannot run on the simulated one, or ""."""
+    if place.problem:
+        return f"the simulated one cannot be built: {place.problem}"
+    if ANY_ACCELERATOR not in declared:
+        return f"the simulated one is for implementations that declare {ANY_ACCELERATOR}"
+    return ""
 
 
 def empty_record(

@@ -12,6 +12,8 @@ that fails none of them proves nothing. Standard library only; the classes are i
     unused          None, zero and garbage; frozen and shared parameters
     schedule        collectives that should not be there, or are too large, too early, on the wrong group
     misuse          what should be refused is accepted; what should survive the wrap is lost
+    streams         a wait is missing, memory is freed in flight, a copy is read too early
+    memory          something full, or something more every step, is held where it should not be
 """
 
 from __future__ import annotations
@@ -154,14 +156,23 @@ _ALL = [
         "world-instead-of-subgroup": (
             "WorldInsteadOfSubgroup", "R069", "Units on a group of their own are communicated over the world.",
         ),
+        "prefetches-fewer": (
+            "PrefetchesFewer", "R077", "The last unit of an explicit prefetch list is left out.",
+        ),
         "ignores-reshard": ("IgnoresReshard", "R063", "Parameters are resharded after forward, asked for or not."),
     }),
     *_mutants("misuse", {
         "accepts-containers": ("AcceptsContainers", "R055", "A container without forward is accepted as a unit."),
         "accepts-anything": ("AcceptsAnything", "R057", "An invalid configuration is replaced by the default."),
-        "accepts-mixed-devices": ("AcceptsMixedDevices", "R018", "A model on several devices is moved silently."),
+        "accepts-mixed-devices": (
+            "AcceptsMixedDevices", "R018",
+            "A model on several devices is moved silently, and what lay elsewhere loses its values.",
+        ),
         "ignores-device-id": ("IgnoresDeviceId", "R016", "A buffer stays on another device than the one named."),
         "ignores-offload": ("IgnoresOffload", "R014", "Parameter offload is accepted and does nothing."),
+        "swaps-prefetch": (
+            "SwapsPrefetch", "R076", "The policy of backward prefetch is another one than was asked for.",
+        ),
         "ignores-auto-wrap": ("IgnoresAutoWrap", "R127", "A policy is accepted, and the whole model is one unit."),
         "wraps-twice-silently": (
             "WrapsTwiceSilently", "R054", "A second wrap is accepted, and averages gradients once more.",
@@ -172,6 +183,77 @@ _ALL = [
             "OutputStructureChanged", "R157", "Named tuples and dataclasses come out as plain tuples.",
         ),
     }, AcceptsMixedDevices=("accelerator",), IgnoresOffload=("accelerator",)),
+    *_mutants("streams", {
+        "steps-on-a-side-stream": (
+            "StepsOnASideStream", "R074", "The optimizer runs on a stream that the next forward does not wait for.",
+        ),
+        "prefetches-before-the-step": (
+            "PrefetchesBeforeTheStep", "R074",
+            "The first gather of a forward runs on a stream that has not waited for the optimizer.",
+        ),
+        "scales-without-waiting": (
+            "ScalesWithoutWaiting", "R075",
+            "Gradients are read and written on a stream that has not waited for their reduction.",
+        ),
+        "frees-in-flight": (
+            "FreesInFlight", "R075",
+            "A buffer is freed while another stream still uses it, and its memory is given out again.",
+        ),
+        "reads-offloaded-gradients-early": (
+            "ReadsOffloadedGradientsEarly", "R138",
+            "The host uses gradients whose copy to its memory has not been waited for.",
+        ),
+        "overwrites-parameters-in-flight": (
+            "OverwritesParametersInFlight", "R138",
+            "The host writes offloaded parameters while their copy to the device is still reading them.",
+        ),
+    }, **dict.fromkeys(
+        ("StepsOnASideStream", "PrefetchesBeforeTheStep", "ScalesWithoutWaiting", "FreesInFlight"), ("accelerator",),
+    ), **dict.fromkeys(
+        ("ReadsOffloadedGradientsEarly", "OverwritesParametersInFlight"), ("accelerator", "pinned_memory"),
+    )),
+    *_mutants("memory", {
+        "keeps-full-parameters": (
+            "KeepsFullParameters", "R033", "A full copy of the parameters stays on the device beside the shards.",
+        ),
+        "keeps-parameters-after-forward": (
+            "KeepsParametersAfterForward", "R034",
+            "Units hold their full parameters from forward to backward, asked for or not.",
+        ),
+        "keeps-full-gradients": (
+            "KeepsFullGradients", "R035", "The full gradients of a step are held until the next forward.",
+        ),
+        "shows-its-own-parameters": (
+            "ShowsItsOwnParameters", "R036",
+            "In forward and backward a unit has a parameter that the user never made.",
+        ),
+        "replicated-gradients": (
+            "ReplicatedGradients", "R037",
+            "Gradients are left in full on every rank, and not as the shards that the optimizer holds.",
+        ),
+        "gathers-everything-first": (
+            "GathersEverythingFirst", "R038",
+            "Every unit is gathered at the start of forward, and at the start of backward.",
+        ),
+        "leaks-every-step": ("LeaksEveryStep", "R039", "Each step leaves a few bytes on the device."),
+        "survives-its-owner": ("SurvivesItsOwner", "R040", "The engine keeps every model that it has ever wrapped."),
+        "manual-reshard-does-nothing": (
+            "ManualReshardDoesNothing", "R041", "A unit that is resharded by hand stays gathered.",
+        ),
+        "persistent-not-reduced": (
+            "PersistentNotReduced", "R043", "Small parameters that stay full keep each rank's own gradient.",
+        ),
+        "keeps-low-precision-copies": (
+            "KeepsLowPrecisionCopies", "R085",
+            "The low-precision copies of the shards live on after the unit was resharded.",
+        ),
+    }, **dict.fromkeys(
+        (
+            "KeepsFullParameters", "KeepsParametersAfterForward", "KeepsFullGradients", "GathersEverythingFirst",
+            "LeaksEveryStep", "SurvivesItsOwner", "KeepsLowPrecisionCopies",
+        ),
+        ("accelerator",),
+    )),
 ]  # fmt: skip
 
 #: Every known-wrong implementation by name.

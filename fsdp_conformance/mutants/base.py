@@ -38,6 +38,7 @@ class SeamFSDP2(TorchFSDP2):
             "noncontiguous_params",
             "shared_across_units",
             "custom_forward_methods",
+            "persist_small",
         }
     )
     num_steps = 0
@@ -184,7 +185,10 @@ class SeamDDP(TorchDDP):
 
 
 def _unfit(model: nn.Module, plan: Plan) -> Iterator[str]:
-    """Parameters that `fully_shard` refuses: scalars, non-contiguous ones, those that two units share."""
+    """
+    Parameters that stay whole: those that `fully_shard` refuses (scalars, non-contiguous ones, those that two units
+    share), and those that the plan says are small.
+    """
     first: dict[int, str] = {}
     owners: dict[int, set[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -192,7 +196,8 @@ def _unfit(model: nn.Module, plan: Plan) -> Iterator[str]:
         first.setdefault(id(parameter), name)
         owners.setdefault(id(parameter), set()).add(max(units, key=len, default=""))
     for parameter in model.parameters():
-        if not parameter.dim() or not parameter.is_contiguous() or len(owners[id(parameter)]) > 1:
+        small = parameter.numel() <= plan.persist_numel
+        if small or not parameter.dim() or not parameter.is_contiguous() or len(owners[id(parameter)]) > 1:
             yield first[id(parameter)]
 
 

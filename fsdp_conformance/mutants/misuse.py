@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
 from fsdp_conformance.adapters.torch_fsdp1 import TorchFSDP1
-from fsdp_conformance.config import Offload, Plan
+from fsdp_conformance.config import BackwardPrefetch, Offload, Plan
 from fsdp_conformance.mutants.base import SeamFSDP2
 
 
@@ -35,10 +35,13 @@ class AcceptsAnything(SeamFSDP2):
 
 
 class AcceptsMixedDevices(SeamFSDP2):
-    """A model on several devices is moved silently."""
+    """A model on several devices is moved silently, and what lay elsewhere loses its values."""
 
     def prepare(self, model: nn.Module, plan: Plan) -> Plan:
-        model.to(self.device)
+        if len({parameter.device for parameter in model.parameters()}) > 1:
+            for parameter in model.parameters():
+                if parameter.device != self.device:
+                    parameter.data = torch.zeros_like(parameter, device=self.device)
         return plan
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,6 +72,15 @@ class IgnoresAutoWrap(TorchFSDP1):
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         return super().wrap(model, replace(plan, auto_wrap=None))
+
+
+class SwapsPrefetch(TorchFSDP1):
+    """The policy of backward prefetch is another one than was asked for."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        wanted = plan.backward_prefetch
+        other = BackwardPrefetch.NONE if wanted is BackwardPrefetch.PRE else BackwardPrefetch.PRE
+        return super().wrap(model, replace(plan, backward_prefetch=other))
 
 
 class WrapsTwiceSilently(SeamFSDP2):

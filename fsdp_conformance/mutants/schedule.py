@@ -108,6 +108,13 @@ class WorldInsteadOfSubgroup(SeamFSDP2):
         return super()._mesh(plan)
 
 
+class PrefetchesFewer(SeamFSDP2):
+    """The last unit of an explicit prefetch list is left out."""
+
+    def prepare(self, model: nn.Module, plan: Plan) -> Plan:
+        return replace(plan, explicit_prefetch=max(0, plan.explicit_prefetch - 1))
+
+
 class IgnoresReshard(SeamFSDP2):
     """Parameters are resharded after forward, asked for or not."""
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.contract import Contract, Level, load
 from fsdp_conformance.contract.profile import INTERPRETATION, Entry, Profile
 from fsdp_conformance.outcome import CaseRecord
@@ -71,11 +72,11 @@ def certify(run: RunFile, profile: Profile, contract: Contract | None = None) ->
     reasons = [*_run_problems(run), *_manifest_problems(run, profile)]
     blocked: list[tuple[CaseRecord, str]] = []
     remarks = _remarks(run)
-    declared = _declared(run)
+    declared = {record.case: _declared(run, record.device) for record in run.records}
     for entry in profile.entries:
         record = records.get(entry.id)
         if record is not None:
-            reason, remark = _objection(record, entry, declared, contract)
+            reason, remark = _objection(record, entry, declared[entry.id], contract)
             remarks += [remark] if remark else []
             if reason:
                 blocked.append((record, reason))
@@ -95,10 +96,10 @@ def certify(run: RunFile, profile: Profile, contract: Contract | None = None) ->
     )
 
 
-def _declared(run: RunFile) -> frozenset[str]:
-    """The flags that the implementation offers on the device of the run."""
+def _declared(run: RunFile, device: str) -> frozenset[str]:
+    """The flags that the implementation offers on the device of a case: a run on the CPU has cases elsewhere too."""
     described: Mapping[str, Any] = run.header.get("implementation") or {}
-    device = (run.header.get("settings") or {}).get("device", "")
+    device = device or (run.header.get("settings") or {}).get("device", "")
     declined = (described.get("declines_on") or {}).get(device, ())
     return frozenset(described.get("capabilities", ())) - frozenset(declined)
 
@@ -190,7 +191,10 @@ def _gathered(blocked: Sequence[tuple[CaseRecord, str]]) -> list[str]:
 
 
 def _unshown(
-    profile: Profile, records: Mapping[str, CaseRecord], declared: frozenset[str], contract: Contract
+    profile: Profile,
+    records: Mapping[str, CaseRecord],
+    declared: Mapping[str, frozenset[str]],
+    contract: Contract,
 ) -> tuple[list[str], list[str]]:
     """
     Mandatory requirements that no case was seen to meet: as reasons, and as remarks where that is excused.
@@ -211,7 +215,9 @@ def _unshown(
         # What failed or was not run is a reason already.
         if len(found) < len(entries) or not verdicts <= {Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV}:
             continue
-        refused = [frozenset(entry.needs) - declared for entry, verdict in found if verdict is Verdict.UNSUPPORTED]
+        refused = [
+            frozenset(entry.needs) - declared[entry.id] for entry, verdict in found if verdict is Verdict.UNSUPPORTED
+        ]
         own = [missing & set(requirement.flags) for missing in refused]
         if not refused:
             remarks.append(f"{name} ({requirement.name}) cannot be shown on this machine")
@@ -234,6 +240,9 @@ def _remarks(run: RunFile) -> list[str]:
     absent = sum(record.verdict is Verdict.NOT_RUN_ENV for record in run.records)
     if absent:
         remarks.append(f"{absent} case{'s were' if absent > 1 else ' was'} not run: this machine cannot tell")
+    simulated = sum(record.device == SIMULATED and record.comparisons > 0 for record in run.records)
+    if simulated and (run.header.get("settings") or {}).get("device") != SIMULATED:
+        remarks.append(f"{simulated} case{'s' if simulated > 1 else ''} ran on the simulated accelerator")
     remarks += [note["text"] for note in run.notes if not note.get("refuses")]
     return remarks
 

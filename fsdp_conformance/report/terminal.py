@@ -96,7 +96,7 @@ def render_record(record: CaseRecord, *, others: Sequence[CaseRecord] = ()) -> s
     """The block of one case. `others` failed alike."""
     finding = record.findings[0] if record.findings else None
     lines = [headline(record)]
-    lines += _field("case", record.case)
+    lines += _field("case", record.case + (f" · on {record.device}" if record.device not in ("", "cpu") else ""))
     if finding is not None:
         lines += _finding_lines(finding)
     if finding is None or record.verdict is Verdict.INCONCLUSIVE:
@@ -166,7 +166,8 @@ def _finding_lines(finding: Finding) -> list[str]:
         bound = f" ({finding.bound})" if finding.bound else ""
         lines += _field("got", " · ".join(figures) + bound)
     lines += _field("seen", f"{finding.message} [{finding.check}]")
-    return lines + _field("call", finding.call or "")
+    lines += _field("call", finding.call or "")
+    return lines + [" " * (_INDENT + 2) + line for line in (finding.detail or "").splitlines()]
 
 
 def _waits(end: RankExit) -> str:

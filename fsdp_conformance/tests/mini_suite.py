@@ -23,7 +23,7 @@ from pathlib import Path
 
 from fsdp_conformance import settings
 from fsdp_conformance.case import case_of, conformance_case
-from fsdp_conformance.judge import gate
+from fsdp_conformance.judge import Place, gate
 from fsdp_conformance.tests.evidence import a_finding, a_record
 from fsdp_conformance.verdict import Verdict
 
@@ -52,7 +52,9 @@ class Mini(unittest.TestCase):
         if act == "interrupt":
             raise KeyboardInterrupt
         declared = frozenset((settings.description() or {}).get("capabilities", ()))
-        self.record = gate(case, declared=declared, settings=settings.current(), present=frozenset({"gloo"}))
+        run = settings.current()
+        here = {device: Place(device=device, present=frozenset({"gloo"})) for device in {run.device, "sim"}}
+        self.record = gate(case, declared=lambda device: declared, settings=run, places=here).record
         if self.record is not None:
             self.skipTest(self.record.reason)
         verdict = Verdict(act) if act in Verdict.__members__ else Verdict.PASS

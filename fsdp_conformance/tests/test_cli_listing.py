@@ -129,7 +129,8 @@ def test_what_is_foreseen_is_what_the_gate_decides(suite: mini_suite.MiniSuite) 
     """The same function decides in the run, so the list cannot promise what the run does not keep."""
     told = AdapterDescription(spec="mine", name="mine", version="1", capabilities=())
     cases = selection.cases_of(suite.profile)
-    records = selection.foreseen(cases, RunSettings(device="cuda"), Survey(machine=machine(), description=told))
+    foreseen = selection.foreseen(cases, RunSettings(device="cuda"), Survey(machine=machine(), description=told))
+    records = [gated.record for gated in foreseen]
 
     verdicts = {case.id: record.verdict for case, record in zip(cases, records, strict=True) if record is not None}
     assert verdicts == {"R093/deferred-ws2": "UNSUPPORTED", "R001/probe-ws4": "NOT_RUN_ENV"}

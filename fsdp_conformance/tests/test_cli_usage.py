@@ -27,7 +27,7 @@ def _suite(tmp_path_factory: pytest.TempPathFactory) -> mini_suite.MiniSuite:
         (["run", "--devise", "cpu"], "Did you mean '--device'?"),
         (["run", "--world-size", "two"], "world_size='two', but should be a number of ranks"),
         (["run", "--world-size", "0"], "world_size='0', but should be a number of ranks"),
-        (["run", "--device", "cuda:0"], "device='cuda:0', but should be a type such as cpu or cuda, without an index"),
+        (["run", "--device", "cuda:0"], "device='cuda:0', but should be a type such as cpu, sim or cuda, without"),
         (["run", "--deadline-scale", "-1"], "deadline_scale='-1'"),
         (["run", "--implementation", " "], "implementation=' ', but should not be blank"),
         (["run", "-n", "few"], "-n: 'few', but should be a positive number, or auto"),

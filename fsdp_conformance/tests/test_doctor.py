@@ -18,7 +18,7 @@ from fsdp_conformance.cli.command import main
 from fsdp_conformance.harness.exact_collectives import ExactCollectives, check_collectives, first_wrong
 from fsdp_conformance.tests.cli_runs import said
 
-_MACHINE = {
+_MACHINE: dict[str, Any] = {
     "what": "machine",
     "torch": "2.13.0",
     "device": "cpu",
@@ -27,7 +27,15 @@ _MACHINE = {
     "present": ["gloo"],
     "num_devices": 2,
     "num_ranks": None,
+    "simulated": {
+        "device": "sim",
+        "present": ["accelerator", "gloo", "pinned_memory"],
+        "num_ranks": None,
+        "problem": "",
+    },
+    "simulator_built": True,
 }
+_NO_COMPILER = {**_MACHINE["simulated"], "present": [], "problem": "no C++ compiler"}
 _WARM = {"what": "warm", "seconds": 1.9}
 
 
@@ -119,13 +127,38 @@ def test_what_is_merely_absent_keeps_nobody_from_running(
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(leftovers, "processes", lambda: [4711])
-    status, text = told(monkeypatch, capsys, _MACHINE, _WARM, exact(2), exact(4))
+    status, text = told(monkeypatch, capsys, {**_MACHINE, "simulated": _NO_COMPILER}, _WARM, exact(2), exact(4))
 
     assert status == 0, text
     assert line_of(text, "C++ compiler").endswith("  absent")
+    assert line_of(text, "simulator").endswith("  absent")
     assert line_of(text, "not here").endswith("  absent")
     assert "need accelerator" in line_of(text, "not here")
     assert "kill 4711" in line_of(text, "earlier runs")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "state"),
+    [
+        ({}, "built: init modes, offload, memory", "ok"),
+        ({"simulator_built": False}, "will be built at its first use", "ok"),
+        ({"simulated": _NO_COMPILER}, "cannot be built: no C++ compiler", "absent"),
+        ({"simulated": _NO_COMPILER, "device": "sim"}, "cannot be built: no C++ compiler", "failed"),
+    ],
+    ids=["built", "to be built", "no compiler", "asked for without a compiler"],
+)
+def test_the_simulated_accelerator_is_told_of(
+    changes: dict[str, Any],
+    expected: str,
+    state: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whether it is there, and what it gives."""
+    _, text = told(monkeypatch, capsys, {**_MACHINE, **changes}, _WARM, exact(2), exact(4))
+
+    assert expected in line_of(text, "simulator")
+    assert line_of(text, "simulator").endswith(f"  {state}")
 
 
 def test_temporary_files_that_cannot_be_written_are_told(

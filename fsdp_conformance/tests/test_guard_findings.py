@@ -65,6 +65,16 @@ def test_what_is_new_and_what_is_gone(
     assert [line.split()[0] for line in _differences(script, verdict, known=known)] == said
 
 
+def test_a_finding_is_known_on_the_device_of_its_case(script: dict[str, Any]) -> None:
+    """A run on the CPU has cases on the simulated accelerator: an entry for the one says nothing of the other."""
+    record = _record(Verdict.FAIL)
+    record.device = "sim"
+    for device, said in (("sim", []), ("cpu", ["NEW"])):
+        entry = script["Known"]("some-engine", device, record.case, "FAIL", "It is so.")
+        found = list(script["differences"]("some-engine", "cpu", [record], [entry]))
+        assert [line.split()[0] for line in found] == said
+
+
 def test_a_broken_entry_is_refused(script: dict[str, Any], tmp_path: Any) -> None:
     """All problems of the list are named at once."""
     broken = tmp_path / "list.toml"

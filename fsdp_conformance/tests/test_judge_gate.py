@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.config import RunSettings
-from fsdp_conformance.judge import gate
+from fsdp_conformance.config import SIMULATED, RunSettings
+from fsdp_conformance.judge import Gated, Place, gate
+from fsdp_conformance.judge.gate import SIMULATED_ENVIRONMENTS
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.tests.evidence import a_case
 from fsdp_conformance.verdict import Verdict
@@ -15,17 +16,29 @@ from fsdp_conformance.verdict import Verdict
 HERE = frozenset({"gloo"})
 
 
-def gated(
-    case_fields: dict[str, Any], *, declared: str = "", devices: int | None = None, **run: Any
-) -> CaseRecord | None:
-    """The gate's word on a case of these fields."""
+def place(device: str, *, num_ranks: int | None = None, problem: str = "") -> Place:
+    """A type of device; the simulated one stands in for an accelerator with pinned memory."""
+    present = HERE | SIMULATED_ENVIRONMENTS if device == SIMULATED and not problem else HERE
+    return Place(device=device, present=present, num_ranks=num_ranks, problem=problem)
+
+
+def gated_as(
+    case_fields: dict[str, Any], *, declared: str = "", devices: int | None = None, compiler: bool = True, **run: Any
+) -> Gated:
+    """What the gate decides on a case of these fields."""
+    settings = RunSettings(**run)
+    simulated = place(SIMULATED, problem="" if compiler else "no C++ compiler")
     return gate(
         a_case(**case_fields),
-        declared=frozenset(declared.split()),
-        settings=RunSettings(**run),
-        present=HERE,
-        devices=devices,
+        declared=lambda device: frozenset(declared.split()),
+        settings=settings,
+        places={settings.device: place(settings.device, num_ranks=devices), SIMULATED: simulated},
     )
+
+
+def gated(case_fields: dict[str, Any], **run: Any) -> CaseRecord | None:
+    """The gate's record."""
+    return gated_as(case_fields, **run).record
 
 
 def test_a_case_that_asks_for_nothing_runs() -> None:
@@ -117,3 +130,84 @@ def test_a_record_without_implementation_has_a_line_without_it() -> None:
 
     assert record is not None
     assert record.repro == "fsdp-conformance run --case R001/probe-ws2"
+
+
+@pytest.mark.parametrize("asked", [("accelerator",), ("pinned_memory",), ("gloo", "accelerator", "pinned_memory")])
+def test_a_case_that_asks_for_an_accelerator_runs_on_the_simulated_one(asked: tuple[str, ...]) -> None:
+    """On the CPU, for an implementation that knows other accelerators than CUDA; the others stay on the CPU."""
+    assert gated_as({"environment": asked}, declared="any_accelerator") == Gated(device=SIMULATED, record=None)
+    assert gated_as({"environment": ("gloo",)}, declared="any_accelerator") == Gated(device="cpu", record=None)
+
+
+@pytest.mark.parametrize("asked", [("accelerator", "cuda"), ("accelerator", "nccl")])
+def test_what_only_cuda_can_show_is_not_simulated(asked: tuple[str, ...]) -> None:
+    """NOT_RUN_ENV on the CPU, as without a simulator."""
+    decided = gated_as({"environment": asked}, declared="any_accelerator")
+
+    assert decided.device == "cpu"
+    assert decided.record is not None
+    assert decided.record.measurements == {"absent": list(asked)}
+
+
+@pytest.mark.parametrize(
+    ("here", "reason"),
+    [
+        ({"simulator": False}, "needs accelerator, which this machine does not have"),
+        ({"compiler": False}, "the simulated one cannot be built: no C++ compiler"),
+        ({"declared": ""}, "the simulated one is for implementations that declare any_accelerator"),
+    ],
+    ids=["not wanted", "no compiler", "knows CUDA alone"],
+)
+def test_without_the_simulated_accelerator_the_case_is_not_run(here: dict[str, Any], reason: str) -> None:
+    """NOT_RUN_ENV with the reason; that the machine has no accelerator is no fault of the implementation."""
+    record = gated({"environment": ("accelerator",)}, **{"declared": "any_accelerator", **here})
+
+    assert record is not None
+    assert (record.verdict, record.measurements) == (Verdict.NOT_RUN_ENV, {"absent": ["accelerator"]})
+    assert reason in record.reason
+
+
+def test_every_case_of_a_run_on_the_simulated_accelerator_is_on_it() -> None:
+    """--device sim: whatever the case asks for; what it cannot show is absent there too."""
+    run: dict[str, Any] = {"device": SIMULATED, "declared": "any_accelerator"}
+
+    assert gated_as({}, **run) == Gated(device=SIMULATED, record=None)
+    record = gated({"environment": ("cuda",)}, **run)
+    assert record is not None
+    assert record.verdict is Verdict.NOT_RUN_ENV
+    assert "--device sim" in record.repro
+
+
+def test_an_implementation_that_knows_cuda_alone_is_unsupported_on_the_simulated_accelerator() -> None:
+    """It was asked for by name, so this is about the implementation."""
+    record = gated({}, device=SIMULATED)
+
+    assert record is not None
+    assert (record.verdict, record.measurements) == (Verdict.UNSUPPORTED, {"undeclared": ["any_accelerator"]})
+
+
+def test_a_simulated_accelerator_that_cannot_be_built_runs_nothing() -> None:
+    """The reason is the compiler's absence."""
+    decided = gate(
+        a_case(),
+        declared=lambda device: frozenset({"any_accelerator"}),
+        settings=RunSettings(device=SIMULATED),
+        places={SIMULATED: place(SIMULATED, problem="no C++ compiler")},
+    )
+
+    assert decided.record is not None
+    assert (decided.record.verdict, decided.record.reason) == (Verdict.NOT_RUN_ENV, "no C++ compiler")
+
+
+def test_flags_are_those_of_the_device_of_the_case() -> None:
+    """What is not offered on the CPU may be offered on the simulated accelerator."""
+    decided = gate(
+        a_case(needs=("cpu_offload_params",), environment=("accelerator",)),
+        declared=lambda device: (
+            frozenset() if device == "cpu" else frozenset({"cpu_offload_params", "any_accelerator"})
+        ),
+        settings=RunSettings(),
+        places={"cpu": place("cpu"), SIMULATED: place(SIMULATED)},
+    )
+
+    assert decided == Gated(device=SIMULATED, record=None)

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 import pytest
 
+from fsdp_conformance.capability import CAPABILITIES
+from fsdp_conformance.config import RunSettings
+from fsdp_conformance.judge import gate
 from fsdp_conformance.mutants import MUTANTS
 from fsdp_conformance.selftest import BoundCase, bound_cases, run_case
+from fsdp_conformance.simulator.place import places
 from fsdp_conformance.verdict import Verdict
 
 #: A known-wrong implementation is killed by any of these; the findings say by which requirement.
 KILLED = frozenset({Verdict.FAIL, Verdict.HANG, Verdict.CRASH})
 
-#: Environments without which a case cannot run, here or on most machines.
-_NEEDS_DEVICE = frozenset({"accelerator", "cuda", "nccl", "pinned_memory"})
-
 
 def _smallest_of_each_family() -> list[BoundCase]:
+    """Of the cases that can run here: on the CPU, and where a compiler is on the simulated accelerator."""
+    settings = RunSettings()
+    here = places(settings)
     smallest: dict[tuple[str, tuple[str, ...]], BoundCase] = {}
     for bound in bound_cases():
-        if _NEEDS_DEVICE & set(bound.case.environment):
+        if gate(bound.case, declared=lambda _: frozenset(CAPABILITIES), settings=settings, places=here).record:
             continue
         key = (f"{bound.owner.__qualname__}.{bound.case.title}", bound.case.kills)
         if key not in smallest or bound.case.world_size < smallest[key].case.world_size:

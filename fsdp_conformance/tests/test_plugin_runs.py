@@ -226,7 +226,7 @@ def test_a_whole_run_that_earns_no_certificate_is_not_a_success(suite: MiniSuite
         (("--conformance-world-size", "7"), "world_size=7, but should be one of 1, 2, 4"),
         (("--conformance-world-size", "two"), "world_size='two', but should be a number of ranks"),
         (("--conformance-deadline-scale", "-1"), "deadline_scale='-1', but should be a positive number"),
-        (("--conformance-device", "cuda:0"), "device='cuda:0', but should be a type such as cpu or cuda"),
+        (("--conformance-device", "cuda:0"), "device='cuda:0', but should be a type such as cpu, sim or cuda"),
         (("--conformance-profile", "none"), "profile='none', but should be one of"),
         (("--implementation", "missing"), "implementation='missing' cannot be imported"),
         (("--implementation", "broken"), "broken has no wrap()\nbroken has no step()"),

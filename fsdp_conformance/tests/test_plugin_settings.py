@@ -57,7 +57,7 @@ def test_everything_typed_is_taken() -> None:
     [
         ({"implementation": " "}, "implementation=' ', but should not be blank"),
         ({"report_dir": ""}, "report_dir='', but should not be blank"),
-        ({"device": "cuda:1"}, "device='cuda:1', but should be a type such as cpu or cuda, without an index"),
+        ({"device": "cuda:1"}, "device='cuda:1', but should be a type such as cpu, sim or cuda, without an index"),
         ({"world_sizes": ["0"]}, "world_size='0', but should be a number of ranks, at least 1"),
         ({"world_sizes": ["-2"]}, "world_size='-2', but should be a number of ranks, at least 1"),
         ({"deadline_scale": "fast"}, "deadline_scale='fast', but should be a positive number"),

@@ -327,7 +327,9 @@ def test_a_case_that_needs_what_is_not_declared_may_be_unsupported() -> None:
 def test_a_flag_that_is_declined_on_the_device_of_the_run_is_not_declared(device: str, excused: bool) -> None:
     """An implementation may offer less on one device than on another."""
     profile = a_profile(*CASES[:2], a_case(requirements=["R001"], needs=("no_sync",), world_size=3))
-    run = a_run(unsupported("R001/probe-ws3"), profile=profile, settings={"device": device})
+    record = unsupported("R001/probe-ws3")
+    record.device = device
+    run = a_run(record, profile=profile, settings={"device": device})
     run.header["implementation"]["declines_on"] = {"cpu": ["no_sync"]}
 
     assert certify(run, profile).certified == excused

@@ -1,0 +1,125 @@
+"""
+What the training loop needs of a device beside tensors: its allocator's figures, the checker of the simulated one.
+
+    watch_for(device)   a CPU that counts nothing, an accelerator that counts bytes, or the simulated one
+
+On an accelerator whoever reads a tensor on the host waits for the device, and a wait orders everything that was issued
+before it: a loop that reads losses between forward and backward hides the races that it should find. On the simulated
+accelerator what is read inside `suspended()` waits for nothing; on a real one the loop reads at the end of a step.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.history.hazard import HazardRecord
+
+
+class Watch:
+    """The CPU: nothing is counted, nothing is checked."""
+
+    counts_bytes = False
+    checks_order = False
+    """Whether races are looked for."""
+
+    def suspended(self) -> AbstractContextManager[Any]:
+        """What this thread does inside is no part of what is tested."""
+        return nullcontext()
+
+    def label(self, text: str) -> AbstractContextManager[Any]:
+        """Accesses inside are said to belong to `text`."""
+        return nullcontext()
+
+    def synchronise(self) -> None:
+        """Wait for the device."""
+
+    def begin(self) -> None:
+        """Forget what was seen before."""
+
+    def hazards(self) -> list[HazardRecord]:
+        """The races seen since `begin`."""
+        return []
+
+    def accesses(self) -> int:
+        """Accesses checked since `begin`."""
+        return 0
+
+    def allocated_bytes(self) -> int:
+        """Bytes given out now."""
+        return 0
+
+    def peak_bytes(self) -> int:
+        """The most that was given out at once since the last `reset_peak`."""
+        return 0
+
+    def reset_peak(self) -> None:
+        """Let the peak begin at what is given out now."""
+
+
+class AcceleratorWatch(Watch):
+    """An accelerator whose allocator counts, as CUDA's does."""
+
+    counts_bytes = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.module: Any = torch.get_device_module(device.type)
+        self.counts_bytes = all(
+            hasattr(self.module, name)
+            for name in ("memory_allocated", "max_memory_allocated", "reset_peak_memory_stats")
+        )
+
+    def synchronise(self) -> None:
+        self.module.synchronize(self.device)
+
+    def allocated_bytes(self) -> int:
+        return int(self.module.memory_allocated(self.device))
+
+    def peak_bytes(self) -> int:
+        return int(self.module.max_memory_allocated(self.device))
+
+    def reset_peak(self) -> None:
+        self.module.reset_peak_memory_stats(self.device)
+
+
+class SimulatedWatch(AcceleratorWatch):
+    """The simulated accelerator, and its checker."""
+
+    checks_order = True
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        from fsdp_conformance.simulator import checker
+
+        self._checker = checker
+        self._accesses = 0
+
+    def suspended(self) -> AbstractContextManager[Any]:
+        return self._checker.suspended()
+
+    def label(self, text: str) -> AbstractContextManager[Any]:
+        return self._checker.label(text)
+
+    def synchronise(self) -> None:
+        """Operations are carried out when they are issued: there is nothing to wait for, and waits hide races."""
+
+    def begin(self) -> None:
+        self._checker.clear()
+        self._accesses = self._checker.accesses()
+
+    def hazards(self) -> list[HazardRecord]:
+        return [found.record() for found in self._checker.hazards()]
+
+    def accesses(self) -> int:
+        return self._checker.accesses() - self._accesses
+
+
+def watch_for(device: torch.device) -> Watch:
+    """The watch for a rank's device."""
+    if device.type == "cpu":
+        return Watch()
+    return SimulatedWatch(device) if device.type == SIMULATED else AcceleratorWatch(device)

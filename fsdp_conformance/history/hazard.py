@@ -1,0 +1,43 @@
+"""Two accesses to the same memory that nothing orders, as the checker of the simulated accelerator saw them."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+
+class HazardKind(StrEnum):
+    """What the two accesses do to each other."""
+
+    READ_AFTER_WRITE = "read_after_write"
+    WRITE_AFTER_READ = "write_after_read"
+    WRITE_AFTER_WRITE = "write_after_write"
+    REUSE_IN_FLIGHT = "reuse_in_flight"
+    """The memory was freed and given out again while its former tenant was still in use."""
+    HOST_WRITE_IN_FLIGHT = "host_write_in_flight"
+    """The host wrote into pinned memory that a copy was still using."""
+    HOST_READ_IN_FLIGHT = "host_read_in_flight"
+    """The host read pinned memory before the copy into it was done."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HazardRecord:
+    """One race. `then` comes first in the program, `now` should have waited for it."""
+
+    kind: HazardKind
+    then_op: str
+    then_label: str
+    """The phase of the training loop, or the unit, in which it was issued; "" if nobody named it."""
+    now_op: str
+    now_label: str
+    sentence: str
+    """Who touches what, and what is missing, in one line."""
+    text: str
+    """The whole argument, both stacks included, in several lines."""
+    count: int = 1
+    """How often it was seen."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready mapping."""
+        return asdict(self)

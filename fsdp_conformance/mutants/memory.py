@@ -1,0 +1,144 @@
+"""Memory that is held where it should not be: full parameters, full gradients, copies, something more every step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_conformance.adapters.base import ModelFn, OptimFn
+from fsdp_conformance.config import Plan, Sharding
+from fsdp_conformance.mutants.base import SeamFSDP2
+
+
+class KeepsFullParameters(SeamFSDP2):
+    """A full copy of the parameters stays on the device beside the shards."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        self._copies = [parameter.detach().clone().to(self.device) for parameter in model.parameters()]
+        return super().wrap(model, plan)
+
+
+class KeepsParametersAfterForward(SeamFSDP2):
+    """Units hold their full parameters from forward to backward, asked for or not."""
+
+    def prepare(self, model: nn.Module, plan: Plan) -> Plan:
+        sharding = Sharding.GRAD_OPTIM if plan.sharding in (Sharding.FULL, Sharding.DEFAULT) else plan.sharding
+        return replace(plan, reshard_after_forward=False, sharding=sharding)
+
+
+class KeepsFullGradients(SeamFSDP2):
+    """The full gradients of a step are held until the next forward."""
+
+    _full: ClassVar[list[Tensor]] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._full.clear()
+        return super().forward(*args, **kwargs)
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        self._full.append(grad)
+        return grad
+
+
+class GathersEverythingFirst(SeamFSDP2):
+    """Every unit is gathered at the start of forward, and at the start of backward."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._gather_all()
+        return super().forward(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self._gather_all()
+        super().backward(loss, retain_graph=retain_graph)
+
+    def _gather_all(self) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule) and any(True for _ in module.parameters()):
+                module.unshard()
+
+
+class LeaksEveryStep(SeamFSDP2):
+    """Each step leaves a few bytes on the device."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        super().setup(model_fn, optim_fn, plan)
+        self._leaked: list[Tensor] = []
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        self._leaked.append(torch.zeros(3, device=self.device))
+        return super().step(max_norm, norm_type=norm_type)
+
+
+class SurvivesItsOwner(SeamFSDP2):
+    """The engine keeps every model that it has ever wrapped."""
+
+    _wrapped: ClassVar[list[nn.Module]] = []
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        wrapped = super().wrap(model, plan)
+        self._wrapped.append(wrapped)
+        return wrapped
+
+
+class ManualReshardDoesNothing(SeamFSDP2):
+    """A unit that is resharded by hand stays gathered."""
+
+    def reshard(self, fqn: str) -> None:
+        return None
+
+
+class PersistentNotReduced(SeamFSDP2):
+    """Small parameters that stay full keep each rank's own gradient."""
+
+    def _reduce_left_out(self) -> None:
+        if not self.plan.persist_numel:
+            super()._reduce_left_out()
+
+
+class KeepsLowPrecisionCopies(SeamFSDP2):
+    """The low-precision copies of the shards live on after the unit was resharded."""
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        super().backward(loss, retain_graph=retain_graph)
+        if self.plan.param_dtype is not None:
+            dtype = getattr(torch, self.plan.param_dtype)
+            self._copies = [
+                parameter.detach().to_local().to(dtype)  # type: ignore[attr-defined]
+                for parameter in self.sharded().values()
+            ]
+
+
+class ShowsItsOwnParameters(SeamFSDP2):
+    """In forward and backward a unit has a parameter that the user never made."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        super().setup(model_fn, optim_fn, plan)
+        for fqn in plan.units:
+            unit = self.names.modules[fqn]
+            unit.register_forward_pre_hook(self._show)
+        self.model.register_forward_pre_hook(self._show)
+
+    def after_backward(self) -> None:
+        for fqn in ("", *self.plan.units):
+            self.names.modules[fqn]._parameters.pop("flat_parameter", None)
+
+    def _show(self, module: nn.Module, args: Any) -> None:
+        flat = nn.Parameter(torch.zeros(1, device=self.device), requires_grad=False)
+        module._parameters["flat_parameter"] = flat
+
+
+class ReplicatedGradients(SeamFSDP2):
+    """Gradients are left in full on every rank, and not as the shards that the optimizer holds."""
+
+    def after_backward(self) -> None:
+        if not self._reduced:
+            return
+        for parameter in self.sharded().values():
+            grad = parameter.grad
+            if isinstance(grad, DTensor):
+                parameter.grad = grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim)

@@ -1,0 +1,108 @@
+"""
+Races: work on a stream that nobody waits for, memory that is freed in flight, copies that are read too early.
+
+Their numbers are right wherever the device happens to be in time, and always on a device that runs one thing after the
+other. Only the order tells: each is the engine with one wait left out, or one put on the wrong stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_conformance.mutants.base import SeamFSDP2
+
+#: Elements of a scratch buffer: of a size that nothing else of the models here has.
+_SCRATCH = 8209
+
+
+class SideStream(SeamFSDP2):
+    """FSDP2 with a stream of its own beside the device's; itself right, because it does nothing there."""
+
+    _side: Any = None
+
+    @contextmanager
+    def beside(self, *, after_current: bool) -> Iterator[None]:
+        """What is issued inside runs on the side stream, after what the current one has been given, or at any time."""
+        device = torch.get_device_module(self.device.type)
+        if self._side is None:
+            self._side = device.Stream()
+        if after_current:
+            self._side.wait_stream(device.current_stream())
+        with device.stream(self._side):
+            yield
+
+
+class StepsOnASideStream(SideStream):
+    """The optimizer runs on a stream that the next forward does not wait for."""
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        with self.beside(after_current=True):
+            return super().step(max_norm, norm_type=norm_type)
+
+
+class PrefetchesBeforeTheStep(SideStream):
+    """The first gather of a forward runs on a stream that has not waited for the optimizer."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        handle = None
+        if self.num_steps and torch.is_grad_enabled():
+            with self.beside(after_current=False):
+                handle = self._first_unit().unshard(async_op=True)
+        if handle is not None:
+            handle.wait()
+        return super().forward(*args, **kwargs)
+
+    def _first_unit(self) -> FSDPModule:
+        """The first unit that owns parameters."""
+        units = [self.names.modules[fqn] for fqn in (*self.plan.units, "")]
+        return next(unit for unit in units if isinstance(unit, FSDPModule) and any(True for _ in unit.parameters()))
+
+
+class ScalesWithoutWaiting(SideStream):
+    """Gradients are read and written on a stream that has not waited for their reduction."""
+
+    def after_backward(self) -> None:
+        with self.beside(after_current=False):
+            for grad in self.local_grads().values():
+                if grad.numel() and grad.device.type == self.device.type:
+                    grad.mul_(1.0)
+
+
+class FreesInFlight(SideStream):
+    """A buffer is freed while another stream still uses it, and its memory is given out again."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for _ in range(2):
+            scratch = torch.zeros(_SCRATCH, device=self.device)
+            with self.beside(after_current=True):
+                scratch.add_(1.0)
+            # No record_stream, and nobody waits before the memory goes back.
+            del scratch
+        return super().forward(*args, **kwargs)
+
+
+class ReadsOffloadedGradientsEarly(SideStream):
+    """The host uses gradients whose copy to its memory has not been waited for."""
+
+    def after_backward(self) -> None:
+        for grad in self.local_grads().values():
+            if grad.device.type == "cpu" and self.device.type != "cpu" and grad.is_pinned():
+                grad.copy_(grad.to(self.device), non_blocking=True)
+
+
+class OverwritesParametersInFlight(SideStream):
+    """The host writes offloaded parameters while their copy to the device is still reading them."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for parameter in self.sharded().values():
+            local = parameter.detach().to_local()  # type: ignore[attr-defined]
+            if local.device.type == "cpu" and self.device.type != "cpu" and local.is_pinned():
+                local.to(self.device, non_blocking=True)
+                local.mul_(1.0)
+        return super().forward(*args, **kwargs)

@@ -1,0 +1,166 @@
+"""The byte oracles: a right engine's figures pass, and each thing that may be held too long is told by its bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp_conformance.checks import memory
+from fsdp_conformance.checks.memory import SCALARS, Activations
+from fsdp_conformance.checks.result import CheckResult
+from fsdp_conformance.config import Plan, Sharding
+from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.fixtures import deep
+from fsdp_conformance.history.memory import MemoryMark, Point
+from fsdp_conformance.history.training import TrainingHistory
+
+WORKLOAD = deep.deep_4()
+#: 97 x 97 and 97 floats; over two ranks 49 rows of each.
+UNIT, UNIT_SHARD = (97 * 97 + 97) * 4, (49 * 97 + 49) * 4
+#: 3 x 97 and 3; two rows.
+ROOT, ROOT_SHARD = (3 * 97 + 3) * 4, (2 * 97 + 2) * 4
+FULL, SHARD = 4 * UNIT + ROOT, 4 * UNIT_SHARD + ROOT_SHARD
+PADDED_UNIT, PADDED_ROOT = 2 * UNIT_SHARD, 2 * ROOT_SHARD
+ACTIVATIONS = Activations(kept=5000, forward_peak=6000)
+#: What is on the device before the setup: batches.
+BASE = 700
+STATE = SHARD
+
+
+def plan(**changes: Any) -> Plan:
+    """The workload's own units."""
+    return Plan(**{"units": WORKLOAD.units, "device": "sim", **changes})
+
+
+def run(**changes: int) -> TrainingHistory:
+    """
+    Two steps of a right engine, resharded after forward. Changes name figures: "held", "forward", "forward_peak",
+    "backward", "backward_peak", "step_0", "step_1".
+    """
+    held = changes.get("held", SHARD)
+    figures = {
+        "forward": PADDED_ROOT + ACTIVATIONS.kept,
+        "forward_peak": 2 * PADDED_UNIT + PADDED_ROOT + ACTIVATIONS.forward_peak,
+        "backward": SHARD,
+        "backward_peak": SHARD + 3 * PADDED_UNIT + PADDED_ROOT + ACTIVATIONS.kept,
+        "step_0": STATE,
+        "step_1": STATE,
+        **changes,
+    }
+    marks = [(Point.BEFORE_SETUP, None, 0, 0), (Point.SETUP, None, held, held)]
+    before = held
+    for step in (0, 1):
+        after = held + figures[f"step_{step}"]
+        marks += [
+            (Point.FORWARD, step, before + figures["forward"], before + figures["forward_peak"]),
+            (Point.BACKWARD, step, before + figures["backward"], before + figures["backward_peak"]),
+            (Point.STEP, step, after, after),
+        ]
+        before = after
+    history = TrainingHistory(source="mine", rank=0, world_size=2)
+    history.memory = [
+        MemoryMark(point=point, step=step, allocated=BASE + allocated, peak=BASE + peak)
+        for point, step, allocated, peak in marks
+    ]
+    return history
+
+
+def holds(result: CheckResult) -> bool:
+    """Whether nothing was found, in at least one comparison."""
+    assert result.count.comparisons > 0
+    return not result.findings
+
+
+def test_sizes_are_those_of_the_model() -> None:
+    """Shards are rounded up by row, a unit's full size is padded to whole rows of every rank."""
+    found = memory.sizes(WORKLOAD, plan(), world_size=2)
+
+    assert (found.full, found.shard, found.largest, found.root) == (FULL, SHARD, PADDED_UNIT, PADDED_ROOT)
+    assert found.below_root == 4 * UNIT
+    hybrid = memory.sizes(WORKLOAD, plan(sharding=Sharding.HYBRID, replicas=2), world_size=4)
+    assert hybrid.shard == SHARD
+
+
+@pytest.mark.parametrize(
+    ("held", "right"),
+    [(SHARD, True), (int(SHARD * 1.1), True), (SHARD + FULL, False), (FULL, False), (0, False)],
+    ids=["a shard", "padding as declared", "a copy beside it", "the whole", "nothing"],
+)
+def test_shards_alone(held: int, right: bool) -> None:
+    """A shard and the declared padding; more is a copy, nothing is not on the device at all."""
+    result = memory.shards_alone(run(held=held), WORKLOAD, plan(), world_size=2, padding=0.15)
+
+    assert holds(result) == right
+
+
+def test_offloaded_shards_are_not_on_the_device() -> None:
+    """Nothing held is right there."""
+    result = memory.shards_alone(run(held=0), WORKLOAD, plan(offload="cpu"), world_size=2, padding=0.15)
+
+    assert holds(result)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_what_is_held_at_the_loss(reshard: bool) -> None:
+    """Resharded: the root and activations. Kept: every unit. Each is wrong for the other."""
+    sharding = Sharding.FULL if reshard else Sharding.GRAD_OPTIM
+    kept = run(forward=PADDED_ROOT + 4 * PADDED_UNIT + ACTIVATIONS.kept)
+    for history, right in ((run(), reshard), (kept, not reshard)):
+        result = memory.resharded_after_forward(history, WORKLOAD, plan(sharding=sharding), ACTIVATIONS, world_size=2)
+        assert holds(result) == right
+
+
+@pytest.mark.parametrize(
+    ("grown", "right"), [(SHARD, True), (SHARD + SCALARS, True), (SHARD + UNIT, False), (FULL, False)]
+)
+def test_what_is_held_after_backward(grown: int, right: bool) -> None:
+    """A shard of the gradients; one unit in full is too much."""
+    result = memory.nothing_full_after_backward(run(backward=grown), WORKLOAD, plan(), world_size=2, padding=0.1)
+
+    assert holds(result) == right
+
+
+@pytest.mark.parametrize("point", ["forward_peak", "backward_peak"])
+def test_peaks_are_bounded(point: str) -> None:
+    """Two units more than a right engine has are too many."""
+    right, figure = run(), {"forward_peak": 4 * PADDED_UNIT, "backward_peak": SHARD + 5 * PADDED_UNIT}[point]
+    wrong = run(**{point: figure + PADDED_ROOT + 2 * ACTIVATIONS.forward_peak + SCALARS})
+
+    assert holds(memory.peaks(right, WORKLOAD, plan(sharding=Sharding.FULL), ACTIVATIONS, world_size=2))
+    result = memory.peaks(wrong, WORKLOAD, plan(sharding=Sharding.FULL), ACTIVATIONS, world_size=2)
+    assert {finding.phase for finding in result.findings} == {point.removesuffix("_peak")}
+    # Where everything is kept, that is within bounds.
+    assert holds(memory.peaks(wrong, WORKLOAD, plan(sharding=Sharding.GRAD_OPTIM), ACTIVATIONS, world_size=2))
+
+
+def test_growth_is_seen_to_the_last_byte() -> None:
+    """Bytes after a step are compared with those after the second; the first makes the optimizer's state."""
+    assert holds(memory.no_growth(run(), first=0))
+    result = memory.no_growth(run(step_1=STATE + 1), first=0)
+    assert [finding.step for finding in result.findings] == [1]
+    assert "+1 B" in result.findings[0].message
+    with pytest.raises(SuiteError, match="steps=1 from step 1 on"):
+        memory.no_growth(run(), first=1)
+
+
+def test_what_was_not_given_back() -> None:
+    """One byte above what was there before the setup is too many."""
+    assert holds(memory.given_back(run(), BASE))
+    assert "held=1 B" in memory.given_back(run(), BASE + 1).findings[0].message
+
+
+def test_the_same_bytes_with_and_without() -> None:
+    """At setup, after backward and between steps; less is as good."""
+    assert holds(memory.same_bytes(run(), run(), "R085", what="it"))
+    assert holds(memory.same_bytes(run(), run(backward=SHARD + UNIT), "R085", what="it"))
+    (found, _) = memory.same_bytes(run(backward=SHARD + UNIT), run(), "R085", what="it").findings
+    assert (found.requirement, found.phase, found.step) == ("R085", "backward", 0)
+
+
+def test_a_history_without_bytes_cannot_be_judged() -> None:
+    """On the CPU nothing is counted: the case should have asked for an accelerator."""
+    history = TrainingHistory(source="mine", rank=0, world_size=2)
+
+    with pytest.raises(SuiteError, match="marks=0 of 'setup'"):
+        memory.shards_alone(history, WORKLOAD, plan(), world_size=2, padding=0.0)

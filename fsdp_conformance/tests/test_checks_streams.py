@@ -1,0 +1,92 @@
+"""Races become findings, each for its requirement; a run in which nothing was looked at is no clean run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp_conformance.checks.streams import requirement_of, stream_control, stream_safety
+from fsdp_conformance.errors import NothingCompared, SuiteError
+from fsdp_conformance.history.hazard import HazardKind, HazardRecord
+from fsdp_conformance.history.training import TrainingHistory
+
+
+def hazard(kind: HazardKind = HazardKind.READ_AFTER_WRITE, **changes: Any) -> HazardRecord:
+    """An all-gather in forward that reads what the optimizer writes."""
+    fields: dict[str, Any] = {
+        "then_op": "aten::add_",
+        "then_label": "step",
+        "now_op": "all_gather_into_tensor",
+        "now_label": "forward",
+        "sentence": "read after write on sim:0: one reads what the other writes, and does not wait for it",
+        "text": "the sentence\n  first: add_\n  then: all_gather",
+    }
+    return HazardRecord(kind=kind, **{**fields, **changes})
+
+
+def run(*hazards: HazardRecord, accesses: int | None = 1000) -> TrainingHistory:
+    """A run in which these were seen."""
+    return TrainingHistory(source="mine", rank=1, world_size=2, hazards=list(hazards), checked_accesses=accesses)
+
+
+def test_a_clean_run_has_looked_at_something() -> None:
+    """One comparison, of as many accesses as were checked."""
+    result = stream_safety(run())
+
+    assert result.findings == []
+    assert (result.count.comparisons, result.count.elements) == (1, 1000)
+    assert result.measurements == {"accesses": 1000}
+
+
+@pytest.mark.parametrize("accesses", [0, None])
+def test_a_run_without_accesses_proves_nothing(accesses: int | None) -> None:
+    """Neither its cleanness nor its control."""
+    with pytest.raises(NothingCompared, match=f"accesses={accesses}, but should be at least 1"):
+        stream_safety(run(accesses=accesses))
+    with pytest.raises(NothingCompared):
+        stream_control(run(hazard(), accesses=accesses))
+
+
+def test_a_race_is_a_finding_with_its_argument() -> None:
+    """The sentence, how often, what is missing, and both stacks."""
+    (found,) = stream_safety(run(hazard(count=3))).findings
+
+    assert found.requirement == "R074"
+    assert found.message.endswith("and does not wait for it (3 times)")
+    assert (found.rank, found.phase, found.call) == (1, "forward", "all_gather_into_tensor")
+    assert found.likely == "a wait is missing between the stream that writes and the one that reads"
+    assert found.detail == "the sentence\n  first: add_\n  then: all_gather"
+
+
+@pytest.mark.parametrize(
+    ("kind", "then", "now", "expected"),
+    [
+        (HazardKind.READ_AFTER_WRITE, "step", "forward", "R074"),
+        (HazardKind.WRITE_AFTER_WRITE, "step", "", "R074"),
+        (HazardKind.READ_AFTER_WRITE, "step", "step", "R075"),
+        (HazardKind.READ_AFTER_WRITE, "", "step", "R075"),
+        (HazardKind.WRITE_AFTER_READ, "forward", "backward", "R075"),
+        (HazardKind.REUSE_IN_FLIGHT, "step", "forward", "R075"),
+        (HazardKind.HOST_READ_IN_FLIGHT, "", "step", "R138"),
+        (HazardKind.HOST_WRITE_IN_FLIGHT, "forward", "step", "R138"),
+    ],
+)
+def test_the_requirement_of_a_race(kind: HazardKind, then: str, now: str, expected: str) -> None:
+    """What the optimizer wrote and somebody reads too early is R074; pinned memory is R138; the rest is R075."""
+    assert requirement_of(hazard(kind, then_label=then, now_label=now)) == expected
+
+
+def test_a_case_can_say_another_requirement() -> None:
+    """For kinds, and for what follows the optimizer."""
+    names = {HazardKind.REUSE_IN_FLIGHT: "R078", "parameters": "R073"}
+    found = stream_safety(run(hazard(HazardKind.REUSE_IN_FLIGHT), hazard()), names).findings
+
+    assert [item.requirement for item in found] == ["R078", "R073"]
+
+
+def test_the_control_must_have_races() -> None:
+    """Without one the checker could not have seen any."""
+    assert stream_control(run(hazard())).measurements == {"hazards without waits": 1}
+    with pytest.raises(SuiteError, match="hazards=0 with every wait dropped"):
+        stream_control(run())

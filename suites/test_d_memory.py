@@ -1,0 +1,354 @@
+"""D. Parameter lifecycle and memory: what is held, when, and that it is given back. Bytes are counted exactly."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_conformance.adapters.base import Adapter
+from fsdp_conformance.case import conformance_case
+from fsdp_conformance.checks import memory
+from fsdp_conformance.config import Offload, Sharding
+from fsdp_conformance.fixtures import deep, probes
+from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.workload import Regime, Workload
+
+
+class Bytes(ConformanceTestCase):
+    """What the accelerator's allocator has given out at the borders of the training step."""
+
+    @conformance_case(
+        "R033",
+        chapter="D",
+        axes={"world_size": (2, 3, 4)},
+        environment=("accelerator",),
+        kills=("keeps-full-parameters",),
+    )
+    def test_shards_alone(self, world_size: int) -> None:
+        """After the wrap a rank holds its shard of the parameters, its buffers, and nothing else."""
+        workload = deep.deep_4()
+        plan = self.plan(workload)
+        run = self.train(workload, plan)
+        self.check(memory.shards_alone(run, workload, plan, world_size=world_size, padding=self.padding))
+        self.check_parity(run, workload)
+
+    @conformance_case(
+        "R034",
+        chapter="D",
+        axes={"world_size": (2, 4), "reshard": (True, False)},
+        needs=("zero3", "reshard_after_forward", "sharded_state"),
+        environment=("accelerator",),
+        kills=lambda values: ["keeps-parameters-after-forward" if values["reshard"] else "ignores-reshard"],
+    )
+    def test_freed_after_forward(self, world_size: int, reshard: bool) -> None:
+        """A unit that is resharded after its forward holds nothing full at the loss; one that is not, everything."""
+        workload = deep.deep_4()
+        plan = self.plan(
+            workload, sharding=Sharding.FULL if reshard else Sharding.GRAD_OPTIM, reshard_after_forward=reshard
+        )
+        run = self.train(workload, plan, on_loss=partial(self._expect_state, workload, reshard))
+        activations = self.activations(workload)
+        self.check(memory.resharded_after_forward(run, workload, plan, activations, world_size=world_size))
+        self.check_parity(run, workload)
+
+    def _expect_state(self, workload: Workload, reshard: bool, adapter: Adapter, step: int) -> None:
+        for unit in workload.units:
+            unsharded = adapter.unit_is_unsharded(unit)
+            self.expect(
+                unsharded != reshard,
+                "R034",
+                f"unsharded={unsharded}, but should be {not reshard} when the loss is there",
+                fqn=unit,
+                step=step,
+                phase="forward",
+                check="unit state at the loss",
+            )
+
+    @conformance_case(
+        "R035",
+        chapter="D",
+        axes={"world_size": (2, 4)},
+        environment=("accelerator",),
+        kills=("keeps-full-gradients",),
+    )
+    def test_nothing_full_after_backward(self, world_size: int) -> None:
+        """When backward returns, a rank holds shards of parameters and of gradients, and no unit is gathered."""
+        workload = deep.deep_4()
+        plan = self.plan(workload)
+        adapter = self.subject()
+        run = self.train(workload, plan, adapter=adapter)
+        padding = self.padding
+        self.check(memory.nothing_full_after_backward(run, workload, plan, world_size=world_size, padding=padding))
+        self.check_resharded(adapter, workload, "R035")
+        self.check_parity(run, workload)
+
+    @conformance_case(
+        "R035",
+        chapter="D",
+        world_size=2,
+        needs=("sharded_state",),
+        environment=("accelerator",),
+        kills=("keeps-unused-unsharded",),
+    )
+    def test_unused_unit_is_resharded(self) -> None:
+        """A unit whose output the loss does not see is resharded when backward returns, like the others."""
+        workload = probes.exact_unused()
+        adapter = self.subject()
+        run = self.train(workload, adapter=adapter, regime=Regime(unused_parameters=True))
+        self.check_resharded(adapter, workload, "R035")
+        self.check_parity(run, workload, Regime(unused_parameters=True), none_or_zero=True)
+
+    @conformance_case(
+        "R038",
+        chapter="D",
+        axes={"world_size": (2, 4), "reshard": (True, False)},
+        needs=lambda values: ("mem_bounds", "zero3" if values["reshard"] else "zero2"),
+        environment=("accelerator",),
+        kills=lambda values: ["gathers-everything-first" if values["reshard"] else "keeps-full-gradients"],
+    )
+    def test_peaks(self, world_size: int, reshard: bool) -> None:
+        """The most that is held at once is a few units, whatever the depth; or the whole model, if it is kept."""
+        workload = deep.deep_8()
+        plan = self.plan(workload, sharding=Sharding.FULL if reshard else Sharding.GRAD_OPTIM)
+        run = self.train(workload, plan)
+        activations = self.activations(workload)
+        self.check(memory.peaks(run, workload, plan, activations, world_size=world_size))
+
+    @conformance_case(
+        "R039",
+        chapter="D",
+        axes={"world_size": (2,), "optimizer": ("sgd", "adam"), "micro_batches": (1, 3)},
+        only=lambda values: values["optimizer"] == "sgd" or values["micro_batches"] == 1,
+        environment=("accelerator",),
+        kills=("leaks-every-step",),
+    )
+    def test_no_growth(self, world_size: int, optimizer: str, micro_batches: int) -> None:
+        """After the second, third, fourth and fifth step as many bytes are held, to the last one."""
+        workload = deep.deep_4()
+        regime = Regime(optimizer=optimizer, steps=5, micro_batches=micro_batches)
+        run = self.train(workload, self.plan(workload), regime)
+        self.check(memory.no_growth(run))
+
+    @conformance_case(
+        "R039",
+        chapter="D",
+        world_size=2,
+        needs=("cpu_offload_params",),
+        environment=("accelerator", "pinned_memory"),
+        kills=("leaks-every-step",),
+    )
+    def test_no_growth_with_offload(self) -> None:
+        """With parameters offloaded to pinned memory nothing more is held on the device after each step."""
+        workload = deep.deep_4()
+        run = self.train(workload, self.plan(workload, offload=Offload.CPU_PINNED), Regime(steps=5))
+        self.check(memory.no_growth(run))
+
+    @conformance_case(
+        "R040",
+        chapter="D",
+        axes={"world_size": (2,), "at_once": (False, True)},
+        environment=("accelerator",),
+        kills=("survives-its-owner",),
+    )
+    def test_given_back(self, world_size: int, at_once: bool) -> None:
+        """When the model is dropped, what it took is given back: at once, or by the garbage collector at last."""
+        workload = deep.deep_4()
+        plan = self.plan(workload)
+        adapter = self.subject()
+        run = self.train(workload, plan, adapter=adapter)
+        self.check(memory.gradients_given_back(run, workload, plan, world_size=world_size))
+        with self.no_garbage_collection():
+            self.drop(adapter)
+            del adapter
+            if not at_once:
+                gc.collect()
+            self.check(memory.given_back(run, self.allocated_bytes()))
+
+    @conformance_case(
+        "R042",
+        chapter="D",
+        axes={"world_size": (2,), "depth": (4, 8)},
+        needs=("rate_limit", "sharded_state", "zero3"),
+        environment=("accelerator",),
+        kills=("gathers-everything-first",),
+    )
+    def test_bounded_number_of_units(self, world_size: int, depth: int) -> None:
+        """While a unit computes, at most the declared number of units is gathered, whatever the depth."""
+        workload = {4: deep.deep_4, 8: deep.deep_8}[depth]()
+        adapter = self.subject()
+        counts: list[tuple[str, int]] = []
+
+        def count(moment: str, module: nn.Module) -> None:
+            counts.append((moment, sum(adapter.unit_is_unsharded(unit) for unit in workload.units)))
+
+        plan = self.plan(workload, sharding=Sharding.FULL)
+        run = self.train(workload, plan, adapter=adapter, on_setup=lambda subject: deep.visit(subject.module(), count))
+        self.check_parity(run, workload)
+        self.expect(
+            len(counts) == 2 * depth * len(run.steps),
+            "R042",
+            f"visits={len(counts)}, but should be {2 * depth * len(run.steps)}: two for each unit and step",
+            check="visits",
+        )
+        for moment, unsharded in counts:
+            self.expect(
+                1 <= unsharded <= adapter.max_unsharded,
+                "R042",
+                f"unsharded={unsharded} units in {moment}, but should be 1 to {adapter.max_unsharded} as declared",
+                phase=moment,
+                check="units gathered at once",
+            )
+
+
+class Lifecycle(ConformanceTestCase):
+    """Parameters and gradients as user code and optimizers see them."""
+
+    @conformance_case("R036", chapter="D", axes={"world_size": (2, 3)}, kills=("shows-its-own-parameters",))
+    def test_parameters_that_user_code_sees(self, world_size: int) -> None:
+        """A unit's own code finds its parameters in full: as attributes in forward and backward, by name in forward."""
+        workload = deep.deep_4()
+        reference = workload.build(self.rank).get_submodule(workload.units[0])
+        wanted = {name: _look(parameter) for name, parameter in reference.named_parameters()}
+        seen: list[tuple[str, dict[str, _Look]]] = []
+
+        def look(moment: str, module: nn.Module) -> None:
+            seen.append((moment, {name: _look(attrgetter(name)(module)) for name in wanted}))
+            if moment == "forward":
+                seen.append((moment, {name: _look(parameter) for name, parameter in module.named_parameters()}))
+
+        run = self.train(workload, on_setup=lambda adapter: deep.visit(adapter.module(), look))
+        self.check_parity(run, workload)
+        visits = 3 * len(workload.units) * len(run.steps)
+        self.expect(len(seen) == visits, "R036", f"visits={len(seen)}, but should be {visits}", check="visits")
+        for moment, found in seen:
+            self.expect(
+                found == wanted,
+                "R036",
+                f"parameters={_listed(found)}, but should be {_listed(wanted)}",
+                phase=moment,
+                check="parameters in user code",
+            )
+
+    @conformance_case(
+        "R037",
+        chapter="D",
+        axes={"world_size": (2, 3), "accumulation": ("each", "deferred")},
+        needs=lambda values: ["no_sync"] if values["accumulation"] == "deferred" else [],
+        kills=("replicated-gradients",),
+    )
+    def test_gradients_match_parameters(self, world_size: int, accumulation: str) -> None:
+        """After backward a gradient has shape, dtype, device and placement of the parameter that is stepped."""
+        workload = probes.exact_accumulation()
+        reduced = (False, True) if accumulation == "deferred" else ()
+        regime = Regime(micro_batches=2, reduced=reduced)
+        run = self.train(workload, self.plan(workload), regime, on_gradients=self._expect_alike)
+        self.check_parity(run, workload, regime)
+
+    @conformance_case(
+        "R037",
+        chapter="D",
+        axes={"offload": ("cpu", "cpu_pinned")},
+        world_size=2,
+        needs=("cpu_offload_params",),
+        environment=lambda values: ["accelerator"] + ["pinned_memory"] * (values["offload"] == "cpu_pinned"),
+        kills=("replicated-gradients",),
+    )
+    def test_offloaded_gradients_match_parameters(self, offload: str) -> None:
+        """With offload both are on the CPU."""
+        workload = probes.exact_nested()
+        plan = self.plan(workload, offload=Offload(offload))
+        run = self.train(workload, plan, on_gradients=self._expect_alike)
+        self.check_parity(run, workload)
+
+    def _expect_alike(self, adapter: Adapter, step: int) -> None:
+        for name, parameter in adapter.parameters().items():
+            grad = parameter.grad
+            if grad is None:
+                self.expect(True, "R037", "", check="gradients and parameters")
+                continue
+            for what, of in _LOOKS.items():
+                got, expected = of(grad), of(parameter)
+                self.expect(
+                    got == expected,
+                    "R037",
+                    f"{what}={got} of the gradient, but should be {expected} as of the parameter",
+                    fqn=name,
+                    step=step,
+                    phase="reduce",
+                    check="gradients and parameters",
+                )
+
+    @conformance_case(
+        "R041",
+        chapter="D",
+        axes={"world_size": (2, 3)},
+        needs=("manual_unshard", "sharded_state", "zero2"),
+        kills=("manual-reshard-does-nothing",),
+    )
+    def test_unshard_and_reshard_by_hand(self, world_size: int) -> None:
+        """Both are idempotent; a unit kept for backward and resharded by hand is gathered again, at parity."""
+        workload = probes.exact_nested()
+        unit = workload.units[-1]
+
+        def twice(adapter: Adapter) -> None:
+            for act, unsharded in ((adapter.unshard, True), (adapter.reshard, False)):
+                for _ in range(2):
+                    act(unit)
+                    self._expect_unsharded(adapter, unit, unsharded)
+
+        def between(adapter: Adapter, step: int) -> None:
+            self._expect_unsharded(adapter, unit, True)
+            adapter.reshard(unit)
+            self._expect_unsharded(adapter, unit, False)
+
+        plan = self.plan(workload, sharding=Sharding.GRAD_OPTIM)
+        run = self.train(workload, plan, on_setup=twice, on_loss=between)
+        self.check_parity(run, workload, requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R041"))
+
+    def _expect_unsharded(self, adapter: Adapter, unit: str, expected: bool) -> None:
+        got = adapter.unit_is_unsharded(unit)
+        self.expect(got == expected, "R041", f"unsharded={got}, but should be {expected}", fqn=unit, check="unit state")
+
+    @conformance_case(
+        "R043",
+        "R002",
+        "R003",
+        chapter="D",
+        axes={"world_size": (2, 3)},
+        needs=("persist_small",),
+        kills=("persistent-not-reduced",),
+    )
+    def test_small_parameters_stay_full(self, world_size: int) -> None:
+        """Parameters below a threshold that stay full on every rank train at parity with the others."""
+        workload = probes.exact_nested()
+        run = self.train(workload, self.plan(workload, persist_numel=13))
+        self.check_parity(run, workload, requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R043"))
+        self.check_same_on_every_rank(run, "R043")
+
+
+#: What a gradient and its parameter have in common.
+_LOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "shape": lambda tensor: tuple(tensor.shape),
+    "dtype": lambda tensor: tensor.dtype,
+    "device": lambda tensor: tensor.device,
+    "placement": lambda tensor: tensor.placements if isinstance(tensor, DTensor) else None,
+}
+
+
+#: Shape and dtype.
+_Look = tuple[tuple[int, ...], torch.dtype]
+
+
+def _look(tensor: Tensor) -> _Look:
+    return tuple(tensor.shape), tensor.dtype
+
+
+def _listed(found: dict[str, _Look]) -> str:
+    return ", ".join(f"{name} {list(shape)} {dtype}" for name, (shape, dtype) in found.items()) or "none"

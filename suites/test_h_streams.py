@@ -1,0 +1,234 @@
+"""
+H. Stream safety: no access is unordered with one that it depends on.
+
+On the simulated accelerator every access to memory is checked against the order that streams, events and waits
+establish, so a race is found whether or not it happens; each configuration is run once more with every wait dropped, to
+show that its races would be seen. On a real accelerator these cases compare numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fsdp_conformance.case import conformance_case
+from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Sharding
+from fsdp_conformance.fixtures import deep, frozen, models, probes, reuse, shapes, transformer
+from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.workload import Regime, Workload
+
+#: Configuration to workload, regime, fields of the plan, and the flags that they need.
+_Configuration = tuple[Callable[[], Workload], Regime, dict[str, Any], tuple[str, ...]]
+
+CONFIGURATIONS: dict[str, _Configuration] = {
+    "plain": (probes.exact_nested, Regime(), {}, ()),
+    "kept": (probes.exact_nested, Regime(), {"sharding": Sharding.GRAD_OPTIM}, ("zero2",)),
+    "unsharded": (probes.exact_nested, Regime(), {"sharding": Sharding.NONE}, ("no_shard",)),
+    "one-unit": (models.nested_flat, Regime(), {}, ()),
+    "adam": (models.norm_mlp, Regime(optimizer="adam"), {}, ()),
+    "accumulation": (probes.exact_accumulation, Regime(micro_batches=3), {}, ()),
+    "deferred": (probes.exact_accumulation, Regime(micro_batches=3, reduced=(False, False, True)), {}, ("no_sync",)),
+    "partly-deferred": (
+        probes.exact_accumulation, Regime(micro_batches=3, reduced=(False, True, True)), {}, ("no_sync",)
+    ),
+    "clipping": (models.nested, Regime(max_norm=0.1), {}, ("clip_grad_norm",)),
+    "tied": (probes.exact_tied, Regime(), {}, ("shared_params",)),
+    "tied-module": (reuse.shared_module, Regime(), {}, ("shared_module",)),
+    "multi-forward": (probes.exact_multi_forward, Regime(), {}, ()),
+    "idle-forwards": (probes.exact_nested, Regime(idle_forwards=2), {}, ()),
+    "eval": (probes.exact_nested, Regime(eval_before=(0, 1, 2)), {}, ()),
+    "frozen": (frozen.frozen_units, Regime(), {}, ()),
+    "frozen-mixed": (frozen.non_uniform, Regime(), {}, ("frozen_mixed",)),
+    "ragged": (deep.deep_ragged, Regime(micro_batches=2), {}, ()),
+    "uneven": (shapes.uneven, Regime(), {}, ()),
+    "convolution": (shapes.convolution, Regime(), {}, ()),
+    "attention": (transformer.transformer, Regime(), {}, ()),
+    "bfloat16": (deep.deep_4, Regime(), {"param_dtype": "bfloat16"}, ("mixed_precision",)),
+    "moved-later": (probes.exact_nested, Regime(), {"init_mode": InitMode.AFTER}, ("init_after",)),
+    "never-moved": (probes.exact_nested, Regime(), {"init_mode": InitMode.NEVER}, ("init_never",)),
+    "forward-prefetch": (deep.deep_4, Regime(), {"forward_prefetch": True}, ("prefetch_forward",)),
+    "prefetch-post": (
+        deep.deep_4, Regime(), {"backward_prefetch": BackwardPrefetch.POST}, ("prefetch_backward",)
+    ),
+    "prefetch-none": (
+        deep.deep_4, Regime(), {"backward_prefetch": BackwardPrefetch.NONE}, ("prefetch_backward",)
+    ),
+}  # fmt: skip
+
+#: The same on four ranks, in two replica groups.
+HYBRID: dict[str, _Configuration] = {
+    "plain": (probes.exact_nested, Regime(), {}, ()),
+    "accumulation": (probes.exact_accumulation, Regime(micro_batches=2), {}, ()),
+    "deferred": (probes.exact_accumulation, Regime(micro_batches=2, reduced=(False, True)), {}, ("no_sync",)),
+    "clipping": (models.nested, Regime(max_norm=0.1), {}, ("clip_grad_norm",)),
+    "ragged": (deep.deep_ragged, Regime(), {}, ()),
+    "bfloat16": (deep.deep_4, Regime(), {"param_dtype": "bfloat16"}, ("mixed_precision",)),
+}
+
+#: bfloat16 has no reference that rounds alike: there the order is judged alone.
+_WITHOUT_PARITY = frozenset({"bfloat16"})
+
+
+class StreamSafety(ConformanceTestCase):
+    """Training configurations, each with its positive control."""
+
+    @conformance_case(
+        "R075",
+        "R002",
+        "R003",
+        chapter="H",
+        slug="stream-safety",
+        world_size=2,
+        axes={"configuration": tuple(CONFIGURATIONS)},
+        needs=lambda values: CONFIGURATIONS[values["configuration"]][3],
+        environment=("accelerator",),
+        kills=lambda values: ["frees-in-flight", *([] if values["configuration"] == "bfloat16" else ["no-reduction"])],
+    )
+    def test_two_ranks(self, configuration: str) -> None:
+        """Every access waits for those that it depends on, and the numbers are the reference's."""
+        self._check(configuration, *CONFIGURATIONS[configuration][:3])
+
+    @conformance_case(
+        "R075",
+        "R002",
+        "R003",
+        chapter="H",
+        slug="stream-safety-hybrid",
+        world_size=4,
+        axes={"configuration": tuple(HYBRID)},
+        needs=lambda values: ("hsdp", *HYBRID[values["configuration"]][3]),
+        environment=("accelerator",),
+        kills=("frees-in-flight", "scales-without-waiting"),
+    )
+    def test_hybrid(self, configuration: str) -> None:
+        """So they do where gradients are reduced over shards and then over replicas."""
+        workload, regime, plan, _ = HYBRID[configuration]
+        self._check(configuration, workload, regime, {**plan, "sharding": Sharding.HYBRID, "replicas": 2})
+
+    @conformance_case(
+        "R075",
+        "R002",
+        "R003",
+        chapter="H",
+        slug="stream-safety",
+        world_size=4,
+        axes={"configuration": ("plain", "deferred", "ragged")},
+        needs=lambda values: CONFIGURATIONS[values["configuration"]][3],
+        environment=("accelerator",),
+        kills=("frees-in-flight",),
+    )
+    def test_four_ranks(self, configuration: str) -> None:
+        """Every access waits for those that it depends on, on four ranks."""
+        self._check(configuration, *CONFIGURATIONS[configuration][:3])
+
+    def _check(
+        self, configuration: str, workload_of: Callable[[], Workload], regime: Regime, changes: dict[str, Any]
+    ) -> None:
+        workload = workload_of()
+        run = self.check_stream_safety(workload, self.plan(workload, **changes), regime)
+        if configuration not in _WITHOUT_PARITY:
+            self.check_parity(run, workload, regime)
+
+
+class UpdatedParameters(ConformanceTestCase):
+    """What stands between the optimizer's writes and the gathers of the next forward."""
+
+    @conformance_case(
+        "R074",
+        "R002",
+        chapter="H",
+        axes={"world_size": (2,), "optimizer": ("sgd", "adam"), "prefetch": (False, True)},
+        only=lambda values: values["optimizer"] == "sgd" or not values["prefetch"],
+        needs=lambda values: ["prefetch_forward"] if values["prefetch"] else [],
+        environment=("accelerator",),
+        kills=("steps-on-a-side-stream", "prefetches-before-the-step"),
+    )
+    def test_gathers_wait_for_the_step(self, world_size: int, optimizer: str, prefetch: bool) -> None:
+        """The gathers of the next forward wait for the optimizer's last write."""
+        workload = models.norm_mlp() if optimizer == "adam" else deep.deep_4()
+        regime = Regime(optimizer=optimizer)
+        run = self.check_stream_safety(workload, self.plan(workload, forward_prefetch=prefetch), regime)
+        self.check_parity(run, workload, regime)
+
+    @conformance_case(
+        "R074",
+        "R002",
+        chapter="H",
+        slug="gathers-wait-for-the-step-hybrid",
+        world_size=4,
+        needs=("hsdp",),
+        environment=("accelerator",),
+        kills=("steps-on-a-side-stream", "prefetches-before-the-step"),
+    )
+    def test_hybrid(self) -> None:
+        """So they do on every replica."""
+        workload = probes.exact_nested()
+        run = self.check_stream_safety(workload, self.plan(workload, sharding=Sharding.HYBRID, replicas=2))
+        self.check_parity(run, workload)
+
+
+class WrongPrefetch(ConformanceTestCase):
+    """What was learnt of the order of execution does not hold, or a unit that was gathered ahead is never reached."""
+
+    @conformance_case(
+        "R078",
+        "R002",
+        "R003",
+        chapter="H",
+        axes={
+            "world_size": (2,),
+            "scenario": ("reordered", "unused", "repeated"),
+            "prefetch": ("default", "forward", "pre", "post"),
+        },
+        needs=lambda values: {
+            "default": [], "forward": ["prefetch_forward"], "pre": ["prefetch_backward"], "post": ["prefetch_backward"]
+        }[values["prefetch"]],
+        environment=("accelerator",),
+        kills=lambda values: ["frees-in-flight"] + ["keeps-unused-unsharded"] * (values["scenario"] == "unused"),
+    )  # fmt: skip
+    def test_harmless(self, world_size: int, scenario: str, prefetch: str) -> None:
+        """Units in another order than before, never used, or gathered already: parity, and all resharded at the end."""
+        workload = {
+            "reordered": probes.exact_reordered,
+            "unused": probes.exact_unused,
+            "repeated": probes.exact_multi_forward,
+        }[scenario]()
+        regime = Regime(steps=4, unused_parameters=scenario == "unused")
+        adapter = self.subject()
+        plan = self.plan(
+            workload,
+            forward_prefetch=prefetch == "forward",
+            backward_prefetch=BackwardPrefetch.DEFAULT if prefetch == "forward" else BackwardPrefetch(prefetch),
+        )
+        run = self.check_stream_safety(workload, plan, regime, adapter=adapter)
+        self.check_parity(
+            run,
+            workload,
+            regime,
+            requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R078"),
+            none_or_zero=scenario == "unused",
+        )
+        self.check_resharded(adapter, workload, "R078")
+
+
+class ChangedSizes(ConformanceTestCase):
+    """What is handed to a collective is another size from step to step, so that memory is reused in another order."""
+
+    @conformance_case(
+        "R075",
+        "R002",
+        chapter="H",
+        slug="reuse-with-changing-sizes",
+        world_size=2,
+        axes={"offload": ("off", "cpu_pinned")},
+        needs=lambda values: [] if values["offload"] == "off" else ["cpu_offload_params"],
+        environment=lambda values: ["accelerator"] + ["pinned_memory"] * (values["offload"] == "cpu_pinned"),
+        kills=("frees-in-flight",),
+    )
+    def test_batches(self, offload: str) -> None:
+        """Batches of changing size, with and without offload: nothing is given out before its last user is done."""
+        workload = deep.deep_ragged()
+        regime = Regime(steps=5)
+        plan = self.plan(workload, offload=Offload(offload))
+        run = self.check_stream_safety(workload, plan, regime)
+        self.check_parity(run, workload, regime)

@@ -1,0 +1,122 @@
+"""S. Parameter offload: shards live on the CPU, forward and backward run on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from fsdp_conformance.adapters.base import Adapter
+from fsdp_conformance.case import conformance_case
+from fsdp_conformance.config import Offload, Sharding
+from fsdp_conformance.fixtures import deep, probes
+from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.workload import Regime
+
+
+def _environment(values: dict[str, Any]) -> list[str]:
+    return ["accelerator"] + ["pinned_memory"] * (values["offload"] == "cpu_pinned")
+
+
+class ParameterOffload(ConformanceTestCase):
+    """Pageable and pinned memory, on plain and hybrid meshes."""
+
+    @conformance_case(
+        "R137",
+        "R138",
+        "R002",
+        "R003",
+        chapter="S",
+        axes={"world_size": (2, 3, 4), "offload": ("cpu", "cpu_pinned")},
+        needs=("cpu_offload_params",),
+        environment=_environment,
+        kills=("ignores-offload",),
+    )
+    def test_lives_on_the_cpu(self, world_size: int, offload: str) -> None:
+        """Between steps parameters and gradients are on the CPU; units compute on the device; parity holds."""
+        workload = deep.deep_4()
+        adapter = self.subject()
+        run = self.check_stream_safety(
+            workload,
+            self.plan(workload, offload=Offload(offload)),
+            adapter=adapter,
+            on_setup=lambda subject: deep.visit(subject.module(), self._expect_on_device),
+            on_gradients=self._expect_on_cpu,
+        )
+        self.check_parity(run, workload)
+        self.check_devices("R137", adapter, torch.device("cpu"))
+
+    def _expect_on_device(self, moment: str, module: nn.Module) -> None:
+        for name, parameter in module.named_parameters():
+            self.expect(
+                parameter.device.type == self.device.type,
+                "R137",
+                f"device={parameter.device}, but should be {self.device} while the unit computes",
+                fqn=name,
+                phase=moment,
+                check="placement while computing",
+            )
+
+    def _expect_on_cpu(self, adapter: Adapter, step: int) -> None:
+        for name, parameter in adapter.parameters().items():
+            for what, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
+                if tensor is not None:
+                    self.expect(
+                        tensor.device.type == "cpu",
+                        "R137",
+                        f"device={tensor.device} of the {what}, but should be the CPU when backward has returned",
+                        fqn=name,
+                        step=step,
+                        phase="backward",
+                        check="placement after backward",
+                    )
+
+    @conformance_case(
+        "R138",
+        "R137",
+        chapter="S",
+        axes={"scenario": ("plain", "accumulation", "deferred", "clipping", "adam")},
+        world_size=2,
+        needs=lambda values: [
+            "cpu_offload_params",
+            *(["no_sync"] if values["scenario"] == "deferred" else []),
+            *(["clip_grad_norm"] if values["scenario"] == "clipping" else []),
+        ],
+        environment=("accelerator", "pinned_memory"),
+        kills=("reads-offloaded-gradients-early", "overwrites-parameters-in-flight"),
+    )
+    def test_copies_are_complete(self, scenario: str) -> None:
+        """The host steps on gradients whose copies have been waited for, and overwrites nothing that is being read."""
+        workload = deep.deep_4()
+        regime = {
+            "plain": Regime(),
+            "accumulation": Regime(micro_batches=2),
+            "deferred": Regime(micro_batches=2, reduced=(False, True)),
+            "clipping": Regime(max_norm=0.1),
+            "adam": Regime(optimizer="adam"),
+        }[scenario]
+        run = self.check_stream_safety(workload, self.plan(workload, offload=Offload.CPU_PINNED), regime)
+        self.check_parity(run, workload, regime)
+
+    @conformance_case(
+        "R138",
+        "R075",
+        "R137",
+        "R002",
+        "R003",
+        chapter="S",
+        axes={"offload": ("cpu", "cpu_pinned")},
+        world_size=4,
+        needs=("cpu_offload_params", "hsdp"),
+        environment=_environment,
+        kills=lambda values: [
+            "reads-offloaded-gradients-early" if values["offload"] == "cpu_pinned" else "reduces-over-shard-group-only"
+        ],
+    )
+    def test_hybrid(self, offload: str) -> None:
+        """Under hybrid sharding the buffer that is reduced over replicas is not reused before its copy is done."""
+        workload = probes.exact_nested()
+        plan = self.plan(workload, offload=Offload(offload), sharding=Sharding.HYBRID, replicas=2)
+        run = self.check_stream_safety(workload, plan)
+        self.check_parity(run, workload)
