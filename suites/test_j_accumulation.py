@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdp_conformance.case import conformance_case
+from fsdp_conformance.config import Offload
 from fsdp_conformance.fixtures import probes
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Regime
@@ -84,3 +85,25 @@ class Accumulation(ConformanceTestCase):
         regime = Regime(steps=1, micro_batches=2, reduced=(False, True))
         run = self.train(workload, self.plan(workload, micro_batches=2, defer_reduction=True), regime)
         self.check_parity(run, workload, regime, requirements={"gradient": "R094", "loss": "R094"})
+
+    @conformance_case(
+        "R098",
+        "R002",
+        "R003",
+        chapter="J",
+        axes={"form": ("synchronised", "deferred"), "world_size": (2, 3)},
+        needs=lambda values: ["cpu_offload_params", *(["no_sync"] if values["form"] == "deferred" else [])],
+        environment=("accelerator", "pinned_memory"),
+        kills=("overwrites-instead-of-adding",),
+    )
+    def test_with_offload(self, form: str, world_size: int) -> None:
+        """With parameters in pinned memory each form of accumulation adds up, or is refused."""
+        workload = probes.exact_accumulation()
+        regime = Regime(micro_batches=2, reduced=(False, True) if form == "deferred" else ())
+        with self.refusal("R098", f"offload with {form} accumulation") as outcome:
+            run = self.check_stream_safety(workload, self.plan(workload, offload=Offload.CPU_PINNED), regime)
+            outcome.excused = True
+        if outcome.excused:
+            self.check_parity(
+                run, workload, regime, requirements=dict.fromkeys(("gradient", "parameter", "loss"), "R098")
+            )

@@ -76,7 +76,7 @@ class ParameterOffload(ConformanceTestCase):
         "R138",
         "R137",
         chapter="S",
-        axes={"scenario": ("plain", "accumulation", "deferred", "clipping", "adam")},
+        axes={"scenario": ("plain", "deferred", "clipping", "adam")},
         world_size=2,
         needs=lambda values: [
             "cpu_offload_params",
@@ -91,7 +91,6 @@ class ParameterOffload(ConformanceTestCase):
         workload = deep.deep_4()
         regime = {
             "plain": Regime(),
-            "accumulation": Regime(micro_batches=2),
             "deferred": Regime(micro_batches=2, reduced=(False, True)),
             "clipping": Regime(max_norm=0.1),
             "adam": Regime(optimizer="adam"),

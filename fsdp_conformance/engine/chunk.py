@@ -486,12 +486,14 @@ class Chunk:
 
     def _drop_payload(self) -> None:
         """Be sharded, and give the block back: after the gather, if nobody has waited for it, else after now."""
-        gathering = self._payload.gathering
-        unread = self.state is ChunkState.GATHERING and gathering is not None
-        after = gathering.complete() if gathering is not None and unread else None
-        block = self._forget_payload()
-        if block is not None:
-            self._payload.give_back(block, after)
+        gathering, after = self._payload.gathering, None
+        try:
+            if gathering is not None and self.state is ChunkState.GATHERING:
+                after = gathering.complete()
+        finally:
+            block = self._forget_payload()
+            if block is not None:
+                self._payload.give_back(block, after)
 
     def _finish_reduction(self, reduction: Reduction) -> None:
         self._reduction = None

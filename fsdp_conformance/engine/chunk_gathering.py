@@ -42,6 +42,7 @@ class Gathering:
         self._work = work
         self._streams = streams
         self._on_arrival = on_arrival
+        self._error: BaseException | None = None
         self.event: Any = None
         """The end of what the gather has enqueued so far; None without streams."""
 
@@ -49,18 +50,26 @@ class Gathering:
         """
         Order the current stream after the gather, and let the chunk know that its data are there.
 
-        Nothing more happens if the chunk was released meanwhile, or on a second call.
+        Nothing more happens if the chunk was released meanwhile, or on a second call. A gather that failed raises each
+        time; its chunk can be released.
         """
-        self._streams.wait(self.complete())
+        event = self.complete()
+        if self._error is not None:
+            raise self._error
+        self._streams.wait(event)
         self._on_arrival(self)
 
     def complete(self) -> Any:
-        """The event of the gather's end; None without streams: then it has ended."""
-        if self._work is not None:
+        """The event of the gather's end; None without streams: then it has ended. Raises once what its work raises."""
+        work, self._work = self._work, None
+        if work is not None:
             with self._streams.on(self._streams.gather):
-                self._work.wait()
+                try:
+                    work.wait()
+                except BaseException as error:
+                    self._error = error
+                    raise
                 self.event = self._streams.record()
-            self._work = None
         return self.event
 
     def mark(self) -> None:

@@ -78,16 +78,16 @@ class ChunkPayload:
             block = self._lease()
             try:
                 work = start_all_gather(block.payload, shard, self._layout, self._group)
+                gathering = Gathering(work, streams, on_arrival)
+                if work is not None and self._ahead:
+                    gathering.complete()
+                else:
+                    gathering.mark()
             except BaseException:
                 self.give_back(block, None)
                 raise
-            self.block = block
-            self.gathering = Gathering(work, streams, on_arrival)
-            if work is not None and self._ahead:
-                self.gathering.complete()
-            else:
-                self.gathering.mark()
-        return self.gathering
+        self.block, self.gathering = block, gathering
+        return gathering
 
     def flat(self, shard: Tensor) -> Tensor:
         """The whole chunk: 1D. `shard` is returned where it serves as it is."""

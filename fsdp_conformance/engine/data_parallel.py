@@ -96,14 +96,14 @@ class DataParallel(nn.Module, Joinable):
         Joinable.__init__(self)
         self.module = module
         self.process_group: ProcessGroup = resolve_group(process_group)
-        self.config = ReducerConfig(
+        self._config = ReducerConfig(
             bucket_limits=_limits(bucket_cap_mb),
             find_unused_parameters=find_unused_parameters,
             static_graph=static_graph,
             gradient_as_bucket_view=gradient_as_bucket_view,
         )
-        self.broadcast_buffers = broadcast_buffers
-        self.ignored_names = frozenset(ignored_names)
+        self._broadcast_buffers = broadcast_buffers
+        self._ignored_names = frozenset(ignored_names)
         self._options: dict[str, Any] = {
             "device_id": device_id,
             "find_unused_parameters": find_unused_parameters,
@@ -124,8 +124,8 @@ class DataParallel(nn.Module, Joinable):
         self._deferred_at: tuple[Reducer, int] | None = None
         self._reducer: Reducer | None = None
         self._note_parameters()
-        _check(self.module, self.ignored_names, self._managed)
-        self.device = self._input_device or torch.device("cpu")
+        _check(self.module, self._ignored_names, self._managed)
+        self._device = self._input_device or torch.device("cpu")
         self._renew_reducer(verify=sync_module_states)
         if sync_module_states:
             tensors: list[Tensor] = [parameter for _, parameter in self._managed]
@@ -184,13 +184,13 @@ class DataParallel(nn.Module, Joinable):
         return self._reducer
 
     def _before_forward(self, keeps_graph: bool) -> None:
-        sends_buffers = self._buffers_due and self.broadcast_buffers and bool(self._buffer_places)
+        sends_buffers = self._buffers_due and self._broadcast_buffers and bool(self._buffer_places)
         roll: RollCall | None = None
         if self._join_config.enable:
             Join.notify_join_context(self)
             roll = RollCall(
                 self.process_group,
-                self.device,
+                self._device,
                 present=True,
                 keeps_graph=keeps_graph,
                 synchronises=keeps_graph and self._synchronise,
@@ -248,13 +248,13 @@ class DataParallel(nn.Module, Joinable):
         for path, owner in self.module.named_modules():
             for key, parameter in owner._parameters.items():
                 name = f"{path}.{key}" if path else key
-                if parameter is None or name in self.ignored_names:
+                if parameter is None or name in self._ignored_names:
                     continue
                 place = places.setdefault(id(parameter), _Place(owner._parameters, key, name, parameter))
                 if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse:
                     self._sparse.add(place.name)
             for key, buffer in owner._buffers.items():
-                if buffer is not None and (f"{path}.{key}" if path else key) not in self.ignored_names:
+                if buffer is not None and (f"{path}.{key}" if path else key) not in self._ignored_names:
                     buffers.setdefault(id(buffer), (owner._buffers, key))
         self._places = list(places.values())
         self._buffer_places = list(buffers.values())
@@ -273,6 +273,7 @@ class DataParallel(nn.Module, Joinable):
         if reduced or self._traits() != self._noted_traits:
             if self._join_config.enable:
                 raise Unsupported("frozen_dynamic", "parameters were frozen, thawed, moved or cast inside of join()")
+            self.reducer.expect_finished()
             self._renew_reducer(verify=True)
 
     def _has_deferred(self) -> bool:
@@ -293,12 +294,12 @@ class DataParallel(nn.Module, Joinable):
                 kept = frozenset(before.names)  # frozen now, but their gradients of this step were not reduced yet
             before.close()
         if self._managed:
-            self.device = self._managed[0][1].device
+            self._device = self._managed[0][1].device
         if verify:
-            verify_parameters(self._managed, self.process_group, device=self.device)
+            verify_parameters(self._managed, self.process_group, device=self._device)
         named = [(name, parameter) for name, parameter in self._managed if parameter.requires_grad or name in kept]
         self._reducer = Reducer(
-            named, self.process_group, config=self.config, sparse=self._sparse & {name for name, _ in named}
+            named, self.process_group, config=self._config, sparse=self._sparse & {name for name, _ in named}
         )
         self._reducer.mark_used(used)
         if kept:
@@ -354,7 +355,7 @@ class DataParallel(nn.Module, Joinable):
     @property
     def join_device(self) -> torch.device:
         """Where the context communicates from."""
-        return self.device
+        return self._device
 
     @property
     def join_process_group(self) -> ProcessGroup:
@@ -363,7 +364,7 @@ class DataParallel(nn.Module, Joinable):
 
     def shadow_iteration(self) -> None:
         """Take part in one iteration of the ranks that still have inputs. Collective."""
-        roll = RollCall(self.process_group, self.device, present=False)
+        roll = RollCall(self.process_group, self._device, present=False)
         if roll.keeps_graph:
             self.reducer.rebuild()
         if roll.broadcasts:
@@ -374,10 +375,10 @@ class DataParallel(nn.Module, Joinable):
 
     def adopt_last_model(self, *, is_last: bool) -> None:
         """Take over the model of a rank that joined last, and end the context. Collective."""
-        source = agreed_rank(self.process_group, self.device, candidate=is_last)
+        source = agreed_rank(self.process_group, self._device, candidate=is_last)
         tensors: list[Tensor] = [parameter for _, parameter in self._managed]
         broadcast(tensors, self.process_group, source=source)
-        if self.broadcast_buffers:
+        if self._broadcast_buffers:
             self._send_buffers(source)
         self._join_config = self._join_config._replace(enable=False)
         self._divide_by_initial_world_size = True

@@ -103,6 +103,16 @@ class _Forward:
         """Whether they can be told before backward has shown what is behind reentrant nodes."""
 
 
+class _EndOfBackward:
+    """What autograd calls when a backward has ended well."""
+
+    def __init__(self, reducer: Reducer) -> None:
+        self._reducer = reducer
+
+    def __call__(self) -> None:
+        self._reducer._end_of_backward()
+
+
 class Reducer:
     """
     Averages the gradients of some parameters over the ranks of a group.
@@ -146,7 +156,7 @@ class Reducer:
         self._forwards: weakref.WeakSet[_Forward] = weakref.WeakSet()  # whose graphs are alive
         self._latest: _Forward | None = None
         self._seen: list[_Forward] = []  # those whose outputs this reduction got gradients of
-        self._task: int | None = None  # the graph task at whose end `_end_of_backward` runs
+        self._watch: weakref.ref[_EndOfBackward] | None = None  # what autograd calls at the end of this backward
         self._reductions = 0
         self._counts: list[int] | None = None  # static graph: gradients of each parameter in one backward
         self._left: list[int] = []  # static graph: how many of them are still to come
@@ -246,25 +256,34 @@ class Reducer:
         """
         Called before every forward whose graph is kept. Collective once: when buckets are rebuilt.
 
-        After a backward that ended in an exception the reduction is dropped, and training goes on from here (gradients
-        of that backward should be dropped too, with zero_grad). Raises ReductionUnfinished, naming the parameters, if
-        the last backward ended well and left some without a gradient; the reduction is dropped then as well.
+        Raises what `expect_finished` raises.
+        """
+        self.expect_finished()
+        if not self._is_watching():  # otherwise a forward inside backward: recomputation
+            self._remove_leaf_hooks()
+            self.rebuild()
+
+    def expect_finished(self) -> None:
+        """
+        Raise ReductionUnfinished if the last backward ended well and left parameters without a gradient; names them.
+
+        The reduction is dropped then; so it is, without an error, after a backward that ended in an exception, and
+        training goes on from here (gradients of that backward should be dropped too, with zero_grad). Raises
+        ReductionError if the reducer is not in charge of its parameters any more.
         """
         if self._closed:
             raise ReductionError(
                 "the reducer was closed, or another one has taken over its parameters, but should be in charge of them",
                 where="Reducer.prepare_for_forward",
             )
-        if self._task is not None:
-            if torch._C._current_graph_task_id() != -1:
-                return  # A forward inside backward: recomputation.
+        if self._is_watching():
+            return
+        if self._watch is not None:
             self.reset()
         if self._phase is Phase.REDUCING:
             missing = [index for index in range(len(self.names)) if not self._ready[index]]
             self.reset()
             raise _unfinished(self._listed(missing), self.config)
-        self._remove_leaf_hooks()
-        self.rebuild()
 
     def prepare_for_backward(self, outputs: Iterable[Tensor], *, synchronise: bool = True) -> None:
         """
@@ -337,7 +356,7 @@ class Reducer:
             with contextlib.suppress(RuntimeError):
                 bucket.abandon(self._transport)
         self._used.forget_local()
-        self._task = None
+        self._watch = None
         self._phase = Phase.IDLE
         self._restart()
 
@@ -357,12 +376,14 @@ class Reducer:
             if self._phase is Phase.ARMED and not self._seen:
                 self._phase = Phase.IDLE
             return
+        begins = not self._is_watching()
+        if begins:
+            self._watch_backward()
         if self._phase is Phase.IDLE:
             self._arm()
         if forward not in self._seen:
             self._seen.append(forward)
-        if self._task is None:
-            self._watch_backward()
+        if begins:
             for bucket in self._buckets:
                 bucket.expect_fresh()
 
@@ -372,7 +393,7 @@ class Reducer:
             self._used.mark(index)
         if self._phase is Phase.IDLE:
             return
-        if self._task is None:
+        if not self._is_watching():
             self._watch_backward()
         if self._phase is Phase.ARMED:
             self._begin()
@@ -382,8 +403,17 @@ class Reducer:
 
     def _watch_backward(self) -> None:
         """Have `_end_of_backward` called when this backward is over. Not called if it raises."""
-        self._task = torch._C._current_graph_task_id()
-        Variable._execution_engine.queue_callback(self._end_of_backward)
+        if self._watch is not None:  # The last one did, and no forward came in between.
+            self.reset()
+            self._arm()
+        watch = _EndOfBackward(self)
+        self._watch = weakref.ref(watch)
+        Variable._execution_engine.queue_callback(watch)
+
+    def _is_watching(self) -> bool:
+        """Whether a backward is under way at whose end `_end_of_backward` is called."""
+        # Autograd alone holds what it will call, and lets go of it when a backward raises.
+        return self._watch is not None and self._watch() is not None
 
     def _begin(self) -> None:
         """The first gradient of a reduction is there."""
@@ -464,7 +494,7 @@ class Reducer:
 
     def _end_of_backward(self) -> None:
         """Runs when a backward has ended, on the stream that called it."""
-        self._task = None
+        self._watch = None
         if self._phase is not Phase.REDUCING:
             self._seen.clear()
             return

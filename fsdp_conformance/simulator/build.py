@@ -37,6 +37,25 @@ NAME: Final = "_fsdp_conformance_simulator"
 #: A shared object compiled elsewhere, for machines without a compiler. Nothing is compiled then.
 EXTENSION: Final = "FSDP_CONFORMANCE_SIM_EXTENSION"
 
+#: What compiles: in a process group of its own, which ends with the process that asked for it.
+_PROGRAM: Final = """
+import ctypes, os, signal, sys
+
+def end(*_):
+    os.killpg(0, signal.SIGKILL)
+
+signal.signal(signal.SIGTERM, end)
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[1]):
+    end()
+from torch.utils import cpp_extension
+cpp_extension.load(
+    name=sys.argv[2], build_directory=sys.argv[3], extra_cflags=sys.argv[4].split(), sources=sys.argv[5:],
+    with_cuda=False, verbose=True,
+)
+"""
+
 #: Seconds that a compilation may take, on a slow machine with every core in use; and that others wait for it.
 DEADLINE_S: Final = 1200
 
@@ -257,18 +276,13 @@ def _run_compiler(work: Path, files: list[Path], lock: int) -> str:
     """
     Let torch compile in a process of its own, which loads the result as well: that it can be loaded is part of it.
 
-    That process holds the lock, too. If this one is killed it goes on to its end, and whoever compiles next waits for
-    it, rather than writing to the same files. Returns its output.
+    That process holds the lock, too. If this one is killed, it ends with all that it has started, and only then does
+    whoever compiles next get the lock. Returns its output.
     """
-    program = (
-        "import sys; from torch.utils import cpp_extension; "
-        "cpp_extension.load(name=sys.argv[1], build_directory=sys.argv[2], sources=sys.argv[4:], "
-        "extra_cflags=sys.argv[3].split(), with_cuda=False, verbose=True)"
-    )
     ninja = _ninja_directory()
     environment = {**os.environ, "PATH": f"{ninja}{os.pathsep}{os.environ.get('PATH', '')}", "CXX": _compiler()}
     process = subprocess.Popen(
-        [sys.executable, "-c", program, NAME, str(work), " ".join(_FLAGS), *map(str, files)],
+        [sys.executable, "-c", _PROGRAM, str(os.getpid()), NAME, str(work), " ".join(_FLAGS), *map(str, files)],
         env=environment,
         cwd=work,
         stdin=subprocess.DEVNULL,

@@ -395,6 +395,28 @@ class AccessTest(ChunkTestCase):
             chunk.access()
             self.assert_equal(coded(0, SHAPES[0]), chunk.views[0])
 
+    def test_a_collective_that_fails(self) -> None:
+        """Every wait for it raises, and the data count as absent; the chunk can be released, and gathered again."""
+        chunk = self.chunk_of()
+        work = mock.Mock()
+        work.wait.side_effect = RuntimeError("lost a peer")
+        with mock.patch.object(chunk_gathering, "all_gather", return_value=work):
+            handle = chunk.access(async_op=True)
+        for _ in range(2):
+            with self.assertRaisesRegex(RuntimeError, "lost a peer"):
+                handle.wait()
+        self.assertIs(ChunkState.GATHERING, chunk.state)
+        chunk.release()
+        with (
+            mock.patch.object(chunk_gathering, "all_gather", return_value=work),
+            self.assertRaisesRegex(RuntimeError, "lost a peer"),
+        ):
+            chunk.access(async_op=True)
+            chunk.release()
+        self.assertEqual((0, ChunkState.SHARDED), (chunk.pool.counters.leased_bytes, chunk.state))
+        chunk.access()
+        self.assert_equal(coded(0, SHAPES[0]), chunk.views[0])
+
     def test_release_of_tensors_in_use(self) -> None:
         """While one is computed with, the chunk stays; in each other state it goes."""
         chunk = self.chunk_of()

@@ -244,10 +244,10 @@ class Wrapping(ReducerTestCase):
     def test_attributes_of_the_module(self) -> None:
         """Data and items are reached; what would compute past the wrapper is not."""
         module = nn.Sequential(nn.Linear(2, 2))
-        vars(module)["id"] = "mine"
+        vars(module).update(id="mine", config={"width": 2}, device="mine too")
         model = DataParallel(module)
 
-        self.assertEqual("mine", model.id)
+        self.assertEqual(("mine", {"width": 2}, "mine too"), (model.id, model.config, model.device))
         self.assertIs(module[0], model[0])
         for name in ("append", "0"):
             with self.assertRaisesRegex(AttributeError, f"{name} of Sequential is called through .module"):
@@ -493,6 +493,15 @@ class Changes(ReducerTestCase):
             self.assert_mean(module.p0, step=1)
             self.assertNotIn("p1", [name for names in model.reducer.bucket_names for name in names])
 
+    def test_freezing_does_not_hide_an_unfinished_reduction(self) -> None:
+        """What a backward left undone is said although the reducer is to be made anew."""
+        module = Coded()
+        model = DataParallel(module)
+        self.train(model, use=(0, 1))
+        module.p3.requires_grad_(False)
+        with self.assertRaisesRegex(ReductionUnfinished, r"p2 \(index 2\)"):
+            model(1.0)
+
     def test_ranks_that_freeze_differently_are_told(self) -> None:
         """Both changed something, but not the same."""
         module = Coded()
@@ -576,13 +585,13 @@ class Copies(ReducerTestCase):
 
         self.assert_means(model, step=2)
         self.assert_means(duplicate, step=1)
-        self.assertTrue(duplicate.config.find_unused_parameters)
+        self.assertTrue(duplicate.reducer.config.find_unused_parameters)
 
     def test_pickle(self) -> None:
         """It comes back on the default group."""
         model = DataParallel(nn.Linear(3, 2), bucket_cap_mb=(1, 2))
         again = pickle.loads(pickle.dumps(model))
-        self.assertEqual(model.config, again.config)
+        self.assertEqual(model.reducer.config, again.reducer.config)
         self.assertTrue(torch.equal(model.module.weight, again.module.weight))  # type: ignore[arg-type]
         again(torch.full((1, 3), code(self.rank))).sum().backward()
 

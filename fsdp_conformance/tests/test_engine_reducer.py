@@ -1146,6 +1146,25 @@ class Recovery(ReducerTestCase):
                     self.assert_means(module, step=step)
                     module.zero_grad()
 
+    def test_a_second_try_without_a_forward(self) -> None:
+        """The same graph again, after a backward that raised: wherever it did, the second one is averaged."""
+        for kind in KINDS:
+            for failing in ("p3", "p1", "p0"):
+                module = Coded()
+                reducer = self.reducer_of(module, **kind)
+                output = self.forward(reducer, module)
+                handle = module.get_parameter(failing).register_hook(_raise)
+                with self.assertRaisesRegex(RuntimeError, "on purpose"):
+                    output.backward(retain_graph=True)
+                handle.remove()
+                module.zero_grad()
+                output.backward()
+
+                self.assert_means(module)
+                module.zero_grad()
+                self.forward(reducer, module, 1).backward()
+                self.assert_means(module, step=1)
+
     def test_reset(self) -> None:
         """By hand, after a backward that left parameters without a gradient."""
         module = Coded()

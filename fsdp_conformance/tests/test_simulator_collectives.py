@@ -464,6 +464,46 @@ class Host(OnSim):
         self.assertEqual([1.0, 2.0], output.tolist())
         self.assertEqual([3.0], mine.tolist())
 
+    def test_the_host_waits_for_the_peers(self) -> None:
+        """Synchronising the device, a stream or an event returns when the peers have come: programs rely on it."""
+        store = dist.PrefixStore("peers", dist.distributed_c10d._get_default_store())
+        mine = self.values(1.0)
+        for wait in ("device", "stream", "event", "item"):
+            other = self.values(3.0)
+            if self.rank == 1:
+                store.set(wait, "rank 1 comes to its call")
+            dist.all_reduce(mine)
+            event = torch.sim.Event()
+            event.record()
+            match wait:
+                case "device":
+                    torch.sim.synchronize()
+                case "stream":
+                    torch.sim.current_stream().synchronize()
+                case "event":
+                    event.synchronize()
+                case "item":
+                    other.item()  # Of another tensor: it waits for its stream.
+            self.assertTrue(store.check([wait]), msg=wait)
+
+    def test_queries(self) -> None:
+        """While the peer has yet to come, neither the work nor an event after it is over."""
+        store = dist.PrefixStore("queries", dist.distributed_c10d._get_default_store())
+        if self.rank == 1:
+            store.wait(["asked"], timedelta(seconds=60))
+        mine = self.values(1.0)
+        work = dist.all_reduce(mine, async_op=True)
+        work.wait()
+        event = torch.sim.Event()
+        event.record()
+        if self.rank == 0:
+            answers = [work.is_completed(), event.query(), torch.sim.current_stream().query()]
+            store.set("asked", "yes")
+            self.assertEqual([False, False, False], answers)
+        torch.sim.synchronize()
+        self.assertEqual([True, True, True], [work.is_completed(), event.query(), torch.sim.current_stream().query()])
+        self.assertEqual([2.0], mine.tolist())
+
     def test_a_timeout_is_the_hosts(self) -> None:
         """`wait(timeout)` blocks the host; a work that is too late takes its group down."""
         group = dist.new_group([0, 1])
@@ -569,23 +609,6 @@ class Seams(OnSim):
         self.assertEqual(before + 1, backend._get_sequence_number_for_group())
         self.assertIsNot(copy.deepcopy(backend.options), backend.options)
 
-    def test_split(self) -> None:
-        """`split_group` on a group that is bound to a device."""
-        destroy_process_group()
-        self.file_name += "-bound"
-        dist.init_process_group(
-            "cpu:gloo,sim:simccl",
-            init_method=self.init_method,
-            rank=self.rank,
-            world_size=2,
-            device_id=self.device,
-        )
-        part = dist.split_group(None, [[0, 1]])
-        assert part is not None
-        mine = self.values(1.0)
-        dist.all_reduce(mine, group=part)
-        self.assertEqual([2.0], mine.tolist())
-
     def test_recording(self) -> None:
         """A recording group wraps it as it wraps NCCL, with the same numbers and no hazard."""
         expected = collectives(Values("sim"))
@@ -601,6 +624,44 @@ class Seams(OnSim):
         self.assertIn("all_reduce 4148B float32 AVG [0,1]", log().schedule())
         self.assertEqual({"sim", ""}, {record.device for record in log().records})  # A barrier has no tensors.
         self.assertEqual([], self.found())
+
+
+class Bound(OnSim):
+    """A default group that is bound to its device."""
+
+    def init_rank(self) -> None:
+        ShardedTrainingTestCase.init_rank(self)
+        torch.set_num_threads(1)
+        dist.init_process_group(
+            "cpu:gloo,sim:simccl",
+            init_method=self.init_method,
+            rank=self.rank,
+            world_size=self.world_size,
+            device_id=self.device,
+        )
+
+    def test_split(self) -> None:
+        """`split_group` gives a group of the same backends; so does splitting it again."""
+        for _ in range(2):
+            part = dist.split_group(None, [[0, 1]])
+            assert part is not None
+            self.assertEqual("simccl", part._get_backend(self.device).name())
+            mine = self.values(1.0)
+            dist.all_reduce(mine, group=part)
+            self.assertEqual([2.0], mine.tolist())
+
+    def test_messages_are_on_the_groups_stream(self) -> None:
+        """As NCCL's, which has one communicator then: a receive is ordered with collectives."""
+        received = torch.zeros(3, device=self.device)
+        mine = self.values(1.0, 2.0, 3.0)
+        peer = 1 - self.rank
+        works = [dist.isend(mine, peer), dist.irecv(received, peer)]
+        dist.all_reduce(received, async_op=True).wait()
+        self.assertEqual([2.0, 4.0, 6.0], received.tolist())
+        for work in works:
+            assert work is not None
+            work.wait()
+        self.assert_kinds([])
 
 
 def wrapped(engine: str, model: nn.Module, device: torch.device) -> nn.Module:

@@ -302,6 +302,37 @@ class TestPinned:
         assert [HazardKind.HOST_READ_IN_FLIGHT] == kinds()
 
     @in_process_of_its_own
+    def test_no_thread_of_the_host_may_read_before(self) -> None:
+        """Gradients are copied by autograd's thread, and the optimizer that steps too early runs in another."""
+        weight = nn.Parameter(torch.ones(4))
+        there = weight.detach().to("sim").requires_grad_()
+
+        def offload(grad: torch.Tensor) -> None:
+            weight.grad = grad.to("cpu", non_blocking=True)
+
+        there.register_hook(offload)
+        (there * 2).sum().backward()
+        torch.optim.SGD([weight], lr=0.5, foreach=True).step()
+
+        assert [HazardKind.HOST_READ_IN_FLIGHT] == kinds()
+        assert weight.isnan().all()
+
+    @in_process_of_its_own
+    def test_another_thread_raises_with_its_next_operation(self) -> None:
+        """In the mode "raise": the first operation of a thread is looked at by an observer, which cannot."""
+        weight = nn.Parameter(torch.ones(4))
+        there = weight.detach().to("sim").requires_grad_()
+        there.register_hook(lambda grad: setattr(weight, "grad", grad.to("cpu", non_blocking=True)))
+        (there * 2).sum().backward()
+        assert weight.grad is not None
+
+        with checker.mode("raise"), pytest.raises(RuntimeError, match="host read in flight: aten::add.Tensor on host"):
+            weight.grad + 1
+            torch.ones(3) + 1
+
+        assert [HazardKind.HOST_READ_IN_FLIGHT] == kinds()
+
+    @in_process_of_its_own
     def test_the_host_must_not_write_the_source_of_a_copy(self) -> None:
         """The device gets what was there at issue; the write is found at once, or when the host waits."""
         source = torch.ones(3).pin_memory()

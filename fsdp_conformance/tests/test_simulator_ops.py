@@ -275,3 +275,15 @@ def test_memory_that_has_been_freed_is_not_touched() -> None:
     for use in (lambda: tensor + 1, tensor.cpu, lambda: tensor.fill_(1), lambda: tensor.sum().item()):
         with pytest.raises(RuntimeError, match=r"storage=0 bytes, but should be at least 48 .*it has been freed"):
             use()
+
+
+@in_process_of_its_own
+def test_lists_are_copied_between_devices() -> None:
+    """As on CUDA, one by one; other operations on lists do not mix devices."""
+    here, there = [torch.ones(3, device="sim"), torch.ones(2, device="sim")], [torch.zeros(3), torch.zeros(2)]
+
+    torch._foreach_copy_(there, here)
+
+    assert [[1.0, 1.0, 1.0], [1.0, 1.0]] == [tensor.tolist() for tensor in there]
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch._foreach_add_(here, there)

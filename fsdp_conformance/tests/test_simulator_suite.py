@@ -24,6 +24,7 @@ from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.fixtures import deep
 from fsdp_conformance.harness import devices
 from fsdp_conformance.history.memory import Point
+from fsdp_conformance.judge import Place
 from fsdp_conformance.mutants.memory import LeaksEveryStep
 from fsdp_conformance.mutants.streams import FreesInFlight, StepsOnASideStream
 from fsdp_conformance.selftest import bound_case, run_case
@@ -99,10 +100,10 @@ def test_the_device_is_built_once_before_the_cases_that_need_it(monkeypatch: pyt
     assert built == ["now"]
 
 
-def _places_without_compiling() -> dict[str, place.Place]:
+def _places_without_compiling() -> dict[str, Place]:
     present, _ = devices.present_environments(SIMULATED)
-    simulated = place.Place(device=SIMULATED, present=present)
-    return {SIMULATED: simulated, "cpu": place.Place(device="cpu", present=frozenset({"gloo"}))}
+    simulated = Place(device=SIMULATED, present=present)
+    return {SIMULATED: simulated, "cpu": Place(device="cpu", present=frozenset({"gloo"}))}
 
 
 def test_looking_for_the_device_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,6 +87,10 @@ class Call {
 
   void run() {
     find_device();
+    if (traits_.over_lists && lists_mix_devices()) {
+      // One by one, as on CUDA: copies go from device to device, and for the others it is an error.
+      return op_.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack_);
+    }
     take_arguments();
     check_devices();
     const bool checked = checking() && !traits_.returns_view;
@@ -140,6 +144,16 @@ class Call {
       }
     }
     if (device_ < 0) device_ = current_device();
+  }
+
+  bool lists_mix_devices() const {
+    bool mix = false;
+    for (size_t i = 0; i < traits_.arguments.size(); ++i) {
+      const c10::IValue& value = (*stack_)[first_ + i];
+      if (traits_.arguments[i] == Argument::Other || !value.isTensorList()) continue;
+      each_tensor(value, [&](const at::Tensor& tensor) { mix |= !on_sim(tensor) || tensor.device().index() != device_; });
+    }
+    return mix;
   }
 
   void take_arguments() {

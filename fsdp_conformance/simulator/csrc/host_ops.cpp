@@ -40,7 +40,17 @@ void note_host_access(const c10::IValue& value, Argument use, const std::string&
   });
 }
 
+void note_host_accesses(const Traits& traits, c10::ArrayRef<c10::IValue> arguments) {
+  if (traits.returns_view || arguments.size() < traits.arguments.size()) return;
+  SitePtr site;
+  for (size_t i = 0; i < traits.arguments.size(); ++i)
+    if (traits.arguments[i] != Argument::Other) note_host_access(arguments[i], traits.arguments[i], traits.name, site);
+}
+
+thread_local std::string to_raise;  // what the observer has found and could not raise
+
 void host_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  if (!to_raise.empty()) TORCH_CHECK(false, std::exchange(to_raise, {}));
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kHostWatchKey);
   if (!pinned_copies_in_flight() || !watch.load(std::memory_order_relaxed)) {
     c10::impl::tls_set_dispatch_key_included(kHostWatchKey, false);  // the way here costs something
@@ -48,15 +58,35 @@ void host_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
   }
   const Traits& traits = traits_of(op);
   if (!is_host_kernel(op, below, traits)) return op.redispatchBoxed(below, stack);
-  if (!traits.returns_view) {
-    SitePtr site;
-    const size_t first = stack->size() - traits.arguments.size();
-    for (size_t i = 0; i < traits.arguments.size(); ++i)
-      if (traits.arguments[i] != Argument::Other) note_host_access((*stack)[first + i], traits.arguments[i], traits.name, site);
-  }
+  const size_t count = traits.arguments.size();
+  note_host_accesses(traits, {stack->data() + (stack->size() - count), count});
   const c10::impl::ExcludeDispatchKeyGuard once(kHostWatchKey);
   op.redispatchBoxed(below, stack);
 }
+
+/// The first operation of a thread since copies are in flight.
+std::unique_ptr<at::ObserverContext> observe(const at::RecordFunction& function) {
+  if (c10::impl::tls_is_dispatch_key_included(kHostWatchKey) || c10::impl::tls_is_dispatch_key_excluded(kHostWatchKey) ||
+      !watch.load(std::memory_order_relaxed) || !pinned_copies_in_flight())
+    return nullptr;
+  watch_host_kernels();
+  const auto name = function.operator_name();
+  const auto op = name ? c10::Dispatcher::singleton().findSchema(*name) : std::nullopt;
+  if (!op) return nullptr;
+  c10::DispatchKeySet keys;
+  for (const auto& input : function.inputs())
+    each_tensor(input, [&](const at::Tensor& tensor) { keys = keys | tensor.key_set(); });
+  const Traits& traits = traits_of(*op);
+  if (!is_host_kernel(*op, keys, traits)) return nullptr;
+  try {
+    note_host_accesses(traits, {function.inputs().data(), function.inputs().size()});
+  } catch (const c10::Error& error) {
+    to_raise = error.what_without_backtrace();
+  }
+  return nullptr;
+}
+
+std::atomic<at::CallbackHandle> observer{at::INVALID_CALLBACK_HANDLE};
 
 TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
   library.fallback(torch::CppFunction::makeFromBoxedFunction<&host_kernel>());
@@ -66,6 +96,22 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
 
 void watch_host_kernels() {
   if (watch.load(std::memory_order_relaxed)) c10::impl::tls_set_dispatch_key_included(kHostWatchKey, true);
+}
+
+void register_host_watch() {
+  observer = at::addGlobalCallback(
+      at::RecordFunctionCallback(&observe).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+  at::disableCallback(observer);
+}
+
+void watch_all_threads(bool on) {
+  const auto handle = observer.load();
+  if (handle == at::INVALID_CALLBACK_HANDLE) return;
+  if (on) {
+    at::reenableCallback(handle);
+  } else {
+    at::disableCallback(handle);
+  }
 }
 
 void set_host_watch(bool on) {

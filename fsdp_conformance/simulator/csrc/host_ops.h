@@ -9,9 +9,13 @@
 
 namespace sim {
 
-/// From now on this thread's kernels on CPU tensors are looked at, until no copy is in flight. Threads of autograd that
-/// work for it inherit that.
+/// From now on this thread's kernels on CPU tensors are looked at, until no copy is in flight.
 void watch_host_kernels();
+
+/// While copies are in flight the other threads find out with their next operation: torch's observers are called in all
+/// of them. That operation is looked at by the observer, which cannot raise: in Mode::Raise the one after it does.
+void register_host_watch();
+void watch_all_threads(bool on);
 
 // Whether that is done at all.
 void set_host_watch(bool on);

@@ -59,6 +59,7 @@ void activate() {
     register_fallbacks();
     register_autocast();
     register_whole();
+    register_host_watch();
     return true;
   }();
   (void)once;

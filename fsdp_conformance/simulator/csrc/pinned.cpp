@@ -93,7 +93,11 @@ struct InFlight {
   int revealed = 0;
   std::atomic<size_t> count{0};  // arriving and leaving
 
-  void recount() { count.store(arriving.size() + leaving.size(), std::memory_order_release); }
+  void recount() {
+    const auto before = count.exchange(arriving.size() + leaving.size(), std::memory_order_acq_rel);
+    const auto now = count.load(std::memory_order_relaxed);
+    if ((before == 0) != (now == 0)) watch_all_threads(now > 0);
+  }
 };
 
 InFlight& in_flight() {

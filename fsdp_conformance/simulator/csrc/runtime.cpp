@@ -235,12 +235,20 @@ Extent extent_of(const at::Tensor& tensor) {
 
 namespace {
 
-std::string text_of(const Access& access) {
+/// "default stream", "stream 3", "stream 3 (all-gather)", "host"
+std::string text_of(Lane lane) {
   const Checker& checker = Checker::get();
+  const std::string name = checker.lane_name(lane);
+  if (lane == kHost || checker.lane_number(lane) == 0 || name == "default stream") return name;
+  const std::string numbered = "stream " + std::to_string(checker.lane_number(lane));
+  return name == "stream" ? numbered : numbered + " (" + name + ")";
+}
+
+std::string text_of(const Access& access) {
   std::string text = access.site ? access.site->op : "an operation";
   if (access.site && !access.site->label.empty()) text += " in " + access.site->label;
   if (access.site && !access.site->tensor.empty()) text += " of " + access.site->tensor;
-  return text + " on " + checker.lane_name(access.lane);
+  return text + " on " + text_of(access.lane);
 }
 
 const char* name_of(HazardKind kind) {

@@ -61,6 +61,7 @@ Traits read_traits(const c10::OperatorHandle& op) {
     if (alias != nullptr && !alias->isWrite()) traits.returns_view = true;
   }
   traits.host_waits = op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape);
+  traits.over_lists = starts_with(base, "aten::_foreach_");
   traits.mixes_devices = !starts_with(base, "aten::") || starts_with(base, "aten::index") ||
       starts_with(base, "aten::_index_put") || starts_with(base, "aten::_unsafe_index") ||
       starts_with(base, "aten::repeat_interleave") || starts_with(base, "aten::lstm") || starts_with(base, "aten::gru") ||

@@ -18,6 +18,7 @@ struct Traits {
   std::vector<size_t> updated_in_training;
   bool returns_view = false;        // no memory is touched
   bool host_waits = false;          // the host needs the result to go on: shapes or values depend on the data
+  bool over_lists = false;          // `aten::_foreach_...`
   bool mixes_devices = false;       // takes tensors on the CPU beside those on the device
 };
 

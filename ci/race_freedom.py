@@ -1,0 +1,95 @@
+"""Trainings that must not race, and must compute what the CPU computes: see ci/race-freedom."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.simulator import build
+from fsdp_conformance.tests.stream_ranks import run_on_ranks
+from fsdp_conformance.tests.stream_study import ALL, Job, outcome_of, reference, study
+from fsdp_conformance.tests.stream_trainings import TRAININGS, Training
+
+#: Trainings of one launch.
+BATCH = 30
+
+#: What one training is run as on the simulated accelerator: what is dropped, and whose memory may be reused.
+RUNS = (((), "exact"), ((), "worst_case"), ((ALL,), "exact"))
+
+
+def problems_of(training: Training, runs: Sequence[Sequence[dict[str, Any]]], references: list[dict[str, Any]]) -> str:
+    """What is wrong with a training; `runs` are those of RUNS, each by rank."""
+    exact, worst, control = runs
+    found = [shown["error"] for shown in (*exact, *worst) if shown["error"]]
+    found += [line for shown in (*exact, *worst) for line in shown["hazards"]]
+    if not any(shown["hazards"] for shown in control):
+        found.append("nothing is found without any wait")
+    if not all(shown["accesses"] for shown in exact):
+        found.append("no access was checked")
+    for rank, (shown, expected) in enumerate(zip(exact, references, strict=True)):
+        if shown["outcome"]:
+            found += [f"rank {rank}: {line}" for line in outcome_of(shown["outcome"]).differences(outcome_of(expected))]
+    return "; ".join(dict.fromkeys(found))
+
+
+def check(trainings: Sequence[Training]) -> dict[str, tuple[str, Any]]:
+    """Name to what is wrong (nothing: "") and the runs of rank 0."""
+    by_size: dict[int, list[Training]] = defaultdict(list)
+    for training in trainings:
+        by_size[training.world_size].append(training)
+    result: dict[str, tuple[str, Any]] = {}
+    for world_size, all_of_size in sorted(by_size.items()):
+        for start in range(0, len(all_of_size), BATCH):
+            some = all_of_size[start : start + BATCH]
+            names = [training.reference or training.name for training in some]
+            on_cpu = run_on_ranks(reference, names, world_size=world_size, device_type="cpu", timeout_s=600)
+            jobs = [Job(training.name, dropped, reuse) for training in some for dropped, reuse in RUNS]
+            on_sim = run_on_ranks(study, jobs, world_size=world_size, device_type=SIMULATED, timeout_s=900)
+            for index, training in enumerate(some):
+                runs = [[of_rank[3 * index + number] for of_rank in on_sim] for number in range(len(RUNS))]
+                references = [of_rank[index] for of_rank in on_cpu]
+                result[training.name] = problems_of(training, runs, references), [run[0] for run in runs]
+    return result
+
+
+def main() -> int:
+    """Run, print a line per training, and say how many are as they should be."""
+    parser = argparse.ArgumentParser(prog="ci/race-freedom")
+    parser.add_argument("--training", action="append", default=[], metavar="PREFIX")
+    parser.add_argument("--markdown", action="store_true")
+    arguments = parser.parse_args()
+    prefixes = tuple(arguments.training) or ("",)
+    trainings = [training for training in TRAININGS.values() if training.name.startswith(prefixes)]
+    if not trainings:
+        parser.error(f"--training {' '.join(prefixes)}, but should be the beginnings of names of trainings")
+    try:
+        build.require()
+    except EnvironmentUnavailable as error:
+        print(f"race-freedom: {error}", file=sys.stderr)
+        return 3
+    result = check(trainings)
+    if arguments.markdown:
+        print("| training | ranks | accesses | hazards | without waits |\n|---|--:|--:|--:|--:|")
+    for training in trainings:
+        problem, (exact, worst, control) = result[training.name]
+        counted = len(set(exact["hazards"]) | set(worst["hazards"])), len(control["hazards"])
+        if arguments.markdown:
+            cells = (f"`{training.name}`", training.world_size, exact["accesses"], *counted)
+            print(f"| {' | '.join(map(str, cells))} |")
+        else:
+            size = f"{training.world_size:2} ranks {exact['accesses']:6} accesses"
+            print(f"{training.name:34}{size} {counted[0]:3} hazards {counted[1]:3} in control")
+        if problem:
+            print(f"    {problem}")
+    clean = sum(not problem for problem, _ in result.values())
+    print(f"race-freedom: {clean} of {len(trainings)}")
+    return 0 if clean == len(trainings) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

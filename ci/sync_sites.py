@@ -1,0 +1,373 @@
+"""Synchronisation call sites of torch's engines, dropped one by one: see ci/sync-sites."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.simulator import build
+from fsdp_conformance.simulator.sync_sites import site_from_id
+from fsdp_conformance.tests.stream_ranks import run_on_ranks
+from fsdp_conformance.tests.stream_study import Job, study
+from fsdp_conformance.tests.stream_trainings import TRAININGS
+
+LIST = Path(__file__).parent / "sync-sites.toml"
+
+#: Runs of one launch of ranks: a rank that has run for long holds what it has not freed.
+BATCH = 120
+
+#: Whose waits are studied: a program's own are not the engines'.
+ENGINES = ("ddp", "fsdp1", "fsdp2", "torch", "group")
+
+#: Memory is taken to be reused in the worst way that a caching allocator could.
+REUSE = "worst_case"
+
+#: Trainings in which a site that shows nothing is dropped together with others.
+PAIR_TRAININGS = 2
+
+FLAGGED, NUMERICS, MEMORY, REDUNDANT, UNSEEN = "flagged", "numerics", "memory", "redundant", "unseen"
+SEEN = (FLAGGED, NUMERICS, MEMORY)
+
+#: What a single run shows, beside SEEN: nothing, and no access knew less than with the wait.
+SAME_ORDER = "same order"
+NOTHING = "nothing"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Entry:
+    """One site of the list."""
+
+    site: str
+    """Its id."""
+    engine: str
+    verdict: str
+    """
+    flagged: the checker reports a race without it. numerics: results differ. memory: more memory is held than with it.
+    redundant: it can go, for the reason that `proof` names. unseen: none of that.
+    """
+    executed_in: int
+    """Trainings that execute it."""
+    seen_in: int
+    """Of those, the ones in which it shows."""
+    training: str
+    """One in which it shows; for what is redundant, one that executes it."""
+    finding: str = ""
+    """The first finding there; for the other verdicts what differs."""
+    proof: str = ""
+    """
+    Of what is redundant. order: in no training did any access know less of the other streams without it. pair: without
+    `partner` as well, there is a finding that neither shows alone. reading: `reason`.
+    """
+    partner: str = ""
+    """A site that covers this one."""
+    reason: str = ""
+    """Written by hand, and kept when the list is written anew."""
+
+
+class Study:
+    """Runs jobs, and remembers what each of them has shown."""
+
+    def __init__(self, memory: Path | None = None) -> None:
+        self._memory = memory
+        self._known: dict[str, dict[str, Any]] = {}
+        if memory is not None and memory.exists():
+            self._known = json.loads(memory.read_text(encoding="utf-8"))
+
+    def shown(self, jobs: Iterable[Job], what: str = "runs") -> dict[Job, dict[str, Any]]:
+        """What each job has shown: findings of all ranks, counts of rank 0, the rest by rank."""
+        wanted = list(dict.fromkeys(jobs))
+        waiting: dict[int, list[Job]] = defaultdict(list)
+        for job in wanted:
+            if _key(job) not in self._known:
+                waiting[TRAININGS[job.training].world_size].append(job)
+        for world_size, todo in sorted(waiting.items()):
+            for start in range(0, len(todo), BATCH):
+                self._run(todo[start : start + BATCH], world_size)
+                done = min(start + BATCH, len(todo))
+                print(f"{what}: {done} of {len(todo)} on {world_size} ranks", file=sys.stderr, flush=True)
+        return {job: self._known[_key(job)] for job in wanted}
+
+    def _run(self, jobs: Sequence[Job], world_size: int) -> None:
+        by_rank = run_on_ranks(study, jobs, world_size=world_size, device_type=SIMULATED, timeout_s=1800)
+        for job, *of_ranks in zip(jobs, *by_rank, strict=True):
+            merged = dict(of_ranks[0])
+            merged["hazards"] = list(dict.fromkeys(line for shown in of_ranks for line in shown["hazards"]))
+            merged["error"] = next((shown["error"] for shown in of_ranks if shown["error"]), "")
+            merged["digest"] = [shown["digest"] for shown in of_ranks]
+            merged["values"] = [
+                (shown["outcome"].get("losses"), shown["outcome"].get("parameters")) for shown in of_ranks
+            ]
+            del merged["outcome"]
+            self._known[_key(job)] = json.loads(json.dumps(merged))
+        if self._memory is not None:
+            self._memory.write_text(json.dumps(self._known), encoding="utf-8")
+
+
+def _key(job: Job) -> str:
+    return json.dumps(astuple(job))
+
+
+def shows(found: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
+    """What a run without some waits shows, against the run with all of them."""
+    if found["hazards"]:
+        return FLAGGED
+    if found["error"] or found["values"] != whole["values"]:
+        return NUMERICS
+    if found["pending"] > whole["pending"]:
+        return MEMORY
+    return SAME_ORDER if found["digest"] == whole["digest"] else NOTHING
+
+
+class Singles:
+    """Every site dropped alone, in every training that executes it."""
+
+    def __init__(self, study_: Study, names: Sequence[str]) -> None:
+        self.study = study_
+        whole = study_.shown([Job(name, reuse=REUSE) for name in names], "whole")
+        self.whole = {job.training: found for job, found in whole.items()}
+        self.sites: dict[str, list[str]] = defaultdict(list)
+        """Site to the trainings that execute it."""
+        for name, found in self.whole.items():
+            for site in found["sites"]:
+                if site_from_id(site).engine in ENGINES:
+                    self.sites[site].append(name)
+        jobs = [Job(name, (site,), REUSE) for site, executing in self.sites.items() for name in executing]
+        self.shown = study_.shown(jobs, "without one site")
+
+    def unclean(self) -> list[str]:
+        """Trainings that show something with all their waits."""
+        return [name for name, found in self.whole.items() if found["hazards"] or found["error"]]
+
+    def by_verdict(self, site: str) -> dict[str, list[str]]:
+        """What the site shows to the trainings in which it does."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for name in self.sites[site]:
+            found[shows(self.shown[Job(name, (site,), REUSE)], self.whole[name])].append(name)
+        return found
+
+
+def entries(singles: Singles, known: Mapping[str, Entry]) -> list[Entry]:
+    """The list."""
+    return sorted((entry(singles, site, known.get(site)) for site in singles.sites), key=lambda e: (e.engine, e.site))
+
+
+def entry(singles: Singles, site: str, known: Entry | None) -> Entry:
+    """What is to be said of a site."""
+    found = singles.by_verdict(site)
+    executing = singles.sites[site]
+    reason = known.reason if known is not None else ""
+    common: dict[str, Any] = {
+        "site": site,
+        "engine": site_from_id(site).engine,
+        "executed_in": len(executing),
+        "reason": reason,
+    }
+    for verdict in SEEN:
+        if where := found.get(verdict):
+            first = singles.shown[Job(where[0], (site,), REUSE)]
+            whole = singles.whole[where[0]]
+            finding = {
+                FLAGGED: (first["hazards"] or [""])[0],
+                NUMERICS: first["error"] or "losses or parameters differ",
+                MEMORY: f"blocks that record_stream keeps from reuse: {first['pending']}, else {whole['pending']}",
+            }[verdict]
+            return Entry(verdict=verdict, seen_in=len(where), training=where[0], finding=finding, **common)
+    # record_stream orders no access, but the reuse of memory: that the order is the same says nothing about it.
+    orders = site_from_id(site).kind != "record_stream"
+    training, partner, finding = partner_of(singles, site)
+    proof = "order" if orders and found.keys() == {SAME_ORDER} else "pair" if partner else "reading" if reason else ""
+    return Entry(
+        verdict=REDUNDANT if proof else UNSEEN,
+        seen_in=0,
+        training=training or executing[0],
+        finding=finding,
+        proof=proof,
+        partner=partner,
+        **common,
+    )
+
+
+def partner_of(singles: Singles, site: str) -> tuple[str, str, str]:
+    """A training, a site that covers this one in it, and a finding that only shows without both; else empty."""
+    for name in singles.sites[site][:PAIR_TRAININGS]:
+        others = [other for other in singles.whole[name]["sites"] if other != site and not _is_half(site, other)]
+        alone = singles.study.shown([Job(name, (other,), REUSE) for other in others], "partners alone")
+        both = singles.study.shown([Job(name, (site, other), REUSE) for other in others], "pairs")
+        for other in others:
+            before = alone[Job(name, (other,), REUSE)]["hazards"]
+            more = [line for line in both[Job(name, (site, other), REUSE)]["hazards"] if line not in before]
+            if more:
+                return name, other, more[0]
+    return "", "", ""
+
+
+def _is_half(site: str, other: str) -> bool:
+    """Whether two sites are one call: `wait_stream` records an event and waits for it."""
+    return site.partition(" ")[2] == other.partition(" ")[2]
+
+
+# --- the list as a file -----------------------------------------------------------------------------------------------
+
+
+def read(path: Path = LIST) -> tuple[str, dict[str, Entry]]:
+    """The version of torch that the list is for, and its entries by site."""
+    data = tomllib.loads(path.read_text(encoding="utf-8"))
+    return data["torch"], {given["site"]: Entry(**given) for given in data["sites"]}
+
+
+def write(found: Sequence[Entry], path: Path = LIST) -> None:
+    """Write the list, empty fields left out."""
+    lines = [
+        "# What runs of torch's engines show without one of their waits. `ci/sync-sites --record` writes it,",
+        "# and keeps the reasons, which are written by hand.",
+        f"torch = {json.dumps(_torch_version())}",
+    ]
+    for each in found:
+        lines += ["", "[[sites]]"]
+        for field in fields(Entry):
+            value = getattr(each, field.name)
+            if value != "":
+                lines.append(f"{field.name} = {json.dumps(value, ensure_ascii=False)}")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _torch_version() -> str:
+    return torch.__version__.partition("+")[0]
+
+
+# --- what the script does ---------------------------------------------------------------------------------------------
+
+
+def record(memory: Path | None) -> int:
+    """The whole study."""
+    singles = Singles(Study(memory), list(TRAININGS))
+    for name in singles.unclean():
+        print(f"{name} shows with all its waits: {singles.whole[name]['hazards'] or singles.whole[name]['error']}")
+    known = read()[1] if LIST.exists() else {}
+    found = entries(singles, known)
+    write(found)
+    for each in found:
+        if each.verdict == UNSEEN:
+            print(f"unexplained: {each.site} [{each.training}]")
+    return _summary(found, bool(singles.unclean()) or any(each.verdict == UNSEEN for each in found))
+
+
+def check() -> int:
+    """Each site of the list once, where the list says that it shows; and no site that is not in the list."""
+    _, known = read()
+    study_ = Study()
+    names = sorted({each.training for each in known.values()})
+    whole = {job.training: found for job, found in study_.shown([Job(name, reuse=REUSE) for name in names]).items()}
+    problems = [f"{name}: {site} is not in the list" for name, site in new_sites(whole, known)]
+    jobs = {each.site: Job(each.training, (each.site,), REUSE) for each in known.values()}
+    shown = study_.shown(jobs.values(), "without one site")
+    for each in known.values():
+        found = shown[jobs[each.site]]
+        now = shows(found, whole[each.training])
+        same = now == each.verdict if each.verdict in SEEN else now not in SEEN
+        if not same:
+            problems.append(f"{each.training}: {each.site} is {now}, but was {each.verdict}")
+        elif each.verdict == FLAGGED and each.finding not in found["hazards"]:
+            problems.append(f"{each.training}: {each.site} gives {found['hazards'][0]}, but gave {each.finding}")
+    print("\n".join(problems))
+    return _summary(list(known.values()), bool(problems))
+
+
+def new_sites(whole: Mapping[str, Mapping[str, Any]], known: Mapping[str, Entry]) -> Iterator[tuple[str, str]]:
+    """Training and site for each site that is executed and not in the list."""
+    for name, found in whole.items():
+        for site in found["sites"]:
+            if site not in known and site_from_id(site).engine in ENGINES:
+                yield name, site
+
+
+def repeat(times: int) -> int:
+    """Each flagged site many times, in fresh processes."""
+    flagged = [each for each in read()[1].values() if each.verdict == FLAGGED]
+    jobs = {each.site: Job(each.training, (each.site,), REUSE) for each in flagged}
+    seen: dict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
+    for number in range(times):
+        shown = Study().shown(jobs.values(), f"repetition {number + 1}")
+        for site, job in jobs.items():
+            seen[site][tuple(shown[job]["hazards"])] += 1
+    changing = {site: counts for site, counts in seen.items() if len(counts) > 1}
+    for site, counts in changing.items():
+        print(site, *(f"{count} times {list(lines)}" for lines, count in counts.items()), sep="\n    ")
+    print(f"{len(jobs)} sites, {times} runs of each: {len(changing)} with findings that change")
+    return 1 if changing else 0
+
+
+def markdown() -> int:
+    """The tables for the documentation."""
+    version, known = read()
+    print(f"torch {version}\n")
+    print("| engine | sites | flagged | numerics or memory | redundant | unseen |\n|---|--:|--:|--:|--:|--:|")
+    for engine in ENGINES:
+        for records in (False, True):
+            some = [e for e in known.values() if e.engine == engine and _is_record(e) == records]
+            counts = Counter(each.verdict for each in some)
+            cells = (len(some), counts[FLAGGED], counts[NUMERICS] + counts[MEMORY], counts[REDUNDANT], counts[UNSEEN])
+            print(f"| {engine}{', recorded events' if records else ''} | {' | '.join(map(str, cells))} |")
+    print("\n| site | verdict | in trainings | finding, or why it can go |\n|---|---|--:|---|")
+    for each in known.values():
+        why = each.finding if each.verdict in SEEN else each.reason or each.proof
+        if each.partner:
+            why += f" (covered by `{_short(each.partner)}`)"
+        seen = f"{each.seen_in} of {each.executed_in}" if each.verdict in SEEN else str(each.executed_in)
+        print(f"| `{_short(each.site)}` | {each.verdict} | {seen} | {why.replace('|', '/')} |")
+    return 0
+
+
+def _short(site: str) -> str:
+    return site.replace("torch/distributed/fsdp/", "").replace("torch/distributed/", "").replace("torch/", "")
+
+
+def _is_record(each: Entry) -> bool:
+    return each.site.startswith("event_record")
+
+
+def _summary(found: Sequence[Entry], bad: bool) -> int:
+    counts = Counter(each.verdict for each in found)
+    others = len(found) - counts[FLAGGED] - counts[REDUNDANT]
+    print(f"sync-sites: {counts[FLAGGED]} flagged, {counts[REDUNDANT]} redundant, {others} others")
+    return 1 if bad else 0
+
+
+def main() -> int:
+    """The exit status."""
+    parser = argparse.ArgumentParser(prog="ci/sync-sites")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--record", action="store_true")
+    what.add_argument("--repeat", type=int, metavar="TIMES")
+    what.add_argument("--markdown", action="store_true")
+    parser.add_argument("--memory", type=Path, help="with --record: keep what runs have shown, and go on from it")
+    arguments = parser.parse_args()
+    if arguments.markdown:
+        return markdown()
+    try:
+        build.require()
+    except EnvironmentUnavailable as error:
+        print(f"sync-sites: {error}", file=sys.stderr)
+        return 3
+    if arguments.record:
+        return record(arguments.memory)
+    version = read()[0]
+    if version != _torch_version():
+        print(f"torch={_torch_version()}, but the list is for {version}: ci/sync-sites --record writes it anew")
+        return 1
+    return repeat(arguments.repeat) if arguments.repeat else check()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
