@@ -161,7 +161,9 @@ def _prefetch_in_order(model: nn.Module) -> None:
 
 def _prefetch_listed(model: nn.Module, count: int) -> None:
     """Each unit below the root lists the next `count` ones for its forward, and those before it for its backward."""
-    units = [module for module in model.modules() if isinstance(module, FSDPModule) and module is not model]
+    units: list[FSDPModule] = [
+        module for module in model.modules() if isinstance(module, FSDPModule) and module is not model
+    ]
     for index, unit in enumerate(units):
         unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + count])
         unit.set_modules_to_backward_prefetch(units[max(0, index - count) : index][::-1])

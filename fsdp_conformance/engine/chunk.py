@@ -81,8 +81,7 @@ class Chunk:
         self.shard_device = pool.device_like(config.shard_device)
         world_size = dist.get_world_size(self.group)
         chunk_checks.check_fit(self, numel, world_size)
-        rank = dist.get_rank(self.group)
-        self.layout = ChunkLayout(numel, world_size=world_size, rank=rank, align=config.align)
+        self.layout = ChunkLayout(numel, world_size=world_size, rank=dist.get_rank(self.group), align=config.align)
         self.states = TensorStates()
         self.tensors: list[Tensor] = []
         self.state = ChunkState.OPEN
@@ -93,8 +92,8 @@ class Chunk:
         """Of the last reduction that has ended; None before, and while one is on its way."""
 
         alone = world_size == 1 and self.shard_device == pool.device
-        streams = pool.streams
-        self._ahead = streams.orders(self.group) and (replica_group is None or streams.orders(replica_group))
+        gathers_ahead = pool.streams.orders(self.group)
+        self._ahead = gathers_ahead and (replica_group is None or pool.streams.orders(replica_group))
         self._payload = ChunkPayload(
             pool,
             self.layout,
@@ -102,7 +101,7 @@ class Chunk:
             self.compute_dtype,
             config.block,
             aliases=config.alias_whole and alone and self.compute_dtype is dtype,
-            ahead=streams.orders(self.group),
+            ahead=gathers_ahead,
         )
         self._indices: dict[int, int] = {}
         self._open: Tensor | None = None
@@ -478,11 +477,10 @@ class Chunk:
 
     def _forget_payload(self) -> Any:
         """Be sharded. Returns the block, which is to be given back, or None."""
-        block = self._payload.forget()
         self._go(ChunkState.SHARDED)
         if self.config.bind:
             self._bind(self._stand_ins)
-        return block
+        return self._payload.forget()
 
     def _drop_payload(self) -> None:
         """Be sharded, and give the block back: after the gather, if nobody has waited for it, else after now."""
@@ -498,5 +496,5 @@ class Chunk:
     def _finish_reduction(self, reduction: Reduction) -> None:
         self._reduction = None
         self.statistics = reduction.statistics
-        if reduction.in_payload and self._payload.block is not None:
-            self._payload.block.event = reduction.event  # Of a fused chunk; another one's was given back.
+        if reduction.in_payload and self.is_fused and self._payload.block is not None:
+            self._payload.block.event = reduction.event  # Another chunk's was given back.

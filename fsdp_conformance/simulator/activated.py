@@ -5,6 +5,6 @@ For warm processes, which import modules by name before ranks are forked from th
 `device.activate()`.
 """
 
-from fsdp_conformance.simulator import device
+from fsdp_conformance.simulator.device import activate
 
-device.activate()
+activate()

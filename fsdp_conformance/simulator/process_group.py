@@ -22,6 +22,7 @@ from itertools import count
 from typing import Any, Final
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import distributed_c10d
 
 from fsdp_conformance.config import SIMULATED
@@ -74,11 +75,12 @@ def thread_world() -> Iterator[str]:
 def _create(options: Any, backend_options: Any) -> dist.Backend:
     """The backend of a group. `options` are torch's _DistributedBackendOptions, the others `ProcessGroupOptions`."""
     extension = _extension()
+    group: dist.Backend
     timeout_s = options.timeout.total_seconds()
     if _thread_world is not None:
         # Threads count their groups apart, so that two groups can have one name: their ranks are part of it.
         ranks = ",".join(map(str, options.global_ranks_in_group)) or "all"
-        return extension.group_of_threads(
+        group = extension.group_of_threads(
             _thread_world,
             f"{options.group_id} of ranks {ranks}",
             options.group_rank,
@@ -86,7 +88,8 @@ def _create(options: Any, backend_options: Any) -> dist.Backend:
             timeout_s,
             _high_priority(backend_options),
         )
-    return extension.group_over_gloo(
+        return group
+    group = extension.group_over_gloo(
         _gloo,
         options.store,
         options.group_id,
@@ -95,11 +98,12 @@ def _create(options: Any, backend_options: Any) -> dist.Backend:
         timeout_s,
         _high_priority(backend_options),
     )
+    return group
 
 
-def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
+def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:
     """The gloo backend under a group, also under one that is split off."""
-    return dist.ProcessGroupGloo(dist.PrefixStore(BACKEND, store), rank, size, timeout=timeout)
+    return ProcessGroupGloo(PrefixStore(BACKEND, store), rank, size, timeout=timeout)
 
 
 def _high_priority(backend_options: Any) -> bool:

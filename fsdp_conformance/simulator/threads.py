@@ -31,6 +31,8 @@ from typing import Any, Final, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch._C._distributed_c10d import HashStore, Store
 
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError, RankRaised, RankTimedOut
@@ -83,7 +85,7 @@ def run_ranks(world_size: int, function: Callable[[int], T], *, timeout_s: float
         device.activate(world_size)
     ended: queue.SimpleQueue[_Ended[T]] = queue.SimpleQueue()
     with process_group.thread_world() as world, _worlds_apart():
-        store = dist.HashStore()
+        store = HashStore()
         store.set_timeout(timedelta(seconds=timeout_s))
         ranks = [
             threading.Thread(
@@ -103,7 +105,7 @@ def _run_rank(
     rank: int,
     world_size: int,
     function: Callable[[int], T],
-    store: dist.Store,
+    store: Store,
     world: str,
     timeout: timedelta,
     ended: queue.SimpleQueue[_Ended[T]],
@@ -207,15 +209,17 @@ def _worlds_apart() -> Iterator[None]:
 
     extension = build.load()
     separate = extension.separate_generators()
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
-    multi_threaded_pg._install_threaded_pg()
+    isolate: Any = getattr(_distributed_c10d, "_set_thread_isolation_mode")  # noqa: B009 - no stub has it
+    isolate(True)
+    worlds: Any = multi_threaded_pg
+    worlds._install_threaded_pg()
     extension.set_separate_generators(True)
     try:
         yield
     finally:
         extension.set_separate_generators(separate)
-        multi_threaded_pg._uninstall_threaded_pg()
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        worlds._uninstall_threaded_pg()
+        isolate(False)
 
 
 def _abort(world: str, reason: str) -> None:

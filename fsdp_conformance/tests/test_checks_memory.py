@@ -48,7 +48,10 @@ def run(**changes: int) -> TrainingHistory:
         "step_1": STATE,
         **changes,
     }
-    marks = [(Point.BEFORE_SETUP, None, 0, 0), (Point.SETUP, None, held, held)]
+    marks: list[tuple[Point, int | None, int, int]] = [
+        (Point.BEFORE_SETUP, None, 0, 0),
+        (Point.SETUP, None, held, held),
+    ]
     before = held
     for step in (0, 1):
         after = held + figures[f"step_{step}"]

@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from fsdp_conformance.engine.bucket_assignment import DEFAULT_LIMITS, MIB, bucket_assignment
 from fsdp_conformance.errors import ConfigError
@@ -165,6 +165,6 @@ def test_as_the_reference_does(seed: int) -> None:
 
     for tensors, ordering in ((mixed, []), (sized(*numels), order)):
         found = bucket_assignment(tensors, limits, flags, ordering)
-        buckets, found_limits = dist._compute_bucket_assignment_by_size(tensors, limits, flags, ordering)
+        buckets, found_limits = _compute_bucket_assignment_by_size(tensors, limits, flags, ordering)
         assert [list(bucket) for bucket in found.buckets] == buckets
         assert list(found.limits) == found_limits

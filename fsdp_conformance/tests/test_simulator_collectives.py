@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import PrefixStore, _make_nccl_premul_sum
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -22,6 +23,7 @@ from fsdp_conformance.harness.process_group import BACKEND, is_recording, regist
 from fsdp_conformance.harness.rank import destroy_process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.simulator import build, checker
+from fsdp_conformance.simulator import torch_sim as sim
 from fsdp_conformance.simulator.hazard import HazardKind
 from fsdp_conformance.tests.simulator_collectives import (
     PROGRAMS,
@@ -152,7 +154,7 @@ class Results(OnSim):
         """PREMUL_SUM multiplies what is given, by a number or by a tensor of the device."""
         for factor in (2.0, self.values(2.0)):
             mine = self.values(1.0, 3.0 + self.rank)
-            dist.all_reduce(mine, op=dist._make_nccl_premul_sum(factor))
+            dist.all_reduce(mine, op=_make_nccl_premul_sum(factor))
             self.assertEqual([4.0, 14.0], mine.tolist())
 
     def test_stacked_gather(self) -> None:
@@ -238,30 +240,30 @@ class Streams(OnSim):
         """`Work.wait()` on another stream does not order this one."""
         mine = self.values(1.0)
         work = dist.all_reduce(mine, async_op=True)
-        with torch.sim.stream(torch.sim.Stream()):
+        with sim.stream(sim.Stream()):
             work.wait()
         mine.add(1)
         self.assert_kinds([HazardKind.READ_AFTER_WRITE])
 
     def test_synchronous_calls_are_on_the_current_stream(self) -> None:
         """async_op=False needs no wait there, and orders no other stream."""
-        mine, side = self.values(1.0), torch.sim.Stream()
+        mine, side = self.values(1.0), sim.Stream()
         dist.all_reduce(mine)
         mine.add_(1)
         self.assert_kinds([])
-        side.wait_stream(torch.sim.current_stream())
-        with torch.sim.stream(side):
+        side.wait_stream(sim.current_stream())
+        with sim.stream(side):
             dist.all_reduce(mine)
         mine.add(1)
         self.assert_kinds([HazardKind.READ_AFTER_WRITE])
 
     def test_issue_waits_for_the_current_stream(self) -> None:
         """What was computed on the current stream before is there; what was computed on another one is not."""
-        mine, side = self.values(1.0), torch.sim.Stream()
+        mine, side = self.values(1.0), sim.Stream()
         dist.all_reduce(mine.mul_(2), async_op=True).wait()
         self.assert_kinds([])
-        side.wait_stream(torch.sim.current_stream())
-        with torch.sim.stream(side):
+        side.wait_stream(sim.current_stream())
+        with sim.stream(side):
             mine.mul_(2)
         dist.all_reduce(mine, async_op=True).wait()
         self.assertEqual(HazardKind.READ_AFTER_WRITE, checker.hazards()[0].kind)
@@ -295,8 +297,8 @@ class Streams(OnSim):
         work = dist.all_reduce(mine, async_op=True)
         while not work.is_completed():
             pass
-        side = torch.sim.Stream()
-        with torch.sim.stream(side):
+        side = sim.Stream()
+        with sim.stream(side):
             mine.add(1)
         self.assert_kinds([])
         self.assertEqual(0, work.get_future_result().wait())  # c10d::WorkResult::SUCCESS
@@ -305,16 +307,16 @@ class Streams(OnSim):
 
     def test_barrier_is_the_hosts(self) -> None:
         """A barrier on the device waits for the current stream; a work's does so when it is waited for."""
-        mine, side = torch.zeros(3, device=self.device), torch.sim.Stream()
+        mine, side = torch.zeros(3, device=self.device), sim.Stream()
         mine.add_(1)
         dist.barrier(device_ids=[self.device.index])
-        with torch.sim.stream(side):
+        with sim.stream(side):
             mine.add_(1)
         self.assert_kinds([])
         work = dist.barrier(device_ids=[self.device.index], async_op=True)
-        torch.sim.current_stream().wait_stream(side)
+        sim.current_stream().wait_stream(side)
         work.wait()
-        with torch.sim.stream(torch.sim.Stream()):
+        with sim.stream(sim.Stream()):
             mine.add_(1)
         self.assert_kinds([])
 
@@ -380,7 +382,7 @@ class Memory(OnSim):
 
     def allocated(self) -> int:
         gc.collect()
-        return int(torch.sim.memory_allocated(self.device))
+        return int(sim.memory_allocated(self.device))
 
     def test_a_work_holds_its_tensors_until_it_is_waited_for(self) -> None:
         """Dropped references do not free memory in flight; `wait` does."""
@@ -399,7 +401,7 @@ class Memory(OnSim):
         dist.all_reduce(mine, async_op=True)
         del mine
         self.assertEqual(before + 1024, self.allocated())
-        torch.sim.synchronize()
+        sim.synchronize()
         dist.all_reduce(torch.zeros(1, device=self.device), async_op=True).wait()
         self.assertEqual(before, self.allocated())
         self.assertEqual([], self.found())
@@ -418,10 +420,10 @@ class Memory(OnSim):
         """As NCCL: the peak has the size of the list once more."""
         parts = [torch.empty(256, device=self.device) for _ in range(2)]
         mine = torch.zeros(256, device=self.device)
-        torch.sim.reset_peak_memory_stats(self.device)
+        sim.reset_peak_memory_stats(self.device)
         before = self.allocated()
         dist.all_gather(parts, mine)
-        self.assertEqual(before + 2048, torch.sim.max_memory_allocated(self.device))
+        self.assertEqual(before + 2048, sim.max_memory_allocated(self.device))
         self.assertEqual(before, self.allocated())
 
 
@@ -438,12 +440,12 @@ class Host(OnSim):
         for index in (0, 1):
             works[index].wait()
         self.assertEqual([3.0, 20.0], [tensor.item() for tensor in tensors])
-        side = torch.sim.Stream()
-        side.wait_stream(torch.sim.current_stream())
+        side = sim.Stream()
+        side.wait_stream(sim.current_stream())
         for index in (0, 1) if self.rank == 0 else (1, 0):
-            with torch.sim.stream(side if index else torch.sim.current_stream()):
+            with sim.stream(side if index else sim.current_stream()):
                 dist.all_reduce(tensors[index], group=groups[index])
-        torch.sim.current_stream().wait_stream(side)
+        sim.current_stream().wait_stream(side)
         self.assertEqual([6.0, 40.0], [tensor.item() for tensor in tensors])
         self.assertEqual([], self.found())
 
@@ -452,7 +454,7 @@ class Host(OnSim):
         mine, output, store = (
             self.values(1.0 + self.rank),
             torch.empty(2, device=self.device),
-            dist.PrefixStore("talk", dist.distributed_c10d._get_default_store()),
+            PrefixStore("talk", dist.distributed_c10d._get_default_store()),
         )
         if self.rank == 1:
             store.wait(["issued"], timedelta(seconds=60))
@@ -466,20 +468,20 @@ class Host(OnSim):
 
     def test_the_host_waits_for_the_peers(self) -> None:
         """Synchronising the device, a stream or an event returns when the peers have come: programs rely on it."""
-        store = dist.PrefixStore("peers", dist.distributed_c10d._get_default_store())
+        store = PrefixStore("peers", dist.distributed_c10d._get_default_store())
         mine = self.values(1.0)
         for wait in ("device", "stream", "event", "item"):
             other = self.values(3.0)
             if self.rank == 1:
                 store.set(wait, "rank 1 comes to its call")
             dist.all_reduce(mine)
-            event = torch.sim.Event()
+            event = sim.Event()
             event.record()
             match wait:
                 case "device":
-                    torch.sim.synchronize()
+                    sim.synchronize()
                 case "stream":
-                    torch.sim.current_stream().synchronize()
+                    sim.current_stream().synchronize()
                 case "event":
                     event.synchronize()
                 case "item":
@@ -488,20 +490,20 @@ class Host(OnSim):
 
     def test_queries(self) -> None:
         """While the peer has yet to come, neither the work nor an event after it is over."""
-        store = dist.PrefixStore("queries", dist.distributed_c10d._get_default_store())
+        store = PrefixStore("queries", dist.distributed_c10d._get_default_store())
         if self.rank == 1:
             store.wait(["asked"], timedelta(seconds=60))
         mine = self.values(1.0)
         work = dist.all_reduce(mine, async_op=True)
         work.wait()
-        event = torch.sim.Event()
+        event = sim.Event()
         event.record()
         if self.rank == 0:
-            answers = [work.is_completed(), event.query(), torch.sim.current_stream().query()]
+            answers = [work.is_completed(), event.query(), sim.current_stream().query()]
             store.set("asked", "yes")
             self.assertEqual([False, False, False], answers)
-        torch.sim.synchronize()
-        self.assertEqual([True, True, True], [work.is_completed(), event.query(), torch.sim.current_stream().query()])
+        sim.synchronize()
+        self.assertEqual([True, True, True], [work.is_completed(), event.query(), sim.current_stream().query()])
         self.assertEqual([2.0], mine.tolist())
 
     def test_a_timeout_is_the_hosts(self) -> None:
@@ -509,7 +511,7 @@ class Host(OnSim):
         group = dist.new_group([0, 1])
         mine = self.values(1.0)
         self.assertTrue(dist.all_reduce(mine, async_op=True).wait(timedelta(seconds=60)))
-        with torch.sim.stream(torch.sim.Stream()):
+        with sim.stream(sim.Stream()):
             mine.add(1)  # The host knows that it is over.
         self.assertEqual([], self.found())
         if self.rank == 0:

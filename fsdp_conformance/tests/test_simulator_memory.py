@@ -326,9 +326,15 @@ class TestPinned:
         (there * 2).sum().backward()
         assert weight.grad is not None
 
-        with checker.mode("raise"), pytest.raises(RuntimeError, match="host read in flight: aten::add.Tensor on host"):
-            weight.grad + 1
-            torch.ones(3) + 1
+        def looked_at_by_the_next_operation() -> None:
+            weight.grad.add(1)
+            torch.ones(3).add(1)
+
+        with (
+            checker.mode("raise"),
+            pytest.raises(RuntimeError, match=r"host read in flight: aten::add\.Tensor on host"),
+        ):
+            looked_at_by_the_next_operation()
 
         assert [HazardKind.HOST_READ_IN_FLIGHT] == kinds()
 

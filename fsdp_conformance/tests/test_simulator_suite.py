@@ -87,7 +87,7 @@ def test_the_device_is_built_once_before_the_cases_that_need_it(monkeypatch: pyt
     built: list[str] = []
     monkeypatch.setattr(build, "unavailable", lambda: None)
     monkeypatch.setattr(build, "is_built", lambda: bool(built))
-    monkeypatch.setattr(place, "build_problem", lambda: built.append("now") or "")  # type: ignore[func-returns-value]
+    monkeypatch.setattr(place, "build_problem", lambda: built.append("now"))
     place_problem = partial(place.prepare, declared=_declares_all, say=said.append)
     monkeypatch.setattr(place, "places", lambda settings: _places_without_compiling())
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -82,7 +83,7 @@ def test_groups_of_one_name() -> None:
         dist.all_gather_object(objects, rank)
         store = dist.distributed_c10d._get_default_store()
         dist.destroy_process_group()
-        dist.init_process_group("sim:simccl", store=dist.PrefixStore("again", store), rank=rank, world_size=4)
+        dist.init_process_group("sim:simccl", store=PrefixStore("again", store), rank=rank, world_size=4)
         dist.all_reduce(mine)
         return [mine.item(), on_cpu.item(), float(sum(objects))]
 
@@ -254,7 +255,7 @@ def test_refusals() -> None:
 @in_process_of_its_own
 def test_nothing_is_left() -> None:
     """The caller's own groups, threads and generators are as they were."""
-    store = dist.HashStore()
+    store = HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     state = torch.get_rng_state()
 
@@ -274,7 +275,7 @@ def test_dropout_is_a_ranks_own() -> None:
     """Each rank draws from its device's generator: the same in every run, another on every rank."""
 
     def rank_body(rank: int) -> list[bool]:
-        torch.sim.manual_seed(17 + rank)
+        torch.get_device_module("sim").manual_seed(17 + rank)
         mine = torch.ones(64, device=f"sim:{rank}")
         masks = []
         for _ in range(5):
@@ -312,7 +313,7 @@ def reference_losses(world_size: int) -> list[list[float]]:
     for _ in range(STEPS):
         each = [model(batch).square().mean() for batch in batches(world_size)]
         losses.append([loss.item() for loss in each])
-        (sum(each) / world_size).backward()  # type: ignore[union-attr]
+        (sum(each) / world_size).backward()
         optimizer.step()
         optimizer.zero_grad()
     return [list(by_rank) for by_rank in zip(*losses, strict=True)]
