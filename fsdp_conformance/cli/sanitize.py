@@ -58,9 +58,14 @@ def main(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt as error:
             interrupted = error
     report = ScriptReport(
-        order, observed=launch.observed, reports=reports, exits=exits, seconds=time.monotonic() - began
+        order,
+        observed=launch.observed,
+        reports=reports,
+        exits=exits,
+        seconds=time.monotonic() - began,
+        interrupted=interrupted is not None,
     )
-    for text, style in report.paragraphs(interrupted=interrupted is not None):
+    for text, style in report.paragraphs():
         terminal.say(text, style)
     if output is not None:
         output.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")

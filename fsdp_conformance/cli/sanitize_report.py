@@ -60,12 +60,14 @@ class ScriptReport:
         reports: Sequence[RankReport | None],
         exits: Sequence[RankExit],
         seconds: float,
+        interrupted: bool = False,
     ) -> None:
         self.order = order
         self.observed = observed
         self.reports = reports
         self.exits = exits
         self.seconds = seconds
+        self.interrupted = interrupted
         self.hazards = folded(observed)
         self.found: Attribution | None = attribute(reports, exits) if exits else None
 
@@ -94,7 +96,7 @@ class ScriptReport:
 
     @property
     def status(self) -> Status:
-        """The exit status."""
+        """The exit status of a run that came to its end."""
         if self.missing:
             return Status.ENVIRONMENT
         if self.own_mistake:
@@ -105,7 +107,7 @@ class ScriptReport:
             return Status.SCRIPT_FAILED
         return Status.CERTIFIED if self.accesses else Status.USAGE
 
-    def paragraphs(self, *, interrupted: bool = False) -> Iterator[tuple[str, str]]:
+    def paragraphs(self) -> Iterator[tuple[str, str]]:
         """What to print, each with the style that it has on a terminal; the verdict comes last."""
         yield "", ""
         for note in dict.fromkeys(note for one in self.observed if one for note in one["notes"]):
@@ -120,11 +122,12 @@ class ScriptReport:
         checked = self._checked()
         if checked:
             yield checked, ""
-        if not interrupted:
-            yield self.verdict(), "bold green" if self.status is Status.CERTIFIED else "bold red"
+        yield self.verdict(), "bold green" if self.status is Status.CERTIFIED else "bold red"
 
     def verdict(self) -> str:
         """The last line."""
+        if self.interrupted:
+            return f"interrupted, with {messages.plural(len(self.hazards), 'hazard')} until then"
         exit_words = f"[exit {int(self.status)}]"
         if self.missing:
             return f"not run: {self.missing} {exit_words}"
@@ -156,7 +159,7 @@ class ScriptReport:
             "world_size": self.order.world_size,
             "mode": self.order.mode,
             "as_cuda": self.order.as_cuda,
-            "status": int(self.status),
+            "status": None if self.interrupted else int(self.status),
             "verdict": self.verdict(),
             "seconds": self.seconds,
             "hazards": [

@@ -259,7 +259,7 @@ class Reducer:
         Raises what `expect_finished` raises.
         """
         self.expect_finished()
-        if not self._is_watching():  # otherwise a forward inside backward: recomputation
+        if not self._is_inside_backward():
             self._remove_leaf_hooks()
             self.rebuild()
 
@@ -276,7 +276,7 @@ class Reducer:
                 "the reducer was closed, or another one has taken over its parameters, but should be in charge of them",
                 where="Reducer.prepare_for_forward",
             )
-        if self._is_watching():
+        if self._is_inside_backward():
             return
         if self._watch is not None:
             self.reset()
@@ -414,6 +414,10 @@ class Reducer:
         """Whether a backward is under way at whose end `_end_of_backward` is called."""
         # Autograd alone holds what it will call, and lets go of it when a backward raises.
         return self._watch is not None and self._watch() is not None
+
+    def _is_inside_backward(self) -> bool:
+        """Whether the caller runs inside of it: a forward that is computed again."""
+        return self._is_watching() and torch._C._current_graph_task_id() != -1
 
     def _begin(self) -> None:
         """The first gradient of a reduction is there."""

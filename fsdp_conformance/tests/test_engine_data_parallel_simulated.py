@@ -214,6 +214,28 @@ class Simulated(ShardedTrainingTestCase):
                         _, found, _ = self.train(schedule, self.device)
                     self.assertNotEqual([], found, msg=name)
 
+    def test_after_an_exception(self) -> None:
+        """Raised in autograd's own thread, on both ranks: the next iteration is that of the CPU."""
+        results = []
+        for device in (torch.device("cpu"), self.device):
+            net = Net().to(device)
+            model = DataParallel(net, bucket_cap_mb=0)
+            x = torch.full((ROWS, WIDTH), 1.0 + self.rank, device=device)
+            for _ in range(5):
+                handle = net.layers[2].get_parameter("weight").register_hook(_raise)
+                with self.assertRaisesRegex(RuntimeError, "on purpose"):
+                    model(x).square().mean().backward()
+                handle.remove()
+                model.zero_grad()
+            model(x).square().mean().backward()
+            with checker.suspended():
+                results.append([p.grad.cpu() for p in net.parameters() if p.grad is not None])
+
+        self.assertEqual([2 * LAYERS] * 2, [len(grads) for grads in results])
+        self.assertEqual("", "\n".join(hazard.explain() for hazard in checker.hazards()))
+        for mine, on_cpu in zip(*results, strict=True):
+            self.assertTrue(torch.equal(mine, on_cpu))
+
     @pytest.mark.slow
     def test_each_wait_is_needed(self) -> None:
         """Every wait and every event of the engine, dropped alone, is a hazard in at least one schedule."""
@@ -234,6 +256,10 @@ class Simulated(ShardedTrainingTestCase):
 
         self.assertGreater(len(executed), 4)
         self.assertEqual("", "\n".join(sorted(executed - flagged)))
+
+
+def _raise(grad: Tensor) -> Tensor:
+    raise RuntimeError("on purpose")
 
 
 def _use_freed_memory(device: torch.device) -> None:

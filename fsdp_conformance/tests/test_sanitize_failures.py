@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 from pathlib import Path
@@ -196,6 +197,7 @@ def test_an_interrupted_run_prints_what_it_has_and_leaves_no_process(
     assert status == child.returncode, out + err
     assert f"interrupted by {number.name}" in err
     assert "✗ hazard 1: read after write" in out
+    assert out.rstrip().endswith("interrupted, with 1 hazard until then")
     assert len(ranks) >= 3
     assert set().union(*(family(pid) for pid in ranks)) == set()
 
@@ -211,6 +213,30 @@ def interrupted():
     Path("reached").touch()
     waiting.wait()
 """
+
+
+def test_a_controller_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
+    """Ranks and their server notice that it is gone, and take their files along."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    text = "import threading, torch\nfrom pathlib import Path\nPath('reached').touch()\nthreading.Event().wait()\n"
+    command = words("sanitize", written(tmp_path, text))
+    child = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.DEVNULL, env={**os.environ, "TMPDIR": str(temporary)}
+    )
+    try:
+        wait_for(lambda: (tmp_path / "reached").exists() or child.poll() is not None, "the script")
+        others = family(child.pid) - {child.pid}
+        child.kill()
+        child.wait(DEADLINE_S)
+        wait_for(lambda: not set().union(*(family(pid) for pid in others)), "the end of the ranks and the server")
+    finally:
+        if child.poll() is None:
+            end_family(child.pid)
+            child.wait()
+
+    assert len(others) >= 3
+    assert [path.name for path in temporary.glob("fsdp-conformance-*")] == []
 
 
 def test_nothing_is_left_behind(tmp_path: Path) -> None:

@@ -272,7 +272,7 @@ class Streams(OnSim):
     def test_every_wait_can_be_dropped(self) -> None:
         """A study drops the wait at the issue, or that of the Work, by its kind."""
         for kind in (checker.Wait.COLLECTIVE_ISSUE, checker.Wait.WORK_WAIT):
-            with self.subTest(str(kind)), checker.wait_filter(lambda wait, stream, device, kind=kind: wait != kind):
+            with self.subTest(str(kind)), checker.wait_filter(lambda wait, *_, kind=kind: wait != kind):
                 mine = self.values(1.0).mul_(2)
                 dist.all_reduce(mine, async_op=True).wait()
                 mine.add(1)
@@ -591,7 +591,8 @@ class Refusals(OnSim):
         self.refused(TypeError, r"not supported .*: tensor of shape \[4\].* Short", dist.all_reduce, shorts)
         self.refused(TypeError, "AVG with boolean", dist.all_reduce, four.to(torch.bool), dist.ReduceOp.AVG)
         self.refused(RuntimeError, "Float8", dist.all_reduce, four.to(torch.float8_e4m3fn))
-        self.refused(NotImplementedError, "recvAnysource", world()._get_backend(self.device).recv_anysource, [four], 0)
+        backend: Any = world()._get_backend(self.device)
+        self.refused(NotImplementedError, "recvAnysource", backend.recv_anysource, [four], 0)
         self.refused(ValueError, r"len\(tensor_list\)=1", dist.all_gather, [four], four)
         self.assertEqual([], self.found())
 
@@ -601,7 +602,7 @@ class Seams(OnSim):
 
     def test_names(self) -> None:
         """What torch says of the group, its options, sequence numbers."""
-        backend = world()._get_backend(self.device)
+        backend: Any = world()._get_backend(self.device)
         self.assertEqual("simccl", backend.name())
         self.assertEqual("gloo", world()._get_backend(torch.device("cpu")).name())
         self.assertTrue(backend.supports_coalescing)

@@ -324,10 +324,11 @@ class TestPinned:
         there = weight.detach().to("sim").requires_grad_()
         there.register_hook(lambda grad: setattr(weight, "grad", grad.to("cpu", non_blocking=True)))
         (there * 2).sum().backward()
-        assert weight.grad is not None
+        gradient = weight.grad
+        assert gradient is not None
 
         def looked_at_by_the_next_operation() -> None:
-            weight.grad.add(1)
+            torch.add(gradient, 1)
             torch.ones(3).add(1)
 
         with (
