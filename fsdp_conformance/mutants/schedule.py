@@ -119,4 +119,6 @@ class IgnoresReshard(SeamFSDP2):
     """Parameters are resharded after forward, asked for or not."""
 
     def prepare(self, model: nn.Module, plan: Plan) -> Plan:
-        return replace(plan, sharding=Sharding.FULL) if plan.sharding is Sharding.GRAD_OPTIM else plan
+        reshard = None if plan.reshard_after_forward is False else plan.reshard_after_forward
+        sharding = Sharding.FULL if plan.sharding is Sharding.GRAD_OPTIM else plan.sharding
+        return replace(plan, sharding=sharding, reshard_after_forward=reshard)

@@ -8,7 +8,6 @@ Each is run twice, without its defect and with it. Without, nothing may be found
 
 from __future__ import annotations
 
-import dataclasses
 import linecache
 import sys
 from collections.abc import Callable, Iterator
@@ -28,7 +27,7 @@ from fsdp_conformance.simulator import checker
 from fsdp_conformance.simulator.checker import Wait
 from fsdp_conformance.tests.stream_engines import Engine
 from fsdp_conformance.tests.stream_runs import run
-from fsdp_conformance.tests.stream_trainings import RACING, TRAININGS
+from fsdp_conformance.tests.stream_trainings import TRAININGS
 
 NUMEL = 96
 
@@ -58,16 +57,15 @@ class SeededRace:
     """Of the findings, all of them; empty: the checker finds nothing."""
     reason: str = ""
     """Why nothing is found."""
+    world_size: int = 2
 
 
-def _trained(name: str, defect: Defect, **changes: Any) -> Program:
+def _trained(name: str, defect: Defect) -> Program:
     """A training of torch's engine; the defect is around its loop."""
-    known = next((training for training in RACING if training.name == name), None) or TRAININGS[name]
-    training = dataclasses.replace(known, **changes)
 
     def program(device: torch.device, rank: int, defective: bool) -> None:
         prepared = defect if defective else lambda _: nullcontext()
-        run(training, device, rank, look=checker.suspended, prepared=prepared)
+        run(TRAININGS[name], device, rank, look=checker.suspended, prepared=prepared)
 
     return program
 
@@ -463,6 +461,7 @@ RACES: tuple[SeededRace, ...] = (
             "fsdp2-reshard-to-2", _without(Wait.STREAM_WAITS_EVENT, "unshard", "_reshard_after_forward_event")
         ),
         kinds=frozenset({RAW}),
+        world_size=4,
     ),
     SeededRace(
         name="all-reduce-input-let-go",
@@ -470,6 +469,7 @@ RACES: tuple[SeededRace, ...] = (
         what="hybrid sharding: the input of the all-reduce is freed while that is in flight",
         program=_trained("fsdp2-hybrid-bf16", _all_reduce_let_go),
         kinds=frozenset({REUSE}),
+        world_size=4,
     ),
     SeededRace(
         name="saved-while-training",

@@ -22,7 +22,7 @@ from fsdp_conformance.simulator.hazard import Access, Frame, Hazard
 from fsdp_conformance.simulator.sync_sites import SiteWatch
 from fsdp_conformance.tests.stream_ranks import synchronized
 from fsdp_conformance.tests.stream_runs import Outcome, run
-from fsdp_conformance.tests.stream_trainings import TRAININGS
+from fsdp_conformance.tests.stream_trainings import RACING, TRAININGS
 
 #: In `Job.dropped`: every wait.
 ALL = "*"
@@ -88,7 +88,7 @@ def _shown(rank: int, device: torch.device, job: Job) -> Shown:
             checker.begin_order_digest()
             keep = _all_dropped if ALL in job.dropped else watch.keep
             with checker.wait_filter(keep), checker.wait_filter(pending.keep):
-                outcome = run(TRAININGS[job.training], device, rank, look=checker.suspended)
+                outcome = run((TRAININGS | RACING)[job.training], device, rank, look=checker.suspended)
             shown.outcome = asdict(outcome)
         except Exception as error:  # noqa: BLE001 - what a mutant raises is what it shows
             shown.error = f"{type(error).__name__}: {error}"
@@ -100,19 +100,18 @@ def _shown(rank: int, device: torch.device, job: Job) -> Shown:
     return shown
 
 
-def seeded(rank: int, device: torch.device, names: Sequence[str], reuse: str) -> list[list[list[str]]]:
-    """What is found in each seeded race, without its defect and with it."""
+def seeded(rank: int, device: torch.device, names: Sequence[str], reuse: str) -> list[tuple[list[str], list[str]]]:
+    """What is found in each seeded race on this rank: without its defect, and with it."""
     from fsdp_conformance.tests.seeded_races import RACES
 
-    by_name = {race.name: race for race in RACES}
-    found: list[list[list[str]]] = []
-    for name in names:
-        found.append([])
-        for defective in (False, True):
-            with _separated(device), checker.reuse(reuse):
-                by_name[name].program(device, rank, defective)
-                found[-1].append(described(checker.hazards()))
-    return found
+    programs = {race.name: race.program for race in RACES}
+
+    def findings(name: str, defective: bool) -> list[str]:
+        with _separated(device), checker.reuse(reuse):
+            programs[name](device, rank, defective)
+            return described(checker.hazards())
+
+    return [(findings(name, False), findings(name, True)) for name in names]
 
 
 class Pending:

@@ -17,6 +17,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.distributed.distributed_c10d import _get_default_group
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from fsdp_conformance.adapters import session
 from fsdp_conformance.adapters.reference_data_parallel import ReferenceDataParallel
@@ -397,6 +398,30 @@ class Iterations(ReducerTestCase):
             model(1.0)
         with self.assertRaises(ReductionUnfinished):
             model(1.0)
+
+    def test_inside_of_a_checkpoint(self) -> None:
+        """The wrapper's forward runs again in backward: gradients are averaged once, and the same."""
+        gradients = []
+        for reentrant in (None, False, True):
+            model = DataParallel(_Branches(), bucket_cap_mb=0)
+            for step in range(3):
+                x = self._inputs(step).requires_grad_()
+
+                def loss(x: Tensor, model: DataParallel = model) -> Tensor:
+                    output = model(x)
+                    value: Tensor = output.logits.square().sum() + output.extra["right"][0].sum()
+                    return value
+
+                begin = self.mark()
+                value: Any = loss(x) if reentrant is None else checkpoint(loss, x, use_reentrant=reentrant)
+                value.backward()
+                self.assertEqual(4, len(self.since(begin)))
+                gradients.append([p.grad.tolist() for p in model.parameters() if p.grad is not None])
+                model.zero_grad()
+
+        self.assertEqual(4, len(gradients[0]))
+        self.assertEqual(gradients[:3], gradients[3:6])
+        self.assertEqual(gradients[:3], gradients[6:])
 
     def test_deferral_ends_with_its_block(self) -> None:
         """Also when an exception ends it; blocks nest."""

@@ -181,16 +181,19 @@ side = torch.cuda.Stream()
 with torch.cuda.nvtx.range("late"), torch.cuda.stream(side):
     data.mul_(2)
 model(data)
+with torch.no_grad(), torch.cuda.stream(side):
+    model[0].weight.zero_()
 """
 
 
 def test_hazards_name_modules_ranges_and_parameters(tmp_path: Path) -> None:
-    """The module whose forward reads, and the range of NVTX that writes."""
+    """The module whose forward reads, the range of NVTX that writes, the parameter that is overwritten."""
     run = sanitize("--as-cuda", "--world-size", "1", written(tmp_path, _LABELS), cwd=tmp_path)
 
     assert run.status == 1, run.out + run.err
     labels = {(one["then"]["site"]["label"], one["now"]["site"]["label"]) for one in run.hazards}
     assert ("late", "Sequential.0") in labels
+    assert "Sequential.0.weight" in {one["now"]["site"]["tensor"] for one in run.hazards}
 
 
 def test_a_script_that_never_used_the_device_is_not_clean(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ void host_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
   const Traits& traits = traits_of(op);
   if (!is_host_kernel(op, below, traits)) return op.redispatchBoxed(below, stack);
   const size_t count = traits.arguments.size();
-  note_host_accesses(traits, {stack->data() + (stack->size() - count), count});
+  note_host_accesses(traits, c10::ArrayRef<c10::IValue>(stack->data() + (stack->size() - count), count));
   const c10::impl::ExcludeDispatchKeyGuard once(kHostWatchKey);
   op.redispatchBoxed(below, stack);
 }
@@ -79,7 +79,7 @@ std::unique_ptr<at::ObserverContext> observe(const at::RecordFunction& function)
   const Traits& traits = traits_of(*op);
   if (!is_host_kernel(*op, keys, traits)) return nullptr;
   try {
-    note_host_accesses(traits, {function.inputs().data(), function.inputs().size()});
+    note_host_accesses(traits, c10::ArrayRef<c10::IValue>(function.inputs().data(), function.inputs().size()));
   } catch (const c10::Error& error) {
     to_raise = error.what_without_backtrace();
   }
