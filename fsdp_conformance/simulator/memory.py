@@ -3,6 +3,14 @@ What the simulated accelerator says of its memory, as `torch.cuda` does.
 
 Bytes are exact: a storage of n bytes counts n, from its allocation to its end. CUDA rounds up to 512 and splits larger
 blocks, so that its numbers are larger. What a thread allocates in `checker.suspended()` is not counted.
+
+Freed blocks are cached per device, stream and exact size, last in first out, and keep their history for the checker.
+Memory that nobody has written is NaN, new or reused.
+
+Pinned memory belongs to no device. A copy into it that does not block arrives when the host has waited for its stream;
+until then the host finds NaN. A copy out of it takes what is there when it is issued. While such copies are under way
+the operations of torch on pinned memory are looked at, in every thread of the host; what goes past torch (numpy,
+tolist, a process group for CPU tensors) is not: it finds NaN, and what it writes is found when the host waits.
 """
 
 from __future__ import annotations

@@ -119,6 +119,7 @@ class TestCache:
 
         assert 3 == len({target, first, build._target()})
 
+    @pytest.mark.slow
     def test_others_wait_for_the_one_that_compiles(self, machine: Machine) -> None:
         """Of three processes one compiles, and all have its result."""
         machine.hold.touch()
@@ -131,6 +132,7 @@ class TestCache:
         assert {f"{path}\n" for path in machine.shared_objects()} == outputs
         assert 1 == machine.num_links()
 
+    @pytest.mark.slow
     def test_a_kill_leaves_nothing_that_is_taken_for_whole(self, machine: Machine) -> None:
         """What the killed one has started is waited for; then the next one completes it."""
         machine.hold.touch()
