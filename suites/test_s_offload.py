@@ -14,7 +14,6 @@ from fsdp_conformance.fixtures import deep, probes
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Regime
 
-
 #: Numbers that are wrong here were read before they were there, or overwritten before they were read.
 _COMPLETE = dict.fromkeys(("loss", "gradient", "parameter", "norm"), "R138")
 
