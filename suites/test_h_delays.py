@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_conformance.case import conformance_case
+from fsdp_conformance.checks.streams import every_race
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Sharding
 from fsdp_conformance.faults.delay import CollectiveDelay, FreeDelay, PointDelay, ReductionDelay
 from fsdp_conformance.faults.fault import Fault
@@ -124,6 +125,9 @@ def _kills(values: dict[str, Any]) -> list[str]:
 
 class Delays(ConformanceTestCase):
     """One rank is late at one place of the step; nobody's numbers change, and nobody reads too early."""
+
+    # A race is what a delay would show, on hardware and with luck.
+    hazard_requirements = every_race("R073", parameters="R074")
 
     @conformance_case(
         "R073",

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fsdp_conformance.case import conformance_case
+from fsdp_conformance.checks.streams import every_race
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Sharding
 from fsdp_conformance.fixtures import deep, frozen, models, probes, reuse, shapes, transformer
 from fsdp_conformance.testing import ConformanceTestCase
@@ -169,6 +170,8 @@ class UpdatedParameters(ConformanceTestCase):
 
 class WrongPrefetch(ConformanceTestCase):
     """What was learnt of the order of execution does not hold, or a unit that was gathered ahead is never reached."""
+
+    hazard_requirements = every_race("R078")
 
     @conformance_case(
         "R078",

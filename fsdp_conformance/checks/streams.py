@@ -26,6 +26,12 @@ REQUIREMENTS: Mapping[str, str] = {
     "parameters": "R074",
 }
 
+
+def every_race(requirement: str, **others: str) -> dict[str, str]:
+    """A mapping in which every race speaks for one requirement, but for `others` (kinds, and "parameters")."""
+    return {**dict.fromkeys(REQUIREMENTS, requirement), **others}
+
+
 #: The phase in which the optimizer writes the parameters.
 _STEP = "step"
 

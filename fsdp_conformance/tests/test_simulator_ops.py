@@ -20,7 +20,6 @@ from fsdp_conformance.tests.simulator_process import compiled, in_process_of_its
 pytestmark = compiled
 
 
-@in_process_of_its_own
 def assert_as_on_the_cpu(compute: Computation) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -33,12 +32,14 @@ def assert_as_on_the_cpu(compute: Computation) -> None:
 
 
 @pytest.mark.parametrize("name", MODULES)
+@in_process_of_its_own
 def test_a_module_trains_as_on_the_cpu(name: str) -> None:
     """Results, gradients and buffers are equal to the last bit, and nothing races."""
     assert_as_on_the_cpu(MODULES[name])
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
+@in_process_of_its_own
 def test_operations_compute_as_on_the_cpu(name: str) -> None:
     """Results are equal to the last bit, and nothing races."""
     assert_as_on_the_cpu(OPERATIONS[name])

@@ -113,8 +113,9 @@ at::Tensor as_real(const at::Tensor& tensor) {
 }
 
 at::Tensor as_real(const at::Tensor& tensor, const ReduceOp& reduce, const char* collective) {
+  const bool linear = reduce.op_ == ReduceOp::SUM || reduce.op_ == ReduceOp::AVG || reduce.op_ == ReduceOp::PREMUL_SUM;
   TORCH_CHECK(
-      !tensor.defined() || !tensor.is_complex() || c10d::isComplexViewAsRealAllowed(reduce), collective,
+      linear || !tensor.defined() || !tensor.is_complex(), collective,
       " does not support this reduction on complex tensors");
   return as_real(tensor);
 }

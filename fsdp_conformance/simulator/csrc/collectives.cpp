@@ -1001,9 +1001,8 @@ milliseconds in_milliseconds(double seconds) {
   return milliseconds(static_cast<int64_t>(seconds * 1000));
 }
 
-c10::intrusive_ptr<SimOptions> options_for(const std::string& name, double timeout_s, bool high_priority) {
+c10::intrusive_ptr<SimOptions> options_for(double timeout_s, bool high_priority) {
   auto options = c10::make_intrusive<SimOptions>(in_milliseconds(timeout_s));
-  options->group_name = name;
   options->is_high_priority_stream = high_priority;
   return options;
 }
@@ -1024,14 +1023,14 @@ MakeGloo make_gloo(pybind11::function function) {
 c10::intrusive_ptr<c10d::Backend> group_over_gloo(
     pybind11::function gloo, const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank, int size,
     double timeout_s, bool high_priority) {
-  auto options = options_for(name, timeout_s, high_priority);
+  auto options = options_for(timeout_s, high_priority);
   auto transport = gloo_transport(make_gloo(std::move(gloo)), store, rank, size, options->timeout);
   return c10::make_intrusive<SimGroup>(std::move(transport), nullptr, rank, size, name, std::move(options));
 }
 
 c10::intrusive_ptr<c10d::Backend> group_of_threads(
     const std::string& world, const std::string& name, int rank, int size, double timeout_s, bool high_priority) {
-  const auto options = options_for(name, timeout_s, high_priority);
+  const auto options = options_for(timeout_s, high_priority);
   const auto transport = [&](const std::string& unique_name) {
     return thread_transport(world, unique_name, rank, size, options->timeout);
   };

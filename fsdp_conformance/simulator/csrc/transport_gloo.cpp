@@ -128,6 +128,17 @@ class GlooExchange : public Exchange, public std::enable_shared_from_this<GlooEx
   std::string failure_;
 };
 
+/// In torch 2.6 only gloo's own class has it, whose header is not installed.
+template <typename Backend>
+auto hand_on_timeout(Backend& backend, std::chrono::milliseconds timeout, int)
+    -> decltype(backend.setTimeout(timeout)) {
+  backend.setTimeout(timeout);
+}
+template <typename Backend>
+void hand_on_timeout(Backend&, std::chrono::milliseconds, long) {
+  TORCH_WARN_ONCE("The timeout of a group of simccl is fixed in this version of torch.");
+}
+
 class GlooTransport : public Transport {
  public:
   GlooTransport(
@@ -153,7 +164,7 @@ class GlooTransport : public Transport {
   }
 
   void set_timeout(std::chrono::milliseconds timeout) override {
-    gloo_->setTimeout(timeout);
+    hand_on_timeout(*gloo_, timeout, 0);
   }
 
   std::shared_ptr<Transport> split(
