@@ -101,6 +101,17 @@ class ChunkPayload:
             self._views[self.block] = [view.data for view in self._layout.views(self.flat(shard))]
         return self._views[self.block]
 
+    def unleased_views(self, shard: Tensor) -> list[Tensor]:
+        """`views` of a resized block that may have no memory now: they are read when it has some."""
+        if self.block is not None and self.block not in self._views and not self.pool.is_leased(self.block):
+            # A view is made of memory that is there; none of it is touched.
+            storage = self.block.payload.untyped_storage()
+            storage.resize_(self.block.nbytes)
+            views = self.views(shard)
+            storage.resize_(0)
+            return views
+        return self.views(shard)
+
     def forget(self) -> Block | None:
         """Have no data any more. Returns the block to give back; None if there is none."""
         block, self.gathering = self.block, None

@@ -21,6 +21,12 @@ What the engine raises, one class per thing that can go wrong; configurations ou
     |   +-- ChunkStateError      not legal in the state that the chunk is in
     |       +-- IllegalTransition  ... nor in the state that a tensor is in
     +-- NoChunkSize              no chunk size fits the memory budget
+    +-- ShardingError            the fully sharded module is used wrongly, or cannot be made
+        +-- TrainingStateError   not legal in the state that a unit is in
+        +-- ExecutionOrderError  ranks run different units, or the same ones in another order
+        +-- SharedAcrossUnits    a parameter belongs to two units that no outer unit joins
+        +-- ParameterMoved       a parameter is on another device, or of another dtype, than it may be
+        +-- UsedWhileSharded     a parameter took part in a graph while it was sharded
 """
 
 from __future__ import annotations
@@ -120,3 +126,27 @@ class IllegalTransition(ChunkStateError):
 
 class NoChunkSize(EngineError, ValueError):
     """No chunk size fits the memory budget. Says what the smallest would need."""
+
+
+class ShardingError(EngineError, RuntimeError):
+    """The fully sharded module is used wrongly, or cannot be made of what it was given."""
+
+
+class TrainingStateError(ShardingError):
+    """What was asked is not legal in the state that a unit is in. The unit stays in it."""
+
+
+class ExecutionOrderError(ShardingError):
+    """Ranks run different units, or the same ones in another order: they would train on one another's parameters."""
+
+
+class SharedAcrossUnits(ShardingError):
+    """A parameter belongs to two units, and no outer unit joins them."""
+
+
+class ParameterMoved(ShardingError):
+    """A parameter is on another device, of another dtype or of another size than it may be after the wrap."""
+
+
+class UsedWhileSharded(ShardingError):
+    """A parameter took part in a graph while it was sharded, so its gradient would be one of a shard alone."""

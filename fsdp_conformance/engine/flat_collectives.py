@@ -42,6 +42,11 @@ def all_reduce(tensor: Tensor, group: ProcessGroup) -> Work:
     return cast(Work, dist.all_reduce(tensor, group=group, async_op=True))
 
 
+def all_reduce_max(tensor: Tensor, group: ProcessGroup) -> Work:
+    """Start taking the maximum of `tensor` over the ranks, in place."""
+    return cast(Work, dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group, async_op=True))
+
+
 def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
     """
     The group itself, or the default one for None.

@@ -1,0 +1,219 @@
+"""The reference engine as a subject: the fully sharded module, with everything that it offers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fsdp_conformance
+from fsdp_conformance.adapters.sharded import anywhere, full_copy
+from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, submodules
+from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
+from fsdp_conformance.engine import sharding_strategy as engine
+from fsdp_conformance.engine.fully_sharded import FullyShardedDataParallel
+from fsdp_conformance.engine.wrap_policy import ClassPolicy, SizePolicy, WrapPolicy
+
+_STRATEGIES = {
+    Sharding.DEFAULT: engine.ShardingStrategy.FULL_SHARD,
+    Sharding.FULL: engine.ShardingStrategy.FULL_SHARD,
+    Sharding.GRAD_OPTIM: engine.ShardingStrategy.SHARD_GRAD_OP,
+    Sharding.NONE: engine.ShardingStrategy.NO_SHARD,
+    Sharding.HYBRID: engine.ShardingStrategy.HYBRID_SHARD,
+}
+#: The same degree with parameters kept from forward to backward, and freed in between.
+_KEPT = {
+    engine.ShardingStrategy.FULL_SHARD: engine.ShardingStrategy.SHARD_GRAD_OP,
+    engine.ShardingStrategy.HYBRID_SHARD: engine.ShardingStrategy.HYBRID_SHARD_ZERO2,
+}
+_FREED = {kept: freed for freed, kept in _KEPT.items()}
+_PREFETCH = {
+    BackwardPrefetch.DEFAULT: engine.BackwardPrefetch.BACKWARD_PRE,
+    BackwardPrefetch.PRE: engine.BackwardPrefetch.BACKWARD_PRE,
+    BackwardPrefetch.POST: engine.BackwardPrefetch.BACKWARD_POST,
+    BackwardPrefetch.NONE: None,
+}
+
+
+class Reference(TorchAdapter):
+    """`FullyShardedDataParallel` of the engine; FULL_SHARD unless the plan says otherwise."""
+
+    name: ClassVar[str] = "reference"
+    capabilities: ClassVar[frozenset[str]] = frozenset(
+        {
+            "zero3",
+            "zero2",
+            "no_shard",
+            "hsdp",
+            "reshard_after_forward",
+            "subgroups",
+            "ignored_modules",
+            "auto_wrap",
+            "any_accelerator",
+            "init_after",
+            "init_never",
+            "device_id",
+            "cast_after_init",
+            "sync_module_states",
+            "cpu_offload_params",
+            "mixed_precision",
+            "prefetch_backward",
+            "prefetch_forward",
+            "prefetch_explicit",
+            "clip_norm_type",
+            "shared_params",
+            "shared_across_units",
+            "shared_module",
+            "frozen_mixed",
+            "frozen_dynamic",
+            "scalar_params",
+            "noncontiguous_params",
+            "nonroot_forward",
+            "zero_size_shard",
+            "move_inputs",
+            "exec_order_check",
+            "exception_recovery",
+            "coll_counts",
+            "coll_volume",
+            "ws1_fast",
+            "mem_bounds",
+            "rate_limit",
+        }
+    )
+    #: The one that computes, and the one that is gathered ahead.
+    max_unsharded: ClassVar[int] = 2
+
+    @classmethod
+    def version(cls) -> str:
+        return fsdp_conformance.__version__
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        options = self._options(model, plan)
+        for fqn in all_units(plan):
+            self._wrap_unit(model, fqn, self._local(options) if fqn in plan.local_units else options)
+        if "" in plan.local_units:
+            options = self._local(options)
+        wrapped = FullyShardedDataParallel(model, auto_wrap_policy=auto_wrap_policy(model, plan), **options)
+        if plan.explicit_prefetch:
+            _prefetch_listed(wrapped, plan.explicit_prefetch)
+        return wrapped
+
+    def no_sync(self) -> AbstractContextManager[Any]:
+        return self._root.no_sync()
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        return self._root.clip_grad_norm_(max_norm, norm_type)
+
+    def full_params(self) -> dict[str, Tensor]:
+        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
+            return {name: full_copy(parameter) for name, parameter in self.parameters().items()}
+
+    def full_grads(self) -> dict[str, Tensor | None]:
+        # Where one rank alone has a gradient the others must be seen to have none.
+        present = {name: parameter.grad is not None for name, parameter in self.parameters().items()}
+        anywhere(list(present.values()), self.device)
+        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False, with_grads=True):
+            return {
+                name: full_copy(parameter.grad) if present[name] and parameter.grad is not None else None
+                for name, parameter in self.parameters().items()
+            }
+
+    def full_optim_state(self) -> dict[str, dict[str, Tensor]]:
+        if self.optimizer is None:
+            return {}
+        return self._root.full_optimizer_state(self.optimizer)
+
+    def write_params(self, values: Mapping[str, Tensor]) -> None:
+        with FullyShardedDataParallel.summon_full_params(self.model, writeback=True):
+            super().write_params(values)
+
+    def unit_is_unsharded(self, fqn: str) -> bool:
+        return self._unit(fqn).unit.is_unsharded
+
+    def unshard(self, fqn: str) -> None:
+        self._unit(fqn).unshard()
+
+    def reshard(self, fqn: str) -> None:
+        self._unit(fqn).reshard()
+
+    def _unit(self, fqn: str) -> FullyShardedDataParallel:
+        """The wrapper around a submodule."""
+        if not fqn:
+            return self._root
+        wrapped = self.names.modules[fqn]
+        (found,) = {
+            each
+            for each in self.model.modules()
+            if isinstance(each, FullyShardedDataParallel) and each.module is wrapped
+        }
+        return found
+
+    @property
+    def _root(self) -> FullyShardedDataParallel:
+        if not isinstance(self.model, FullyShardedDataParallel):
+            raise TypeError(f"{type(self.model).__name__} is not a FullyShardedDataParallel")
+        return self.model
+
+    def _options(self, model: nn.Module, plan: Plan) -> dict[str, Any]:
+        strategy = _STRATEGIES[plan.sharding]
+        if plan.reshard_after_forward is not None:
+            strategy = (_FREED if plan.reshard_after_forward else _KEPT).get(strategy, strategy)
+        options: dict[str, Any] = {
+            "sharding_strategy": strategy,
+            "backward_prefetch": _PREFETCH[plan.backward_prefetch],
+            "forward_prefetch": plan.forward_prefetch,
+            "sync_module_states": plan.sync_module_states,
+            "cpu_offload": engine.CPUOffload(
+                offload_params=plan.offload is not Offload.OFF, pin_memory=plan.offload is Offload.CPU_PINNED
+            ),
+            "ignored_modules": submodules(model, plan.ignored) or None,
+        }
+        if plan.param_dtype is not None:
+            options["mixed_precision"] = engine.MixedPrecision(param_dtype=getattr(torch, plan.param_dtype))
+        if plan.device_id is not None or (self.device.type != "cpu" and plan.init_mode is InitMode.NEVER):
+            # How a model that nobody moves gets to its device.
+            options["device_id"] = self.device
+        if strategy.is_hybrid:
+            shape = hybrid_shape(plan, dist.get_world_size())
+            options["device_mesh"] = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        return options
+
+    def _local(self, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The options of a unit on a group of this rank alone."""
+        group, _ = dist.new_subgroups(group_size=1)  # type: ignore[no-untyped-call]
+        kept = {key: value for key, value in options.items() if key != "device_mesh"}
+        return kept | {"process_group": group, "sharding_strategy": engine.ShardingStrategy.SHARD_GRAD_OP}
+
+    def _wrap_unit(self, model: nn.Module, fqn: str, options: Mapping[str, Any]) -> None:
+        """Put one submodule's wrapper at every place where the submodule stands."""
+        (module,) = submodules(model, [fqn])
+        wrapped = FullyShardedDataParallel(module, **options)
+        for parent in list(model.modules()):
+            if parent is not wrapped:
+                # Not named_children(): it shows a module that stands at two places once.
+                for key, child in list(parent._modules.items()):
+                    if child is module:
+                        setattr(parent, key, wrapped)
+
+
+def auto_wrap_policy(model: nn.Module, plan: Plan) -> WrapPolicy | None:
+    """The policy that `plan.auto_wrap` describes ("size:N", "class:Name"), or None."""
+    if plan.auto_wrap is None:
+        return None
+    kind, _, value = plan.auto_wrap.partition(":")
+    if kind == "size":
+        return SizePolicy(int(value))
+    return ClassPolicy({type(module) for module in model.modules() if type(module).__name__ == value})
+
+
+def _prefetch_listed(root: FullyShardedDataParallel, count: int) -> None:
+    """Each unit below the root lists the next `count` ones for its forward, and those before it for its backward."""
+    wrappers = [each for each in root.modules() if isinstance(each, FullyShardedDataParallel) and each is not root]
+    for index, wrapper in enumerate(wrappers):
+        wrapper.set_forward_prefetch(wrappers[index + 1 : index + 1 + count])
+        wrapper.set_backward_prefetch(wrappers[max(0, index - count) : index][::-1])

@@ -1,0 +1,39 @@
+"""A chunk in other memory: the same tensors, on another device or in another dtype, without any communication."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fsdp_conformance.engine.chunk import Chunk
+from fsdp_conformance.engine.chunk_config import ChunkConfig
+from fsdp_conformance.engine.chunk_state import ChunkState
+from fsdp_conformance.engine.errors import ChunkStateError
+from fsdp_conformance.engine.memory_pool import MemoryPool
+
+
+def moved_chunk(chunk: Chunk, pool: MemoryPool, dtype: torch.dtype, *, config: ChunkConfig) -> Chunk:
+    """
+    A chunk with the layout of `chunk`, on `pool` and in `dtype`; its shard is zero and is to be written.
+
+    `chunk` must be sharded, and is not used again. Raises ChunkStateError otherwise.
+    """
+    if chunk.state is not ChunkState.SHARDED:
+        raise ChunkStateError(f"the chunk is {chunk.state.name}, but should be SHARDED", where=f"moving {chunk!r}")
+    twin = Chunk(
+        pool, chunk.numel, dtype, chunk.group, replica_group=chunk.replica_group, config=config, name=chunk.name
+    )
+    for slot in chunk.layout.slots:
+        twin.layout.append(slot.shape)
+        twin.states.add()
+        twin.tensors.append(torch.empty(0))
+    # From open to sharded, as close() goes, but without the whole chunk in between.
+    twin._shard = _zero_shard(twin)
+    twin._go(ChunkState.SHARDED)
+    return twin
+
+
+def _zero_shard(chunk: Chunk) -> Tensor:
+    return torch.zeros(
+        chunk.layout.shard_numel, dtype=chunk.dtype, device=chunk.shard_device, pin_memory=chunk.pins_memory
+    )

@@ -1,0 +1,386 @@
+"""
+The flat parameter: the parameters of one unit and dtype on one chunk, and what stands for them in the modules.
+
+    original parameter   the object that the module had and the optimizer has; 1D, this rank's part of the chunk's shard
+                         (in a group of one rank: the whole, in its shape)
+    leaf                 what a forward uses: a parameter of the original shape, a view of the unsharded chunk. Autograd
+                         keeps it; its memory comes and goes with the chunk's block, always behind the same storage
+    place                a module's registry and a key: where the one or the other is registered
+
+A chunk over more than one rank ends with a tag, the number of its unit, behind the last parameter. It is gathered and
+averaged with the rest, so a rank whose peers run another unit finds it out with the first collective, at no message.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_conformance.engine.chunk import Chunk
+from fsdp_conformance.engine.chunk_gathering import Gathering, start_all_gather
+from fsdp_conformance.engine.chunk_reduction import Reduction
+from fsdp_conformance.engine.chunk_state import ChunkState, TensorState
+from fsdp_conformance.engine.errors import ExecutionOrderError, ParameterMoved, ParameterReplaced
+
+#: Tags are below it, so that bfloat16 holds them exactly.
+_NUM_TAGS = 251
+
+#: Between two tags; what sixteen bits lose in an average is less.
+_TAG_TOLERANCE = 0.3
+
+#: States that a tensor passes through on its way to the reduction.
+_TO_REDUCTION = (TensorState.COMPUTE, TensorState.HOLD_AFTER_BWD, TensorState.READY_FOR_REDUCE)
+
+
+class Place:
+    """Where a parameter is registered: under a key of a module. Does not keep the module."""
+
+    __slots__ = ("_module", "key", "registry")
+
+    def __init__(self, module: nn.Module, key: str) -> None:
+        self.registry = module._parameters
+        self.key = key
+        # Modules with a __setattr__ of their own note their parameters elsewhere, too (RNNs do).
+        usual = getattr(type(module), "__setattr__", None) is nn.Module.__setattr__
+        self._module = None if usual else weakref.ref(module)
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Let the module find `parameter` under the key."""
+        module = None if self._module is None else self._module()
+        if module is None:
+            self.registry[self.key] = parameter
+        else:
+            setattr(module, self.key, parameter)
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """One parameter of a unit."""
+
+    name: str
+    """Its name below the unit's module; the first, if it is tied."""
+    parameter: nn.Parameter
+    places: list[Place]
+    shape: torch.Size = field(init=False)
+    """Of the whole parameter."""
+
+    def __post_init__(self) -> None:
+        self.shape = self.parameter.shape
+
+
+MoveChunk = Callable[["FlatParameter", torch.device, torch.dtype], Chunk]
+"""From a flat parameter, the device and the dtype that its parameters have now, to a chunk with its tag."""
+
+
+class FlatParameter:
+    """
+    Parameters of one dtype on a chunk; see the module's docstring.
+
+    Making one copies `members` into `chunk`, which must be sharded and hold them in order, followed by the tag where
+    there is one. `tag` is None for a chunk of one rank. `move_chunk` is asked for another chunk of the same layout when
+    users have moved or cast the parameters; it raises ParameterMoved if they may not.
+    """
+
+    def __init__(
+        self,
+        chunk: Chunk,
+        members: Sequence[Member],
+        *,
+        tag: int | None,
+        name: str,
+        move_chunk: MoveChunk,
+    ) -> None:
+        self._move_chunk = move_chunk
+        self.members = list(members)
+        self.name = name
+        self.tag = tag
+        self._places = [(place, index) for index, member in enumerate(members) for place in member.places]
+        self.leaves: list[nn.Parameter] = []
+        self._checked: Gathering | None = None
+        self._versions: list[int] = []
+        self._reduction: Reduction | None = None
+        self._receivers: list[bool] = []
+        self.take_chunk(chunk)
+
+    def take_chunk(self, chunk: Chunk) -> None:
+        """Let `chunk` be the storage from now on. Its shard has the values."""
+        self.chunk = chunk
+        shard = chunk.shard
+        self.is_whole = chunk.layout.world_size == 1
+        """Whether this rank has every element of every parameter."""
+        parts = chunk.layout.views(shard) if self.is_whole else chunk.layout.shard_views(shard)
+        self.parts = parts[: len(self.members)]
+        """This rank's part of each parameter, as a view of the shard."""
+        self._addresses = [part.data_ptr() if part.numel() else None for part in self.parts]
+        for member, part in zip(self.members, self.parts, strict=True):
+            member.parameter.data = part
+        views = chunk.lasting_views
+        for index, member in enumerate(self.members):
+            if index < len(self.leaves):
+                self.leaves[index].data = views[index]
+            else:
+                self.leaves.append(_leaf(member.parameter, views[index]))
+        self._reduces_nothing = (
+            self.is_whole and chunk.num_replicas == 1 and chunk.reduces_in_place and chunk.compute_dtype is chunk.dtype
+        )
+        self._tag_gradient: Tensor | None = None
+        if self.tag is not None:
+            # Its sum over ranks has to be exact in the dtype of the reduction, too.
+            self._averaged_tag = self.tag if chunk.reduce_dtype.itemsize > 2 else self.tag % 16
+            self._tag_gradient = torch.tensor(float(self._averaged_tag), device=chunk.pool.device)
+
+    # --- what the modules see ----------------------------------------------------------------------------------------
+
+    def register(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Let modules see `parameters`, one for each member."""
+        for place, index in self._places:
+            place.register(parameters[index])
+
+    def register_leaves(self) -> None:
+        """Modules see whole parameters."""
+        self.register(self.leaves)
+
+    def register_originals(self) -> None:
+        """Modules see the objects that the optimizer has."""
+        self.register([member.parameter for member in self.members])
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a parameter gets a gradient."""
+        return any(member.parameter.requires_grad for member in self.members)
+
+    # --- values ------------------------------------------------------------------------------------------------------
+
+    def follow_users(self) -> None:
+        """
+        Take over what users have changed since the last forward, while modules see the originals.
+
+        Values that were put into `.data`, another device or dtype, `requires_grad`. Raises ParameterReplaced for
+        another object or shape, ParameterMoved for a device or dtype that cannot be followed.
+        """
+        replaced = [
+            self.members[index].name
+            for place, index in self._places
+            if place.registry.get(place.key) is not self.members[index].parameter
+        ]
+        if replaced:
+            raise ParameterReplaced(
+                f"{', '.join(replaced)} is another parameter than the one that was wrapped, but should be the same",
+                where=self.name,
+                hint="Wrap the module again.",
+            )
+        if self._is_detached():
+            self._adopt()
+        for member, leaf in zip(self.members, self.leaves, strict=True):
+            if leaf.requires_grad != member.parameter.requires_grad:
+                leaf.requires_grad_(member.parameter.requires_grad)
+
+    def _is_detached(self) -> bool:
+        """Whether the data of a parameter were replaced: it is no view of the shard any more."""
+        for member, part, address in zip(self.members, self.parts, self._addresses, strict=True):
+            data = member.parameter
+            if (
+                (address is not None and data.data_ptr() != address)
+                or data.device != part.device
+                or data.dtype is not part.dtype
+                or data.shape != part.shape
+            ):
+                return True
+        return False
+
+    def _adopt(self) -> None:
+        """Copy what users have put into `.data` to the shard, and let the originals be views of it again."""
+        problems = [
+            f"shape={tuple(member.parameter.shape)} of {member.name}, but should be {tuple(part.shape)}: "
+            f"this rank's part of {tuple(member.shape)}"
+            for member, part in zip(self.members, self.parts, strict=True)
+            if member.parameter.shape != part.shape
+        ]
+        if problems:
+            raise ParameterReplaced(problems, where=self.name, hint="Write in place, or in summon_full_params.")
+        kinds = {(member.parameter.device, member.parameter.dtype) for member in self.members}
+        if len(kinds) > 1:
+            raise ParameterMoved(
+                f"parameters are on {', '.join(sorted(f'{device} in {dtype}' for device, dtype in kinds))}, "
+                "but should be on one device, in one dtype",
+                where=self.name,
+            )
+        values = [member.parameter.data for member in self.members]
+        (kind,) = kinds
+        if kind != (self.chunk.shard.device, self.chunk.dtype):
+            self.release()
+            self.take_chunk(self._move_chunk(self, *kind))
+        self.chunk.wait_shard_reads()
+        with torch.no_grad():
+            for member, part, value in zip(self.members, self.parts, values, strict=True):
+                if part.data_ptr() != value.data_ptr():
+                    part.copy_(value)
+                member.parameter.data = part
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a parameter was written since the gather: what is unsharded is not what it should be."""
+        return self._versions != [member.parameter._version for member in self.members]
+
+    def start_gather(self, after: Any) -> None:
+        """Begin to unshard, unless it has begun."""
+        if self.chunk.state is ChunkState.SHARDED:
+            self._versions = [member.parameter._version for member in self.members]
+            self.chunk.access(async_op=True, after=after)
+
+    def finish_gather(self) -> None:
+        """Wait for it. Raises ExecutionOrderError if what arrived is another unit's."""
+        gathering = self.chunk.access(async_op=True)
+        gathering.wait()
+        if gathering is not self._checked:
+            self._checked = gathering
+            if self.tag is not None and self.chunk.pool.device.type == "cpu":
+                self._check_tag(self.chunk.views[-1], self.tag, "gathered")
+
+    def release(self) -> None:
+        """Free what is unsharded, if anything is."""
+        if self.chunk.state in (ChunkState.GATHERING, ChunkState.UNSHARDED):
+            self._checked = None
+            self.chunk.release()
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether whole parameters are held, or on their way."""
+        return self.chunk.state in (ChunkState.GATHERING, ChunkState.UNSHARDED)
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait for a reduction."""
+        return self.chunk.has_gradients or any(leaf.grad is not None for leaf in self.leaves)
+
+    def accumulate(self) -> None:
+        """Collect the gradients of the leaves in the buffer, in the dtype of the reduction; they are reduced later."""
+        if not self._reduces_nothing and any(leaf.grad is not None for leaf in self.leaves):
+            tag: list[Tensor | None] = [] if self.tag is None else [None]
+            self.chunk.gradients.put_all([leaf.grad for leaf in self.leaves] + tag)
+            self._drop_leaf_gradients()
+
+    def start_reduction(self) -> None:
+        """Begin to average what was collected over the ranks. Parameters without a gradient count as zero."""
+        if self._reduces_nothing:
+            return
+        chunk = self.chunk
+        if self._reduction is not None:
+            self.finish_reduction()
+        tag = [] if self.tag is None else [self._tag_gradient]
+        accumulated = chunk.gradients.present[: len(self.members)]
+        self._receivers = [
+            member.parameter.requires_grad or before for member, before in zip(self.members, accumulated, strict=True)
+        ]
+        chunk.gradients.put_all([leaf.grad for leaf in self.leaves] + tag)
+        self._drop_leaf_gradients()
+        for state in _TO_REDUCTION:
+            chunk.move_all(state)
+        self._reduction = chunk.reduce(release=False, async_op=True)
+
+    def advance(self) -> None:
+        """Let a reduction that has two collectives start the second."""
+        if self._reduction is not None and not self._reduction.done:
+            self._reduction.advance()
+
+    @torch.no_grad()
+    def finish_reduction(self) -> list[nn.Parameter]:
+        """
+        Wait for the reduction, and let the originals have their gradients. Returns those that got one.
+
+        Raises ExecutionOrderError if other units were averaged in.
+        """
+        if self._reduces_nothing:
+            return self._hand_over()
+        reduction, self._reduction = self._reduction, None
+        if reduction is None:
+            return []
+        shard = reduction.wait()
+        layout = self.chunk.layout
+        parts = layout.views(shard) if self.is_whole else layout.shard_views(shard)
+        if self.tag is not None and shard.device.type == "cpu" and parts[-1].numel():
+            self._check_tag(parts[-1], self._averaged_tag, "averaged")
+        got = [member.parameter for member, gets in zip(self.members, self._receivers, strict=True) if gets]
+        _add_gradients(got, [part for part, gets in zip(parts, self._receivers, strict=False) if gets])
+        return got
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Let the originals be whole again, with memory of their own; this is not used afterwards. Collective."""
+        for member, value in zip(self.members, self.chunk.layout.views(self.gathered()), strict=False):
+            member.parameter.data = value.clone()
+
+    def gathered(self, shard: Tensor | None = None) -> Tensor:
+        """
+        The whole chunk from every rank's shard, 1D, on the compute device. Collective.
+
+        `shard`: another one than the parameters', of the same length; the gradients', for one.
+        """
+        chunk = self.chunk
+        source = chunk.shard if shard is None else shard
+        payload = torch.empty(chunk.numel, dtype=source.dtype, device=chunk.pool.device)
+        work = start_all_gather(payload, source, chunk.layout, chunk.group)
+        if work is not None:
+            work.wait()
+        return payload
+
+    def reset(self) -> None:
+        """Drop what an interrupted step has left."""
+        self._drop_leaf_gradients()
+        self._reduction = self._checked = None
+        self.chunk.reset()
+
+    def _hand_over(self) -> list[nn.Parameter]:
+        """Without peers the gradients of the leaves are those of the originals."""
+        got, gradients = [], []
+        for member, part, leaf in zip(self.members, self.parts, self.leaves, strict=True):
+            if leaf.grad is not None:
+                got.append(member.parameter)
+                gradients.append(leaf.grad.to(part.dtype).view(part.shape))
+        self._drop_leaf_gradients()
+        _add_gradients(got, gradients)
+        return got
+
+    def _drop_leaf_gradients(self) -> None:
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def _check_tag(self, tag: Tensor, expected: int, what: str) -> None:
+        found = tag.item()
+        if not abs(found - expected) <= _TAG_TOLERANCE:
+            raise ExecutionOrderError(
+                f"unit {found:g} was {what}, but should be {expected}: {self.name}",
+                where=f"{self.name}, rank {torch.distributed.get_rank()}",
+                hint="All ranks must run the same units in the same order.",
+            )
+
+
+def _leaf(original: nn.Parameter, view: Tensor) -> nn.Parameter:
+    leaf = nn.Parameter(view, requires_grad=original.requires_grad)
+    leaf.__dict__.update(original.__dict__)  # what users have noted on it
+    return leaf
+
+
+def _add_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
+    """Let parameters have gradients, beside those that they have."""
+    existing, added = [], []
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if parameter.grad is None:
+            parameter.grad = gradient
+        else:
+            existing.append(parameter.grad)
+            added.append(gradient)
+    if existing:
+        torch._foreach_add_(existing, added)
+
+
+def tag_of(ordinal: int) -> int:
+    """The tag of the unit of that number."""
+    return ordinal % _NUM_TAGS + 1

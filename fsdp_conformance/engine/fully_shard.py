@@ -1,0 +1,267 @@
+"""
+Sharding a module in place: `fully_shard(module)` makes it a unit, by hooks.
+
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+Inner modules come first. Parameters keep their objects and names; between steps each is this rank's part, in forward
+and backward of its unit modules see it whole. `FullyShardedDataParallel` is the same as a wrapper.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_conformance.engine.flat_parameter import Member
+from fsdp_conformance.engine.materialisation import materialise
+from fsdp_conformance.engine.sharded_unit import ForeignParameter, ShardedUnit
+from fsdp_conformance.engine.sharding_groups import sharding_groups
+from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_conformance.engine.unit_construction import (
+    OwnedTensors,
+    OwnerRegistry,
+    check_members,
+    compute_device_of,
+    owned_tensors,
+    place_tensors,
+    synchronise,
+)
+from fsdp_conformance.engine.unit_recipe import UnitRecipe, next_ordinal
+from fsdp_conformance.engine.unit_schedule import UnitSchedule
+from fsdp_conformance.errors import ConfigError
+
+_WHERE = "fully_shard"
+_owners = OwnerRegistry()
+_UNIT = "_sharded_unit"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingOptions:
+    """The options of a unit: those of `FullyShardedDataParallel`, which explains them. Checked when it is made."""
+
+    process_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = None
+    device_mesh: DeviceMesh | None = None
+    sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
+    cpu_offload: CPUOffload | bool | None = None
+    backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE
+    forward_prefetch: bool = False
+    mixed_precision: MixedPrecision | None = None
+    ignored_modules: Iterable[nn.Module] | None = None
+    param_init_fn: Callable[[nn.Module], None] | None = None
+    device_id: int | torch.device | None = None
+    sync_module_states: bool = False
+
+    def __post_init__(self) -> None:
+        problems = []
+        for name, kinds in (
+            ("sharding_strategy", (ShardingStrategy,)),
+            ("backward_prefetch", (BackwardPrefetch, type(None))),
+            ("cpu_offload", (CPUOffload, bool, type(None))),
+            ("mixed_precision", (MixedPrecision, type(None))),
+        ):
+            value = getattr(self, name)
+            if not isinstance(value, kinds):
+                wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+                problems.append(f"{name}={value!r}, but should be {wanted}")
+        if self.param_init_fn is not None and not callable(self.param_init_fn):
+            problems.append(f"param_init_fn={self.param_init_fn!r}, but should be callable")
+        if not all(isinstance(each, nn.Module) for each in self.ignored_modules or ()):
+            problems.append(f"ignored_modules={self.ignored_modules!r}, but should be modules")
+        if problems:
+            raise ConfigError(problems, where=_WHERE)
+
+    @property
+    def offload(self) -> CPUOffload:
+        """`cpu_offload` in full."""
+        option = self.cpu_offload
+        return option if isinstance(option, CPUOffload) else CPUOffload(offload_params=bool(option))
+
+
+def fully_shard(module: nn.Module | Sequence[nn.Module], options: ShardingOptions | None = None) -> ShardedUnit:
+    """
+    Make a module a unit of its own. Collective.
+
+    Several modules make one unit, which is gathered when one of them runs. Raises ConfigError for options and modules
+    that do not fit, Unsupported for parameters that cannot be sharded.
+    """
+    modules = [module] if isinstance(module, nn.Module) else list(module)
+    unit = make_unit(modules, options or ShardingOptions())
+    for one in modules:
+        _install_hooks(one, unit)
+    return unit
+
+
+def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> ShardedUnit:
+    """The unit of some modules, with its parameters sharded, and without hooks: who calls it drives the unit."""
+    _check_modules(modules)
+    groups = sharding_groups(options.process_group, options.device_mesh, options.sharding_strategy)
+    device_id = None if options.device_id is None else named_device(options.device_id)
+    ignored = {id(below) for each in options.ignored_modules or () for below in each.modules()}
+    materialise(
+        modules,
+        options.param_init_fn,
+        device=device_id,
+        skipped=lambda child: id(child) in ignored or unit_of(child) is not None,
+    )
+    found = owned_tensors(
+        [(str(index) if index else "", one) for index, one in enumerate(modules)],
+        is_unit=lambda child: unit_of(child) is not None,
+        is_owned=lambda parameter: _owners.of(parameter) is not None,
+        ignored=ignored,
+    )
+    check_members(found.members)
+    inner = _units_below(modules)
+    device = compute_device_of(found.members, device_id)
+    found.members += _join_shared(found, inner)
+    if not found.members and device_id is None and inner:
+        device = inner[-1].device
+    tensors: list[Tensor] = [*(member.parameter for member in found.members), *found.buffers]
+    place_tensors(tensors, device)
+    if options.sync_module_states:
+        synchronise(tensors, groups)
+    recipe = UnitRecipe(
+        groups=groups,
+        device=device,
+        device_is_fixed=device_id is not None,
+        offload=options.offload,
+        mixed_precision=options.mixed_precision or MixedPrecision(),
+        ordinal=next_ordinal(groups),
+    )
+    unit = ShardedUnit(
+        recipe.flat_parameters(found.members),
+        recipe=recipe,
+        reshard_after_forward=options.sharding_strategy.reshards_after_forward,
+        foreign=found.foreign,
+    )
+    _owners.note(found.members, unit)
+    _name_units(modules, unit)
+    schedule = UnitSchedule(
+        backward_prefetch=options.backward_prefetch,
+        forward_prefetch=options.forward_prefetch,
+    )
+    for each in [*inner, unit]:
+        schedule.add(each)
+    return unit
+
+
+def unit_of(module: nn.Module) -> ShardedUnit | None:
+    """The unit that a module is, or is one of the modules of."""
+    found: ShardedUnit | None = module.__dict__.get(_UNIT)
+    return found
+
+
+def mark_unit(module: nn.Module, unit: ShardedUnit) -> None:
+    """Note that a module is a unit."""
+    module.__dict__[_UNIT] = unit
+
+
+def units_below(module: nn.Module) -> list[ShardedUnit]:
+    """The units of a module and of the modules below it, inner ones first."""
+    own = unit_of(module)
+    return [*_units_below([module]), *([] if own is None else [own])]
+
+
+def _units_below(modules: Sequence[nn.Module]) -> list[ShardedUnit]:
+    found: dict[int, ShardedUnit] = {}
+    for module in modules:
+        for below in reversed(list(module.modules())):
+            unit = unit_of(below)
+            if unit is not None and below is not module:
+                found.setdefault(id(unit), unit)
+    return list(found.values())
+
+
+def _name_units(modules: Sequence[nn.Module], unit: ShardedUnit) -> None:
+    """Units below get the names that they have from here."""
+    for module in modules:
+        for name, below in module.named_modules():
+            inner = unit_of(below)
+            if inner is not None and below is not module and inner is not unit:
+                inner.rename(clean_unit_name(name))
+
+
+def clean_unit_name(name: str) -> str:
+    """An FQN without the components that wrappers add."""
+    return ".".join(
+        part for part in name.split(".") if part not in ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+    )
+
+
+def _join_shared(found: OwnedTensors, inner: Sequence[ShardedUnit]) -> list[Member]:
+    """Take over the parameters that inner units share with one another, or with what is around them. Collective."""
+    sharing: dict[int, list[ForeignParameter]] = {}
+    for foreign in (found.foreign, *(unit.foreign for unit in inner)):
+        for key in list(foreign):
+            owner = _owners.of(foreign[key].parameter)
+            if any(owner is unit for unit in inner):
+                sharing.setdefault(key, []).append(foreign.pop(key))
+    joined: list[Member] = []
+    for unit in inner:
+        wanted = [uses[0].parameter for uses in sharing.values() if _owners.of(uses[0].parameter) is unit]
+        if wanted:
+            joined += unit.give_up(wanted)
+    for member in joined:
+        for use in sharing[id(member.parameter)]:
+            member.places += use.places
+    return joined
+
+
+def _install_hooks(module: nn.Module, unit: ShardedUnit) -> None:
+    mark_unit(module, unit)
+
+    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return unit.schedule.before_forward(unit, (args, kwargs))
+
+    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if output is None and sys.exc_info()[0] is not None:
+            unit.schedule.forward_failed(unit)
+        else:
+            unit.schedule.after_forward(unit, output)
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    module.register_forward_hook(after, always_call=True)
+
+
+def _check_modules(modules: Sequence[nn.Module]) -> None:
+    problems = []
+    if not modules or not all(isinstance(module, nn.Module) for module in modules):
+        raise ConfigError([f"module={modules!r}, but should be a module, or several"], where=_WHERE)
+    for module in modules:
+        if getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in vars(module):
+            problems.append(f"module is a {type(module).__name__}, which has no forward, but should have one")
+        if unit_of(module) is not None:
+            problems.append(f"{type(module).__name__} is a unit already, but should be wrapped once")
+    if problems:
+        raise ConfigError(problems, where=_WHERE)
+
+
+def named_device(device_id: int | torch.device) -> torch.device:
+    """The device meant, with an index where its type has several. Raises ConfigError if there is none like it."""
+    if isinstance(device_id, int):
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None:
+            raise ConfigError(
+                [f"device_id={device_id}, but should be a torch.device: there is no accelerator"], where=_WHERE
+            )
+        device_id = torch.device(accelerator.type, device_id)
+    if device_id.type == "cpu":
+        return torch.device("cpu")
+    try:
+        devices = torch.get_device_module(device_id.type)
+        index = devices.current_device() if device_id.index is None else device_id.index
+        count = devices.device_count()
+    except (RuntimeError, AttributeError) as error:
+        raise ConfigError([f"device_id={device_id}, but should be a device of this machine"], where=_WHERE) from error
+    if not 0 <= index < count:
+        raise ConfigError([f"device_id={device_id}, but should be one of {count} devices"], where=_WHERE)
+    return torch.device(device_id.type, index)

@@ -1,0 +1,232 @@
+"""
+The fully sharded module: parameters, gradients and optimizer state of a module, sharded over the ranks of a group.
+
+    model = FullyShardedDataParallel(module, auto_wrap_policy=ClassPolicy({Block}))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in batches:
+        loss(model(batch)).backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+In the shape that users of torch's FullyShardedDataParallel know (with `use_orig_params`): parameters keep their objects
+and names. Gradients are averages over all ranks; sum losses, not means of means, where ranks' batches differ in size.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_conformance.engine import full_parameters
+from fsdp_conformance.engine.errors import TrainingStateError
+from fsdp_conformance.engine.fully_shard import ShardingOptions, make_unit, mark_unit, unit_of, units_below
+from fsdp_conformance.engine.gradient_norm import clip_gradients
+from fsdp_conformance.engine.sharded_unit import ShardedUnit
+from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_conformance.engine.wrap_policy import WrapPolicy, wrap_submodules
+from fsdp_conformance.errors import Unsupported
+
+_INNER = "_fsdp_wrapped_module"
+
+
+class FullyShardedDataParallel(nn.Module):
+    """
+    A module that is one unit, with the units inside it. Making one is collective.
+
+    Raises ConfigError for options out of range and for a module on several devices, Unsupported for parameters that
+    cannot be sharded.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = None,
+        *,
+        device_mesh: DeviceMesh | None = None,
+        sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        cpu_offload: CPUOffload | bool | None = None,
+        auto_wrap_policy: WrapPolicy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        forward_prefetch: bool = False,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+    ) -> None:
+        """
+        `process_group`: the default group for None; a shard group and a replica group for hybrid strategies.
+        `device_mesh`: in its place; one axis, or a replica axis and a shard axis. `auto_wrap_policy`: which submodules
+        become units of their own, with these options. `forward_prefetch`: whether the next unit of the last iteration is
+        gathered ahead in forward. `ignored_modules`: they stay this rank's own. `param_init_fn`: gives values to a
+        module that was on the meta device; None: its `reset_parameters`. `device_id`: where the unit computes, and
+        where its parameters and buffers are moved; None: where they are. `sync_module_states`: parameters and buffers
+        are taken from the first rank of the group.
+        """
+        super().__init__()
+        options = ShardingOptions(
+            process_group=process_group,
+            device_mesh=device_mesh,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+            mixed_precision=mixed_precision,
+            ignored_modules=None if ignored_modules is None else tuple(ignored_modules),
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+        )
+        if auto_wrap_policy is not None:
+            wrap_submodules(
+                module,
+                auto_wrap_policy,
+                wrap=lambda child: _wrapped(child, options),
+                is_unit=lambda child: unit_of(child) is not None,
+                ignored=options.ignored_modules or (),
+            )
+        self.unit = make_unit([module], options)
+        mark_unit(self, self.unit)
+        setattr(self, _INNER, module)
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that was wrapped."""
+        return cast(nn.Module, self._modules[_INNER])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward. Collective."""
+        unit, schedule = self.unit, self.unit.schedule
+        try:
+            args, kwargs = schedule.before_forward(unit, (args, kwargs))
+            output = self.module(*args, **kwargs)
+        except BaseException:
+            schedule.forward_failed(unit)
+            raise
+        schedule.after_forward(unit, output)
+        return output
+
+    @property
+    def units(self) -> list[ShardedUnit]:
+        """Its unit and those inside, inner ones first."""
+        return units_below(self)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """
+        Backward in here adds to this rank's gradients and reduces nothing; the next one outside reduces it all.
+
+        Holds for this unit and those inside it.
+        """
+        units = self.units
+        before = [unit.sync_gradients for unit in units]
+        try:
+            for unit in units:
+                unit.sync_gradients = False
+            yield
+        finally:
+            for unit, sync in zip(units, before, strict=True):
+                unit.sync_gradients = sync
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """
+        Scale the gradients of all parameters so that their norm is at most `max_norm`. Collective.
+
+        Returns their norm before, 0-dimensional, the same on every rank of the group. Raises TrainingStateError on a
+        unit inside another one.
+        """
+        if len(self.unit.schedule.units) > len(self.units):
+            raise TrainingStateError(
+                f"{self.unit.label} is inside another unit, but should be the outermost one", where="clip_grad_norm_"
+            )
+        return clip_gradients(self.units, self.module, max_norm, norm_type)
+
+    def recover(self) -> None:
+        """
+        Be as between two steps, after an exception in forward or backward. The next forward calls it by itself.
+
+        All ranks must have issued the same collectives before it.
+        """
+        self.unit.schedule.recover()
+
+    # --- by hand -----------------------------------------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Gather this unit's parameters now; its modules see them whole until `reshard`, or a step. Collective."""
+        self.unit.schedule.unshard(self.unit)
+
+    def reshard(self) -> None:
+        """Free this unit's whole parameters now, also between forward and backward: they are gathered again."""
+        self.unit.schedule.reshard(self.unit)
+
+    def set_forward_prefetch(self, wrappers: Iterable[FullyShardedDataParallel]) -> None:
+        """Gather these units ahead in this one's forward, in place of what `forward_prefetch` says."""
+        self.unit.ahead_in_forward = [weakref.ref(wrapper.unit) for wrapper in wrappers]
+
+    def set_backward_prefetch(self, wrappers: Iterable[FullyShardedDataParallel]) -> None:
+        """Gather these units ahead in this one's backward, in place of what `backward_prefetch` says."""
+        self.unit.ahead_in_backward = [weakref.ref(wrapper.unit) for wrapper in wrappers]
+
+    # --- access ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """
+        A context in which modules have whole parameters: see `full_parameters.summon_full_params`. Collective.
+
+        `recurse`: those of units inside `module`, too.
+        """
+        own = unit_of(module)
+        units = units_below(module) if recurse or own is None else [own]
+        with full_parameters.summon_full_params(
+            units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
+        ):
+            yield
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Call `fn` on every module, with whole parameters. Collective; raises inside of `summon_full_params`."""
+        with self.summon_full_params(self):
+            super().apply(fn)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        """The module's own attributes."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == _INNER:
+                raise
+            return getattr(self.module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """The item of the module, where that is a container."""
+        return cast(Any, self.module)[key]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
+        raise Unsupported("copyable", "a sharded module cannot be copied: save its state dict, and load it")
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        raise Unsupported("copyable", "a sharded module cannot be pickled: save its state dict")
+
+
+def _wrapped(module: nn.Module, options: ShardingOptions) -> FullyShardedDataParallel:
+    """A submodule in a wrapper with the options of the outer one."""
+    return FullyShardedDataParallel(module, **{name: getattr(options, name) for name in options.__dataclass_fields__})

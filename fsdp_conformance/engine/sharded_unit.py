@@ -1,0 +1,234 @@
+"""
+The unit: what is gathered, resharded and reduced together; and its walk through the states of a training step.
+
+A unit owns the parameters of its modules that no inner unit owns, in one flat parameter for each dtype. It knows how
+to be unsharded, resharded and reduced; the schedule knows when.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import profiler
+
+from fsdp_conformance.engine.errors import SharedAcrossUnits, TrainingStateError
+from fsdp_conformance.engine.flat_parameter import FlatParameter, Member, Place
+from fsdp_conformance.engine.training_state import TRAINING_TRANSITIONS, TrainingState
+
+if TYPE_CHECKING:
+    from fsdp_conformance.engine.unit_recipe import UnitRecipe
+    from fsdp_conformance.engine.unit_schedule import UnitSchedule
+
+
+class ForeignParameter(NamedTuple):
+    """A parameter of another unit, at places outside of that."""
+
+    name: str
+    parameter: nn.Parameter
+    places: list[Place]
+
+
+class ShardedUnit:
+    """
+    One unit.
+
+    `recipe` is how its flat parameters were made. `reshard_after_forward`: whether its parameters are freed after a
+    forward that was not the outermost one.
+    """
+
+    def __init__(
+        self,
+        flats: Sequence[FlatParameter],
+        *,
+        recipe: UnitRecipe,
+        reshard_after_forward: bool,
+        foreign: Mapping[int, ForeignParameter],
+    ) -> None:
+        self.flats = list(flats)
+        self.recipe = recipe
+        self.name = ""
+        """Its FQN from the outermost unit that is known."""
+        self.device = recipe.device
+        """Where it computes."""
+        self.schedule: UnitSchedule
+        """Set by the outermost unit that is known."""
+        self.foreign = dict(foreign)
+        """Parameters that its modules use and another unit has, by id; an outer unit has to join the two."""
+        self.index = 0
+        """Its place in the schedule."""
+        self.reshard_after_forward = reshard_after_forward
+        self.mixed_precision = recipe.mixed_precision
+        self.state = TrainingState.IDLE
+        self.sync_gradients = True
+        """Whether gradients are reduced in backward; else they are collected on this rank."""
+        self.num_expected = 0
+        """How many of its forwards of this iteration still wait for their backward."""
+        self.took_part = False
+        """Whether it was in this backward, and has not been reduced since."""
+        self.ahead_in_forward: list[weakref.ref[ShardedUnit]] | None = None
+        """Units to gather ahead in its forward; None: what the schedule says."""
+        self.ahead_in_backward: list[weakref.ref[ShardedUnit]] | None = None
+        self._sees_leaves = False
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def move(self, state: TrainingState) -> None:
+        """Go to a state. Raises TrainingStateError if that is not legal; then it stays."""
+        if state is not self.state and state not in TRAINING_TRANSITIONS[self.state]:
+            legal = ", ".join(sorted(legal.name for legal in TRAINING_TRANSITIONS[self.state]))
+            raise TrainingStateError(
+                f"the unit goes from {self.state.name} to {state.name}, but should go to {legal}", where=self.label
+            )
+        self.state = state
+
+    @property
+    def label(self) -> str:
+        """Its name in messages."""
+        return self.name or "the root"
+
+    @property
+    def is_unsharded(self) -> bool:
+        """Whether it holds whole parameters, or they are on their way."""
+        return any(flat.is_unsharded for flat in self.flats)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it stays unsharded from one micro-batch to the next, as long as nobody writes its parameters."""
+        return not self.reshard_after_forward and not self.sync_gradients
+
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether waiting for its collectives does not hold the host."""
+        return all(flat.chunk.pool.streams.orders(flat.chunk.group) for flat in self.flats)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether one of its parameters gets gradients."""
+        return any(flat.is_trained for flat in self.flats)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether gradients wait to be reduced."""
+        return any(flat.has_gradients for flat in self.flats)
+
+    def span(self, phase: str) -> AbstractContextManager[Any]:
+        """A span with the phase and the unit's FQN, where a profiler looks."""
+        if not torch.autograd._profiler_enabled():
+            return nullcontext()
+        return profiler.record_function(f"FullyShard::{phase} ({self.label})")
+
+    # --- parameters --------------------------------------------------------------------------------------------------
+
+    def follow_users(self) -> None:
+        """
+        Take over what was written, moved, cast, frozen or thawed since the last forward. Between steps only.
+
+        Raises ParameterReplaced, ParameterMoved or SharedAcrossUnits for what cannot be followed.
+        """
+        if self.foreign:
+            raise SharedAcrossUnits(
+                f"{', '.join(each.name for each in self.foreign.values())} of {self.label} belong to another unit, but "
+                "should belong to one that both are in",
+                where="forward",
+                hint="Wrap the module that holds both, too",
+            )
+        for flat in self.flats:
+            flat.follow_users()
+            if flat.is_unsharded and flat.is_stale:
+                flat.release()
+            self.device = flat.chunk.pool.device
+
+    def start_unshard(self, after: Any) -> None:
+        """Begin to gather, unless it has begun. Collective."""
+        for flat in self.flats:
+            if not flat.is_unsharded:
+                with self.span("all_gather"):
+                    flat.start_gather(after)
+
+    def finish_unshard(self) -> None:
+        """Wait for the gather, and let modules see whole parameters."""
+        with self.span("wait_for_unshard"):
+            for flat in self.flats:
+                flat.finish_gather()
+        self.show_leaves()
+
+    def show_leaves(self) -> None:
+        """Let modules see whole parameters."""
+        if not self._sees_leaves:
+            self._sees_leaves = True
+            for flat in self.flats:
+                flat.register_leaves()
+
+    def show_originals(self) -> None:
+        """Let modules see what the optimizer has."""
+        if self._sees_leaves:
+            self._sees_leaves = False
+            for flat in self.flats:
+                flat.register_originals()
+
+    def reshard(self) -> None:
+        """Free whole parameters."""
+        self.show_originals()
+        for flat in self.flats:
+            flat.release()
+
+    def finish_reads(self) -> None:
+        """Return when the host may write offloaded shards."""
+        for flat in self.flats:
+            flat.chunk.wait_shard_reads()
+
+    def rename(self, name: str) -> None:
+        """Be known by an FQN."""
+        self.name = name
+        for flat in self.flats:
+            flat.name = self.label
+
+    def give_up(self, parameters: Sequence[nn.Parameter]) -> list[Member]:
+        """Let an outer unit have some parameters, whole again; the rest is sharded anew. Collective."""
+        members = [member for flat in self.flats for member in flat.members]
+        for flat in self.flats:
+            flat.restore()
+        wanted = {id(parameter) for parameter in parameters}
+        self.flats = self.recipe.flat_parameters([each for each in members if id(each.parameter) not in wanted])
+        self.rename(self.name)
+        return [each for each in members if id(each.parameter) in wanted]
+
+    # --- gradients ---------------------------------------------------------------------------------------------------
+
+    def accumulate(self) -> None:
+        """Keep the gradients of this backward on this rank."""
+        self.took_part = False
+        with self.span("accumulate"):
+            for flat in self.flats:
+                flat.accumulate()
+
+    def start_reduction(self) -> list[FlatParameter]:
+        """Begin to reduce the gradients of this backward, and what was kept before. Returns what is on its way."""
+        self.took_part = False
+        started = [flat for flat in self.flats if flat.is_trained or flat.has_gradients]
+        with self.span("reduce_scatter"):
+            for flat in started:
+                flat.start_reduction()
+        return started
+
+    def reset(self) -> None:
+        """Be as between two steps, after an exception: sharded, and without gradients that were not reduced."""
+        self.show_originals()
+        self.state = TrainingState.IDLE
+        self.num_expected = 0
+        self.took_part = False
+        for flat in self.flats:
+            flat.reset()
+
+
+def post_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> None:
+    """Call what users have registered to be called when a gradient is there: an optimizer in backward, for one."""
+    for parameter in parameters:
+        hooks: dict[int, Callable[[Tensor], None]] | None = parameter._post_accumulate_grad_hooks  # type: ignore[assignment]
+        for hook in list((hooks or {}).values()):
+            hook(parameter)

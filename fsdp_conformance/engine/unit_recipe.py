@@ -1,0 +1,131 @@
+"""How parameters of a unit are stored: from parameters to flat parameters on chunks, and to others when they move."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fsdp_conformance.engine.chunk import Chunk
+from fsdp_conformance.engine.chunk_config import ChunkConfig
+from fsdp_conformance.engine.chunk_moving import moved_chunk
+from fsdp_conformance.engine.errors import ParameterMoved
+from fsdp_conformance.engine.flat_parameter import FlatParameter, Member, tag_of
+from fsdp_conformance.engine.memory_pool import MemoryPool
+from fsdp_conformance.engine.sharding_groups import ShardingGroups
+from fsdp_conformance.engine.sharding_strategy import CPUOffload, MixedPrecision
+
+#: Bytes that tensors of a large unit are aligned to: what vector units and tensor cores read at once.
+_ALIGN_BYTES = 16
+
+#: Elements from which a unit is large: gaps are nothing beside them.
+_LARGE_NUMEL = 4096
+
+
+#: Units of more dtypes share tags with others, no more.
+_DTYPES_PER_UNIT = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitRecipe:
+    """How a unit's parameters are stored; kept, because some may go over to an outer unit."""
+
+    groups: ShardingGroups
+    device: torch.device
+    """Where the unit computes."""
+    device_is_fixed: bool
+    """Whether parameters may not be moved to another device any more."""
+    offload: CPUOffload
+    mixed_precision: MixedPrecision
+    ordinal: int
+    """Its number among the units of its groups: the same on every rank."""
+
+    def flat_parameters(self, members: Sequence[Member]) -> list[FlatParameter]:
+        """One for each dtype, in the order in which dtypes occur. The parameters are sharded from then on."""
+        by_dtype: dict[torch.dtype, list[Member]] = {}
+        for member in members:
+            by_dtype.setdefault(member.parameter.dtype, []).append(member)
+        return [self._flat_parameter(same, place) for place, same in enumerate(by_dtype.values())]
+
+    def _flat_parameter(self, members: Sequence[Member], place: int) -> FlatParameter:
+        tensors: list[Tensor] = [member.parameter.detach() for member in members]
+        dtype = tensors[0].dtype
+        tag = tag_of(_DTYPES_PER_UNIT * self.ordinal + place) if self.groups.size > 1 else None
+        if tag is not None:
+            tensors.append(torch.tensor(float(tag), dtype=dtype))
+        config = self._config(self.device, dtype, sum(tensor.numel() for tensor in tensors))
+        chunk = Chunk.of(
+            pool_of(self.device),
+            tensors,
+            self.groups.shard,
+            replica_group=self.groups.replica,
+            config=config,
+        )
+        return FlatParameter(chunk, members, tag=tag, name="the root", move_chunk=self.move_chunk)
+
+    def _config(self, device: torch.device, dtype: torch.dtype, numel: int) -> ChunkConfig:
+        precision = self.mixed_precision
+        compute = precision.param_dtype if dtype.is_floating_point else None
+        offloads = self.offload.offload_params
+        return ChunkConfig(
+            compute_dtype=compute,
+            reduce_dtype=precision.reduce_dtype,
+            shard_device=torch.device("cpu") if offloads else None,
+            pin_memory=self.offload.pin_memory,
+            align=_ALIGN_BYTES // min(dtype.itemsize, (compute or dtype).itemsize) if numel >= _LARGE_NUMEL else 1,
+            bind=False,
+            alias_whole=True,
+            track_statistics=False,
+        )
+
+    def move_chunk(self, flat: FlatParameter, device: torch.device, dtype: torch.dtype) -> Chunk:
+        """Another chunk, for parameters that were moved or cast. Raises ParameterMoved if they may not be."""
+        old = flat.chunk
+        if self.offload.offload_params:
+            if device.type != "cpu":
+                raise ParameterMoved(
+                    f"parameters={device}, but should be on the CPU: they are offloaded",
+                    where=flat.name,
+                    hint="Do not move the module after it was wrapped",
+                )
+            device = old.pool.device
+        elif device != old.pool.device and (self.device_is_fixed or old.pool.device.type != "cpu"):
+            raise ParameterMoved(
+                f"parameters={device}, but should be on {old.pool.device}, as when they were wrapped",
+                where=flat.name,
+            )
+        if not dtype.is_floating_point:
+            raise ParameterMoved(f"dtype={dtype}, but should be a floating-point dtype", where=flat.name)
+        chunk = moved_chunk(old, pool_of(device), dtype, config=self._config(device, dtype, old.layout.used_numel))
+        if flat.tag is not None:
+            tag = chunk.layout.shard_views(chunk.shard)[-1]
+            tag.fill_(flat.tag)
+        return chunk
+
+
+def pool_of(device: torch.device) -> MemoryPool:
+    """The pool of a device, on this thread: units of one process share it while any of them is alive."""
+    pools: weakref.WeakValueDictionary[str, MemoryPool] | None = getattr(_local, "pools", None)
+    if pools is None:
+        pools = _local.pools = weakref.WeakValueDictionary()
+    pool = pools.get(str(device))
+    if pool is None:
+        pool = pools[str(device)] = MemoryPool(device)
+    return pool
+
+
+def next_ordinal(groups: ShardingGroups) -> int:
+    """The number of one more unit on these groups, on this thread."""
+    names = (groups.shard.group_name, "" if groups.replica is None else groups.replica.group_name)
+    ordinals: dict[tuple[str, str], int] | None = getattr(_local, "ordinals", None)
+    if ordinals is None:
+        ordinals = _local.ordinals = {}
+    ordinals[names] = ordinals.get(names, -1) + 1
+    return ordinals[names]
+
+
+_local = threading.local()
