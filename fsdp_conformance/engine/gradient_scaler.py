@@ -1,0 +1,43 @@
+"""A gradient scaler for sharded gradients: what overflows on one rank skips the step on all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
+
+from fsdp_conformance.engine.flat_collectives import all_reduce_max, resolve_group
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """
+    torch's GradScaler, whose overflow flags are agreed on over a group before a step is decided.
+
+    `process_group`: every rank whose step must go with the others'; the default group where it is None. The other
+    options are GradScaler's.
+    """
+
+    def __init__(self, device: str = "cuda", *, process_group: ProcessGroup | None = None, **options: Any) -> None:
+        super().__init__(device, **options)
+        self.process_group = resolve_group(process_group)
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients by the scale, and agree on whether one of them is infinite or not a number. Collective."""
+        if not self._enabled:
+            return
+        super().unscale_(optimizer)
+        found: dict[torch.device, Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        device = torch.device(self._device)
+        # A rank without elements, or with gradients on the CPU, takes part like the others.
+        flags = [flag.to(device) for flag in found.values()]
+        overflow = torch.stack(flags).amax() if flags else torch.zeros((), device=device)
+        if self.process_group.size() > 1:
+            all_reduce_max(overflow, self.process_group).wait()
+        if found:
+            for place, flag in found.items():
+                flag.copy_(overflow.to(place))
+        else:
+            found[device] = overflow
