@@ -40,7 +40,8 @@ from fsdp_conformance.engine.communication_hook import Hook
 from fsdp_conformance.engine.errors import ParameterReplaced
 from fsdp_conformance.engine.flat_collectives import resolve_group
 from fsdp_conformance.engine.join import DataParallelJoinHook, RollCall, agreed_rank
-from fsdp_conformance.engine.reducer import Reducer, ReducerConfig
+from fsdp_conformance.engine.reducer import Reducer
+from fsdp_conformance.engine.reducer_config import ReducerConfig
 from fsdp_conformance.engine.structures import tensors_in, with_tensors
 from fsdp_conformance.engine.verification import verify_parameters
 from fsdp_conformance.errors import ConfigError, Unsupported

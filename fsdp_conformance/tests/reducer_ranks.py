@@ -16,7 +16,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_conformance.engine.data_parallel import DataParallel
-from fsdp_conformance.engine.reducer import Reducer, ReducerConfig
+from fsdp_conformance.engine.reducer import Reducer
+from fsdp_conformance.engine.reducer_config import ReducerConfig
 from fsdp_conformance.engine.structures import tensors_in
 from fsdp_conformance.harness import process_group
 from fsdp_conformance.harness.collective_log import log
@@ -27,6 +28,8 @@ from fsdp_conformance.history.collective import Op
 SHAPES: tuple[tuple[int, ...], ...] = ((3,), (5,), (7,), (11,))
 #: A limit that closes a bucket after every parameter.
 EACH_ITS_OWN = (1,)
+#: Both ways of keeping gradients.
+KINDS: tuple[dict[str, Any], ...] = ({"gradient_as_bucket_view": False}, {"gradient_as_bucket_view": True})
 
 
 def code(rank: int, step: int = 0) -> float:
@@ -68,6 +71,11 @@ class Coded(nn.Module):
         names = [f"p{index}" for index in use] if use is not None else [name for name, _ in self.named_parameters()]
         params = dict(self.named_parameters())
         return [(params[name] * pattern(params[name].shape, params[name].dtype)).sum() * x for name in names]
+
+
+def raise_on_purpose(grad: Tensor) -> Tensor:
+    """A hook of a backward that fails."""
+    raise RuntimeError("on purpose")
 
 
 def coded(model: DataParallel) -> Coded:

@@ -1,0 +1,62 @@
+"""Ranks on the simulated accelerator, with a process group for it and one for the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
+from fsdp_conformance.simulator import build, checker
+from fsdp_conformance.simulator.hazard import HazardKind
+from fsdp_conformance.tests.simulator_collectives import Outputs, Values, differences
+
+compiled = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+
+
+class OnSim(ShardedTrainingTestCase):
+    """Ranks with a group for both devices: gloo for the CPU, ours for sim."""
+
+    device_type = "sim"
+    world_size = 2
+    case_timeout_s = 120.0
+    preload = (
+        "fsdp_conformance.tests.simulator_collectives",
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor",
+        "torch._dynamo",
+    )
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_processes()
+
+    def init_rank(self) -> None:
+        super().init_rank()
+        torch.set_num_threads(1)
+        self.start_process_group()
+
+    def values(self, *numbers: float) -> Tensor:
+        return torch.tensor(numbers, device=self.device)
+
+    def found(self) -> list[str]:
+        """The hazards so far, which are forgotten."""
+        hazards = [f"{hazard.kind.value}: {hazard.sentence()}" for hazard in checker.hazards()]
+        checker.clear()
+        return hazards
+
+    def assert_kinds(self, expected: list[HazardKind]) -> None:
+        kinds = [hazard.kind for hazard in checker.hazards()]
+        texts = [hazard.sentence() for hazard in checker.hazards()]
+        checker.clear()
+        self.assertEqual(expected, kinds, msg=str(texts))
+
+    def assert_same_as_gloo(self, program: Callable[[Values], Outputs], dtype: torch.dtype = torch.float32) -> None:
+        expected = program(Values("cpu", dtype))
+        got = program(Values("sim", dtype))
+        with checker.suspended():
+            different = differences(expected, got)
+        self.assertEqual([], different)
+        self.assertEqual([], self.found())
