@@ -33,6 +33,13 @@ def moved_chunk(chunk: Chunk, pool: MemoryPool, dtype: torch.dtype, *, config: C
     return twin
 
 
+def forget_tensors(chunk: Chunk) -> None:
+    """Let go of the tensors that were copied in: the caller knows them by their index alone, and has bound them."""
+    nothing = torch.empty(0)
+    chunk.tensors = [nothing] * len(chunk.tensors)
+    chunk._indices.clear()
+
+
 def _zero_shard(chunk: Chunk) -> Tensor:
     return torch.zeros(
         chunk.layout.shard_numel, dtype=chunk.dtype, device=chunk.shard_device, pin_memory=chunk.pins_memory

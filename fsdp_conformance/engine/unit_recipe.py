@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fsdp_conformance.engine.chunk import Chunk
 from fsdp_conformance.engine.chunk_config import ChunkConfig
-from fsdp_conformance.engine.chunk_moving import moved_chunk
+from fsdp_conformance.engine.chunk_moving import forget_tensors, moved_chunk
 from fsdp_conformance.engine.errors import ParameterMoved
 from fsdp_conformance.engine.flat_parameter import FlatParameter, Member, tag_of
 from fsdp_conformance.engine.memory_pool import MemoryPool
@@ -65,6 +65,7 @@ class UnitRecipe:
             replica_group=self.groups.replica,
             config=config,
         )
+        forget_tensors(chunk)
         return FlatParameter(chunk, members, tag=tag, name="the root", move_chunk=self.move_chunk)
 
     def _config(self, device: torch.device, dtype: torch.dtype, numel: int) -> ChunkConfig:

@@ -295,6 +295,10 @@ class UnitSchedule:
             if not unit.is_kept:
                 unit.reshard()
             unit.finish_reads()
+        for pool in {flat.chunk.pool for unit in units for flat in unit.flats}:
+            if pool.streams.exist:
+                # Its allocator keeps memory for the next step. The CPU's does not, and fresh pages are dear.
+                pool.trim()
         self._in_backward = False
 
     def _at(self, indices: Any) -> list[ShardedUnit]:
