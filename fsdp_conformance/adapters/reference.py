@@ -17,6 +17,7 @@ from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
 from fsdp_conformance.engine import sharding_strategy as engine
 from fsdp_conformance.engine.fully_sharded import FullyShardedDataParallel
+from fsdp_conformance.engine.optimizer_state import full_optimizer_state
 from fsdp_conformance.engine.wrap_policy import ClassPolicy, SizePolicy, WrapPolicy
 
 _STRATEGIES = {
@@ -126,7 +127,11 @@ class Reference(TorchAdapter):
     def full_optim_state(self) -> dict[str, dict[str, Tensor]]:
         if self.optimizer is None:
             return {}
-        return self._root.full_optimizer_state(self.optimizer)
+        state = full_optimizer_state(self.model, self.optimizer, offload_to_cpu=True)["state"]
+        return {
+            name: {key: full_copy(value) for key, value in entries.items() if isinstance(value, Tensor)}
+            for name, entries in state.items()
+        }
 
     def write_params(self, values: Mapping[str, Tensor]) -> None:
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=True):

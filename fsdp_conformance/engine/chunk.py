@@ -70,8 +70,9 @@ class Chunk:
         name: str = "",
     ) -> None:
         self.chunk_id = next(_ids)
-        self.name, self.dtype = name, dtype
+        self.name = name
         self.pool = pool
+        self.dtype = dtype
         self.config = config = config or ChunkConfig()
         self.group = resolve_group(group)
         self.replica_group = replica_group
@@ -89,6 +90,7 @@ class Chunk:
         """Whether the partner's shard is newer than this one, and is what the next gather sends."""
         self.statistics: ShardStatistics | None = None
         """Of the last reduction that has ended; None before, and while one is on its way."""
+
         alone = world_size == 1 and self.shard_device == pool.device
         gathers_ahead = pool.streams.orders(self.group)
         self._ahead = gathers_ahead and (replica_group is None or pool.streams.orders(replica_group))
@@ -184,11 +186,6 @@ class Chunk:
         return self._payload.views(self._shard)
 
     @property
-    def lasting_views(self) -> list[Tensor]:
-        """The same, of a chunk that is not PUBLIC, in whatever state: to be read while it is unsharded."""
-        return self._payload.unleased_views(self._shard)
-
-    @property
     def has_gradients(self) -> bool:
         """Whether there is a gradient buffer."""
         return self._gradients is not None
@@ -206,7 +203,8 @@ class Chunk:
     @property
     def memory_usage(self) -> dict[str, int]:
         """Bytes that it holds now, by device type: shard, block, gradient buffer, the buffer that it is filled in."""
-        held = (self._shard, self._open, self._payload.flat(self._shard), self._gradients and self._gradients.payload)
+        gradients = None if self._gradients is None else self._gradients.payload
+        held = (self._shard, self._open, self._payload.flat(self._shard), gradients)
         return bytes_by_device(tensor for tensor in held if tensor is not None)
 
     def __lt__(self, other: object) -> bool:
@@ -215,8 +213,9 @@ class Chunk:
 
     def __repr__(self) -> str:
         which = f"{self.chunk_id} {self.name}".rstrip()
-        filled = f"{self.layout.used_numel} of {self.numel} x {self.dtype}, rank {self.layout.rank}"
-        return f"Chunk({which}, {self.state.value}, {len(self.tensors)} tensors, {filled} of {self.layout.world_size})"
+        filled = f"{self.layout.used_numel} of {self.numel} x {self.dtype}"
+        rank = f"rank {self.layout.rank} of {self.layout.world_size}"
+        return f"Chunk({which}, {self.state.value}, {len(self.tensors)} tensors, {filled}, {rank})"
 
     def index_of(self, tensor: Tensor) -> int:
         """The index of a tensor, by identity. Raises TensorRefused if it is not in the chunk."""
@@ -244,9 +243,9 @@ class Chunk:
         if self.config.bind:
             tensor.data = view
         self.states.add()
-        index = self._indices[id(tensor)] = len(self.tensors)
+        self._indices[id(tensor)] = len(self.tensors)
         self.tensors.append(tensor)
-        return index
+        return len(self.tensors) - 1
 
     @torch.no_grad()
     def close(self) -> None:
@@ -315,8 +314,8 @@ class Chunk:
 
     def wait_shard_reads(self) -> None:
         """Return when uploads of the shard have ended: before the host writes an offloaded one, in the optimizer."""
-        self.pool.streams.hold_host(self._shard_read)
-        self._shard_read = None
+        event, self._shard_read = self._shard_read, None
+        self.pool.streams.hold_host(event)
 
     # --- reducing ----------------------------------------------------------------------------------------------------
 

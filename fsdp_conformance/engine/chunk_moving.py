@@ -1,4 +1,4 @@
-"""A chunk in other memory: the same tensors, on another device or in another dtype, without any communication."""
+"""Storage of a chunk for an owner that binds tensors itself: views that last, and other memory when tensors move."""
 
 from __future__ import annotations
 
@@ -38,6 +38,11 @@ def forget_tensors(chunk: Chunk) -> None:
     nothing = torch.empty(0)
     chunk.tensors = [nothing] * len(chunk.tensors)
     chunk._indices.clear()
+
+
+def lasting_views(chunk: Chunk) -> list[Tensor]:
+    """`chunk.views`, in whatever state it is, of one that is not PUBLIC: to be read while it is unsharded."""
+    return chunk._payload.unleased_views(chunk.shard)
 
 
 def _zero_shard(chunk: Chunk) -> Tensor:

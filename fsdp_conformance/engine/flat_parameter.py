@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from fsdp_conformance.engine.chunk import Chunk
 from fsdp_conformance.engine.chunk_gathering import Gathering, start_all_gather
+from fsdp_conformance.engine.chunk_moving import lasting_views
 from fsdp_conformance.engine.chunk_reduction import Reduction
 from fsdp_conformance.engine.chunk_state import ChunkState, TensorState
 from fsdp_conformance.engine.errors import ExecutionOrderError, ParameterMoved, ParameterReplaced
@@ -119,7 +120,7 @@ class FlatParameter:
         self._addresses = [part.data_ptr() if part.numel() else None for part in self.parts]
         for member, part in zip(self.members, self.parts, strict=True):
             member.parameter.data = part
-        views = chunk.lasting_views
+        views = lasting_views(chunk)
         for index, member in enumerate(self.members):
             if index < len(self.leaves):
                 self.leaves[index].data = views[index]
@@ -305,7 +306,7 @@ class FlatParameter:
         shard = reduction.wait()
         layout = self.chunk.layout
         parts = layout.views(shard) if self.is_whole else layout.shard_views(shard)
-        if self.tag is not None and shard.device.type == "cpu" and parts[-1].numel():
+        if self.tag is not None and self.chunk.pool.device.type == "cpu" and parts[-1].numel():
             self._check_tag(parts[-1], self._averaged_tag, "averaged")
         got = [member.parameter for member, gets in zip(self.members, self._receivers, strict=True) if gets]
         _add_gradients(got, [part for part, gets in zip(parts, self._receivers, strict=False) if gets])

@@ -65,8 +65,8 @@ class FullyShardedDataParallel(nn.Module):
         """
         `process_group`: the default group for None; a shard group and a replica group for hybrid strategies.
         `device_mesh`: in its place; one axis, or a replica axis and a shard axis. `auto_wrap_policy`: which submodules
-        become units of their own, with these options. `forward_prefetch`: whether the next unit of the last iteration is
-        gathered ahead in forward. `ignored_modules`: they stay this rank's own. `param_init_fn`: gives values to a
+        become units of their own, with these options. `forward_prefetch`: whether the next unit of the last iteration
+        is gathered ahead in forward. `ignored_modules`: they stay this rank's own. `param_init_fn`: gives values to a
         module that was on the meta device; None: its `reset_parameters`. `device_id`: where the unit computes, and
         where its parameters and buffers are moved; None: where they are. `sync_module_states`: parameters and buffers
         are taken from the first rank of the group.

@@ -74,7 +74,8 @@ def _norm(gradients: Sequence[Tensor], norm_type: float, dtype: torch.dtype, dev
     norms = [
         norm.to(device) for same in _by_device(filled).values() for norm in torch._foreach_norm(same, norm_type, dtype)
     ]
-    return torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+    return norm
 
 
 def _by_device(gradients: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:

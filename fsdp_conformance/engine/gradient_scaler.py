@@ -25,7 +25,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self.process_group = resolve_group(process_group)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide the gradients by the scale, and agree on whether one of them is infinite or not a number. Collective."""
+        """Divide gradients by the scale, and agree on whether one of them is infinite or not a number. Collective."""
         if not self._enabled:
             return
         super().unscale_(optimizer)

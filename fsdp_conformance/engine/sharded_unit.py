@@ -118,7 +118,7 @@ class ShardedUnit:
 
     def span(self, phase: str) -> AbstractContextManager[Any]:
         """A span with the phase and the unit's FQN, where a profiler looks."""
-        if not torch.autograd._profiler_enabled():
+        if not torch._C._autograd._profiler_enabled():
             return nullcontext()
         return profiler.record_function(f"FullyShard::{phase} ({self.label})")
 
@@ -137,6 +137,7 @@ class ShardedUnit:
                 where="forward",
                 hint="Wrap the module that holds both, too",
             )
+        self.show_originals()
         for flat in self.flats:
             flat.follow_users()
             if flat.is_unsharded and flat.is_stale:
@@ -229,6 +230,6 @@ class ShardedUnit:
 def post_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> None:
     """Call what users have registered to be called when a gradient is there: an optimizer in backward, for one."""
     for parameter in parameters:
-        hooks: dict[int, Callable[[Tensor], None]] | None = parameter._post_accumulate_grad_hooks  # type: ignore[assignment]
-        for hook in list((hooks or {}).values()):
+        hooks: Mapping[int, Callable[[Tensor], None]] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        for hook in list(hooks.values()):
             hook(parameter)

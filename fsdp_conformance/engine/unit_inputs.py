@@ -51,7 +51,7 @@ def watched_inputs(arguments: Arguments, on_gradients: Callable[[], None]) -> Ar
 
     arguments = with_tensors(arguments, watch)
     if len(watched) == 1:
-        watched[0].register_hook(lambda _: on_gradients())
+        watched[0].register_hook(lambda _: on_gradients())  # type: ignore[no-untyped-call]
     elif watched:
         register_multi_grad_hook(watched, lambda _: on_gradients())
     return arguments
@@ -62,7 +62,7 @@ def watch_outputs(output: object, on_gradient: Callable[[], None]) -> bool:
     found = False
     for tensor in tensors_in(output):
         if tensor.requires_grad:
-            tensor.register_hook(lambda _: on_gradient())
+            tensor.register_hook(lambda _: on_gradient())  # type: ignore[no-untyped-call]
             found = True
     return found
 

@@ -311,4 +311,4 @@ def _inside_backward() -> bool:
 
 
 def _call_at_end(function: Any) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+    torch.autograd.Variable._execution_engine.queue_callback(function)

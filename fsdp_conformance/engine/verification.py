@@ -78,6 +78,26 @@ def verify_parameters(named: Sequence[tuple[str, Tensor]], group: ProcessGroup, 
     )
 
 
+def agree_on_text(text: str, group: ProcessGroup, *, device: torch.device, what: str) -> None:
+    """
+    Raise StructureMismatch on every rank unless all ranks of a group have the same `text`. Collective.
+
+    `device` is one that the group can communicate from; `what` is what the text describes.
+    """
+    if group.size() == 1:
+        return
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.int64).to(device)
+    digests = digest.new_empty(group.size() * digest.numel())
+    all_gather(digests, digest, group).wait()
+    rows = digests.view(group.size(), -1)
+    other = [rank for rank in range(group.size()) if not bool((rows[rank] == rows[0]).all())]
+    if other:
+        raise StructureMismatch(
+            f"{what} of group ranks {other} differs, but should be that of the first rank",
+            where=f"rank {dist.get_rank()}",
+        )
+
+
 def differences(mine: Sequence[ParameterFacts], first: Sequence[ParameterFacts]) -> list[str]:
     """Where the facts of a rank are not those of the first one, a sentence each."""
     problems = []
