@@ -75,6 +75,7 @@ class Reference(TorchAdapter):
             "scalar_params",
             "noncontiguous_params",
             "nonroot_forward",
+            "unused_untouched",
             "zero_size_shard",
             "move_inputs",
             "exec_order_check",
@@ -115,9 +116,14 @@ class Reference(TorchAdapter):
             return {name: full_copy(parameter) for name, parameter in self.parameters().items()}
 
     def full_grads(self) -> dict[str, Tensor | None]:
-        # Where one rank alone has a gradient the others must be seen to have none.
-        present = {name: parameter.grad is not None for name, parameter in self.parameters().items()}
-        anywhere(list(present.values()), self.device)
+        parameters = self.parameters()
+        here = [parameter.grad is not None and parameter.grad.numel() > 0 for parameter in parameters.values()]
+        somewhere = anywhere(here, self.device)
+        # A rank without elements of a parameter cannot tell whether it was used.
+        present = {
+            name: parameter.grad is not None if parameter.numel() else there
+            for (name, parameter), there in zip(parameters.items(), somewhere, strict=True)
+        }
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False, with_grads=True):
             return {
                 name: full_copy(parameter.grad) if present[name] and parameter.grad is not None else None

@@ -14,6 +14,7 @@ averaged with the rest, so a rank whose peers run another unit finds it out with
 from __future__ import annotations
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,13 @@ from fsdp_conformance.engine.chunk_gathering import Gathering, start_all_gather
 from fsdp_conformance.engine.chunk_moving import lasting_views
 from fsdp_conformance.engine.chunk_reduction import Reduction
 from fsdp_conformance.engine.chunk_state import ChunkState, TensorState
-from fsdp_conformance.engine.errors import ExecutionOrderError, ParameterMoved, ParameterReplaced
+from fsdp_conformance.engine.communication_hook import CommunicationHook
+from fsdp_conformance.engine.errors import (
+    ExecutionOrderError,
+    ParameterMoved,
+    ParameterReplaced,
+    UsedWhileSharded,
+)
 
 #: Tags are below it, so that bfloat16 holds them exactly.
 _NUM_TAGS = 251
@@ -70,8 +77,29 @@ class Member:
     shape: torch.Size = field(init=False)
     """Of the whole parameter."""
 
+    is_guarded: bool = field(init=False, default=False)
+
     def __post_init__(self) -> None:
         self.shape = self.parameter.shape
+
+    def guard(self) -> None:
+        """Let a backward raise that reaches the original: it is a shard, and its gradient would be one of a shard."""
+        name, self.is_guarded = self.name, True
+
+        def refuse(_: Tensor) -> None:
+            raise UsedWhileSharded(
+                f"{name} is in a graph while it is sharded, but should be used in the forward of its unit alone",
+                where="backward",
+            )
+
+        self.parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
+
+    def show_hooks(self, leaf: nn.Parameter) -> None:
+        """Hooks that users have registered on the original see the gradients of the leaf."""
+        own, *_ = self.parameter._backward_hooks
+        hooks = OrderedDict((key, hook) for key, hook in self.parameter._backward_hooks.items() if key != own)
+        if hooks != leaf._backward_hooks:
+            leaf._backward_hooks = hooks
 
 
 MoveChunk = Callable[["FlatParameter", torch.device, torch.dtype], Chunk]
@@ -105,7 +133,7 @@ class FlatParameter:
         self._checked: Gathering | None = None
         self._versions: list[int] = []
         self._reduction: Reduction | None = None
-        self._receivers: list[bool] = []
+        self._used: list[bool] = []
         self.take_chunk(chunk)
 
     def take_chunk(self, chunk: Chunk) -> None:
@@ -178,8 +206,13 @@ class FlatParameter:
         if self._is_detached():
             self._adopt()
         for member, leaf in zip(self.members, self.leaves, strict=True):
-            if leaf.requires_grad != member.parameter.requires_grad:
-                leaf.requires_grad_(member.parameter.requires_grad)
+            parameter = member.parameter
+            if leaf.requires_grad != parameter.requires_grad:
+                leaf.requires_grad_(parameter.requires_grad)
+            if parameter.requires_grad and not member.is_guarded:
+                member.guard()
+            if parameter.requires_grad and (len(parameter._backward_hooks) > 1 or leaf._backward_hooks):
+                member.show_hooks(leaf)
 
     def _is_detached(self) -> bool:
         """Whether the data of a parameter were replaced: it is no view of the shard any more."""
@@ -268,23 +301,43 @@ class FlatParameter:
             self.chunk.gradients.put_all([leaf.grad for leaf in self.leaves] + tag)
             self._drop_leaf_gradients()
 
-    def start_reduction(self) -> None:
-        """Begin to average what was collected over the ranks. Parameters without a gradient count as zero."""
+    def start_reduction(self, hook: CommunicationHook | None = None) -> None:
+        """
+        Begin to average what was collected over the ranks. Parameters without a gradient count as zero.
+
+        `hook` reduces in place of it.
+        """
         if self._reduces_nothing:
             return
         chunk = self.chunk
         if self._reduction is not None:
             self.finish_reduction()
-        tag = [] if self.tag is None else [self._tag_gradient]
-        accumulated = chunk.gradients.present[: len(self.members)]
-        self._receivers = [
-            member.parameter.requires_grad or before for member, before in zip(self.members, accumulated, strict=True)
-        ]
-        chunk.gradients.put_all([leaf.grad for leaf in self.leaves] + tag)
+        tag: list[Tensor | None] = [] if self.tag is None else [self._tag_gradient]
+        buffer = chunk.gradients
+        buffer.put_all([leaf.grad for leaf in self.leaves] + tag)
         self._drop_leaf_gradients()
+        self._used = buffer.present[: len(self.members)]
+        for index, member in enumerate(self.members):
+            if member.parameter.requires_grad and not self._used[index]:
+                # Negative zeros add up to one only if no rank has anything else: then it was used nowhere.
+                buffer.view(index).fill_(-0.0)
+        if hook is not None:
+            self._reduce_by(hook)
+            return
         for state in _TO_REDUCTION:
             chunk.move_all(state)
         self._reduction = chunk.reduce(release=False, async_op=True)
+
+    @torch.no_grad()
+    def _reduce_by(self, hook: CommunicationHook) -> None:
+        """Let the user's hook reduce: it gets the whole gradient and this rank's part of it to be written, both 1D."""
+        chunk = self.chunk
+        buffer = chunk.gradients
+        buffer.complete()
+        shard = buffer.payload.new_zeros(chunk.layout.shard_numel)
+        hook.function(hook.state, buffer.payload, shard)
+        chunk.discard_gradients()
+        self._deliver(shard.to(chunk.shard_device, chunk.dtype))
 
     def advance(self) -> None:
         """Let a reduction that has two collectives start the second."""
@@ -303,14 +356,36 @@ class FlatParameter:
         reduction, self._reduction = self._reduction, None
         if reduction is None:
             return []
-        shard = reduction.wait()
+        return self._deliver(reduction.wait())
+
+    def _deliver(self, shard: Tensor) -> list[nn.Parameter]:
+        """Let the originals have their parts of an averaged gradient. Returns those that got one."""
         layout = self.chunk.layout
         parts = layout.views(shard) if self.is_whole else layout.shard_views(shard)
         if self.tag is not None and self.chunk.pool.device.type == "cpu" and parts[-1].numel():
             self._check_tag(parts[-1], self._averaged_tag, "averaged")
-        got = [member.parameter for member, gets in zip(self.members, self._receivers, strict=True) if gets]
-        _add_gradients(got, [part for part, gets in zip(parts, self._receivers, strict=False) if gets])
+        got = []
+        gradients = []
+        for member, used, part in zip(self.members, self._used, parts, strict=False):
+            if used or (member.parameter.requires_grad and not _is_negative_zero(part)):
+                got.append(member.parameter)
+                gradients.append(part)
+        _add_gradients(got, gradients)
         return got
+
+    def part_of(self, index: int, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor of a parameter's shape."""
+        if self.is_whole:
+            return whole
+        begin, end, _ = self.chunk.layout.shard_slice(index)
+        return whole.reshape(-1)[begin:end]
+
+    @torch.no_grad()
+    def write(self, index: int, whole: Tensor) -> None:
+        """Give a parameter the values of `whole`, of its shape. What is unsharded is freed."""
+        self.release()
+        self.chunk.wait_shard_reads()
+        self.parts[index].copy_(self.part_of(index, whole.detach()))
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -367,6 +442,11 @@ def _leaf(original: nn.Parameter, view: Tensor) -> nn.Parameter:
     leaf = nn.Parameter(view, requires_grad=original.requires_grad)
     leaf.__dict__.update(original.__dict__)  # what users have noted on it
     return leaf
+
+
+def _is_negative_zero(part: Tensor) -> bool:
+    """Whether all elements are. Makes the host wait, so it is asked of what this rank did not use alone."""
+    return part.numel() > 0 and bool(((part == 0) & torch.signbit(part)).all())
 
 
 def _add_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from fsdp_conformance.engine.errors import TrainingStateError
 from fsdp_conformance.engine.flat_parameter import FlatParameter
 from fsdp_conformance.engine.sharded_unit import ShardedUnit
 from fsdp_conformance.engine.training_state import TrainingState
@@ -39,7 +38,11 @@ def full_gradients(flat: FlatParameter) -> list[Tensor | None]:
         if member.parameter.grad is not None:
             part.copy_(member.parameter.grad)
     views = chunk.layout.views(flat.gathered(shard))
-    return [None if member.parameter.grad is None else view for member, view in zip(flat.members, views, strict=False)]
+    return [
+        # Without elements of it here, what the others have is what it has.
+        None if member.parameter.grad is None and member.parameter.numel() else view
+        for member, view in zip(flat.members, views, strict=False)
+    ]
 
 
 @contextmanager
@@ -101,14 +104,10 @@ def _summon(flat: FlatParameter, *, rank0_only: bool, offload_to_cpu: bool, with
 @torch.no_grad()
 def _write_back(summoned: _Summoned, *, with_grads: bool) -> None:
     flat = summoned.flat
-    chunk = flat.chunk
-    flat.release()
-    chunk.wait_shard_reads()
     for index, (member, part, shown) in enumerate(zip(flat.members, flat.parts, summoned.shown, strict=False)):
-        begin, end, _ = chunk.layout.shard_slice(index)
-        part.copy_(shown.detach().reshape(-1)[begin:end].view(part.shape))
+        flat.write(index, shown)
         if with_grads and shown.grad is not None:
-            gradient = shown.grad.reshape(-1)[begin:end].view(part.shape)
+            gradient = flat.part_of(index, shown.grad)
             if member.parameter.grad is None:
                 member.parameter.grad = gradient.to(part.device, copy=True)
             else:
@@ -117,15 +116,8 @@ def _write_back(summoned: _Summoned, *, with_grads: bool) -> None:
 
 def _check(units: Sequence[ShardedUnit], *, writeback: bool, rank0_only: bool) -> None:
     where = "summon_full_params"
-    busy = [unit for unit in units if unit.state is not TrainingState.IDLE or not unit.schedule.is_idle]
-    if busy:
-        raise TrainingStateError(
-            [
-                f"{unit.label} is {unit.state.name}, but should be IDLE, outside of forward and backward"
-                for unit in busy
-            ],
-            where=where,
-        )
+    for unit in units:
+        unit.check_idle(where)
     if writeback and rank0_only:
         raise ConfigError(
             ["writeback and rank0_only are given, but should be one of them: ranks would differ"], where=where

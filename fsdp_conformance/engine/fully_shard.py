@@ -68,13 +68,12 @@ class ShardingOptions:
             ("backward_prefetch", (BackwardPrefetch, type(None))),
             ("cpu_offload", (CPUOffload, bool, type(None))),
             ("mixed_precision", (MixedPrecision, type(None))),
+            ("param_init_fn", (Callable, type(None))),
         ):
             value = getattr(self, name)
             if not isinstance(value, kinds):
                 wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
                 problems.append(f"{name}={value!r}, but should be {wanted}")
-        if self.param_init_fn is not None and not callable(self.param_init_fn):
-            problems.append(f"param_init_fn={self.param_init_fn!r}, but should be callable")
         if not all(isinstance(each, nn.Module) for each in self.ignored_modules or ()):
             problems.append(f"ignored_modules={self.ignored_modules!r}, but should be modules")
         if problems:
@@ -234,7 +233,8 @@ def _install_hooks(module: nn.Module, unit: ShardedUnit) -> None:
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:
     problems = []
-    if not modules or not all(isinstance(module, nn.Module) for module in modules):
+    given: Sequence[object] = modules
+    if not given or not all(isinstance(module, nn.Module) for module in given):
         raise ConfigError([f"module={modules!r}, but should be a module, or several"], where=_WHERE)
     for module in modules:
         if getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in vars(module):

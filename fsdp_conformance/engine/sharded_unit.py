@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
 
+from fsdp_conformance.engine.communication_hook import CommunicationHook
 from fsdp_conformance.engine.errors import SharedAcrossUnits, TrainingStateError
 from fsdp_conformance.engine.flat_parameter import FlatParameter, Member, Place
 from fsdp_conformance.engine.training_state import TRAINING_TRANSITIONS, TrainingState
@@ -73,6 +74,8 @@ class ShardedUnit:
         self.ahead_in_forward: list[weakref.ref[ShardedUnit]] | None = None
         """Units to gather ahead in its forward; None: what the schedule says."""
         self.ahead_in_backward: list[weakref.ref[ShardedUnit]] | None = None
+        self.communication_hook: CommunicationHook | None = None
+        """What reduces in place of the average."""
         self._sees_leaves = False
 
     # --- state -------------------------------------------------------------------------------------------------------
@@ -85,6 +88,14 @@ class ShardedUnit:
                 f"the unit goes from {self.state.name} to {state.name}, but should go to {legal}", where=self.label
             )
         self.state = state
+
+    def check_idle(self, where: str) -> None:
+        """Raise TrainingStateError inside of a forward, a backward, or `summon_full_params`."""
+        if self.state is not TrainingState.IDLE or not self.schedule.is_idle:
+            raise TrainingStateError(
+                f"{self.label} is {self.state.name} in a step, but should be IDLE, outside of forward and backward",
+                where=where,
+            )
 
     @property
     def label(self) -> str:
@@ -214,7 +225,7 @@ class ShardedUnit:
         started = [flat for flat in self.flats if flat.is_trained or flat.has_gradients]
         with self.span("reduce_scatter"):
             for flat in started:
-                flat.start_reduction()
+                flat.start_reduction(self.communication_hook)
         return started
 
     def reset(self) -> None:
