@@ -75,6 +75,7 @@ class Reference(TorchAdapter):
             "scalar_params",
             "noncontiguous_params",
             "nonroot_forward",
+            "custom_forward_methods",
             "unused_untouched",
             "zero_size_shard",
             "move_inputs",

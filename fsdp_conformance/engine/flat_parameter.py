@@ -17,7 +17,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from fsdp_conformance.engine.chunk_gathering import Gathering, start_all_gather
 from fsdp_conformance.engine.chunk_moving import lasting_views
 from fsdp_conformance.engine.chunk_reduction import Reduction
 from fsdp_conformance.engine.chunk_state import ChunkState, TensorState
-from fsdp_conformance.engine.communication_hook import CommunicationHook
 from fsdp_conformance.engine.errors import (
     ExecutionOrderError,
     ParameterMoved,
@@ -43,6 +42,13 @@ _TAG_TOLERANCE = 0.3
 
 #: States that a tensor passes through on its way to the reduction.
 _TO_REDUCTION = (TensorState.COMPUTE, TensorState.HOLD_AFTER_BWD, TensorState.READY_FOR_REDUCE)
+
+
+class ReductionHook(NamedTuple):
+    """What reduces in place of an average: `function(state, gradient, shard)`."""
+
+    state: object
+    function: Callable[[Any, Tensor, Tensor], object]
 
 
 class Place:
@@ -96,8 +102,9 @@ class Member:
 
     def show_hooks(self, leaf: nn.Parameter) -> None:
         """Hooks that users have registered on the original see the gradients of the leaf."""
-        own, *_ = self.parameter._backward_hooks
-        hooks = OrderedDict((key, hook) for key, hook in self.parameter._backward_hooks.items() if key != own)
+        registered = self.parameter._backward_hooks or {}
+        own, *_ = registered
+        hooks = OrderedDict((key, hook) for key, hook in registered.items() if key != own)
         if hooks != leaf._backward_hooks:
             leaf._backward_hooks = hooks
 
@@ -211,7 +218,7 @@ class FlatParameter:
                 leaf.requires_grad_(parameter.requires_grad)
             if parameter.requires_grad and not member.is_guarded:
                 member.guard()
-            if parameter.requires_grad and (len(parameter._backward_hooks) > 1 or leaf._backward_hooks):
+            if parameter.requires_grad and (len(parameter._backward_hooks or ()) > 1 or leaf._backward_hooks):
                 member.show_hooks(leaf)
 
     def _is_detached(self) -> bool:
@@ -301,7 +308,7 @@ class FlatParameter:
             self.chunk.gradients.put_all([leaf.grad for leaf in self.leaves] + tag)
             self._drop_leaf_gradients()
 
-    def start_reduction(self, hook: CommunicationHook | None = None) -> None:
+    def start_reduction(self, hook: ReductionHook | None = None) -> None:
         """
         Begin to average what was collected over the ranks. Parameters without a gradient count as zero.
 
@@ -329,7 +336,7 @@ class FlatParameter:
         self._reduction = chunk.reduce(release=False, async_op=True)
 
     @torch.no_grad()
-    def _reduce_by(self, hook: CommunicationHook) -> None:
+    def _reduce_by(self, hook: ReductionHook) -> None:
         """Let the user's hook reduce: it gets the whole gradient and this rank's part of it to be written, both 1D."""
         chunk = self.chunk
         buffer = chunk.gradients

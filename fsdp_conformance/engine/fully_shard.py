@@ -41,6 +41,9 @@ from fsdp_conformance.engine.unit_schedule import UnitSchedule
 from fsdp_conformance.errors import ConfigError
 
 _WHERE = "fully_shard"
+
+#: Nobody calls them: their children are.
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _owners = OwnerRegistry()
 _UNIT = "_sharded_unit"
 
@@ -63,17 +66,20 @@ class ShardingOptions:
 
     def __post_init__(self) -> None:
         problems = []
-        for name, kinds in (
-            ("sharding_strategy", (ShardingStrategy,)),
-            ("backward_prefetch", (BackwardPrefetch, type(None))),
-            ("cpu_offload", (CPUOffload, bool, type(None))),
-            ("mixed_precision", (MixedPrecision, type(None))),
-            ("param_init_fn", (Callable, type(None))),
-        ):
+        kinds: dict[str, tuple[type, ...]] = {
+            "sharding_strategy": (ShardingStrategy,),
+            "backward_prefetch": (BackwardPrefetch, type(None)),
+            "cpu_offload": (CPUOffload, bool, type(None)),
+            "mixed_precision": (MixedPrecision, type(None)),
+        }
+        for name, allowed in kinds.items():
             value = getattr(self, name)
-            if not isinstance(value, kinds):
-                wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in kinds)
+            if not isinstance(value, allowed):
+                wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
                 problems.append(f"{name}={value!r}, but should be {wanted}")
+        init_fn: object = self.param_init_fn
+        if init_fn is not None and not callable(init_fn):
+            problems.append(f"param_init_fn={init_fn!r}, but should be callable")
         if not all(isinstance(each, nn.Module) for each in self.ignored_modules or ()):
             problems.append(f"ignored_modules={self.ignored_modules!r}, but should be modules")
         if problems:
@@ -94,6 +100,11 @@ def fully_shard(module: nn.Module | Sequence[nn.Module], options: ShardingOption
     that do not fit, Unsupported for parameters that cannot be sharded.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
+    silent = [type(one).__name__ for one in modules if not has_forward(one)]
+    if silent:
+        raise ConfigError(
+            [f"module is a {each}, which has no forward, but should have one" for each in silent], where=_WHERE
+        )
     unit = make_unit(modules, options or ShardingOptions())
     for one in modules:
         _install_hooks(one, unit)
@@ -151,6 +162,11 @@ def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> Sharded
     for each in [*inner, unit]:
         schedule.add(each)
     return unit
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module has a forward of its own."""
+    return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
 
 
 def unit_of(module: nn.Module) -> ShardedUnit | None:
@@ -237,7 +253,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
     if not given or not all(isinstance(module, nn.Module) for module in given):
         raise ConfigError([f"module={modules!r}, but should be a module, or several"], where=_WHERE)
     for module in modules:
-        if getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in vars(module):
+        if isinstance(module, _CONTAINERS):
             problems.append(f"module is a {type(module).__name__}, which has no forward, but should have one")
         if unit_of(module) is not None:
             problems.append(f"{type(module).__name__} is a unit already, but should be wrapped once")

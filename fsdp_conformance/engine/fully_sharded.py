@@ -15,25 +15,33 @@ and names. Gradients are averages over all ranks; sum losses, not means of means
 
 from __future__ import annotations
 
+import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp_conformance.engine import full_parameters
 from fsdp_conformance.engine.errors import TrainingStateError
+from fsdp_conformance.engine.flat_parameter import ReductionHook
 from fsdp_conformance.engine.fully_shard import ShardingOptions, make_unit, mark_unit, unit_of, units_below
 from fsdp_conformance.engine.gradient_norm import clip_gradients
+from fsdp_conformance.engine.model_state import full_state_dict, load_full_state_dict
 from fsdp_conformance.engine.sharded_unit import ShardedUnit
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_conformance.engine.training_state import TrainingState
+from fsdp_conformance.engine.unit_report import communication_plan, memory_report
 from fsdp_conformance.engine.wrap_policy import WrapPolicy, wrap_submodules
-from fsdp_conformance.errors import Unsupported
+from fsdp_conformance.errors import ConfigError, Unsupported
 
+_WHERE = "FullyShardedDataParallel"
 _INNER = "_fsdp_wrapped_module"
 
 
@@ -93,6 +101,7 @@ class FullyShardedDataParallel(nn.Module):
                 is_unit=lambda child: unit_of(child) is not None,
                 ignored=options.ignored_modules or (),
             )
+        self._forward_methods: set[str] = set()
         self.unit = make_unit([module], options)
         mark_unit(self, self.unit)
         setattr(self, _INNER, module)
@@ -106,10 +115,26 @@ class FullyShardedDataParallel(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The module's forward. Collective."""
+        return self._call(self.module, *args, **kwargs)
+
+    def register_forward_method(self, name: str) -> None:
+        """
+        Let a method of the module be a forward, too: in it parameters are whole, and its outputs lead to a backward.
+
+        Inside the forward of an outer unit every method of the module's class is one by itself. Raises ConfigError if
+        there is no such method.
+        """
+        method = getattr(self.module, name, None)
+        if not callable(method):
+            raise ConfigError([f"name={name!r}, but should be a method of {type(self.module).__name__}"], where=_WHERE)
+        self._forward_methods.add(name)
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call something of the module as a forward."""
         unit, schedule = self.unit, self.unit.schedule
         try:
             args, kwargs = schedule.before_forward(unit, (args, kwargs))
-            output = self.module(*args, **kwargs)
+            output = function(*args, **kwargs)
         except BaseException:
             schedule.forward_failed(unit)
             raise
@@ -145,10 +170,7 @@ class FullyShardedDataParallel(nn.Module):
         Returns their norm before, 0-dimensional, the same on every rank of the group. Raises TrainingStateError on a
         unit inside another one.
         """
-        if len(self.unit.schedule.units) > len(self.units):
-            raise TrainingStateError(
-                f"{self.unit.label} is inside another unit, but should be the outermost one", where="clip_grad_norm_"
-            )
+        self._check_outermost("clip_grad_norm_")
         return clip_gradients(self.units, self.module, max_norm, norm_type)
 
     def recover(self) -> None:
@@ -158,6 +180,19 @@ class FullyShardedDataParallel(nn.Module):
         All ranks must have issued the same collectives before it.
         """
         self.unit.schedule.recover()
+
+    def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
+        """
+        Let `hook(state, gradient, shard)` reduce in place of the average, in every unit: no more is divided.
+
+        `gradient`: 1D, all gradients of a unit in the reduction's dtype, padded; `shard`: 1D, to be written: this
+        rank's part of their sum or mean. Raises TrainingStateError on an inner unit, Unsupported for hybrid strategies.
+        """
+        self._check_outermost("register_comm_hook")
+        if any(unit.recipe.groups.replica is not None and unit.recipe.groups.shard.size() > 1 for unit in self.units):
+            raise Unsupported("comm_hook", "a communication hook with two groups: hybrid strategies have none")
+        for unit in self.units:
+            unit.communication_hook = ReductionHook(state, hook)
 
     # --- by hand -----------------------------------------------------------------------------------------------------
 
@@ -176,6 +211,40 @@ class FullyShardedDataParallel(nn.Module):
     def set_backward_prefetch(self, wrappers: Iterable[FullyShardedDataParallel]) -> None:
         """Gather these units ahead in this one's backward, in place of what `backward_prefetch` says."""
         self.unit.ahead_in_backward = [weakref.ref(wrapper.unit) for wrapper in wrappers]
+
+    def _check_outermost(self, where: str) -> None:
+        if len(self.unit.schedule.units) > len(self.units):
+            raise TrainingStateError(
+                f"{self.unit.label} is inside another unit, but should be the outermost one", where=where
+            )
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """
+        Every parameter and persistent buffer in full, under original names: `model_state.full_state_dict`. Collective.
+
+        Asked by a module around it, or with `keep_vars`, what the optimizer has, under the names of wrappers.
+        """
+        if destination is not None or keep_vars:
+            raw: dict[str, Any] = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+            return raw
+        return {f"{prefix}{name}": value for name, value in full_state_dict(self).items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Write a full state dict: `model_state.load_full_state_dict`. Raises Unsupported for `assign`."""
+        if assign:
+            raise Unsupported("full_state_dict", "assign=True: parameters are views of shards, and stay so")
+        missing, unexpected = load_full_state_dict(self, state_dict, strict=strict)
+        return _IncompatibleKeys(missing, unexpected)
+
+    def memory_report(self) -> str:
+        """What each unit holds now, in bytes: a line for each, and one for all."""
+        return memory_report(self.units)
+
+    def plan(self) -> str:
+        """What each unit will gather and reduce in a step: a line for each."""
+        return communication_plan(self.units)
 
     # --- access ------------------------------------------------------------------------------------------------------
 
@@ -208,13 +277,24 @@ class FullyShardedDataParallel(nn.Module):
         return self
 
     def __getattr__(self, name: str) -> Any:
-        """The module's own attributes."""
+        """The module's own attributes. A method that is a forward comes as one: see `register_forward_method`."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             if name == _INNER:
                 raise
-            return getattr(self.module, name)
+        value = getattr(self.module, name)
+        if inspect.ismethod(value) and value.__self__ is self.module and self._is_forward(name):
+            return partial(self._call, value)
+        return value
+
+    def _is_forward(self, name: str) -> bool:
+        """Whether a method is called as a forward: by request, or where every rank calls it, inside of an outer one."""
+        if name in self._forward_methods:
+            return True
+        unit = self.unit
+        inside = unit.schedule.is_in_forward and unit.state is TrainingState.IDLE
+        return inside and not name.startswith("_") and not hasattr(nn.Module, name)
 
     def __getitem__(self, key: Any) -> Any:
         """The item of the module, where that is a container."""

@@ -8,7 +8,7 @@ rank's part of their parameter are sharded with it; others (step counters) are t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -135,7 +135,7 @@ def _state_of(
 def _own_part(flat: FlatParameter | None, index: int, value: Tensor) -> Tensor:
     """This rank's part of a whole state tensor; what is not as large as the parameter is the same everywhere."""
     if isinstance(value, DTensor):
-        value = cast(Tensor, value.full_tensor())
+        value = value.full_tensor()
     if flat is None or value.shape != flat.members[index].shape or (value.dim() == 0):
         return value.clone()
     return flat.part_of(index, value).to(flat.chunk.shard_device, copy=True)

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
 
-from fsdp_conformance.engine.communication_hook import CommunicationHook
 from fsdp_conformance.engine.errors import SharedAcrossUnits, TrainingStateError
-from fsdp_conformance.engine.flat_parameter import FlatParameter, Member, Place
+from fsdp_conformance.engine.flat_parameter import FlatParameter, Member, Place, ReductionHook
 from fsdp_conformance.engine.training_state import TRAINING_TRANSITIONS, TrainingState
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class ShardedUnit:
         self.ahead_in_forward: list[weakref.ref[ShardedUnit]] | None = None
         """Units to gather ahead in its forward; None: what the schedule says."""
         self.ahead_in_backward: list[weakref.ref[ShardedUnit]] | None = None
-        self.communication_hook: CommunicationHook | None = None
+        self.communication_hook: ReductionHook | None = None
         """What reduces in place of the average."""
         self._sees_leaves = False
 

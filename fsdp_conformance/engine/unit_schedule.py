@@ -72,6 +72,11 @@ class UnitSchedule:
         """Whether no unit is in a forward or a backward."""
         return not self._stack and not self._in_backward
 
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a unit is in its forward."""
+        return bool(self._stack)
+
     # --- forward -----------------------------------------------------------------------------------------------------
 
     def before_forward(self, unit: ShardedUnit, arguments: Arguments) -> Arguments:
