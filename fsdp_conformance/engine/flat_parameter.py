@@ -142,6 +142,7 @@ class FlatParameter:
         self._reduction: Reduction | None = None
         self._used: list[bool] = []
         self.take_chunk(chunk)
+        self._follow_flags()
 
     def take_chunk(self, chunk: Chunk) -> None:
         """Let `chunk` be the storage from now on. Its shard has the values."""
@@ -212,6 +213,9 @@ class FlatParameter:
             )
         if self._is_detached():
             self._adopt()
+        self._follow_flags()
+
+    def _follow_flags(self) -> None:
         for member, leaf in zip(self.members, self.leaves, strict=True):
             parameter = member.parameter
             if leaf.requires_grad != parameter.requires_grad:

@@ -274,7 +274,8 @@ def named_device(device_id: int | torch.device) -> torch.device:
         return torch.device("cpu")
     try:
         devices = torch.get_device_module(device_id.type)
-        index = devices.current_device() if device_id.index is None else device_id.index
+        named: int | None = device_id.index
+        index = devices.current_device() if named is None else named
         count = devices.device_count()
     except (RuntimeError, AttributeError) as error:
         raise ConfigError([f"device_id={device_id}, but should be a device of this machine"], where=_WHERE) from error

@@ -81,8 +81,8 @@ class UnitSchedule:
 
     def before_forward(self, unit: ShardedUnit, arguments: Arguments) -> Arguments:
         """Unshard, and prepare the inputs. Collective."""
-        if unit.state is TrainingState.BACKWARD:
-            # Recomputed by a checkpoint in its own backward: all is there.
+        if _in_own_backward(unit):
+            # Recomputed by a checkpoint: all is there.
             self._unshard(unit)
             return arguments
         if not self._stack and not _inside_backward():
@@ -103,7 +103,7 @@ class UnitSchedule:
 
     def after_forward(self, unit: ShardedUnit, output: Any) -> None:
         """Watch the outputs, and reshard."""
-        if unit.state is TrainingState.BACKWARD:
+        if _in_own_backward(unit):
             return
         self._stack.pop()
         if unit in self._stack:  # called by itself
@@ -126,7 +126,7 @@ class UnitSchedule:
 
     def forward_failed(self, unit: ShardedUnit) -> None:
         """An exception came out of the unit's forward: what it and the units inside have begun is undone."""
-        if unit.state is TrainingState.BACKWARD:
+        if _in_own_backward(unit):
             return
         while self._stack:
             failed = self._stack.pop()
@@ -309,6 +309,11 @@ class UnitSchedule:
     def _at(self, indices: Any) -> list[ShardedUnit]:
         found = (self._units[index]() for index in indices)
         return [unit for unit in found if unit is not None]
+
+
+def _in_own_backward(unit: ShardedUnit) -> bool:
+    """A unit that an exception has left in its backward is not in it any more."""
+    return unit.state is TrainingState.BACKWARD and _inside_backward()
 
 
 def _inside_backward() -> bool:
