@@ -276,6 +276,11 @@ class FullyShardedDataParallel(nn.Module):
             super().apply(fn)
         return self
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """As of every module; after an exception in backward, too, those that the optimizer has."""
+        self.unit.schedule.recover_if_interrupted()
+        return super().named_parameters(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         """The module's own attributes. A method that is a forward comes as one: see `register_forward_method`."""
         try:

@@ -90,6 +90,7 @@ class ShardedUnit:
 
     def check_idle(self, where: str) -> None:
         """Raise TrainingStateError inside of a forward, a backward, or `summon_full_params`."""
+        self.schedule.recover_if_interrupted()
         if self.state is not TrainingState.IDLE or not self.schedule.is_idle:
             raise TrainingStateError(
                 f"{self.label} is {self.state.name} in a step, but should be IDLE, outside of forward and backward",

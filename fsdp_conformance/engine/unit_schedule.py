@@ -143,8 +143,7 @@ class UnitSchedule:
 
     def _enter(self) -> None:
         """An iteration begins, or a micro-batch of one."""
-        if self._in_backward or self._reductions:
-            self.recover()
+        self.recover_if_interrupted()
         units = self.units
         self._began, self._began_before, self._ended = [], self._began, []
         for unit in units:
@@ -248,6 +247,11 @@ class UnitSchedule:
         self._in_backward = False
         for unit in self.units:
             unit.reset()
+
+    def recover_if_interrupted(self) -> None:
+        """`recover`, if an exception ended a backward."""
+        if self._in_backward and not _inside_backward():
+            self.recover()
 
     def _unshard(self, unit: ShardedUnit, *, ahead: bool = False) -> None:
         unit.start_unshard(self._written)
