@@ -23,11 +23,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+import torch.multiprocessing
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP1
-from torch.distributed.fsdp import MixedPrecision as FSDP1MixedPrecision
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -90,16 +88,16 @@ def engines(precision: str) -> dict[str, Build]:
         policy = None if low is None else MixedPrecision(param_dtype=low, reduce_dtype=torch.float32)
         return FullyShardedDataParallel(model, auto_wrap_policy=ClassPolicy({Block}), mixed_precision=policy)
 
-    def fsdp2(model: Any) -> nn.Module:
-        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=None if low is None else torch.float32)
-        for block in model.blocks:
-            fully_shard(block, mp_policy=policy)
-        fully_shard(model, mp_policy=policy)
+    def fsdp2(model: nn.Module) -> nn.Module:
+        policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=None if low is None else torch.float32)
+        for block in (child for child in model.modules() if isinstance(child, Block)):
+            torch_fsdp.fully_shard(block, mp_policy=policy)
+        torch_fsdp.fully_shard(model, mp_policy=policy)
         return model
 
     def fsdp1(model: nn.Module) -> nn.Module:
-        policy = None if low is None else FSDP1MixedPrecision(param_dtype=low, reduce_dtype=torch.float32)
-        return FSDP1(
+        policy = None if low is None else torch_fsdp.MixedPrecision(param_dtype=low, reduce_dtype=torch.float32)
+        return torch_fsdp.FullyShardedDataParallel(
             model,
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             use_orig_params=True,
@@ -113,7 +111,7 @@ def engines(precision: str) -> dict[str, Build]:
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
     """One step on a batch."""
     logits = model(tokens)
-    nn.functional.cross_entropy(logits.float().view(-1, VOCABULARY), tokens.view(-1)).backward()
+    torch.autograd.backward(nn.functional.cross_entropy(logits.float().view(-1, VOCABULARY), tokens.view(-1)))
     optimizer.step()
     optimizer.zero_grad()
 
@@ -167,7 +165,8 @@ def measure(args: argparse.Namespace, size: str, ranks: int) -> dict[str, dict[s
     with tempfile.TemporaryDirectory() as directory:
         args.result = str(Path(directory) / "result.json")
         rendezvous = str(Path(directory) / "rendezvous")
-        mp.start_processes(rank_main, (ranks, rendezvous, args, size), nprocs=ranks, start_method="spawn")
+        start: Any = torch.multiprocessing.spawn
+        start(rank_main, (ranks, rendezvous, args, size), nprocs=ranks)
         found: dict[str, dict[str, float]] = json.loads(Path(args.result).read_text())
         return found
 

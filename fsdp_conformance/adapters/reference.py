@@ -16,6 +16,7 @@ from fsdp_conformance.adapters.sharded import anywhere, full_copy
 from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, submodules
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
 from fsdp_conformance.engine import sharding_strategy as engine
+from fsdp_conformance.engine.fully_shard import ShardingOptions, fully_shard
 from fsdp_conformance.engine.fully_sharded import FullyShardedDataParallel
 from fsdp_conformance.engine.optimizer_state import full_optimizer_state
 from fsdp_conformance.engine.wrap_policy import ClassPolicy, SizePolicy, WrapPolicy
@@ -55,6 +56,11 @@ class Reference(TorchAdapter):
             "subgroups",
             "ignored_modules",
             "auto_wrap",
+            "multi_module_unit",
+            "persist_small",
+            "rewrap",
+            "meta_init",
+            "structure_check",
             "any_accelerator",
             "init_after",
             "init_never",
@@ -98,7 +104,11 @@ class Reference(TorchAdapter):
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         options = self._options(model, plan)
         for fqn in all_units(plan):
-            self._wrap_unit(model, fqn, self._local(options) if fqn in plan.local_units else options)
+            given = self._local(options) if fqn in plan.local_units else options
+            if "+" in fqn:
+                fully_shard(submodules(model, fqn.split("+")), ShardingOptions(**given))
+            else:
+                self._wrap_unit(model, fqn, given)
         if "" in plan.local_units:
             options = self._local(options)
         wrapped = FullyShardedDataParallel(model, auto_wrap_policy=auto_wrap_policy(model, plan), **options)
@@ -184,6 +194,7 @@ class Reference(TorchAdapter):
                 offload_params=plan.offload is not Offload.OFF, pin_memory=plan.offload is Offload.CPU_PINNED
             ),
             "ignored_modules": submodules(model, plan.ignored) or None,
+            "persist_numel": plan.persist_numel,
         }
         if plan.param_dtype is not None:
             options["mixed_precision"] = engine.MixedPrecision(param_dtype=getattr(torch, plan.param_dtype))

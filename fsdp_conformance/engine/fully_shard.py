@@ -27,6 +27,7 @@ from fsdp_conformance.engine.materialisation import materialise
 from fsdp_conformance.engine.sharded_unit import ForeignParameter, ShardedUnit
 from fsdp_conformance.engine.sharding_groups import sharding_groups
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_conformance.engine.training_state import TrainingState
 from fsdp_conformance.engine.unit_construction import (
     OwnedTensors,
     OwnerRegistry,
@@ -35,6 +36,7 @@ from fsdp_conformance.engine.unit_construction import (
     owned_tensors,
     place_tensors,
     synchronise,
+    verify_unit,
 )
 from fsdp_conformance.engine.unit_recipe import UnitRecipe, next_ordinal
 from fsdp_conformance.engine.unit_schedule import UnitSchedule
@@ -63,6 +65,7 @@ class ShardingOptions:
     param_init_fn: Callable[[nn.Module], None] | None = None
     device_id: int | torch.device | None = None
     sync_module_states: bool = False
+    persist_numel: int = 0
 
     def __post_init__(self) -> None:
         problems = []
@@ -82,6 +85,11 @@ class ShardingOptions:
             problems.append(f"param_init_fn={init_fn!r}, but should be callable")
         if not all(isinstance(each, nn.Module) for each in self.ignored_modules or ()):
             problems.append(f"ignored_modules={self.ignored_modules!r}, but should be modules")
+        if self.persist_numel < 0 or (self.persist_numel and self.sharding_strategy.is_hybrid):
+            problems.append(
+                f"persist_numel={self.persist_numel} with {self.sharding_strategy.name}, but should be at least 0, "
+                "and 0 for hybrid strategies"
+            )
         if problems:
             raise ConfigError(problems, where=_WHERE)
 
@@ -106,8 +114,7 @@ def fully_shard(module: nn.Module | Sequence[nn.Module], options: ShardingOption
             [f"module is a {each}, which has no forward, but should have one" for each in silent], where=_WHERE
         )
     unit = make_unit(modules, options or ShardingOptions())
-    for one in modules:
-        _install_hooks(one, unit)
+    _install_hooks(modules, unit)
     return unit
 
 
@@ -137,6 +144,7 @@ def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> Sharded
         device = inner[-1].device
     tensors: list[Tensor] = [*(member.parameter for member in found.members), *found.buffers]
     place_tensors(tensors, device)
+    verify_unit(found.members, groups, device)
     if options.sync_module_states:
         synchronise(tensors, groups)
     recipe = UnitRecipe(
@@ -145,6 +153,7 @@ def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> Sharded
         device_is_fixed=device_id is not None,
         offload=options.offload,
         mixed_precision=options.mixed_precision or MixedPrecision(),
+        persist_numel=options.persist_numel,
         ordinal=next_ordinal(groups),
     )
     unit = ShardedUnit(
@@ -231,20 +240,32 @@ def _join_shared(found: OwnedTensors, inner: Sequence[ShardedUnit]) -> list[Memb
     return joined
 
 
-def _install_hooks(module: nn.Module, unit: ShardedUnit) -> None:
-    mark_unit(module, unit)
+def _install_hooks(modules: Sequence[nn.Module], unit: ShardedUnit) -> None:
+    """Let the schedule be told when the modules of a unit run. Several are one forward, inside of an outer unit's."""
+    waiting: set[int] = set()
 
-    def before(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if unit.state is TrainingState.FORWARD and id(module) in waiting:
+            return None
+        if len(modules) > 1 and unit.schedule.is_in_forward:
+            waiting.update(id(each) for each in modules)
         return unit.schedule.before_forward(unit, (args, kwargs))
 
-    def after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def after(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
+        waiting.discard(id(module))
         if output is None and sys.exc_info()[0] is not None:
+            waiting.clear()
             unit.schedule.forward_failed(unit)
+        elif waiting and unit.state is TrainingState.FORWARD:
+            unit.schedule.watch(unit, output)
         else:
+            waiting.clear()
             unit.schedule.after_forward(unit, output)
 
-    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-    module.register_forward_hook(after, always_call=True)
+    for one in modules:
+        mark_unit(one, unit)
+        one.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        one.register_forward_hook(after, always_call=True)
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:

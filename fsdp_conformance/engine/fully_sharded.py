@@ -69,6 +69,7 @@ class FullyShardedDataParallel(nn.Module):
         param_init_fn: Callable[[nn.Module], None] | None = None,
         device_id: int | torch.device | None = None,
         sync_module_states: bool = False,
+        persist_numel: int = 0,
     ) -> None:
         """
         `process_group`: the default group for None; a shard group and a replica group for hybrid strategies.
@@ -77,7 +78,7 @@ class FullyShardedDataParallel(nn.Module):
         is gathered ahead in forward. `ignored_modules`: they stay this rank's own. `param_init_fn`: gives values to a
         module that was on the meta device; None: its `reset_parameters`. `device_id`: where the unit computes, and
         where its parameters and buffers are moved; None: where they are. `sync_module_states`: parameters and buffers
-        are taken from the first rank of the group.
+        are taken from the first rank of the group. `persist_numel`: parameters of at most so many elements stay whole.
         """
         super().__init__()
         options = ShardingOptions(
@@ -92,6 +93,7 @@ class FullyShardedDataParallel(nn.Module):
             param_init_fn=param_init_fn,
             device_id=device_id,
             sync_module_states=sync_module_states,
+            persist_numel=persist_numel,
         )
         if auto_wrap_policy is not None:
             wrap_submodules(

@@ -68,6 +68,8 @@ class ShardedUnit:
         """Whether gradients are reduced in backward; else they are collected on this rank."""
         self.num_expected = 0
         """How many of its forwards of this iteration still wait for their backward."""
+        self.keeps_graph = False
+        """Whether an output of the forward that it is in leads to a backward."""
         self.took_part = False
         """Whether it was in this backward, and has not been reduced since."""
         self.ahead_in_forward: list[weakref.ref[ShardedUnit]] | None = None
@@ -233,7 +235,7 @@ class ShardedUnit:
         self.show_originals()
         self.state = TrainingState.IDLE
         self.num_expected = 0
-        self.took_part = False
+        self.took_part = self.keeps_graph = False
         for flat in self.flats:
             flat.reset()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, cast
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -27,6 +28,12 @@ class ShardingGroups(NamedTuple):
     def size(self) -> int:
         """Ranks that gradients are averaged over."""
         return self.shard.size() * (1 if self.replica is None else self.replica.size())
+
+    def replicated(self) -> ShardingGroups:
+        """The same ranks, each with the whole. Collective the first time."""
+        if self.replica is not None or self.shard.size() == 1:
+            return self
+        return ShardingGroups(_own_group(), self.shard)
 
 
 def sharding_groups(
@@ -58,6 +65,11 @@ def sharding_groups(
     if strategy is ShardingStrategy.NO_SHARD and resolved.size() > 1:
         return ShardingGroups(_own_group(), resolved)
     return ShardingGroups(resolved, None)
+
+
+def communicates_from(group: ProcessGroup, device: torch.device) -> bool:
+    """Whether a group has a backend for tensors on a device."""
+    return any(known.type == device.type for known in group._device_types)
 
 
 def _groups_of(mesh: DeviceMesh) -> ProcessGroup | tuple[ProcessGroup, ProcessGroup]:

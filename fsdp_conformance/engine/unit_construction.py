@@ -21,7 +21,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from fsdp_conformance.engine.broadcast import broadcast
 from fsdp_conformance.engine.flat_parameter import Member, Place
 from fsdp_conformance.engine.sharded_unit import ForeignParameter, ShardedUnit
-from fsdp_conformance.engine.sharding_groups import ShardingGroups
+from fsdp_conformance.engine.sharding_groups import ShardingGroups, communicates_from
+from fsdp_conformance.engine.verification import verify_parameters
 from fsdp_conformance.errors import ConfigError, Unsupported
 
 _WHERE = "fully sharded module"
@@ -142,6 +143,18 @@ def synchronise(tensors: Sequence[Tensor], groups: ShardingGroups) -> None:
     if groups.replica is not None:
         broadcast(tensors, groups.replica)
     broadcast(tensors, groups.shard)
+
+
+def verify_unit(members: Sequence[Member], groups: ShardingGroups, device: torch.device) -> None:
+    """
+    Raise StructureMismatch, on every rank, where ranks of a group would shard different parameters. Collective.
+
+    Not asked where the parameters are on a device that the group does not communicate from, to be moved later.
+    """
+    named = [(member.name, member.parameter) for member in members]
+    for group in (groups.shard, groups.replica):
+        if group is not None and group.size() > 1 and communicates_from(group, device):
+            verify_parameters(named, group, device=device)
 
 
 class OwnerRegistry:

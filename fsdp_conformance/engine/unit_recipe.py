@@ -41,28 +41,34 @@ class UnitRecipe:
     """Whether parameters may not be moved to another device any more."""
     offload: CPUOffload
     mixed_precision: MixedPrecision
+    persist_numel: int
+    """Parameters of at most so many elements stay whole on every rank, and their gradients are all-reduced."""
     ordinal: int
     """Its number among the units of its groups: the same on every rank."""
 
     def flat_parameters(self, members: Sequence[Member]) -> list[FlatParameter]:
         """One for each dtype, in the order in which dtypes occur. The parameters are sharded from then on."""
-        by_dtype: dict[torch.dtype, list[Member]] = {}
+        kinds: dict[tuple[torch.dtype, bool], list[Member]] = {}
         for member in members:
-            by_dtype.setdefault(member.parameter.dtype, []).append(member)
-        return [self._flat_parameter(same, place) for place, same in enumerate(by_dtype.values())]
+            persists = 0 < member.parameter.numel() <= self.persist_numel
+            kinds.setdefault((member.parameter.dtype, persists), []).append(member)
+        return [
+            self._flat_parameter(same, place, self.groups.replicated() if persists else self.groups)
+            for place, ((_, persists), same) in enumerate(kinds.items())
+        ]
 
-    def _flat_parameter(self, members: Sequence[Member], place: int) -> FlatParameter:
+    def _flat_parameter(self, members: Sequence[Member], place: int, groups: ShardingGroups) -> FlatParameter:
         tensors: list[Tensor] = [member.parameter.detach() for member in members]
         dtype = tensors[0].dtype
-        tag = tag_of(_DTYPES_PER_UNIT * self.ordinal + place) if self.groups.size > 1 else None
+        tag = tag_of(_DTYPES_PER_UNIT * self.ordinal + place) if groups.size > 1 else None
         if tag is not None:
             tensors.append(torch.tensor(float(tag), dtype=dtype))
         config = self._config(self.device, dtype, sum(tensor.numel() for tensor in tensors))
         chunk = Chunk.of(
             pool_of(self.device),
             tensors,
-            self.groups.shard,
-            replica_group=self.groups.replica,
+            groups.shard,
+            replica_group=groups.replica,
             config=config,
         )
         forget_tensors(chunk)

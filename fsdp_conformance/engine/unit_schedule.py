@@ -105,24 +105,38 @@ class UnitSchedule:
         """Watch the outputs, and reshard."""
         if _in_own_backward(unit):
             return
-        self._stack.pop()
-        if unit in self._stack:  # called by itself
+        self.watch(unit, output)
+        while True:
+            # Above it may be units of several modules, of which some did not run.
+            left = self._stack.pop()
+            if left not in self._stack:
+                self._close(left)
+            if left is unit:
+                break
+        if not self._stack and not _inside_backward():
+            self._leave()
+
+    def watch(self, unit: ShardedUnit, output: Any) -> None:
+        """Let the backward of some outputs of a unit begin the unit's backward."""
+        if not torch.is_grad_enabled():
             return
+        if self._is_recomputing(unit):
+            unit.keeps_graph = unit.keeps_graph or any(tensor.requires_grad for tensor in tensors_in(output))
+        elif watch_outputs(output, partial(self.before_backward, unit)):
+            unit.keeps_graph = True
+
+    def _close(self, unit: ShardedUnit) -> None:
+        """A unit's forward is over: reshard it, unless its backward will need it, and soon."""
         with unit.span("after_forward"):
             recomputing = self._is_recomputing(unit)
-            keeps_graph = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(output))
-            if keeps_graph and not recomputing:
-                watch_outputs(output, partial(self.before_backward, unit))
-                unit.num_expected += 1
+            keeps_graph, unit.keeps_graph = unit.keeps_graph, False
+            unit.num_expected += keeps_graph and not recomputing
             self._ended.append(unit.index)
             unit.move(TrainingState.IDLE)
             unit.show_originals()
             entered = not self._stack and not _inside_backward()
-            kept = keeps_graph and (recomputing or entered or not unit.reshard_after_forward)
-            if not kept:
+            if not (keeps_graph and (recomputing or entered or not unit.reshard_after_forward)):
                 unit.reshard()
-            if entered:
-                self._leave()
 
     def forward_failed(self, unit: ShardedUnit) -> None:
         """An exception came out of the unit's forward: what it and the units inside have begun is undone."""
