@@ -165,8 +165,8 @@ def measure(args: argparse.Namespace, size: str, ranks: int) -> dict[str, dict[s
     with tempfile.TemporaryDirectory() as directory:
         args.result = str(Path(directory) / "result.json")
         rendezvous = str(Path(directory) / "rendezvous")
-        start: Any = torch.multiprocessing.spawn
-        start(rank_main, (ranks, rendezvous, args, size), nprocs=ranks)
+        processes: Any = torch.multiprocessing
+        processes.spawn(rank_main, (ranks, rendezvous, args, size), nprocs=ranks)
         found: dict[str, dict[str, float]] = json.loads(Path(args.result).read_text())
         return found
 

@@ -1,0 +1,170 @@
+"""
+The fully sharded module on the simulated accelerator: bitwise as on the CPU, and without a hazard.
+
+What the suites ask there is not asked again: here are the parts of the engine that they do not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_conformance.engine.fully_sharded import FullyShardedDataParallel
+from fsdp_conformance.engine.model_state import full_state_dict, load_full_state_dict, sharded_state_dict
+from fsdp_conformance.engine.sharding_strategy import CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_conformance.simulator import checker
+from fsdp_conformance.tests.sharded_ranks import LEARNING_RATE, WIDTH, Stage, batch, chain, full_params, sharded
+from fsdp_conformance.tests.simulator_ranks import OnSim, compiled
+
+pytestmark = compiled
+
+Program = Callable[[FullyShardedDataParallel, list[Tensor]], None]
+
+
+class _Recomputed(nn.Module):
+    """Runs what it wraps under a checkpoint."""
+
+    def __init__(self, module: nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(self.module, x, use_reentrant=self.reentrant, preserve_rng_state=False)
+        return output
+
+
+class TestOnSim(OnSim):
+    """Programs that run on the CPU and on the simulated device, in two ranks."""
+
+    def test_checkpointing(self) -> None:
+        """Recomputed units."""
+        for reentrant in (False, True):
+            self.assert_same(
+                _plain,
+                build=lambda reentrant=reentrant: nn.Sequential(
+                    _Recomputed(nn.Sequential(Stage(), Stage()), reentrant=reentrant), Stage(WIDTH, 3)
+                ),
+            )
+
+    def test_optimizer_in_backward(self) -> None:
+        """Steps in the hooks of gradients."""
+        self.assert_same(_in_backward)
+
+    def test_two_forwards(self) -> None:
+        """Forward, forward, backward, backward."""
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+            self.assert_same(_two_forwards, sharding_strategy=strategy)
+
+    def test_state_between_steps(self) -> None:
+        """Whole parameters are read and written between steps, and state dicts are taken and loaded."""
+        self.assert_same(_with_state)
+        self.assert_same(_with_state, cpu_offload=CPUOffload(offload_params=True))
+
+    def test_precision_and_offload(self) -> None:
+        """Low precision with gradients reduced in float32, offloaded or not, deferred or not."""
+        policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for offload in (False, True):
+            self.assert_same(_deferred, mixed_precision=policy, cpu_offload=CPUOffload(offload_params=offload))
+
+    def test_small_parameters_that_stay(self) -> None:
+        """Biases are replicated beside sharded weights."""
+        self.assert_same(_plain, persist_numel=WIDTH)
+
+    def test_after_an_exception(self) -> None:
+        """A backward that raised leaves nothing behind."""
+        self.assert_same(_interrupted)
+
+    def assert_same(self, program: Program, *, build: Callable[[], nn.Module] = chain, **options: Any) -> None:
+        """The parameters after `program` are those that it leaves on the CPU, and no access was unordered."""
+        found = []
+        for device in ("cpu", self.device):
+            subject = sharded(build(), device_id=torch.device(device), **options)
+            inputs = [batch(self.rank, number).to(device) for number in range(4)]
+            program(subject, inputs)
+            with checker.suspended():
+                found.append({name: value.cpu() for name, value in full_params(subject).items()})
+        self.assertEqual([], self.found())
+        for name, value in found[0].items():
+            self.assertTrue(torch.equal(value, found[1][name]), msg=f"{name}: {found[1][name]}, but should be {value}")
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.5)
+
+
+def _backward(model: nn.Module, x: Tensor) -> None:
+    model(x.requires_grad_()).float().sum().backward()
+
+
+def _plain(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    optimizer = _sgd(model)
+    for x in inputs:
+        _backward(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _in_backward(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=LEARNING_RATE) for parameter in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for x in inputs:
+        _backward(model, x)
+
+
+def _two_forwards(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    optimizer = _sgd(model)
+    for pair in (inputs[:2], inputs[2:]):
+        for loss in [model(x).sum() for x in pair]:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _deferred(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    optimizer = _sgd(model)
+    for pair in (inputs[:2], inputs[2:]):
+        with model.no_sync():
+            _backward(model, pair[0])
+        _backward(model, pair[1])
+        model.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _with_state(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    optimizer = _sgd(model)
+    for x in inputs:
+        _backward(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+        with model.summon_full_params(model):
+            for parameter in model.parameters():
+                parameter.detach().mul_(0.5)
+        state = full_state_dict(model)
+        sharded_state_dict(model)
+        load_full_state_dict(model, {name: value * 2 for name, value in state.items()})
+
+
+def _interrupted(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    def refuse(_: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    handle = model.module[1].module.linear.register_full_backward_hook(lambda *_: refuse(torch.empty(0)))  # type: ignore[index, union-attr]
+    try:
+        _backward(model, inputs[0])
+    except ValueError:
+        handle.remove()
+    for parameter in model.parameters():
+        parameter.grad = None
+    _plain(model, inputs)
