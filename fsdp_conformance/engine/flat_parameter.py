@@ -33,6 +33,7 @@ from fsdp_conformance.engine.errors import (
     ParameterReplaced,
     UsedWhileSharded,
 )
+from fsdp_conformance.engine.order_watch import OrderWatch
 
 #: Tags are below it, so that bfloat16 holds them exactly.
 _NUM_TAGS = 251
@@ -138,7 +139,10 @@ class FlatParameter:
         self._places = [(place, index) for index, member in enumerate(members) for place in member.places]
         self.leaves: list[nn.Parameter] = []
         self._checked: Gathering | None = None
+        # Of what `write` has written, and of each parameter.
         self._versions: list[int] = []
+        self._forward_versions: list[int] = []
+        self._writes = 0
         self._reduction: Reduction | None = None
         self._used: list[bool] = []
         self.take_chunk(chunk)
@@ -270,22 +274,45 @@ class FlatParameter:
     @property
     def is_stale(self) -> bool:
         """Whether a parameter was written since the gather: what is unsharded is not what it should be."""
-        return self._versions != [member.parameter._version for member in self.members]
+        return self._versions != self._current_versions()
+
+    def note_forward(self) -> None:
+        """A forward begins: its backward needs the values that parameters have now."""
+        self._forward_versions = self._current_versions()
+
+    def check_unwritten(self) -> None:
+        """Raise ParameterReplaced if a parameter was written since the forward: gathered again, it is another one."""
+        current = self._current_versions()
+        if self._forward_versions and self._forward_versions != current:
+            written = [
+                member.name
+                for member, before, now in zip(self.members, self._forward_versions[1:], current[1:], strict=True)
+                if before != now or self._forward_versions[0] != current[0]
+            ]
+            raise ParameterReplaced(
+                f"{', '.join(written)} was written between forward and backward, but should be as it was",
+                where=self.name,
+            )
+
+    def _current_versions(self) -> list[int]:
+        return [self._writes, *(member.parameter._version for member in self.members)]
 
     def start_gather(self, after: Any) -> None:
         """Begin to unshard, unless it has begun."""
         if self.chunk.state is ChunkState.SHARDED:
-            self._versions = [member.parameter._version for member in self.members]
+            self._versions = self._current_versions()
             self.chunk.access(async_op=True, after=after)
 
-    def finish_gather(self) -> None:
-        """Wait for it. Raises ExecutionOrderError if what arrived is another unit's."""
+    def finish_gather(self, watch: OrderWatch) -> None:
+        """Wait for it. Raises ExecutionOrderError if another unit's arrived, or lets `watch` look, where that waits."""
         gathering = self.chunk.access(async_op=True)
         gathering.wait()
         if gathering is not self._checked:
             self._checked = gathering
             if self.tag is not None and self.chunk.pool.device.type == "cpu":
                 self._check_tag(self.chunk.views[-1], self.tag, "gathered")
+            elif self.tag is not None and not self.is_whole:
+                watch.note(self.name, self.tag, self.chunk.views[-1])
 
     def release(self) -> None:
         """Free what is unsharded, if anything is."""
@@ -395,6 +422,7 @@ class FlatParameter:
     def write(self, index: int, whole: Tensor) -> None:
         """Give a parameter the values of `whole`, of its shape. What is unsharded is freed."""
         self.release()
+        self._writes += 1
         self.chunk.wait_shard_reads()
         self.parts[index].copy_(self.part_of(index, whole.detach()))
 

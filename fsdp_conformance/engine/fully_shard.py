@@ -40,7 +40,7 @@ from fsdp_conformance.engine.unit_construction import (
 )
 from fsdp_conformance.engine.unit_recipe import UnitRecipe, next_ordinal
 from fsdp_conformance.engine.unit_schedule import UnitSchedule
-from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.errors import ConfigError, Unsupported
 
 _WHERE = "fully_shard"
 
@@ -249,7 +249,13 @@ def _install_hooks(modules: Sequence[nn.Module], unit: ShardedUnit) -> None:
             return None
         if len(modules) > 1 and unit.schedule.is_in_forward:
             waiting.update(id(each) for each in modules)
-        return unit.schedule.before_forward(unit, (args, kwargs))
+        return unit.schedule.before_forward(unit, (args, kwargs), training=module.training)
+
+    def refuse_shards(_: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if not keep_vars and not all(flat.is_whole for flat in unit.flats):
+            raise Unsupported(
+                "full_state_dict", f"state_dict() of {unit.label} has shards: use full_state_dict or sharded_state_dict"
+            )
 
     def after(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         waiting.discard(id(module))
@@ -266,6 +272,7 @@ def _install_hooks(modules: Sequence[nn.Module], unit: ShardedUnit) -> None:
         mark_unit(one, unit)
         one.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
         one.register_forward_hook(after, always_call=True)
+        one.register_state_dict_pre_hook(refuse_shards)  # type: ignore[no-untyped-call]
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:

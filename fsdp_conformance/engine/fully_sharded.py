@@ -31,7 +31,14 @@ from torch.nn.modules.module import _IncompatibleKeys
 from fsdp_conformance.engine import full_parameters
 from fsdp_conformance.engine.errors import TrainingStateError
 from fsdp_conformance.engine.flat_parameter import ReductionHook
-from fsdp_conformance.engine.fully_shard import ShardingOptions, make_unit, mark_unit, unit_of, units_below
+from fsdp_conformance.engine.fully_shard import (
+    ShardingOptions,
+    clean_unit_name,
+    make_unit,
+    mark_unit,
+    unit_of,
+    units_below,
+)
 from fsdp_conformance.engine.gradient_norm import clip_gradients
 from fsdp_conformance.engine.model_state import full_state_dict, load_full_state_dict
 from fsdp_conformance.engine.sharded_unit import ShardedUnit
@@ -70,6 +77,8 @@ class FullyShardedDataParallel(nn.Module):
         device_id: int | torch.device | None = None,
         sync_module_states: bool = False,
         persist_numel: int = 0,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = True,
     ) -> None:
         """
         `process_group`: the default group for None; a shard group and a replica group for hybrid strategies.
@@ -79,8 +88,13 @@ class FullyShardedDataParallel(nn.Module):
         module that was on the meta device; None: its `reset_parameters`. `device_id`: where the unit computes, and
         where its parameters and buffers are moved; None: where they are. `sync_module_states`: parameters and buffers
         are taken from the first rank of the group. `persist_numel`: parameters of at most so many elements stay whole.
+
+        `limit_all_gathers` and `use_orig_params` are there for callers of torch's: the memory that gathers may take is
+        ordered by streams, so the host is never held back; and there is no other way than original parameters.
         """
         super().__init__()
+        if not use_orig_params:
+            raise Unsupported("orig_params", "use_orig_params=False: parameters keep their objects here")
         options = ShardingOptions(
             process_group=process_group,
             device_mesh=device_mesh,
@@ -135,7 +149,7 @@ class FullyShardedDataParallel(nn.Module):
         """Call something of the module as a forward."""
         unit, schedule = self.unit, self.unit.schedule
         try:
-            args, kwargs = schedule.before_forward(unit, (args, kwargs))
+            args, kwargs = schedule.before_forward(unit, (args, kwargs), training=self.training)
             output = function(*args, **kwargs)
         except BaseException:
             schedule.forward_failed(unit)
@@ -226,8 +240,11 @@ class FullyShardedDataParallel(nn.Module):
         """
         Every parameter and persistent buffer in full, under original names: `model_state.full_state_dict`. Collective.
 
-        Asked by a module around it, or with `keep_vars`, what the optimizer has, under the names of wrappers.
+        With `keep_vars`, what the optimizer has, under the names of wrappers. Raises Unsupported if it is asked by a
+        module around it, which has shards to give: use `full_state_dict` or `sharded_state_dict` on that.
         """
+        if destination is not None and not keep_vars and not all(flat.is_whole for flat in self.unit.flats):
+            raise Unsupported("full_state_dict", "state_dict() of a module around units: use full_state_dict on it")
         if destination is not None or keep_vars:
             raw: dict[str, Any] = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
             return raw
@@ -279,9 +296,10 @@ class FullyShardedDataParallel(nn.Module):
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """As of every module; after an exception in backward, too, those that the optimizer has."""
+        """Under original names; after an exception in backward, too, those that the optimizer has."""
         self.unit.schedule.recover_if_interrupted()
-        return super().named_parameters(*args, **kwargs)
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield clean_unit_name(name), parameter
 
     def __getattr__(self, name: str) -> Any:
         """The module's own attributes. A method that is a forward comes as one: see `register_forward_method`."""

@@ -19,6 +19,7 @@ from torch.autograd import profiler
 from fsdp_conformance.engine.errors import SharedAcrossUnits, TrainingStateError
 from fsdp_conformance.engine.flat_parameter import FlatParameter, Member, Place, ReductionHook
 from fsdp_conformance.engine.training_state import TRAINING_TRANSITIONS, TrainingState
+from fsdp_conformance.errors import Unsupported
 
 if TYPE_CHECKING:
     from fsdp_conformance.engine.unit_recipe import UnitRecipe
@@ -168,8 +169,24 @@ class ShardedUnit:
         """Wait for the gather, and let modules see whole parameters."""
         with self.span("wait_for_unshard"):
             for flat in self.flats:
-                flat.finish_gather()
+                flat.finish_gather(self.schedule.order)
         self.show_leaves()
+
+    def show_full_precision(self) -> None:
+        """
+        Gather in the parameters' own dtype, and let modules see that until `show_originals`. Collective.
+
+        Raises Unsupported where a graph would be kept.
+        """
+        if torch.is_grad_enabled():
+            raise Unsupported(
+                "mp_eval_full", f"{self.label} is in eval mode and keeps a graph: full precision there is for no_grad"
+            )
+        with self.span("all_gather"):
+            for flat in self.flats:
+                views = flat.chunk.layout.views(flat.gathered())
+                flat.register([nn.Parameter(view, requires_grad=False) for view in views[: len(flat.members)]])
+        self._sees_leaves = True
 
     def show_leaves(self) -> None:
         """Let modules see whole parameters."""
@@ -238,6 +255,12 @@ class ShardedUnit:
         self.took_part = self.keeps_graph = False
         for flat in self.flats:
             flat.reset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedUnit:
+        raise Unsupported("copyable", "a sharded module cannot be copied: save its state dict, and load it")
+
+    def __reduce__(self) -> Any:
+        raise Unsupported("copyable", "a sharded module cannot be pickled: save its state dict")
 
 
 def post_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> None:

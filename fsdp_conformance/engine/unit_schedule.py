@@ -23,6 +23,7 @@ import torch
 
 from fsdp_conformance.engine.errors import TrainingStateError
 from fsdp_conformance.engine.flat_parameter import FlatParameter
+from fsdp_conformance.engine.order_watch import OrderWatch
 from fsdp_conformance.engine.sharded_unit import ShardedUnit, post_accumulate_hooks
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch
 from fsdp_conformance.engine.structures import tensors_in
@@ -54,6 +55,8 @@ class UnitSchedule:
         self._ended: list[int] = []
         self._cursor = 0
         self._reductions: deque[FlatParameter] = deque()
+        self.order = OrderWatch()
+        """Looks whether peers run the same units."""
 
     # --- units -------------------------------------------------------------------------------------------------------
 
@@ -79,8 +82,12 @@ class UnitSchedule:
 
     # --- forward -----------------------------------------------------------------------------------------------------
 
-    def before_forward(self, unit: ShardedUnit, arguments: Arguments) -> Arguments:
-        """Unshard, and prepare the inputs. Collective."""
+    def before_forward(self, unit: ShardedUnit, arguments: Arguments, *, training: bool = True) -> Arguments:
+        """
+        Unshard, and prepare the inputs. Collective. `training`: the mode that the unit's module is in.
+
+        Raises Unsupported for a unit that is to compute in full precision in eval, and to keep a graph.
+        """
         if _in_own_backward(unit):
             # Recomputed by a checkpoint: all is there.
             self._unshard(unit)
@@ -91,7 +98,10 @@ class UnitSchedule:
         unit.move(TrainingState.FORWARD)
         self._stack.append(unit)
         with unit.span("before_forward"):
-            self._began.append(unit.index)
+            if not training and unit.mixed_precision.full_precision_in_eval:
+                unit.show_full_precision()
+                return placed_inputs(arguments, unit.device, None) if entering else arguments
+            self._note_begin(unit)
             unit.start_unshard(self._written)
             for ahead in self._ahead_in_forward(unit):
                 ahead.start_unshard(self._written)
@@ -158,6 +168,7 @@ class UnitSchedule:
     def _enter(self) -> None:
         """An iteration begins, or a micro-batch of one."""
         self.recover_if_interrupted()
+        self.order.judge()
         units = self.units
         self._began, self._began_before, self._ended = [], self._began, []
         for unit in units:
@@ -165,6 +176,14 @@ class UnitSchedule:
             unit.num_expected = 0
         # What the optimizer has written is ordered before every gather of this iteration, and nothing later is.
         self._written = next((flat.chunk.pool.streams.record() for unit in units for flat in unit.flats), None)
+
+    def _note_begin(self, unit: ShardedUnit) -> None:
+        place = len(self._began)
+        self._began.append(unit.index)
+        if self._began_before[place : place + 1] != [unit.index]:
+            self.order.is_on = True
+        for flat in unit.flats:
+            flat.note_forward()
 
     def _leave(self) -> None:
         """The outermost forward is over: what was gathered ahead and not reached is not kept."""
@@ -174,6 +193,9 @@ class UnitSchedule:
                 unit.reshard()
             if not torch.is_grad_enabled():
                 unit.finish_reads()
+        if not torch.is_grad_enabled():
+            self.order.judge()
+            self.order.is_on = False
         self._cursor = len(self._ended)
 
     def _prepared(self, unit: ShardedUnit, arguments: Arguments, *, entering: bool) -> Arguments:
@@ -229,6 +251,8 @@ class UnitSchedule:
             _call_at_end(self._end_backward)
         if unit.state is TrainingState.BACKWARD:
             return
+        for flat in unit.flats:
+            flat.check_unwritten()
         unit.move(TrainingState.BACKWARD)
         unit.took_part = True
         with unit.span("before_backward"):
@@ -259,6 +283,7 @@ class UnitSchedule:
         self._stack.clear()
         self._reductions.clear()
         self._in_backward = False
+        self.order.forget()
         for unit in self.units:
             unit.reset()
 
@@ -323,6 +348,8 @@ class UnitSchedule:
                 # Its allocator keeps memory for the next step. The CPU's does not, and fresh pages are dear.
                 pool.trim()
         self._in_backward = False
+        self.order.judge()
+        self.order.is_on = False
 
     def _at(self, indices: Any) -> list[ShardedUnit]:
         found = (self._units[index]() for index in indices)

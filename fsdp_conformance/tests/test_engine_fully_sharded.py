@@ -22,7 +22,7 @@ from fsdp_conformance.engine.fully_shard import fully_shard
 from fsdp_conformance.engine.fully_sharded import FullyShardedDataParallel
 from fsdp_conformance.engine.gradient_scaler import ShardedGradScaler
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.errors import ConfigError, Unsupported
 from fsdp_conformance.tests.sharded_ranks import (
     LEARNING_RATE,
     WIDTH,
@@ -347,6 +347,27 @@ class TestState(ShardedTestCase):
 class TestRefusals(ShardedTestCase):
     """What raises."""
 
+    def test_written_between_forward_and_backward(self) -> None:
+        """A parameter that is written when its backward is still to come is refused by name, and training goes on."""
+        subject = sharded(chain())
+        loss = forward_sum(subject, batch(self.rank))
+        with torch.no_grad():
+            for parameter in subject.parameters():
+                parameter.mul_(1)
+        with self.assertRaisesRegex(ParameterReplaced, "3.bias was written between forward and backward"):
+            loss.backward()
+        self.train(subject, steps=1)
+
+    def test_shards_in_a_state_dict(self) -> None:
+        """A plain module around units does not give shards as if they were parameters."""
+        for wrap in (FullyShardedDataParallel, fully_shard):
+            outer = nn.Module()
+            inner = Stage()
+            wrapped: Any = wrap(inner)
+            outer.inner = wrapped if isinstance(wrapped, nn.Module) else inner
+            with self.assertRaisesRegex(Unsupported, "full_state_dict"):
+                outer.state_dict()
+
     def test_order(self) -> None:
         """Ranks that run different units of one size raise, naming the unit."""
         model = nn.ModuleDict({"left": Stage(), "right": Stage()})
@@ -425,6 +446,20 @@ class TestPrecision(ShardedTestCase):
         subject(x).sum().backward()
         gradients = [p.grad for p in subject.parameters() if p.grad is not None and p.grad.numel()]
         self.assertEqual([257.0] * len(gradients), [gradient.item() for gradient in gradients])
+
+    def test_full_precision_in_eval(self) -> None:
+        """In eval mode, on request, a unit computes in float32; training goes on in bfloat16. A graph is refused."""
+        policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
+        model = chain()
+        plain = copy.deepcopy(model)
+        subject = sharded(model, mixed_precision=policy)
+        subject.eval()
+        with torch.no_grad():
+            self.assertTrue(torch.equal(plain(batch(self.rank)), subject(batch(self.rank))))
+        with self.assertRaises(Unsupported):
+            subject(batch(self.rank))
+        subject.train()
+        self.assertEqual(torch.bfloat16, subject(batch(self.rank)).dtype)
 
 
 class TestReports(ShardedTestCase):

@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fsdp_conformance.engine.fully_sharded import FullyShardedDataParallel
@@ -38,7 +39,7 @@ class TestCheckpoint(ShardedTestCase):
         self.train(subject, optimizer=optimizer)
         save(
             {"model": sharded_state_dict(subject), "optimizer": sharded_optimizer_state(subject, optimizer)},
-            storage_writer=dcp.FileSystemWriter(directory),
+            storage_writer=FileSystemWriter(directory),
         )
         wanted, state = full_params(subject), full_optimizer_state(subject, optimizer)
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -49,7 +50,7 @@ class TestCheckpoint(ShardedTestCase):
             "model": sharded_state_dict(other),
             "optimizer": sharded_optimizer_state(other, restored),
         }
-        dcp.load(loaded, storage_reader=dcp.FileSystemReader(directory), process_group=groups[self.rank // 2])
+        load(loaded, storage_reader=FileSystemReader(directory), process_group=groups[self.rank // 2])
         load_sharded_state_dict(other, loaded["model"])
         load_optimizer_state(other, restored, loaded["optimizer"])
         for name, value in full_params(other).items():

@@ -7,6 +7,7 @@ What the suites ask there is not asked again: here are the parts of the engine t
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,12 +45,7 @@ class TestOnSim(OnSim):
     def test_checkpointing(self) -> None:
         """Recomputed units."""
         for reentrant in (False, True):
-            self.assert_same(
-                _plain,
-                build=lambda reentrant=reentrant: nn.Sequential(
-                    _Recomputed(nn.Sequential(Stage(), Stage()), reentrant=reentrant), Stage(WIDTH, 3)
-                ),
-            )
+            self.assert_same(_plain, build=partial(_recomputed, reentrant))
 
     def test_optimizer_in_backward(self) -> None:
         """Steps in the hooks of gradients."""
@@ -79,6 +75,14 @@ class TestOnSim(OnSim):
         """A backward that raised leaves nothing behind."""
         self.assert_same(_interrupted)
 
+    def test_control(self) -> None:
+        """The checker could have seen a hazard: without waits it sees one."""
+        subject = sharded(chain(), device_id=torch.device(self.device))
+        inputs = [batch(self.rank, number).to(self.device) for number in range(2)]
+        with checker.without_waits():
+            _plain(subject, inputs)
+        self.assertNotEqual([], self.found())
+
     def assert_same(self, program: Program, *, build: Callable[[], nn.Module] = chain, **options: Any) -> None:
         """The parameters after `program` are those that it leaves on the CPU, and no access was unordered."""
         found = []
@@ -91,6 +95,10 @@ class TestOnSim(OnSim):
         self.assertEqual([], self.found())
         for name, value in found[0].items():
             self.assertTrue(torch.equal(value, found[1][name]), msg=f"{name}: {found[1][name]}, but should be {value}")
+
+
+def _recomputed(reentrant: bool) -> nn.Module:
+    return nn.Sequential(_Recomputed(nn.Sequential(Stage(), Stage()), reentrant=reentrant), Stage(WIDTH, 3))
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -160,7 +168,7 @@ def _interrupted(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
     def refuse(_: Tensor) -> None:
         raise ValueError("on purpose")
 
-    handle = model.module[1].module.linear.register_full_backward_hook(lambda *_: refuse(torch.empty(0)))  # type: ignore[index, union-attr]
+    handle = model.module[1].module.linear.register_full_backward_hook(lambda *_: refuse(torch.empty(0)))  # type: ignore[index]
     try:
         _backward(model, inputs[0])
     except ValueError:
