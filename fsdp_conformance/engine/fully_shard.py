@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_conformance.engine.flat_parameter import Member
 from fsdp_conformance.engine.materialisation import materialise
 from fsdp_conformance.engine.sharded_unit import ForeignParameter, ShardedUnit
 from fsdp_conformance.engine.sharding_groups import sharding_groups
@@ -38,6 +37,7 @@ from fsdp_conformance.engine.unit_construction import (
     synchronise,
     verify_unit,
 )
+from fsdp_conformance.engine.unit_member import Member
 from fsdp_conformance.engine.unit_recipe import UnitRecipe, next_ordinal
 from fsdp_conformance.engine.unit_schedule import UnitSchedule
 from fsdp_conformance.errors import ConfigError, Unsupported

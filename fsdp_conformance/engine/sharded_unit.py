@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.autograd import profiler
 
 from fsdp_conformance.engine.errors import SharedAcrossUnits, TrainingStateError
-from fsdp_conformance.engine.flat_parameter import FlatParameter, Member, Place, ReductionHook
+from fsdp_conformance.engine.flat_parameter import FlatParameter, ReductionHook
 from fsdp_conformance.engine.training_state import TRAINING_TRANSITIONS, TrainingState
+from fsdp_conformance.engine.unit_member import Member, Place
 from fsdp_conformance.errors import Unsupported
 
 if TYPE_CHECKING:
