@@ -66,6 +66,7 @@ class Reference(TorchAdapter):
             "init_never",
             "device_id",
             "cast_after_init",
+            "copyable",
             "sync_module_states",
             "cpu_offload_params",
             "mixed_precision",

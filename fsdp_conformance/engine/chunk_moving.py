@@ -16,10 +16,10 @@ def moved_chunk(chunk: Chunk, pool: MemoryPool, dtype: torch.dtype, *, config: C
     """
     A chunk with the layout of `chunk`, on `pool` and in `dtype`; its shard is zero and is to be written.
 
-    `chunk` must be sharded, and is not used again. Raises ChunkStateError otherwise.
+    Raises ChunkStateError if `chunk` is open.
     """
-    if chunk.state is not ChunkState.SHARDED:
-        raise ChunkStateError(f"the chunk is {chunk.state.name}, but should be SHARDED", where=f"moving {chunk!r}")
+    if chunk.state is ChunkState.OPEN:
+        raise ChunkStateError("the chunk is OPEN, but should be closed", where=f"moving {chunk!r}")
     twin = Chunk(
         pool, chunk.numel, dtype, chunk.group, replica_group=chunk.replica_group, config=config, name=chunk.name
     )

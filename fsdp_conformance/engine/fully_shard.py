@@ -13,7 +13,7 @@ and backward of its unit modules see it whole. `FullyShardedDataParallel` is the
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +38,7 @@ from fsdp_conformance.engine.unit_construction import (
     verify_unit,
 )
 from fsdp_conformance.engine.unit_member import Member
-from fsdp_conformance.engine.unit_recipe import UnitRecipe, next_ordinal
+from fsdp_conformance.engine.unit_recipe import UnitRecipe, copied_unit, next_ordinal
 from fsdp_conformance.engine.unit_schedule import UnitSchedule
 from fsdp_conformance.errors import ConfigError, Unsupported
 
@@ -47,7 +47,9 @@ _WHERE = "fully_shard"
 #: Nobody calls them: their children are.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _owners = OwnerRegistry()
-_UNIT = "_sharded_unit"
+
+#: The attribute under which a module has its unit.
+UNIT = "_sharded_unit"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,13 +166,25 @@ def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> Sharded
     )
     _owners.note(found.members, unit)
     _name_units(modules, unit)
-    schedule = UnitSchedule(
-        backward_prefetch=options.backward_prefetch,
-        forward_prefetch=options.forward_prefetch,
-    )
+    schedule = UnitSchedule(backward_prefetch=options.backward_prefetch, forward_prefetch=options.forward_prefetch)
     for each in [*inner, unit]:
         schedule.add(each)
     return unit
+
+
+def copy_unit(unit: ShardedUnit, modules: Sequence[nn.Module], memo: Mapping[int, Any]) -> ShardedUnit:
+    """The unit of deep copies of a unit's modules, in a schedule of their own. Nothing is communicated."""
+    unit.check_idle("deepcopy")
+    unit.follow_users()
+    twin = copied_unit(unit, memo)
+    _owners.note([member for flat in twin.flats for member in flat.members], twin)
+    _name_units(modules, twin)
+    schedule = UnitSchedule(
+        backward_prefetch=unit.schedule.backward_prefetch, forward_prefetch=unit.schedule.forward_prefetch
+    )
+    for each in [*_units_below(modules), twin]:
+        schedule.add(each)
+    return twin
 
 
 def has_forward(module: nn.Module) -> bool:
@@ -180,13 +194,13 @@ def has_forward(module: nn.Module) -> bool:
 
 def unit_of(module: nn.Module) -> ShardedUnit | None:
     """The unit that a module is, or is one of the modules of."""
-    found: ShardedUnit | None = module.__dict__.get(_UNIT)
+    found: ShardedUnit | None = module.__dict__.get(UNIT)
     return found
 
 
 def mark_unit(module: nn.Module, unit: ShardedUnit) -> None:
     """Note that a module is a unit."""
-    module.__dict__[_UNIT] = unit
+    module.__dict__[UNIT] = unit
 
 
 def units_below(module: nn.Module) -> list[ShardedUnit]:

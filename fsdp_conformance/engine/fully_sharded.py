@@ -15,6 +15,7 @@ and names. Gradients are averages over all ranks; sum losses, not means of means
 
 from __future__ import annotations
 
+import copy
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -32,8 +33,10 @@ from fsdp_conformance.engine import full_parameters
 from fsdp_conformance.engine.errors import TrainingStateError
 from fsdp_conformance.engine.flat_parameter import ReductionHook
 from fsdp_conformance.engine.fully_shard import (
+    UNIT,
     ShardingOptions,
     clean_unit_name,
+    copy_unit,
     make_unit,
     mark_unit,
     unit_of,
@@ -292,7 +295,7 @@ class FullyShardedDataParallel(nn.Module):
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
         """Call `fn` on every module, with whole parameters. Collective; raises inside of `summon_full_params`."""
         with self.summon_full_params(self):
-            super().apply(fn)
+            _apply_below(self, fn)
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -326,10 +329,26 @@ class FullyShardedDataParallel(nn.Module):
         return cast(Any, self.module)[key]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
-        raise Unsupported("copyable", "a sharded module cannot be copied: save its state dict, and load it")
+        """A wrapper of a copy of the module, with shards of its own and no gradients. Nothing is communicated."""
+        twin = type(self).__new__(type(self))
+        nn.Module.__init__(twin)
+        memo[id(self)] = twin
+        own = {key: value for key, value in vars(self).items() if key not in ("unit", UNIT, "_modules")}
+        twin.__dict__.update(copy.deepcopy(own, memo))
+        twin.add_module(_INNER, copy.deepcopy(self.module, memo))
+        twin.unit = copy_unit(self.unit, [twin.module], memo)
+        mark_unit(twin, twin.unit)
+        return twin
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         raise Unsupported("copyable", "a sharded module cannot be pickled: save its state dict")
+
+
+def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
+    """As `nn.Module.apply`, past the `apply` of wrappers inside."""
+    for child in module.children():
+        _apply_below(child, fn)
+    fn(module)
 
 
 def _wrapped(module: nn.Module, options: ShardingOptions) -> FullyShardedDataParallel:

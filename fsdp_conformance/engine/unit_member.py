@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,14 @@ class Place:
         else:
             setattr(module, self.key, parameter)
 
+    def copied(self, memo: Mapping[int, Any]) -> Place:
+        """The same place in a deep copy of the module."""
+        twin = Place.__new__(Place)
+        twin.key, twin.registry = self.key, memo[id(self.registry)]
+        module = None if self._module is None else self._module()
+        twin._module = None if module is None else weakref.ref(memo[id(module)])
+        return twin
+
 
 @dataclass(eq=False, slots=True)
 class Member:
@@ -48,6 +58,12 @@ class Member:
 
     def __post_init__(self) -> None:
         self.shape = self.parameter.shape
+
+    def copied(self, memo: Mapping[int, Any]) -> Member:
+        """The same parameter of a deep copy of the modules."""
+        twin = Member(self.name, memo[id(self.parameter)], [place.copied(memo) for place in self.places])
+        twin.shape = self.shape
+        return twin
 
     def guard(self) -> None:
         """Let a backward raise that reaches the original: it is a shard, and its gradient would be one of a shard."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from fsdp_conformance.engine.chunk_moving import forget_tensors, moved_chunk
 from fsdp_conformance.engine.errors import ParameterMoved
 from fsdp_conformance.engine.flat_parameter import FlatParameter, tag_of
 from fsdp_conformance.engine.memory_pool import MemoryPool
+from fsdp_conformance.engine.sharded_unit import ShardedUnit
 from fsdp_conformance.engine.sharding_groups import ShardingGroups
 from fsdp_conformance.engine.sharding_strategy import CPUOffload, MixedPrecision
 from fsdp_conformance.engine.unit_member import Member
@@ -108,11 +110,30 @@ class UnitRecipe:
             )
         if not dtype.is_floating_point:
             raise ParameterMoved(f"dtype={dtype}, but should be a floating-point dtype", where=flat.name)
-        chunk = moved_chunk(old, pool_of(device), dtype, config=self._config(device, dtype, old.layout.used_numel))
+        # Gaps stay where they are: the shards of other ranks are laid out like this one's.
+        config = replace(self._config(device, dtype, old.layout.used_numel), align=old.config.align)
+        chunk = moved_chunk(old, pool_of(device), dtype, config=config)
         if flat.tag is not None:
             tag = chunk.layout.shard_views(chunk.shard)[-1]
             tag.fill_(flat.tag)
         return chunk
+
+
+@torch.no_grad()
+def copied_unit(unit: ShardedUnit, memo: Mapping[int, Any]) -> ShardedUnit:
+    """
+    The twin of a unit whose modules were deep-copied with `memo`. Nothing is communicated, and gradients stay behind.
+    """
+    flats = []
+    for flat in unit.flats:
+        members = [member.copied(memo) for member in flat.members]
+        old = flat.chunk
+        chunk = moved_chunk(old, old.pool, old.dtype, config=old.config)
+        chunk.shard.copy_(old.shard)
+        flats.append(FlatParameter(chunk, members, tag=flat.tag, name=flat.name, move_chunk=unit.recipe.move_chunk))
+    twin = ShardedUnit(flats, recipe=unit.recipe, reshard_after_forward=unit.reshard_after_forward, foreign={})
+    twin.communication_hook = unit.communication_hook
+    return twin
 
 
 def pool_of(device: torch.device) -> MemoryPool:

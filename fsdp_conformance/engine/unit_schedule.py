@@ -100,7 +100,7 @@ class UnitSchedule:
         with unit.span("before_forward"):
             if not training and unit.mixed_precision.full_precision_in_eval:
                 unit.show_full_precision()
-                return placed_inputs(arguments, unit.device, None) if entering else arguments
+                return self._placed(unit, arguments) if entering else arguments
             self._note_begin(unit)
             unit.start_unshard(self._written)
             for ahead in self._ahead_in_forward(unit):
@@ -204,7 +204,12 @@ class UnitSchedule:
         dtype = precision.param_dtype if casts else None
         if not entering and dtype is None:
             return arguments
-        return placed_inputs(arguments, unit.device, dtype)
+        return self._placed(unit, arguments, dtype)
+
+    def _placed(self, unit: ShardedUnit, arguments: Arguments, dtype: torch.dtype | None = None) -> Arguments:
+        """Inputs where the unit computes; one without parameters computes where the others do."""
+        owner = unit if unit.flats else next((each for each in self.units if each.flats), None)
+        return arguments if owner is None else placed_inputs(arguments, owner.device, dtype)
 
     def _ahead_in_forward(self, unit: ShardedUnit) -> list[ShardedUnit]:
         if unit.ahead_in_forward is not None:

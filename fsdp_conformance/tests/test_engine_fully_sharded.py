@@ -277,6 +277,38 @@ class TestState(ShardedTestCase):
         with self.assertRaises(ConfigError), subject.summon_full_params(subject, rank0_only=True):
             pass
 
+    def test_deepcopy(self) -> None:
+        """A copy has values, and trains, and leaves the original alone."""
+        subject = sharded(chain())
+        self.train(subject, steps=1)
+        twin = copy.deepcopy(subject)
+        before = full_params(subject)
+        expected = [loss.item() for loss in self.train(twin, steps=2, first=1)]
+        for name, value in full_params(subject).items():
+            self.assertTrue(torch.equal(before[name], value), msg=name)
+        got = [loss.item() for loss in self.train(subject, steps=2, first=1)]
+        self.assertEqual(expected, got)
+        for (name, mine), theirs in zip(full_params(subject).items(), full_params(twin).values(), strict=True):
+            self.assertTrue(torch.equal(mine, theirs), msg=name)
+
+    def test_apply(self) -> None:
+        """`apply` reaches every module once, with whole parameters; inside of a context it raises."""
+        subject = sharded(chain())
+        shapes: list[tuple[int, ...]] = []
+
+        def halve(module: nn.Module) -> None:
+            for parameter in module.parameters(recurse=False):
+                shapes.append(tuple(parameter.shape))
+                parameter.detach().mul_(0.5)
+
+        before = full_params(subject)
+        subject.apply(halve)
+        self.assertEqual([tuple(value.shape) for value in before.values()], shapes)
+        for name, value in full_params(subject).items():
+            self.assertTrue(torch.equal(before[name] * 0.5, value), msg=name)
+        with subject.summon_full_params(subject), self.assertRaises(TrainingStateError):
+            subject.apply(halve)
+
     def test_summon_in_a_step(self) -> None:
         """Whole parameters cannot be asked for in forward, and the model goes on."""
 
