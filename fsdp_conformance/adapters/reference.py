@@ -53,6 +53,7 @@ class Reference(TorchAdapter):
             "no_shard",
             "hsdp",
             "reshard_after_forward",
+            "reshard_int",
             "subgroups",
             "ignored_modules",
             "auto_wrap",
@@ -184,7 +185,7 @@ class Reference(TorchAdapter):
 
     def _options(self, model: nn.Module, plan: Plan) -> dict[str, Any]:
         strategy = _STRATEGIES[plan.sharding]
-        if plan.reshard_after_forward is not None:
+        if isinstance(plan.reshard_after_forward, bool):
             strategy = (_FREED if plan.reshard_after_forward else _KEPT).get(strategy, strategy)
         options: dict[str, Any] = {
             "sharding_strategy": strategy,
@@ -196,6 +197,9 @@ class Reference(TorchAdapter):
             ),
             "ignored_modules": submodules(model, plan.ignored) or None,
             "persist_numel": plan.persist_numel,
+            "reshard_after_forward": (
+                None if isinstance(plan.reshard_after_forward, bool) else plan.reshard_after_forward
+            ),
         }
         if plan.param_dtype is not None:
             options["mixed_precision"] = engine.MixedPrecision(param_dtype=getattr(torch, plan.param_dtype))

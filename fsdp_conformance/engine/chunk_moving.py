@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fsdp_conformance.engine.chunk import Chunk
 from fsdp_conformance.engine.chunk_config import ChunkConfig
@@ -43,6 +46,20 @@ def forget_tensors(chunk: Chunk) -> None:
 def lasting_views(chunk: Chunk) -> list[Tensor]:
     """`chunk.views`, in whatever state it is, of one that is not PUBLIC: to be read while it is unsharded."""
     return chunk._payload.unleased_views(chunk.shard)
+
+
+def gather_parts(chunk: Chunk, part: Tensor, group: ProcessGroup, *, after: Any) -> None:
+    """
+    Begin to gather a sharded chunk from the parts that the ranks of a smaller group have of it.
+
+    part: 1D, numel // group size, in the dtype and on the device of the unsharded chunk; not needed by the caller
+    afterwards. The gather starts after the event `after`.
+    """
+    chunk._payload.start(part, chunk._arrive, after=after, group=group)
+    chunk._go(ChunkState.GATHERING)
+    streams = chunk.pool.streams
+    with streams.on(streams.gather):
+        streams.keep(part)
 
 
 def _zero_shard(chunk: Chunk) -> Tensor:

@@ -62,11 +62,19 @@ class ChunkPayload:
             return self.block.payload
         return torch.empty(self._layout.numel, dtype=dtype, device=self.pool.device)
 
-    def start(self, shard: Tensor, on_arrival: Callable[[Gathering], None], *, after: Any) -> Gathering:
+    def start(
+        self,
+        shard: Tensor,
+        on_arrival: Callable[[Gathering], None],
+        *,
+        after: Any,
+        group: ProcessGroup | None = None,
+    ) -> Gathering:
         """
         Lease a block and begin to gather `shard` into it, on the gather stream, after the event `after`.
 
-        What the host has written is there already. An exception leaves everything as it was.
+        What the host has written is there already. `group`: another one than the chunk's, whose ranks have larger
+        parts. An exception leaves everything as it was.
         """
         streams = self.pool.streams
         if self.aliases:
@@ -77,7 +85,7 @@ class ChunkPayload:
         with streams.on(streams.gather):
             block = self._lease()
             try:
-                work = start_all_gather(block.payload, shard, self._layout, self._group)
+                work = start_all_gather(block.payload, shard, self._layout, group or self._group)
                 gathering = Gathering(work, streams, on_arrival)
                 if work is not None and self._ahead:
                     gathering.complete()

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from fsdp_conformance.engine.chunk import Chunk
 from fsdp_conformance.engine.chunk_gathering import Gathering, start_all_gather
-from fsdp_conformance.engine.chunk_moving import lasting_views
+from fsdp_conformance.engine.chunk_moving import gather_parts, lasting_views
 from fsdp_conformance.engine.chunk_reduction import Reduction
 from fsdp_conformance.engine.chunk_state import ChunkState, TensorState
 from fsdp_conformance.engine.errors import (
@@ -59,7 +60,8 @@ class FlatParameter:
 
     Making one copies `members` into `chunk`, which must be sharded and hold them in order, followed by the tag where
     there is one. `tag` is None for a chunk of one rank. `move_chunk` is asked for another chunk of the same layout when
-    users have moved or cast the parameters; it raises ParameterMoved if they may not.
+    users have moved or cast the parameters; it raises ParameterMoved if they may not. `part_group`: a smaller group
+    that the chunk is resharded to after forward.
     """
 
     def __init__(
@@ -70,8 +72,10 @@ class FlatParameter:
         tag: int | None,
         name: str,
         move_chunk: MoveChunk,
+        part_group: ProcessGroup | None = None,
     ) -> None:
         self._move_chunk = move_chunk
+        self.part_group = part_group
         self.members = list(members)
         self.name = name
         self.tag = tag
@@ -82,6 +86,9 @@ class FlatParameter:
         self._versions: list[int] = []
         self._forward_versions: list[int] = []
         self._writes = 0
+        # What this rank keeps after forward where it reshards to a smaller group: 1D, numel // group size.
+        self._part: Tensor | None = None
+        self._part_event: Any = None
         self._reduction: Reduction | None = None
         self._used: list[bool] = []
         self.take_chunk(chunk)
@@ -238,9 +245,14 @@ class FlatParameter:
 
     def start_gather(self, after: Any) -> None:
         """Begin to unshard, unless it has begun."""
-        if self.chunk.state is ChunkState.SHARDED:
-            self._versions = self._current_versions()
-            self.chunk.access(async_op=True, after=after)
+        if self.chunk.state is not ChunkState.SHARDED:
+            return
+        part, self._part = self._part, None
+        if part is not None and self.part_group is not None and not self.is_stale:
+            gather_parts(self.chunk, part, self.part_group, after=self._part_event)
+            return
+        self._versions = self._current_versions()
+        self.chunk.access(async_op=True, after=after)
 
     def finish_gather(self, watch: OrderWatch) -> None:
         """Wait for it. Raises ExecutionOrderError if another unit's arrived, or lets `watch` look, where that waits."""
@@ -253,8 +265,18 @@ class FlatParameter:
             elif self.tag is not None and not self.is_whole:
                 watch.note(self.name, self.tag, self.chunk.views[-1])
 
+    def shrink(self) -> None:
+        """Free what is unsharded but for this rank's part of the smaller group, where there is one."""
+        part = None
+        if self.part_group is not None and self.chunk.state is ChunkState.UNSHARDED and not self.is_whole:
+            part = self.chunk.payload.chunk(self.part_group.size())[self.part_group.rank()].clone()
+            self._part_event = self.chunk.pool.streams.record()
+        self.release()
+        self._part = part
+
     def release(self) -> None:
         """Free what is unsharded, if anything is."""
+        self._part = None
         if self.chunk.state in (ChunkState.GATHERING, ChunkState.UNSHARDED):
             self._checked = None
             self.chunk.release()
@@ -388,7 +410,7 @@ class FlatParameter:
     def reset(self) -> None:
         """Drop what an interrupted step has left."""
         self._drop_leaf_gradients()
-        self._reduction = self._checked = None
+        self._reduction = self._checked = self._part = None
         self.chunk.reset()
 
     def _hand_over(self) -> list[nn.Parameter]:

@@ -68,6 +68,7 @@ class ShardingOptions:
     device_id: int | torch.device | None = None
     sync_module_states: bool = False
     persist_numel: int = 0
+    reshard_after_forward: int | None = None
 
     def __post_init__(self) -> None:
         problems = []
@@ -87,6 +88,13 @@ class ShardingOptions:
             problems.append(f"param_init_fn={init_fn!r}, but should be callable")
         if not all(isinstance(each, nn.Module) for each in self.ignored_modules or ()):
             problems.append(f"ignored_modules={self.ignored_modules!r}, but should be modules")
+        size: object = self.reshard_after_forward
+        if isinstance(size, bool) or not isinstance(size, (int, type(None))):
+            problems.append(f"reshard_after_forward={size!r}, but should be a number of ranks, or None")
+        elif size is not None and not self.sharding_strategy.reshards_after_forward:
+            problems.append(
+                f"reshard_after_forward={size} with {self.sharding_strategy.name}, but should be None: it keeps all"
+            )
         if self.persist_numel < 0 or (self.persist_numel and self.sharding_strategy.is_hybrid):
             problems.append(
                 f"persist_numel={self.persist_numel} with {self.sharding_strategy.name}, but should be at least 0, "
@@ -156,6 +164,7 @@ def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> Sharded
         offload=options.offload,
         mixed_precision=options.mixed_precision or MixedPrecision(),
         persist_numel=options.persist_numel,
+        part_size=options.reshard_after_forward,
         ordinal=next_ordinal(groups),
     )
     unit = ShardedUnit(

@@ -80,6 +80,7 @@ class FullyShardedDataParallel(nn.Module):
         device_id: int | torch.device | None = None,
         sync_module_states: bool = False,
         persist_numel: int = 0,
+        reshard_after_forward: int | None = None,
         limit_all_gathers: bool = True,
         use_orig_params: bool = True,
     ) -> None:
@@ -91,6 +92,7 @@ class FullyShardedDataParallel(nn.Module):
         module that was on the meta device; None: its `reset_parameters`. `device_id`: where the unit computes, and
         where its parameters and buffers are moved; None: where they are. `sync_module_states`: parameters and buffers
         are taken from the first rank of the group. `persist_numel`: parameters of at most so many elements stay whole.
+        `reshard_after_forward`: between forward and backward parameters are sharded over so many ranks, not the group.
 
         `limit_all_gathers` and `use_orig_params` are there for callers of torch's: the memory that gathers may take is
         ordered by streams, so the host is never held back; and there is no other way than original parameters.
@@ -111,6 +113,7 @@ class FullyShardedDataParallel(nn.Module):
             device_id=device_id,
             sync_module_states=sync_module_states,
             persist_numel=persist_numel,
+            reshard_after_forward=reshard_after_forward,
         )
         if auto_wrap_policy is not None:
             wrap_submodules(

@@ -209,6 +209,12 @@ class ShardedUnit:
         for flat in self.flats:
             flat.release()
 
+    def reshard_until_backward(self) -> None:
+        """Free whole parameters, but for what a smaller group keeps of them."""
+        self.show_originals()
+        for flat in self.flats:
+            flat.shrink()
+
     def finish_reads(self) -> None:
         """Return when the host may write offloaded shards."""
         for flat in self.flats:

@@ -80,6 +80,31 @@ def _groups_of(mesh: DeviceMesh) -> ProcessGroup | tuple[ProcessGroup, ProcessGr
     raise ConfigError([f"device_mesh has {mesh.ndim} axes, but should have 1 or 2"], where=_WHERE)
 
 
+def part_group(groups: ShardingGroups, size: int) -> ProcessGroup:
+    """
+    The group of `size` consecutive ranks of the shard group that this rank is in. Collective the first time.
+
+    Raises ConfigError if the shard group does not consist of such.
+    """
+    whole = groups.shard
+    if not 1 <= size <= whole.size() or whole.size() % size:
+        raise ConfigError(
+            [f"reshard_after_forward={size}, but should be a factor of the shard group's size {whole.size()}"],
+            where=_WHERE,
+        )
+    if size == whole.size():
+        return whole
+    ranks = dist.get_process_group_ranks(whole)
+    first = whole.rank() // size * size
+    members = tuple(ranks[first : first + size])
+    world = dist.group.WORLD
+    found = _part_groups.get(members)
+    if found is None or found[0] is not world:
+        group = cast(ProcessGroup, dist.new_group(list(members), use_local_synchronization=True))
+        found = _part_groups[members] = (world, group)
+    return found[1]
+
+
 def _own_group() -> ProcessGroup:
     """A group of this rank alone; made once for each default group."""
     world = dist.group.WORLD
@@ -91,4 +116,6 @@ def _own_group() -> ProcessGroup:
     return found[1]
 
 
+#: With the default group that they were made in.
 _own_groups: dict[int, tuple[object, ProcessGroup]] = {}
+_part_groups: dict[tuple[int, ...], tuple[object, ProcessGroup]] = {}

@@ -18,7 +18,7 @@ from fsdp_conformance.engine.errors import ParameterMoved
 from fsdp_conformance.engine.flat_parameter import FlatParameter, tag_of
 from fsdp_conformance.engine.memory_pool import MemoryPool
 from fsdp_conformance.engine.sharded_unit import ShardedUnit
-from fsdp_conformance.engine.sharding_groups import ShardingGroups
+from fsdp_conformance.engine.sharding_groups import ShardingGroups, part_group
 from fsdp_conformance.engine.sharding_strategy import CPUOffload, MixedPrecision
 from fsdp_conformance.engine.unit_member import Member
 
@@ -46,6 +46,8 @@ class UnitRecipe:
     mixed_precision: MixedPrecision
     persist_numel: int
     """Parameters of at most so many elements stay whole on every rank, and their gradients are all-reduced."""
+    part_size: int | None
+    """Ranks of the smaller group that parameters are resharded to after forward; None: to the whole shard group."""
     ordinal: int
     """Its number among the units of its groups: the same on every rank."""
 
@@ -75,7 +77,16 @@ class UnitRecipe:
             config=config,
         )
         forget_tensors(chunk)
-        return FlatParameter(chunk, members, tag=tag, name="the root", move_chunk=self.move_chunk)
+        return FlatParameter(
+            chunk,
+            members,
+            tag=tag,
+            name="the root",
+            move_chunk=self.move_chunk,
+            part_group=None
+            if self.part_size is None or groups.shard.size() == 1
+            else part_group(groups, self.part_size),
+        )
 
     def _config(self, device: torch.device, dtype: torch.dtype, numel: int) -> ChunkConfig:
         precision = self.mixed_precision
@@ -130,7 +141,16 @@ def copied_unit(unit: ShardedUnit, memo: Mapping[int, Any]) -> ShardedUnit:
         old = flat.chunk
         chunk = moved_chunk(old, old.pool, old.dtype, config=old.config)
         chunk.shard.copy_(old.shard)
-        flats.append(FlatParameter(chunk, members, tag=flat.tag, name=flat.name, move_chunk=unit.recipe.move_chunk))
+        flats.append(
+            FlatParameter(
+                chunk,
+                members,
+                tag=flat.tag,
+                name=flat.name,
+                move_chunk=unit.recipe.move_chunk,
+                part_group=flat.part_group,
+            )
+        )
     twin = ShardedUnit(flats, recipe=unit.recipe, reshard_after_forward=unit.reshard_after_forward, foreign={})
     twin.communication_hook = unit.communication_hook
     return twin

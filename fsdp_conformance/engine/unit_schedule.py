@@ -145,8 +145,10 @@ class UnitSchedule:
             unit.move(TrainingState.IDLE)
             unit.show_originals()
             entered = not self._stack and not _inside_backward()
-            if not (keeps_graph and (recomputing or entered or not unit.reshard_after_forward)):
+            if not keeps_graph:
                 unit.reshard()
+            elif unit.reshard_after_forward and not (recomputing or entered):
+                unit.reshard_until_backward()
 
     def forward_failed(self, unit: ShardedUnit) -> None:
         """An exception came out of the unit's forward: what it and the units inside have begun is undone."""

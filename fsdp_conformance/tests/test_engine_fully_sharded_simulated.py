@@ -71,6 +71,12 @@ class TestOnSim(OnSim):
         """Biases are replicated beside sharded weights."""
         self.assert_same(_plain, persist_numel=WIDTH)
 
+    def test_smaller_group(self) -> None:
+        """Parameters are kept in parts between forward and backward."""
+        for ranks in (1, 2):
+            self.assert_same(_plain, reshard_after_forward=ranks)
+            self.assert_same(_deferred, reshard_after_forward=ranks)
+
     def test_after_an_exception(self) -> None:
         """A backward that raised leaves nothing behind."""
         self.assert_same(_interrupted)
