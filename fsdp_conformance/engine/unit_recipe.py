@@ -163,7 +163,8 @@ def pool_of(device: torch.device) -> MemoryPool:
         pools = _local.pools = weakref.WeakValueDictionary()
     pool = pools.get(str(device))
     if pool is None:
-        pool = pools[str(device)] = MemoryPool(device)
+        # One buffer for gradients: the next unit's are copied in when this unit's have left it, as in FSDP2.
+        pool = pools[str(device)] = MemoryPool(device, num_cooling=0)
     return pool
 
 

@@ -270,12 +270,13 @@ class UnitSchedule:
         unit.num_expected -= 1
         done = unit.num_expected <= 0
         with unit.span("after_backward"):
-            if done:
-                self._reduce(unit)
             unit.move(TrainingState.IDLE)
             unit.show_originals()
+            # Before the buffer of the gradients is leased: the two are never there together.
             if unit.reshard_after_forward or (done and unit.sync_gradients):
                 unit.reshard()
+            if done:
+                self._reduce(unit)
             if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
                 for ahead in self._ahead_in_backward(unit):
                     ahead.start_unshard(self._written)
@@ -341,6 +342,8 @@ class UnitSchedule:
         units = self.units
         ended = self._at(reversed(self._ended))
         for unit in dict.fromkeys([*ended, *units]):
+            if not unit.is_kept:
+                unit.reshard()
             if unit.took_part or unit.has_gradients:
                 self._reduce(unit)
         while self._reductions:
