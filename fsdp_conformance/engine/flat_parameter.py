@@ -88,7 +88,6 @@ class FlatParameter:
         self._writes = 0
         # What this rank keeps after forward where it reshards to a smaller group: 1D, numel // group size.
         self._part: Tensor | None = None
-        self._part_event: Any = None
         self._reduction: Reduction | None = None
         self._used: list[bool] = []
         self.take_chunk(chunk)
@@ -249,7 +248,8 @@ class FlatParameter:
             return
         part, self._part = self._part, None
         if part is not None and self.part_group is not None and not self.is_stale:
-            gather_parts(self.chunk, part, self.part_group, after=self._part_event)
+            # The part was copied before its block was released, and the block comes to the gather's stream after that.
+            gather_parts(self.chunk, part, self.part_group, after=after)
             return
         self._versions = self._current_versions()
         self.chunk.access(async_op=True, after=after)
@@ -270,7 +270,6 @@ class FlatParameter:
         part = None
         if self.part_group is not None and self.chunk.state is ChunkState.UNSHARDED and not self.is_whole:
             part = self.chunk.payload.chunk(self.part_group.size())[self.part_group.rank()].clone()
-            self._part_event = self.chunk.pool.streams.record()
         self.release()
         self._part = part
 

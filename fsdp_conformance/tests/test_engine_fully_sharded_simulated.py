@@ -45,52 +45,57 @@ class TestOnSim(OnSim):
     def test_checkpointing(self) -> None:
         """Recomputed units."""
         for reentrant in (False, True):
-            self.assert_same(_plain, build=partial(_recomputed, reentrant))
+            self.assert_same(plain, build=partial(_recomputed, reentrant))
 
     def test_optimizer_in_backward(self) -> None:
         """Steps in the hooks of gradients."""
-        self.assert_same(_in_backward)
+        self.assert_same(in_backward)
 
     def test_two_forwards(self) -> None:
         """Forward, forward, backward, backward."""
         for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
-            self.assert_same(_two_forwards, sharding_strategy=strategy)
+            self.assert_same(two_forwards, sharding_strategy=strategy)
 
     def test_state_between_steps(self) -> None:
         """Whole parameters are read and written between steps, and state dicts are taken and loaded."""
-        self.assert_same(_with_state)
-        self.assert_same(_with_state, cpu_offload=CPUOffload(offload_params=True))
+        self.assert_same(with_state)
+        self.assert_same(with_state, cpu_offload=CPUOffload(offload_params=True))
 
     def test_precision_and_offload(self) -> None:
         """Low precision with gradients reduced in float32, offloaded or not, deferred or not."""
         policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
         for offload in (False, True):
-            self.assert_same(_deferred, mixed_precision=policy, cpu_offload=CPUOffload(offload_params=offload))
+            self.assert_same(deferred, mixed_precision=policy, cpu_offload=CPUOffload(offload_params=offload))
 
     def test_small_parameters_that_stay(self) -> None:
         """Biases are replicated beside sharded weights."""
-        self.assert_same(_plain, persist_numel=WIDTH)
+        self.assert_same(plain, persist_numel=WIDTH)
+
+    def test_evaluated_and_written(self) -> None:
+        """Offloaded shards are written by the host after a forward without a graph, which has read them."""
+        self.assert_same(evaluated, cpu_offload=CPUOffload(offload_params=True))
 
     def test_smaller_group(self) -> None:
         """Parameters are kept in parts between forward and backward."""
         for ranks in (1, 2):
-            self.assert_same(_plain, reshard_after_forward=ranks)
-            self.assert_same(_deferred, reshard_after_forward=ranks)
+            self.assert_same(plain, reshard_after_forward=ranks)
+            self.assert_same(deferred, reshard_after_forward=ranks)
 
     def test_after_an_exception(self) -> None:
         """A backward that raised leaves nothing behind."""
-        self.assert_same(_interrupted)
+        self.assert_same(interrupted)
 
     def test_control(self) -> None:
         """The checker could have seen a hazard: without waits it sees one."""
         subject = sharded(chain(), device_id=torch.device(self.device))
         inputs = [batch(self.rank, number).to(self.device) for number in range(2)]
         with checker.without_waits():
-            _plain(subject, inputs)
+            plain(subject, inputs)
         self.assertNotEqual([], self.found())
 
     def assert_same(self, program: Program, *, build: Callable[[], nn.Module] = chain, **options: Any) -> None:
         """The parameters after `program` are those that it leaves on the CPU, and no access was unordered."""
+        checker.set_reuse(checker.Reuse.WORST_CASE)
         found = []
         for device in ("cpu", self.device):
             subject = sharded(build(), device_id=torch.device(device), **options)
@@ -115,7 +120,8 @@ def _backward(model: nn.Module, x: Tensor) -> None:
     model(x.requires_grad_()).float().sum().backward()
 
 
-def _plain(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+def plain(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """Plain steps."""
     optimizer = _sgd(model)
     for x in inputs:
         _backward(model, x)
@@ -123,7 +129,8 @@ def _plain(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
         optimizer.zero_grad()
 
 
-def _in_backward(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+def in_backward(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """Steps in the hooks of gradients."""
     optimizers = {parameter: torch.optim.SGD([parameter], lr=LEARNING_RATE) for parameter in model.parameters()}
 
     def step(parameter: Tensor) -> None:
@@ -136,7 +143,8 @@ def _in_backward(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
         _backward(model, x)
 
 
-def _two_forwards(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+def two_forwards(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """Two forwards, then two backwards."""
     optimizer = _sgd(model)
     for pair in (inputs[:2], inputs[2:]):
         for loss in [model(x).sum() for x in pair]:
@@ -145,7 +153,8 @@ def _two_forwards(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None
         optimizer.zero_grad()
 
 
-def _deferred(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+def deferred(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """A deferred micro-batch before each that is reduced, and clipping."""
     optimizer = _sgd(model)
     for pair in (inputs[:2], inputs[2:]):
         with model.no_sync():
@@ -156,7 +165,17 @@ def _deferred(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
         optimizer.zero_grad()
 
 
-def _with_state(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+def evaluated(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """Forwards without a graph, and writes to shards between them."""
+    for x in inputs:
+        with torch.no_grad():
+            model(x)
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+
+def with_state(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """Whole parameters and state dicts between steps."""
     optimizer = _sgd(model)
     for x in inputs:
         _backward(model, x)
@@ -170,7 +189,9 @@ def _with_state(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
         load_full_state_dict(model, {name: value * 2 for name, value in state.items()})
 
 
-def _interrupted(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+def interrupted(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """A backward that raises, then plain steps."""
+
     def refuse(_: Tensor) -> None:
         raise ValueError("on purpose")
 
@@ -181,4 +202,4 @@ def _interrupted(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
         handle.remove()
     for parameter in model.parameters():
         parameter.grad = None
-    _plain(model, inputs)
+    plain(model, inputs)
