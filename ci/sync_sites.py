@@ -409,20 +409,36 @@ def counts_table(found: Sequence[Entry]) -> str:
 
 
 def others_table(found: Sequence[Entry]) -> str:
-    """What is not flagged, each with its reason."""
-    return sites_table([each for each in found if each.verdict != FLAGGED])
+    """What is not flagged, each with its reason; equal reasons once."""
+    by_reason: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for each in found:
+        if each.verdict != FLAGGED:
+            by_reason[_verdict(each), _why(each, finding=False)].append(f"`{_short(each.site)}`")
+    lines = ["| verdict | sites | why |", "|---|---|---|"]
+    lines += [f"| {verdict} | {'<br>'.join(sites)} | {why} |" for (verdict, why), sites in sorted(by_reason.items())]
+    return "\n".join(lines) + "\n"
 
 
 def sites_table(found: Sequence[Entry]) -> str:
     """Every site, with its finding or why it can go."""
     lines = ["| site | verdict | trainings | finding, or why it can go |", "|---|---|--:|---|"]
-    for each in found:
-        verdict = f"{each.verdict}: {each.proof}" if each.proof else each.verdict
-        why = " ".join(filter(None, (each.reason, "" if each.proof else each.finding)))
-        if each.partner:
-            why = f"{why} `{_short(each.partner)}` covers it: {each.finding}".strip()
-        lines.append(f"| `{_short(each.site)}` | {verdict} | {each.executed_in} | {why.replace('|', '/')} |")
+    lines.extend(
+        f"| `{_short(each.site)}` | {_verdict(each)} | {each.executed_in} | {_why(each).replace('|', '/')} |"
+        for each in found
+    )
     return "\n".join(lines) + "\n"
+
+
+def _verdict(each: Entry) -> str:
+    return f"{each.verdict}: {each.proof}" if each.proof else each.verdict
+
+
+def _why(each: Entry, *, finding: bool = True) -> str:
+    if each.proof == "order":
+        return "Every access of every run knew as much of all streams without it."
+    if each.partner:
+        return f"`{_short(each.partner)}` covers it." + (f" {each.finding}" if finding else "")
+    return " ".join(filter(None, (each.reason, each.finding if finding else "")))
 
 
 def _short(site: str) -> str:

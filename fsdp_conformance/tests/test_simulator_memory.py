@@ -39,17 +39,19 @@ class PassingOn(TorchDispatchMode):
 class Wrapped(torch.Tensor):
     """A tensor around another, as DTensor is."""
 
-    inner: torch.Tensor
+    wrapped: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Wrapped:
-        wrapped: Wrapped = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
-        wrapped.inner = inner
-        return wrapped
+    def __new__(cls, wrapped: torch.Tensor) -> Wrapped:
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, wrapped.shape, dtype=wrapped.dtype)
+        made.wrapped = wrapped
+        return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*(given.inner if isinstance(given, Wrapped) else given for given in args), **(kwargs or {}))
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is a static function
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*(given.wrapped if isinstance(given, Wrapped) else given for given in args), **(kwargs or {}))
 
 
 class TestCounts:

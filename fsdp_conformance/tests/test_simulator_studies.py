@@ -133,7 +133,8 @@ class TestTheList:
         """A site is seen, or it is said why it can go, or why it is not seen; and by a training that there is."""
         explained_by = {
             **dict.fromkeys(("flagged", "numerics", "memory"), "finding"),
-            "redundant": "proof", "unseen": "reason",
+            "redundant": "proof",
+            "unseen": "reason",
         }
         unexplained = [entry["site"] for entry in self.entries() if not entry.get(explained_by[entry["verdict"]])]
 
