@@ -46,7 +46,7 @@ GUARDS = (
     "host_waits_stream _runtime_utils.py _post_backward_final_callback",
     "record_stream _free_unsharded_flat_param",
     "stream_waits_event foreach_all_gather_copy_out",
-    "stream_waits_event foreach_reduce:",
+    "stream_waits_event _fsdp_collectives.py foreach_reduce",
     "host_waits_event finalize_backward",
     "work_wait foreach_all_gather_copy_out",
 )
