@@ -24,6 +24,7 @@ it should find. On the simulated accelerator observations are suspended: they or
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -327,6 +328,7 @@ class _Run:
     def _mark(self, point: Point, step: int | None = None) -> None:
         if not self.watch.counts_bytes:
             return
+        gc.collect()  # Garbage is not held; when it goes by itself is an accident of how much Python ran before.
         allocated, peak = self.watch.allocated_bytes(), self.watch.peak_bytes()
         self.history.memory.append(MemoryMark(point=point, step=step, allocated=allocated, peak=peak))
         self.watch.reset_peak()

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from fsdp_conformance.errors import EnvironmentUnavailable
-from fsdp_conformance.harness import preload
+from fsdp_conformance.harness import preload, socket_directory
 
 #: Set for the server, so that importing libraries starts no thread there: a fork copies the calling thread alone.
 SERVER_ENVIRONMENT = {
@@ -85,6 +85,7 @@ class WarmServer(multiprocessing.forkserver.ForkServer):
 
     def ensure_running(self) -> None:
         """Start the server unless it runs. Returns at once; the first fork waits for the imports."""
+        socket_directory.prepare()
         if self._forkserver_pid is None or self._has_ended():
             self._open_log()
         orders = {"modules": self.modules, "sys_path": absolute_sys_path(), "log": str(self._log_path)}
@@ -170,6 +171,7 @@ class GrownServer(WarmServer):
 
     def ensure_running(self) -> None:
         """Start the server unless it runs."""
+        socket_directory.prepare()
         with self._lock:
             if self._process is not None and self._process.exitcode is None:
                 return

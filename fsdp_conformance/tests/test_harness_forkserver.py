@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -13,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_conformance.errors import EnvironmentUnavailable
-from fsdp_conformance.harness import forkserver, preload
+from fsdp_conformance.harness import forkserver, preload, socket_directory
 from fsdp_conformance.harness.probe import run_in_child
 
 #: For waits that must end by themselves; nothing is judged by it.
@@ -233,3 +235,43 @@ def test_preload_module_needs_no_torch() -> None:
     )
 
     assert answer.stdout.strip() == "False"
+
+
+def test_a_long_temporary_directory(tmp_path: Path) -> None:
+    """Sockets are bound elsewhere, and nothing is left there or here."""
+    long = tmp_path / ("long" * 30)
+    long.mkdir()
+    text = (
+        "import multiprocessing.util, os\n"
+        "from fsdp_conformance.harness.probe import run_in_child\n"
+        "from fsdp_conformance.tests.test_harness_forkserver import facts\n"
+        "if __name__ == '__main__':\n"
+        "    assert run_in_child(facts)['missing'] == []\n"
+        "    print(multiprocessing.util.get_temp_dir())\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(text, encoding="utf-8")
+
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "TMPDIR": str(long)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not Path(done.stdout.strip()).exists()
+    assert Path(done.stdout.strip()).parent != long
+    assert [path.name for path in long.iterdir() if path.name.startswith(("pymp-", "fsdp-conformance-"))] == []
+
+
+def test_no_short_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said what to do."""
+    monkeypatch.setattr(socket_directory, "SHORT", ("/nowhere",))
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "long" * 30)
+    monkeypatch.setattr(multiprocessing.process.current_process(), "_config", {})
+
+    with pytest.raises(EnvironmentUnavailable, match=r"TMPDIR='/long.*, but should have at most \d+ bytes"):
+        socket_directory.prepare()

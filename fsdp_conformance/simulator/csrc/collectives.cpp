@@ -871,7 +871,10 @@ class SimGroup : public c10d::Backend {
       const Tensors& held) const {
     if (stream) {
       const Lane lane = lane_of(*stream);
-      call->publish(stream->device_index(), lane, Checker::get().snapshot(lane).at(lane));
+      const Clock clock = Checker::get().snapshot(lane);
+      // A stream whose operations have all gone unchecked has no clock of its own yet.
+      const uint64_t tick = static_cast<size_t>(lane) < clock.size() ? clock[lane] : 0;
+      call->publish(stream->device_index(), lane, tick);
     } else {
       call->hold(held);
     }

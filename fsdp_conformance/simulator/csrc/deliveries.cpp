@@ -38,7 +38,7 @@ struct Started {
   std::shared_ptr<CollectiveCall> call;
 
   bool in(const Clock& clock) const {
-    return static_cast<size_t>(lane) < clock.size() && clock[lane] >= tick;
+    return tick == 0 || (static_cast<size_t>(lane) < clock.size() && clock[lane] >= tick);
   }
 };
 

@@ -1,0 +1,49 @@
+"""
+A directory whose sockets can be bound: an address holds about a hundred bytes of path (unix(7), `sun_path`).
+
+`multiprocessing` puts its sockets below `tempfile.gettempdir()`, which a batch system may have set to a long path; what
+binds such a socket would end with "AF_UNIX path too long".
+"""
+
+from __future__ import annotations
+
+import multiprocessing.process
+import multiprocessing.util
+import os
+import shutil
+import sys
+import tempfile
+from typing import Any
+
+from fsdp_conformance.errors import EnvironmentUnavailable
+
+#: Bytes of an address, its last one a zero.
+LIMIT = 104 if sys.platform == "darwin" else 108
+
+#: What `multiprocessing` appends to the directory: "/pymp-" and "/listener-", each with eight random characters.
+_APPENDED = len("/pymp-12345678/listener-12345678") + 1
+
+#: Where programs may put sockets, whatever TMPDIR says.
+SHORT = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - mkdtemp makes the directory there
+
+
+def prepare() -> None:
+    """
+    Let `multiprocessing` put the sockets of this process into a short directory, where its own would be too long.
+
+    The directory is removed when the process ends. Raises EnvironmentUnavailable if no short one can be written.
+    """
+    configuration: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
+    usual = tempfile.gettempdir()
+    if configuration.get("tempdir") is not None or len(os.fsencode(usual)) + _APPENDED <= LIMIT:
+        return
+    for place in SHORT:
+        if os.access(place, os.W_OK | os.X_OK):
+            directory = tempfile.mkdtemp(prefix="pymp-", dir=place)
+            multiprocessing.util.Finalize(None, shutil.rmtree, args=(directory, True), exitpriority=-100)
+            configuration["tempdir"] = directory
+            return
+    raise EnvironmentUnavailable(
+        f"TMPDIR={usual!r}, but should have at most {LIMIT - _APPENDED} bytes: sockets are put below it, and none of "
+        f"{', '.join(SHORT)} can be written"
+    )
