@@ -16,6 +16,7 @@ import torch
 from torch import distributed
 
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.harness import process_group, supervisor
 from fsdp_conformance.harness.attribution import Attribution, Ending, attribute
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
@@ -140,6 +141,12 @@ class Hanging(Faulty):
     rank_timeout_s = 5.0
     collective_timeout_s = 2.0
 
+    def init_rank(self) -> None:
+        """With collectives that are noted, as in a case."""
+        ShardedTrainingTestCase.init_rank(self)
+        process_group.register_recording_backend(self.device_type)
+        self.start_process_group(process_group.BACKEND)
+
     @property
     def deadlines(self) -> Deadlines:
         return replace(super().deadlines, grace_s=1.0, shutdown_s=1.5)
@@ -152,6 +159,17 @@ class Hanging(Faulty):
         if self.rank == self.culprit:
             time.sleep(FOREVER_S)
         self.all_reduce()
+
+    def test_is_slow(self) -> None:
+        """Past the rank's deadline, and never long without a collective."""
+        for _ in range(60):
+            self.all_reduce()
+            time.sleep(0.1)
+
+    def test_goes_round_for_ever(self) -> None:
+        while True:
+            self.all_reduce()
+            time.sleep(0.1)
 
     def test_all_sleep(self) -> None:
         time.sleep(FOREVER_S)
@@ -306,6 +324,24 @@ def test_sleeping_rank_is_found_with_its_stack() -> None:
     assert "in test_sleeps" in (seen.exits[1].stack or "")
     assert "_end_with" not in (seen.exits[1].stack or "")
     assert seen.exits[1].ended_by_controller
+    assert_next_case_is_clean()
+
+
+def test_ranks_that_are_slow_are_not_stuck() -> None:
+    """On a machine that is busy with something else a case takes longer, and nothing is wrong with it."""
+    seen = run(Hanging, "test_is_slow")
+
+    assert seen.endings == [Ending.FINISHED] * 3
+
+
+def test_collectives_for_ever_are_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that get on, and nowhere, are ended in the end."""
+    monkeypatch.setattr(supervisor, "MOST_TIMES", 1.5)
+
+    seen = run(Hanging, "test_goes_round_for_ever")
+
+    assert Ending.STUCK in seen.endings
+    assert seen.found.is_hang
     assert_next_case_is_clean()
 
 
