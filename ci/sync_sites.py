@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,7 +28,13 @@ LIST = Path(__file__).parent / "sync-sites.toml"
 BATCH = 120
 
 #: Whose waits are studied: a program's own are not the engines'.
-ENGINES = ("ddp", "fsdp1", "fsdp2", "torch", "group")
+ENGINES = {
+    "ddp": "DDP",
+    "fsdp1": "FSDP1",
+    "fsdp2": "FSDP2",
+    "torch": "what they share",
+    "group": "process group",
+}
 
 #: Memory is taken to be reused in the worst way that a caching allocator could.
 REUSE = "worst_case"
@@ -38,6 +44,9 @@ PAIR_TRAININGS = 2
 
 FLAGGED, NUMERICS, MEMORY, REDUNDANT, UNSEEN = "flagged", "numerics", "memory", "redundant", "unseen"
 SEEN = (FLAGGED, NUMERICS, MEMORY)
+
+#: A proof that is written by hand.
+READING = "reading"
 
 #: What a single run shows, beside SEEN: nothing, and no access knew less than with the wait.
 SAME_ORDER = "same order"
@@ -54,20 +63,19 @@ class Entry:
     verdict: str
     """
     flagged: the checker reports a race without it. numerics: results differ. memory: more memory is held than with it.
-    redundant: it can go, for the reason that `proof` names. unseen: none of that.
+    redundant: it can go, for the reason that `proof` names. unseen: the checker does not see what it is for; `reason`
+    says why.
     """
     executed_in: int
     """Trainings that execute it."""
-    seen_in: int
-    """Of those, the ones in which it shows."""
     training: str
     """One in which it shows; for what is redundant, one that executes it."""
     finding: str = ""
     """The first finding there; for the other verdicts what differs."""
     proof: str = ""
     """
-    Of what is redundant. order: in no training did any access know less of the other streams without it. pair: without
-    `partner` as well, there is a finding that neither shows alone. reading: `reason`.
+    Of what is redundant. pair: without `partner` as well, there is a finding that neither shows alone. order: in no
+    training did any access know less of the other streams without it. reading: `reason`; written by hand, and kept.
     """
     partner: str = ""
     """A site that covers this one."""
@@ -130,20 +138,31 @@ def shows(found: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
 
 
 class Singles:
-    """Every site dropped alone, in every training that executes it."""
+    """Every site dropped alone, in one training after another that executes it, until it is flagged."""
 
     def __init__(self, study_: Study, names: Sequence[str]) -> None:
         self.study = study_
         whole = study_.shown([Job(name, reuse=REUSE) for name in names], "whole")
         self.whole = {job.training: found for job, found in whole.items()}
         self.sites: dict[str, list[str]] = defaultdict(list)
-        """Site to the trainings that execute it."""
-        for name, found in self.whole.items():
-            for site in found["sites"]:
+        """Site to the trainings that execute it, those of few ranks first."""
+        for name in sorted(names, key=lambda name: TRAININGS[name].world_size):
+            for site in self.whole[name]["sites"]:
                 if site_from_id(site).engine in ENGINES:
                     self.sites[site].append(name)
-        jobs = [Job(name, (site,), REUSE) for site, executing in self.sites.items() for name in executing]
-        self.shown = study_.shown(jobs, "without one site")
+        self.shown: dict[Job, dict[str, Any]] = {}
+        self._drop()
+
+    def _drop(self) -> None:
+        """Trainings are taken one, two, four at a time, and so on: most sites are flagged in the first."""
+        begin, end = 0, 1
+        while waiting := [site for site, names in self.sites.items() if len(names) > begin and not self._flagged(site)]:
+            jobs = [Job(name, (site,), REUSE) for site in waiting for name in self.sites[site][begin:end]]
+            self.shown |= self.study.shown(jobs, f"without one of {len(waiting)} sites")
+            begin, end = end, 2 * end + 1
+
+    def _flagged(self, site: str) -> bool:
+        return FLAGGED in self.by_verdict(site)
 
     def unclean(self) -> list[str]:
         """Trainings that show something with all their waits."""
@@ -153,63 +172,110 @@ class Singles:
         """What the site shows to the trainings in which it does."""
         found: dict[str, list[str]] = defaultdict(list)
         for name in self.sites[site]:
-            found[shows(self.shown[Job(name, (site,), REUSE)], self.whole[name])].append(name)
+            if (job := Job(name, (site,), REUSE)) in self.shown:
+                found[shows(self.shown[job], self.whole[name])].append(name)
         return found
 
 
 def entries(singles: Singles, known: Mapping[str, Entry]) -> list[Entry]:
-    """The list."""
-    return sorted((entry(singles, site, known.get(site)) for site in singles.sites), key=lambda e: (e.engine, e.site))
-
-
-def entry(singles: Singles, site: str, known: Entry | None) -> Entry:
-    """What is to be said of a site."""
-    found = singles.by_verdict(site)
-    executing = singles.sites[site]
-    reason = known.reason if known is not None else ""
-    common: dict[str, Any] = {
-        "site": site,
-        "engine": site_from_id(site).engine,
-        "executed_in": len(executing),
-        "reason": reason,
-    }
-    for verdict in SEEN:
-        if where := found.get(verdict):
-            first = singles.shown[Job(where[0], (site,), REUSE)]
-            whole = singles.whole[where[0]]
-            finding = {
-                FLAGGED: (first["hazards"] or [""])[0],
-                NUMERICS: first["error"] or "losses or parameters differ",
-                MEMORY: f"blocks that record_stream keeps from reuse: {first['pending']}, else {whole['pending']}",
-            }[verdict]
-            return Entry(verdict=verdict, seen_in=len(where), training=where[0], finding=finding, **common)
-    # record_stream orders no access, but the reuse of memory: that the order is the same says nothing about it.
-    orders = site_from_id(site).kind != "record_stream"
-    training, partner, finding = partner_of(singles, site)
-    proof = "order" if orders and found.keys() == {SAME_ORDER} else "pair" if partner else "reading" if reason else ""
-    return Entry(
-        verdict=REDUNDANT if proof else UNSEEN,
-        seen_in=0,
-        training=training or executing[0],
-        finding=finding,
-        proof=proof,
-        partner=partner,
-        **common,
+    """The list. What is written by hand in `known` is kept."""
+    silent = [site for site in singles.sites if not singles.by_verdict(site).keys() & {*SEEN}]
+    covered = partners(singles, [site for site in silent if not _is_hosts(site)])
+    return sorted(
+        (
+            not_seen(singles, site, covered.get(site), known.get(site))
+            if site in silent
+            else seen(singles, site, known.get(site))
+            for site in singles.sites
+        ),
+        key=lambda each: (each.engine, each.site),
     )
 
 
-def partner_of(singles: Singles, site: str) -> tuple[str, str, str]:
-    """A training, a site that covers this one in it, and a finding that only shows without both; else empty."""
-    for name in singles.sites[site][:PAIR_TRAININGS]:
-        others = [other for other in singles.whole[name]["sites"] if other != site and not _is_half(site, other)]
-        alone = singles.study.shown([Job(name, (other,), REUSE) for other in others], "partners alone")
-        both = singles.study.shown([Job(name, (site, other), REUSE) for other in others], "pairs")
-        for other in others:
+def seen(singles: Singles, site: str, known: Entry | None) -> Entry:
+    """A site that shows."""
+    found = singles.by_verdict(site)
+    verdict = next(each for each in SEEN if each in found)
+    training = found[verdict][0]
+    without, whole = singles.shown[Job(training, (site,), REUSE)], singles.whole[training]
+    finding = {
+        FLAGGED: (without["hazards"] or [""])[0],
+        NUMERICS: without["error"] or "losses or parameters differ",
+        MEMORY: f"blocks that record_stream keeps from reuse: {without['pending']}, else {whole['pending']}",
+    }[verdict]
+    return Entry(
+        site=site,
+        engine=site_from_id(site).engine,
+        verdict=verdict,
+        executed_in=len(singles.sites[site]),
+        training=training,
+        finding=finding,
+        reason=known.reason if known is not None and verdict != FLAGGED else "",
+    )
+
+
+def not_seen(singles: Singles, site: str, covered: Covered | None, known: Entry | None) -> Entry:
+    """A site that does not show: redundant where a run or somebody who has read it says so."""
+    # Of memory that is only the host's, and of reuse, the order of accesses on the device says nothing.
+    by_order = singles.by_verdict(site).keys() == {SAME_ORDER} and _is_order(site)
+    by_hand = known.proof if known is not None and known.proof == READING else ""
+    proof = "pair" if covered else "order" if by_order else by_hand
+    return Entry(
+        site=site,
+        engine=site_from_id(site).engine,
+        verdict=REDUNDANT if proof else UNSEEN,
+        executed_in=len(singles.sites[site]),
+        training=covered.training if covered else singles.sites[site][0],
+        finding=covered.finding if covered else "",
+        proof=proof,
+        partner=covered.partner if covered else "",
+        reason=known.reason if known is not None else "",
+    )
+
+
+class Covered(NamedTuple):
+    """A site can go because of another one."""
+
+    training: str
+    partner: str
+    finding: str
+    """That there is only without both."""
+
+
+def partners(singles: Singles, sites: Sequence[str]) -> dict[str, Covered]:
+    """Sites to what covers them; those that nothing covers are left out."""
+    found: dict[str, Covered] = {}
+    trainings = {site: _telling(singles, site) for site in sites}
+    for turn in range(PAIR_TRAININGS):
+        pairs = [
+            (trainings[site][turn], site, other)
+            for site in sites
+            if site not in found and len(trainings[site]) > turn
+            for other in singles.whole[trainings[site][turn]]["sites"]
+            if other != site and not _is_half(site, other)
+        ]
+        alone = singles.study.shown([Job(name, (other,), REUSE) for name, _, other in pairs], "partners alone")
+        both = singles.study.shown([Job(name, (site, other), REUSE) for name, site, other in pairs], "pairs")
+        for name, site, other in pairs:
             before = alone[Job(name, (other,), REUSE)]["hazards"]
             more = [line for line in both[Job(name, (site, other), REUSE)]["hazards"] if line not in before]
-            if more:
-                return name, other, more[0]
-    return "", "", ""
+            if more and site not in found:
+                found[site] = Covered(name, other, more[0])
+    return found
+
+
+def _telling(singles: Singles, site: str) -> list[str]:
+    """The trainings that execute a site, those first in which an access knows less without it."""
+    found = singles.by_verdict(site)
+    return [*found[NOTHING], *found[SAME_ORDER]]
+
+
+def _is_hosts(site: str) -> bool:
+    return site.startswith("host_waits")
+
+
+def _is_order(site: str) -> bool:
+    return not _is_hosts(site) and not site.startswith("record_stream")
 
 
 def _is_half(site: str, other: str) -> bool:
@@ -258,9 +324,13 @@ def record(memory: Path | None) -> int:
     found = entries(singles, known)
     write(found)
     for each in found:
-        if each.verdict == UNSEEN:
+        if _is_unexplained(each):
             print(f"unexplained: {each.site} [{each.training}]")
-    return _summary(found, bool(singles.unclean()) or any(each.verdict == UNSEEN for each in found))
+    return _summary(found, bool(singles.unclean()) or any(_is_unexplained(each) for each in found))
+
+
+def _is_unexplained(each: Entry) -> bool:
+    return each.verdict == UNSEEN and not each.reason
 
 
 def check() -> int:
@@ -309,24 +379,66 @@ def repeat(times: int) -> int:
 
 
 def markdown() -> int:
-    """The tables for the documentation."""
+    """The tables of the documentation, and one of all sites."""
     version, known = read()
-    print(f"torch {version}\n")
-    print("| engine | sites | flagged | numerics or memory | redundant | unseen |\n|---|--:|--:|--:|--:|--:|")
-    for engine in ENGINES:
-        for records in (False, True):
-            some = [e for e in known.values() if e.engine == engine and _is_record(e) == records]
-            counts = Counter(each.verdict for each in some)
-            cells = (len(some), counts[FLAGGED], counts[NUMERICS] + counts[MEMORY], counts[REDUNDANT], counts[UNSEEN])
-            print(f"| {engine}{', recorded events' if records else ''} | {' | '.join(map(str, cells))} |")
-    print("\n| site | verdict | in trainings | finding, or why it can go |\n|---|---|--:|---|")
-    for each in known.values():
-        why = each.finding if each.verdict in SEEN else each.reason or each.proof
-        if each.partner:
-            why += f" (covered by `{_short(each.partner)}`)"
-        seen = f"{each.seen_in} of {each.executed_in}" if each.verdict in SEEN else str(each.executed_in)
-        print(f"| `{_short(each.site)}` | {each.verdict} | {seen} | {why.replace('|', '/')} |")
+    found = list(known.values())
+    print(f"torch {version}\n", counts_table(found), others_table(found), sites_table(found), sep="\n", end="")
     return 0
+
+
+def counts_table(found: Sequence[Entry]) -> str:
+    """How many sites of each engine have which verdict; the events that waits are for stand apart."""
+    lines = [
+        "| engine | sites | flagged | numerics or memory | redundant: order | pair | reading | unseen |",
+        "|---|--:|--:|--:|--:|--:|--:|--:|",
+    ]
+    rows = [
+        (name + (", events recorded" if records else ""), some)
+        for records in (False, True)
+        for engine, name in ENGINES.items()
+        if (some := [each for each in found if each.engine == engine and _is_record(each) == records])
+    ]
+    for name, some in [*rows, ("all", list(found))]:
+        verdicts, proofs = Counter(each.verdict for each in some), Counter(each.proof for each in some)
+        cells = (
+            *(len(some), verdicts[FLAGGED], verdicts[NUMERICS] + verdicts[MEMORY]),
+            *(proofs["order"], proofs["pair"], proofs[READING], verdicts[UNSEEN]),
+        )
+        lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
+    return "\n".join(lines) + "\n"
+
+
+def others_table(found: Sequence[Entry]) -> str:
+    """What is not flagged, each with its reason; equal reasons once."""
+    by_reason: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for each in found:
+        if each.verdict != FLAGGED:
+            by_reason[_verdict(each), _why(each, finding=False)].append(f"`{_short(each.site)}`")
+    lines = ["| verdict | sites | why |", "|---|---|---|"]
+    lines += [f"| {verdict} | {'<br>'.join(sites)} | {why} |" for (verdict, why), sites in sorted(by_reason.items())]
+    return "\n".join(lines) + "\n"
+
+
+def sites_table(found: Sequence[Entry]) -> str:
+    """Every site, with its finding or why it can go."""
+    lines = ["| site | verdict | trainings | finding, or why it can go |", "|---|---|--:|---|"]
+    lines.extend(
+        f"| `{_short(each.site)}` | {_verdict(each)} | {each.executed_in} | {_why(each).replace('|', '/')} |"
+        for each in found
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _verdict(each: Entry) -> str:
+    return f"{each.verdict}: {each.proof}" if each.proof else each.verdict
+
+
+def _why(each: Entry, *, finding: bool = True) -> str:
+    if each.proof == "order":
+        return "Every access of every run knew as much of all streams without it."
+    if each.partner:
+        return f"`{_short(each.partner)}` covers it." + (f" {each.finding}" if finding else "")
+    return " ".join(filter(None, (each.reason, each.finding if finding else "")))
 
 
 def _short(site: str) -> str:

@@ -30,7 +30,7 @@ class Structures(ConformanceTestCase):
         world_size=2,
         environment=("accelerator",),
         needs=("move_inputs",),
-        kills=("output-structure-changed",),
+        kills=("moves-flat-inputs-only",),
     )
     def test_inputs_are_moved(self) -> None:
         """Inputs on the CPU, nested ones too, are moved to the compute device by the root."""

@@ -26,6 +26,7 @@ class TorchDDP(TorchAdapter):
         {
             "no_shard",
             "any_accelerator",
+            "move_inputs",
             "device_id",
             "sync_module_states",
             "structure_check",

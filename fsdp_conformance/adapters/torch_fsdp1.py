@@ -68,6 +68,7 @@ class TorchFSDP1(TorchAdapter):
             "ignored_modules",
             "auto_wrap",
             "any_accelerator",
+            "move_inputs",
             "init_after",
             "init_never",
             "device_id",

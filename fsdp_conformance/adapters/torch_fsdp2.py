@@ -37,6 +37,7 @@ class TorchFSDP2(TorchAdapter):
             "shard_dim",
             "multi_module_unit",
             "any_accelerator",
+            "move_inputs",
             "init_after",
             "init_never",
             "mixed_precision",

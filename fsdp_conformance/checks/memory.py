@@ -161,7 +161,7 @@ def peaks(
 
     and where they are kept:
 
-        forward    full + 1.5 x largest + activations
+        forward    full + 2 x largest + activations         buffers of two gathers beside what was copied out of them
         backward   full + shard + 1.5 x largest + activations
 
     Activations of backward are those of the forward and as much again for their gradients.
@@ -170,7 +170,7 @@ def peaks(
     kept = plan.reshard_after_forward is False or plan.sharding is Sharding.GRAD_OPTIM
     largest, root, full = bytes_of.largest, bytes_of.root, bytes_of.below_root + bytes_of.root
     bounds = {
-        Point.FORWARD: (full + 3 * largest // 2 if kept else 3 * largest + root) + activations.forward_peak + SCALARS,
+        Point.FORWARD: (full + 2 * largest if kept else 3 * largest + root) + activations.forward_peak + SCALARS,
         Point.BACKWARD: (full + 3 * largest // 2 if kept else 4 * largest + root)
         + bytes_of.shard
         + 2 * activations.forward_peak

@@ -8,6 +8,10 @@ A case passes through three phases. While some rank has not *spoken* (sent its r
 waits. The first failure starts two clocks: after `settle_s` the ranks that failed are let go, so that gloo tells
 their peers, and after `grace_s` more the peers that still wait are asked for their stacks and ended. When all have
 spoken, every rank gets its goodbye and has `shutdown_s` to end. Whatever lives at the case's deadline is killed.
+
+Ranks that still issue collectives at their deadline are slow, not stuck: on a machine that is busy with something else
+they get more time, and the case too, as long as some rank gets on in each quarter of the deadline, up to MOST_TIMES of
+it.
 """
 
 from __future__ import annotations
@@ -34,6 +38,10 @@ from fsdp_conformance.outcome import RankError, RankExit, RankReport, rank_repor
 TERM_TIMEOUT_S = 0.5
 #: Between SIGKILL and giving up: a process in an uninterruptible wait of the kernel does not end.
 KILL_TIMEOUT_S = 5.0
+#: Ranks that get on may take their deadline this many times: who issues collectives for ever is stuck as well.
+MOST_TIMES = 8
+#: Part of the deadline in which a rank that is late has to get on.
+_LOOK = 0.25
 
 
 @dataclass(slots=True)
@@ -112,6 +120,9 @@ class Supervisor:
         self.deadlines = deadlines
         self.keep = keep
         self.began = time.monotonic()
+        self._granted_s = 0.0
+        """What ranks that got on have been given beyond their deadline."""
+        self._seen: list[str] = []
 
     def run(self) -> None:
         """Return when the case is over. An exception (Ctrl-C) kills every rank first."""
@@ -140,11 +151,14 @@ class Supervisor:
 
     @property
     def _case_deadline(self) -> float:
-        return self.began + self.deadlines.case_s
+        return self.began + self.deadlines.case_s + self._granted_s
+
+    @property
+    def _rank_deadline(self) -> float:
+        return self.began + self.deadlines.rank_s + self._granted_s
 
     def _await_reports(self) -> None:
         """Until every rank has spoken, or a deadline has passed and those that have not are ended."""
-        rank_deadline = self.began + self.deadlines.rank_s
         settled = given_up = float("inf")
         while waiting := [seat for seat in self.seats if not seat.spoken]:
             now = time.monotonic()
@@ -153,10 +167,19 @@ class Supervisor:
                 given_up = settled + self.deadlines.grace_s
             if now >= settled:
                 self._release([seat for seat in self.seats if seat.failed])
-            if now >= min(rank_deadline, given_up):
+            if now >= given_up or (now >= self._rank_deadline and not self._grant(waiting)):
                 self._end(waiting)
                 return
-            self._wait(min(moment for moment in (rank_deadline, settled, given_up) if moment > now))
+            self._wait(min(moment for moment in (self._rank_deadline, settled, given_up) if moment > now))
+
+    def _grant(self, waiting: Sequence[Seat]) -> bool:
+        """More time for ranks that are late, if one of them has got on since the last look."""
+        seen = ["".join(last_collectives(Path(seat.files.collectives))[-1:]) for seat in waiting]
+        gets_on, self._seen = seen != self._seen, seen
+        if not gets_on or self._granted_s >= (MOST_TIMES - 1) * self.deadlines.rank_s:
+            return False
+        self._granted_s += _LOOK * self.deadlines.rank_s
+        return True
 
     def _farewell(self) -> None:
         """Let every rank go, and end those that do not."""

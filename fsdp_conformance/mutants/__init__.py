@@ -182,7 +182,10 @@ _ALL = [
         "output-structure-changed": (
             "OutputStructureChanged", "R157", "Named tuples and dataclasses come out as plain tuples.",
         ),
-    }, AcceptsMixedDevices=("accelerator",), IgnoresOffload=("accelerator",)),
+        "moves-flat-inputs-only": (
+            "MovesFlatInputsOnly", "R157", "Inputs inside of containers stay on the host.",
+        ),
+    }, AcceptsMixedDevices=("accelerator",), IgnoresOffload=("accelerator",), MovesFlatInputsOnly=("accelerator",)),
     *_mutants("streams", {
         "steps-on-a-side-stream": (
             "StepsOnASideStream", "R074", "The optimizer runs on a stream that the next forward does not wait for.",

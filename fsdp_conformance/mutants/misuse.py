@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import replace
 from typing import Any, ClassVar
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard import _fsdp_state
 
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
 from fsdp_conformance.adapters.torch_fsdp1 import TorchFSDP1
@@ -125,6 +127,22 @@ class OutputStructureChanged(SeamFSDP2):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _flattened(super().forward(*args, **kwargs))
+
+
+class MovesFlatInputsOnly(SeamFSDP2):
+    """Inputs inside of containers stay on the host."""
+
+    capabilities = SeamFSDP2.capabilities | {"move_inputs"}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        with mock.patch.object(_fsdp_state, "_to_kwargs", self._moved):
+            return super().forward(*args, **kwargs)
+
+    def _moved(self, args: Any, kwargs: Any, device: torch.device, *_: Any) -> Any:
+        def moved(value: Any) -> Any:
+            return value.to(device) if isinstance(value, Tensor) else value
+
+        return (tuple(moved(value) for value in args),), ({name: moved(value) for name, value in kwargs.items()},)
 
 
 class _Wrapper(nn.Module):

@@ -221,7 +221,7 @@ def _cpp_place() -> tuple[str, str]:
 
     Within a collective it is the process group.
     """
-    # Private; in torch since 2.0. Names come from the dynamic linker.
+    # Private; in torch since 2.0. It asks addr2line, which comes with every compiler that could build the extension.
     gathered = torch._C._profiler.gather_traceback(python=False, script=False, cpp=True)
     (frames,) = torch._C._profiler.symbolize_tracebacks([gathered])
     names = [str(frame["name"]) for frame in frames]

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from fsdp_conformance.tests import simulator_process
+
+
+def pytest_configure() -> None:
+    """A shell's job in the background ignores SIGINT, and so does all that it starts: some tests send it to a child."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -299,6 +299,11 @@ ELSEWHERE: tuple[tuple[str, str, str], ...] = (
         "a wrong number, not a race: every access is ordered; parity of gradients finds it",
     ),
     (
+        "Megatron-LM#4609",
+        "the buffer of gradients receives gathered parameters and is not zeroed: gradients are added to weights",
+        "a wrong number, not a race: every access is ordered; parity of gradients finds it",
+    ),
+    (
         "DeepSpeed#7825",
         "threads of autograd run hooks that are not safe for it",
         "threads of the host count as one, and what they share is not looked at",
@@ -437,7 +442,8 @@ RACES: tuple[SeededRace, ...] = (
         source="fairscale#496",
         what="gradients are copied to the CPU without blocking, and the optimizer reads them at once",
         program=_trained("fsdp2-offload-pinned", _without(Wait.HOST_WAITS_EVENT, "finalize_backward", "synchronize")),
-        kinds=frozenset({HOST_READ}),
+        # The step also writes the parameters, and nothing else has waited for their copies to the device.
+        kinds=frozenset({HOST_READ, HOST_WRITE}),
     ),
     SeededRace(
         name="last-handle-only",

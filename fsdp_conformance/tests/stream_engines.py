@@ -245,6 +245,8 @@ class FSDP1Engine(Engine):
         return no_sync if "no-sync" in self.training and not is_last else nullcontext()
 
     def before_forward(self, step: int) -> None:
+        if "last-gradient-only" in self.training:
+            self.zero_grad()
         if "unshard-ahead" in self.training and step > 0:  # the streams are made by the first forward
             self.model._wait_unshard_streams_on_current_stream()
             self.model.blocks[0]._unshard(async_op=True)

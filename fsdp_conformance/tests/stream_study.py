@@ -198,6 +198,6 @@ def _tells(frame: Frame) -> bool:
     return "/torch/" in file and not _CARRIERS.search(file) and "/torch/autograd/" not in file
 
 
-def outcome_of(shown: dict[str, Any]) -> Outcome:
-    """From JSON."""
-    return Outcome(**shown["outcome"])
+def outcome_of(data: dict[str, Any]) -> Outcome:
+    """From JSON: what `reference` gives for a training, and `Shown.outcome`."""
+    return Outcome(**data)

@@ -1,4 +1,4 @@
-"""Guard: what the README says is so: its adapter loads, its tables are complete, its paths and commands exist."""
+"""Guard: what the READMEs say is so: the adapter loads, tables are complete, paths and commands exist."""
 
 from __future__ import annotations
 
@@ -21,9 +21,18 @@ pytestmark = checkout.required
 MAX_ADAPTER_LINES = 25
 
 
+#: Texts for users.
+PAGES = ("README.md", "fsdp_conformance/simulator/README.md")
+
+
 def readme() -> str:
     """The text."""
     return (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def pages() -> str:
+    """All texts for users."""
+    return "".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
 
 
 def blocks(language: str) -> list[str]:
@@ -72,7 +81,7 @@ def test_the_exit_statuses_are_those_of_the_errors() -> None:
 
 def test_every_command_can_be_parsed() -> None:
     """Each `fsdp-conformance` command line in the text is one that the command takes."""
-    lines = re.findall(r"(?:\$ |`)fsdp-conformance ([^`\n]+)", readme())
+    lines = re.findall(r"(?:\$ |`)fsdp-conformance ([^`\n]+)", pages())
     for line in lines:
         assert arguments.parse(shlex.split(line)).command in line
 
@@ -81,7 +90,7 @@ def test_every_command_can_be_parsed() -> None:
 
 def test_every_path_exists() -> None:
     """Paths in backquotes that belong to the checkout are there."""
-    named = set(re.findall(r"`((?:ci|suites|fixtures|fsdp_conformance)/[\w./-]*)", readme()))
+    named = set(re.findall(r"`((?:ci|suites|fixtures|fsdp_conformance)/[\w./-]*)", pages()))
 
     assert named != set()
     assert sorted(name for name in named if not (ROOT / name).exists()) == []

@@ -16,6 +16,7 @@ import torch
 from torch import distributed
 
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.harness import process_group, supervisor
 from fsdp_conformance.harness.attribution import Attribution, Ending, attribute
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
@@ -74,6 +75,11 @@ class Faulty(ShardedTrainingTestCase):
         tensor = torch.ones(3)
         distributed.all_reduce(tensor)
         return tensor
+
+    def all_reduce_max(self, value: float) -> float:
+        tensor = torch.tensor(value)
+        distributed.all_reduce(tensor, distributed.ReduceOp.MAX)
+        return tensor.item()
 
     def test_clean(self) -> None:
         self.assertEqual(self.all_reduce(), torch.full((3,), 3.0))
@@ -140,6 +146,12 @@ class Hanging(Faulty):
     rank_timeout_s = 5.0
     collective_timeout_s = 2.0
 
+    def init_rank(self) -> None:
+        """With collectives that are noted, as in a case."""
+        ShardedTrainingTestCase.init_rank(self)
+        process_group.register_recording_backend(self.device_type)
+        self.start_process_group(process_group.BACKEND)
+
     @property
     def deadlines(self) -> Deadlines:
         return replace(super().deadlines, grace_s=1.0, shutdown_s=1.5)
@@ -152,6 +164,16 @@ class Hanging(Faulty):
         if self.rank == self.culprit:
             time.sleep(FOREVER_S)
         self.all_reduce()
+
+    def test_is_slow(self) -> None:
+        """Past the rank's deadline, and never long without a collective."""
+        end = time.monotonic() + 1.4 * self.rank_timeout_s
+        while self.all_reduce_max(float(time.monotonic() < end)):
+            pass
+
+    def test_goes_round_for_ever(self) -> None:
+        while self.all_reduce_max(1.0):
+            pass
 
     def test_all_sleep(self) -> None:
         time.sleep(FOREVER_S)
@@ -306,6 +328,24 @@ def test_sleeping_rank_is_found_with_its_stack() -> None:
     assert "in test_sleeps" in (seen.exits[1].stack or "")
     assert "_end_with" not in (seen.exits[1].stack or "")
     assert seen.exits[1].ended_by_controller
+    assert_next_case_is_clean()
+
+
+def test_ranks_that_are_slow_are_not_stuck() -> None:
+    """On a machine that is busy with something else a case takes longer, and nothing is wrong with it."""
+    seen = run(Hanging, "test_is_slow")
+
+    assert seen.endings == [Ending.FINISHED] * 3
+
+
+def test_collectives_for_ever_are_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that get on, and nowhere, are ended in the end."""
+    monkeypatch.setattr(supervisor, "MOST_TIMES", 1.5)
+
+    seen = run(Hanging, "test_goes_round_for_ever")
+
+    assert Ending.STUCK in seen.endings
+    assert seen.found.is_hang
     assert_next_case_is_clean()
 
 

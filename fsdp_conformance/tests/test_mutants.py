@@ -78,7 +78,7 @@ ELSEWHERE = {
 }  # fmt: skip
 #: Seen only where there is a device beside the CPU, simulated or not.
 ON_ACCELERATORS = {
-    "accepts-mixed-devices", "ignores-offload",
+    "accepts-mixed-devices", "ignores-offload", "moves-flat-inputs-only",
     "keeps-full-parameters", "keeps-parameters-after-forward", "keeps-full-gradients", "gathers-everything-first",
     "leaks-every-step", "survives-its-owner", "keeps-low-precision-copies",
     "frees-in-flight", "steps-on-a-side-stream", "scales-without-waiting", "prefetches-before-the-step",

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator import torch_sim as sim
@@ -26,6 +27,31 @@ def kinds() -> list[HazardKind]:
 
 def block_of(tensor: torch.Tensor) -> int:
     return int(build.load().block_of(tensor))
+
+
+class PassingOn(TorchDispatchMode):
+    """Python dispatches every operation, and carries it out."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+class Wrapped(torch.Tensor):
+    """A tensor around another, as DTensor is."""
+
+    wrapped: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, wrapped: torch.Tensor) -> Wrapped:
+        made: Wrapped = torch.Tensor._make_wrapper_subclass(cls, wrapped.shape, dtype=wrapped.dtype)
+        made.wrapped = wrapped
+        return made
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is a static function
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return func(*(given.wrapped if isinstance(given, Wrapped) else given for given in args), **(kwargs or {}))
 
 
 class TestCounts:
@@ -316,6 +342,22 @@ class TestPinned:
 
         assert [HazardKind.HOST_READ_IN_FLIGHT] == kinds()
         assert weight.isnan().all()
+
+    @in_process_of_its_own
+    def test_what_python_dispatches_is_looked_at(self) -> None:
+        """Operations in a dispatch mode, and on the tensors that a tensor subclass wraps, such as a DTensor's."""
+        target = torch.zeros(4).pin_memory()
+        wrapped = Wrapped(target)
+        target.copy_(torch.ones(4, device="sim"), non_blocking=True)
+
+        with PassingOn():
+            torch.add(target, 1)
+        wrapped.mul_(2)
+
+        assert ["aten::add.Tensor", "aten::mul_.Tensor", "aten::mul_.Tensor"] == [
+            found.now.site.op for found in checker.hazards()
+        ]
+        assert [HazardKind.HOST_READ_IN_FLIGHT] * 2 + [HazardKind.HOST_WRITE_IN_FLIGHT] == kinds()
 
     @in_process_of_its_own
     def test_another_thread_raises_with_its_next_operation(self) -> None:

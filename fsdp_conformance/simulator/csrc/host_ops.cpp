@@ -15,6 +15,8 @@ namespace {
 
 std::atomic<bool> watch{true};
 
+thread_local int not_watched = 0;
+
 /// Whether this is where a kernel of the CPU begins: neither composed of other operations, nor for another device, nor
 /// for a tensor that Python dispatches.
 bool is_host_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, const Traits& traits) {
@@ -60,22 +62,31 @@ void host_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch:
   if (!is_host_kernel(op, below, traits)) return op.redispatchBoxed(below, stack);
   const size_t count = traits.arguments.size();
   note_host_accesses(traits, c10::ArrayRef<c10::IValue>(stack->data() + (stack->size() - count), count));
-  const c10::impl::ExcludeDispatchKeyGuard once(kHostWatchKey);
+  const NotWatched once;
   op.redispatchBoxed(below, stack);
 }
 
-/// The first operation of a thread since copies are in flight.
+/// Until the kernel is done: what it calls is part of it.
+struct InKernel : at::ObserverContext {
+  NotWatched not_watched;
+};
+
+/// What does not come by `host_kernel`: the first operation of a thread since copies are in flight, and what Python
+/// dispatches, where torch excludes every key above Python's.
 std::unique_ptr<at::ObserverContext> observe(const at::RecordFunction& function) {
-  if (c10::impl::tls_is_dispatch_key_included(kHostWatchKey) || c10::impl::tls_is_dispatch_key_excluded(kHostWatchKey) ||
+  const bool excluded = c10::impl::tls_is_dispatch_key_excluded(kHostWatchKey);
+  if (not_watched > 0 || (c10::impl::tls_is_dispatch_key_included(kHostWatchKey) && !excluded) ||
       !watch.load(std::memory_order_relaxed) || !pinned_copies_in_flight())
     return nullptr;
-  watch_host_kernels();
+  if (!excluded) watch_host_kernels();
   const auto name = function.operator_name();
   const auto op = name ? c10::Dispatcher::singleton().findSchema(*name) : std::nullopt;
   if (!op) return nullptr;
   c10::DispatchKeySet keys;
   for (const auto& input : function.inputs())
     each_tensor(input, [&](const at::Tensor& tensor) { keys = keys | tensor.key_set(); });
+  const auto local = c10::impl::tls_local_dispatch_key_set();
+  keys = (keys | local.included_) - local.excluded_;
   const Traits& traits = traits_of(*op);
   if (!is_host_kernel(*op, keys, traits)) return nullptr;
   try {
@@ -83,7 +94,7 @@ std::unique_ptr<at::ObserverContext> observe(const at::RecordFunction& function)
   } catch (const c10::Error& error) {
     to_raise = error.what_without_backtrace();
   }
-  return nullptr;
+  return excluded ? std::make_unique<InKernel>() : nullptr;
 }
 
 std::atomic<at::CallbackHandle> observer{at::INVALID_CALLBACK_HANDLE};
@@ -93,6 +104,13 @@ TORCH_LIBRARY_IMPL(_, TESTING_ONLY_GenericMode, library) {
 }
 
 }  // namespace
+
+NotWatched::NotWatched() {
+  ++not_watched;
+}
+NotWatched::~NotWatched() {
+  --not_watched;
+}
 
 void watch_host_kernels() {
   if (watch.load(std::memory_order_relaxed)) c10::impl::tls_set_dispatch_key_included(kHostWatchKey, true);

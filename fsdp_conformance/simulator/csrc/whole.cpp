@@ -94,7 +94,7 @@ struct Whole : torch::autograd::Function<Whole> {
     context->save_for_backward(tensors.vec());
     // With gradients, as on the CPU: it chooses other kernels without.
     return on_host(op.schema().name(), tensors.vec(), [&] {
-      const c10::impl::ExcludeDispatchKeyGuard not_watched(kHostWatchKey);
+      const NotWatched not_watched;
       const at::AutoGradMode with_graph(true);
       variable_list hosts;
       for (const auto& tensor : tensors) hosts.push_back(host_view(tensor).set_requires_grad(tensor.requires_grad()));
@@ -129,7 +129,7 @@ struct Whole : torch::autograd::Function<Whole> {
   static variable_list grads_on_host(
       const Made& made, const variable_list& tensors, const variable_list& needed, const variable_list& grads) {
     // Autograd of the CPU's own, inside of this backward.
-    const c10::impl::ExcludeDispatchKeyGuard not_watched(kHostWatchKey);
+    const NotWatched not_watched;
     const at::AutoGradMode with_graph(true);
     const GeneratorState as_then(made.generator);
     variable_list hosts;
