@@ -140,6 +140,11 @@ class FlatParameter:
         """Whether a parameter gets a gradient."""
         return any(member.parameter.requires_grad for member in self.members)
 
+    def watch_leaves(self, on_gradient: Callable[[], None]) -> None:
+        """Let `on_gradient` be called whenever a leaf has got its gradient."""
+        for leaf in self.leaves:
+            leaf.register_post_accumulate_grad_hook(lambda _: on_gradient())  # type: ignore[no-untyped-call]
+
     # --- values ------------------------------------------------------------------------------------------------------
 
     def follow_users(self) -> None:

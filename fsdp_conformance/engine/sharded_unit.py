@@ -70,6 +70,8 @@ class ShardedUnit:
         """Whether gradients are reduced in backward; else they are collected on this rank."""
         self.num_expected = 0
         """How many of its forwards of this iteration still wait for their backward."""
+        self.is_held = False
+        """Whether an output of it was of an unknown kind: its backward may begin unseen, so it stays unsharded."""
         self.keeps_graph = False
         """Whether an output of the forward that it is in leads to a backward."""
         self.took_part = False

@@ -9,9 +9,16 @@ from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
+
+#: What can hold no tensor.
+_WITHOUT_TENSORS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+
+#: What is looked into, empty as it may be.
+_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque, SimpleNamespace)
 
 
 def tensors_in(structure: object) -> Iterator[Tensor]:
@@ -34,6 +41,22 @@ def tensors_in(structure: object) -> Iterator[Tensor]:
             if inner:
                 seen.add(id(item))
                 pending.extend(reversed(inner))
+
+
+def has_unknown(structure: object) -> bool:
+    """Whether there is an object in `structure` that is not looked into, and may hold tensors that nobody finds."""
+    seen: set[int] = set()
+    pending = [structure]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, (Tensor, *_WITHOUT_TENSORS)) or item is None or id(item) in seen:
+            continue
+        seen.add(id(item))
+        inner = _inside(item)
+        if not inner and not isinstance(item, _CONTAINERS):
+            return True
+        pending.extend(inner)
+    return False
 
 
 def _inside(item: object) -> list[object]:

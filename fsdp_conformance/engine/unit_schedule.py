@@ -26,7 +26,7 @@ from fsdp_conformance.engine.flat_parameter import FlatParameter
 from fsdp_conformance.engine.order_watch import OrderWatch
 from fsdp_conformance.engine.sharded_unit import ShardedUnit, post_accumulate_hooks
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch
-from fsdp_conformance.engine.structures import tensors_in
+from fsdp_conformance.engine.structures import has_unknown, tensors_in
 from fsdp_conformance.engine.training_state import TrainingState
 from fsdp_conformance.engine.unit_inputs import Arguments, placed_inputs, watch_outputs, watched_inputs
 
@@ -132,8 +132,14 @@ class UnitSchedule:
             return
         if self._is_recomputing(unit):
             unit.keeps_graph = unit.keeps_graph or any(tensor.requires_grad for tensor in tensors_in(output))
-        elif watch_outputs(output, partial(self.before_backward, unit)):
+            return
+        unit.keeps_graph |= watch_outputs(output, partial(self.before_backward, unit))
+        if unit.is_trained and has_unknown(output):
             unit.keeps_graph = True
+            if not unit.is_held:
+                unit.is_held = True
+                for flat in unit.flats:
+                    flat.watch_leaves(partial(self._note_gradient, unit))
 
     def _close(self, unit: ShardedUnit) -> None:
         """A unit's forward is over: reshard it, unless its backward will need it, and soon."""
@@ -147,7 +153,7 @@ class UnitSchedule:
             entered = not self._stack and not _inside_backward()
             if not keeps_graph:
                 unit.reshard()
-            elif unit.reshard_after_forward and not (recomputing or entered):
+            elif unit.reshard_after_forward and not (recomputing or entered or unit.is_held):
                 unit.reshard_until_backward()
 
     def forward_failed(self, unit: ShardedUnit) -> None:
@@ -253,9 +259,7 @@ class UnitSchedule:
 
     def before_backward(self, unit: ShardedUnit) -> None:
         """A gradient of an output of the unit is there: unshard. Collective."""
-        if not self._in_backward:
-            self._in_backward = True
-            _call_at_end(self._end_backward)
+        self._begin_backward()
         if unit.state is TrainingState.BACKWARD:
             return
         for flat in unit.flats:
@@ -264,6 +268,16 @@ class UnitSchedule:
         unit.took_part = True
         with unit.span("before_backward"):
             self._unshard(unit, ahead=self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
+
+    def _note_gradient(self, unit: ShardedUnit) -> None:
+        """A parameter of a held unit has its gradient: the unit takes part, whatever was seen of its outputs."""
+        self._begin_backward()
+        unit.took_part = True
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            _call_at_end(self._end_backward)
 
     def after_backward(self, unit: ShardedUnit) -> None:
         """The gradients of all inputs of the unit are there: reduce, and reshard. Collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,27 @@ class Raising(nn.Module):
         if self.where == "backward" and x.requires_grad:
             x.register_hook(_refuse)
         return x
+
+
+class Box:
+    """An object that holds a tensor."""
+
+    def __init__(self, content: Tensor) -> None:
+        self.content = content
+
+
+class Wrapping(Stage):
+    """Returns an object."""
+
+    def forward(self, x: Tensor) -> Any:
+        return Box(super().forward(x))
+
+
+class Unwrapping(Stage):
+    """Takes one."""
+
+    def forward(self, x: Any) -> Tensor:
+        return super().forward(x.content)
 
 
 def _refuse(_: Tensor) -> None:
@@ -233,6 +255,19 @@ class TestSteps(ShardedTestCase):
         self.train(reference, steps=2), self.train(subject, steps=2)
         self.assertEqual(8, len(calls))
         self.assert_same_params(reference.module, subject)
+
+
+class TestOutputs(ShardedTestCase):
+    """Outputs that nobody can look into."""
+
+    def test_unknown_object(self) -> None:
+        """Units that return an object of the user's train as others do, and are resharded in the end."""
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+            model = nn.Sequential(Stage(), Wrapping(), Unwrapping(), Stage(WIDTH, 3))
+            subject = self.assert_trains_as_ddp(
+                model, units=["0", "1", "2", "3"], sharding_strategy=strategy, step=forward_sum
+            )
+            self.assertEqual([], [unit.label for unit in subject.units if unit.is_unsharded])
 
 
 class TestPrecision(ShardedTestCase):
