@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from fsdp_conformance.adapters import registry
 from fsdp_conformance.contract.profile import Profile, collect_cases, load_profile, profile_of
 
 _CASES = '''
@@ -102,6 +103,8 @@ class Others(Mini):
 def test_that_is_no_case():
     """A plain test in the same module."""
 '''
+
+_DEVICES = "fsdp_conformance.harness.devices"
 
 #: Replaces the description of the adapter, and of the devices, which would import torch.
 _CONFTEST = """
@@ -222,12 +225,17 @@ def write(root: Path) -> MiniSuite:
 
 @contextmanager
 def importable(root: Path) -> Iterator[None]:
-    """The package can be imported here, and is forgotten afterwards."""
+    """The package can be imported here, and is forgotten afterwards, with what its conftest.py replaces."""
     sys.path.insert(0, str(root))
     importlib.invalidate_caches()
+    describe, devices = registry.describe, sys.modules.get(_DEVICES)
     try:
         yield
     finally:
+        registry.describe = describe
+        sys.modules.pop(_DEVICES, None)
+        if devices is not None:
+            sys.modules[_DEVICES] = devices
         sys.path.remove(str(root))
         for name in [name for name in sys.modules if name.split(".", 1)[0] == PACKAGE]:
             del sys.modules[name]
