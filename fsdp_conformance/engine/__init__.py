@@ -5,6 +5,10 @@ The reference sharding engine: one storage, one schedule, on torch alone.
     reducer             averages gradients over ranks, bucket by bucket, while backward still runs
     data_parallel       `DataParallel(module)`: replicated training on the reducer
 
+    fully_sharded       `FullyShardedDataParallel(module)`: sharded training on chunks; `fully_shard` without a wrapper
+    flat_parameter      the parameters of one unit and dtype on a chunk, and what stands for them in modules
+    unit_schedule       when each unit is gathered, resharded and reduced
+
     memory_pool         blocks that chunks are unsharded into, leased within a limit
     chunk               the flat storage of a unit: sharded, gathered, reduced (`chunk_*`, `gradient_buffer`: its parts)
     chunk_group         the chunks of a model, and their norm; `chunk_fetcher` brings them in, and chooses which leave
