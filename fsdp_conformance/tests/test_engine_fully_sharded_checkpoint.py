@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +18,11 @@ from fsdp_conformance.engine.optimizer_state import (
     load_optimizer_state,
     sharded_optimizer_state,
 )
-from fsdp_conformance.tests.sharded_ranks import LEARNING_RATE, ShardedTestCase, chain, full_params, sharded
+from fsdp_conformance.tests.checkpoint_ranks import CheckpointTestCase
+from fsdp_conformance.tests.sharded_ranks import LEARNING_RATE, chain, full_params, sharded
 
 
-class TestCheckpoint(ShardedTestCase):
+class TestCheckpoint(CheckpointTestCase):
     """Four ranks; some models are sharded over two of them."""
 
     @property
@@ -62,24 +60,3 @@ class TestCheckpoint(ShardedTestCase):
 
     def adam(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
-
-    def fill_state(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """State of the right shape, to be loaded into, without a step on parameters."""
-        before = copy.deepcopy({id(p): p.detach().clone() for p in model.parameters()})
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(before[id(parameter)])
-
-    def shared_directory(self) -> Path:
-        """A directory that all ranks see, and that goes with the test."""
-        made: list[Any] = [None]
-        if self.rank == 0:
-            directory = tempfile.TemporaryDirectory()
-            self.addCleanup(directory.cleanup)
-            made = [directory.name]
-        dist.broadcast_object_list(made)
-        return Path(made[0])
