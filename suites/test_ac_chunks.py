@@ -477,7 +477,9 @@ class Pool(Chunks):
         # At C: A has been there for longer, and B is used again later than A. At the second B there are A and C (or
         # B and C), and of A and C only C is used again.
         uses = "ABCABC"
-        expected = {"fifo": ["A", "AB", "BC", "AC", "AB", "BC"], "next-use": ["A", "AB", "AC", "AC", "BC", "BC"]}[policy]
+        expected = {"fifo": ["A", "AB", "BC", "AC", "AB", "BC"], "next-use": ["A", "AB", "AC", "AC", "BC", "BC"]}[
+            policy
+        ]
         with self.blaming("implementation"):
             pool.schedule([chunks[name] for name in uses] if policy == "next-use" else None)
         for place, name in enumerate(uses):

@@ -361,7 +361,8 @@ _ALL = [
             "OneBucketForDtypes", "R175", "Wide inputs are rounded and share a bucket with others.",
         ),
         "callbacks-reversed": (
-            "CallbacksReversed", "R175", "The callbacks of a bucket are called in reverse, each with another one's result.",
+            "CallbacksReversed", "R175",
+            "The callbacks of a bucket are called in reverse, each with another one's result.",
         ),
         "next-ranks-shard": ("NextRanksShard", "R175", "Each rank gets the shard of the next one."),
         "result-buffer-reused": ("ResultBufferReused", "R175", "Every result is written into the same memory."),
@@ -376,6 +377,59 @@ _ALL = [
         "teardown-is-final": ("TeardownIsFinal", "R176", "After teardown nothing calls back, set up or not."),
         "empty-input-forgotten": ("EmptyInputForgotten", "R176", "An input without elements never calls back."),
         "lost-from-callbacks": ("LostFromCallbacks", "R176", "What a callback gives to the bucketer is lost."),
+    }),
+    *_mutants("chunks", {
+        "padding-not-zeroed": (
+            "PaddingNotZeroed", "R177", "What stands behind the tensors of a chunk is whatever was in memory.",
+        ),
+        "every-shard-full": ("EveryShardFull", "R177", "Padding counts as valid."),
+        "appends-other-dtypes": (
+            "AppendsOtherDtypes", "R177", "A tensor of another dtype is cast when it is appended.",
+        ),
+        "appends-what-fits": (
+            "AppendsWhatFits", "R177", "Of a tensor that does not fit, as much is appended as there is room for.",
+        ),
+        "refused-tensor-takes-room": (
+            "RefusedTensorTakesRoom", "R177", "A tensor that is refused leaves the chunk with less room.",
+        ),
+        "rounds-sizes-down": ("RoundsSizesDown", "R177", "A size that the group does not divide is rounded down."),
+        "used-once-only": ("UsedOnceOnly", "R178", "A tensor that one backward has used may not be used again."),
+        "any-transition": ("AnyTransition", "R178", "Every move between states is accepted."),
+        "same-state-refused": (
+            "SameStateRefused", "R178", "A move to the state that a tensor is in already is refused.",
+        ),
+        "refused-moves-all-the-same": ("RefusedMovesAllTheSame", "R178", "A move that is refused has been made."),
+        "releases-in-use": ("ReleasesInUse", "R178", "A chunk is released while a tensor of it is in use."),
+        "reduces-too-early": ("ReducesTooEarly", "R178", "A chunk is reduced although a tensor of it is not ready."),
+        "block-not-returned": ("BlockNotReturned", "R179", "A released chunk keeps its block."),
+        "released-for-good": ("ReleasedForGood", "R179", "The values of a chunk are gone when it is released."),
+        "gathers-again": ("GathersAgain", "R179", "A second access gathers the chunk once more."),
+        "reduces-to-the-sum": ("ReducesToTheSum", "R179", "Reduced gradients are a multiple of the mean."),
+        "block-kept-after-reduce": ("BlockKeptAfterReduce", "R179", "A reduced chunk keeps its block."),
+        "next-shard-of-gradients": ("NextShardOfGradients", "R179", "Reduced gradients are shifted against the shard."),
+        "pool-grows": ("PoolGrows", "R179", "Where no block is free, another one is allocated."),
+        "norm-counts-padding": ("NormCountsPadding", "R180", "The norm counts padding that nobody has set to zero."),
+        "norms-add-up": ("NormsAddUp", "R180", "The norm of a reduction is added to those before."),
+        "norm-before-the-mean": (
+            "NormBeforeTheMean", "R180", "The norm is that of the rank's own gradients, before they are reduced.",
+        ),
+        "total-of-one-rank": ("TotalOfOneRank", "R180", "The total norm is that of the rank's own shards."),
+        "total-of-one-chunk": ("TotalOfOneChunk", "R180", "The total norm is that of the last chunk."),
+        "overflow-sticks": ("OverflowSticks", "R180", "An overflow is never forgotten."),
+        "overflow-of-one-rank": (
+            "OverflowOfOneRank", "R180", "Only the rank that owns an infinite element knows of it.",
+        ),
+        "overflow-unseen": ("OverflowUnseen", "R180", "What is not a number does not count as an overflow."),
+        "miscounts-when-empty": ("MiscountsWhenEmpty", "R181", "A request that is refused is counted."),
+        "double-return-accepted": (
+            "DoubleReturnAccepted", "R181", "A block that is not leased is taken back without a word.",
+        ),
+        "untyped-blocks": ("UntypedBlocks", "R181", "Blocks are bytes, whatever was asked for."),
+        "evicts-the-newest": ("EvictsTheNewest", "R181", "The chunk that came last leaves first."),
+        "evicts-the-nearest-use": ("EvictsTheNearestUse", "R181", "The chunk that is used again first leaves first."),
+        "ignores-next-use": (
+            "IgnoresNextUse", "R181", "Chunks leave first in, first out, whatever is known of their next use.",
+        ),
     }),
 ]  # fmt: skip
 
