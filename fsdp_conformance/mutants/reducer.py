@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 
 from fsdp_conformance.adapters.components import Assignment, GradientReducer, ReducerOptions
 from fsdp_conformance.adapters.reference_data_parallel import ReferenceDataParallel, reducer_options
@@ -365,7 +365,7 @@ class _Scaled:
     """A bucket whose contents are scaled."""
 
     def __init__(self, bucket: Any, factor: float) -> None:
-        self._buffer = bucket.buffer() * factor
+        self._buffer: Tensor = bucket.buffer() * factor
 
     def buffer(self) -> Tensor:
         """The gradients."""
@@ -428,10 +428,8 @@ class AnyHookAccepted(SeamReducer):
 
 
 class _AlwaysDividesByAll(_SeamDataParallel):
-    @contextmanager
-    def join(self, divide_by_initial_world_size: bool = True, *more: Any, **options: Any) -> Iterator[None]:
-        with super().join(True, *more, **options):
-            yield
+    def join(self, divide_by_initial_world_size: bool = True, *more: Any, **options: Any) -> Join:
+        return super().join(True, *more, **options)
 
 
 class AlwaysDividesByAll(SeamReducer):
@@ -441,10 +439,8 @@ class AlwaysDividesByAll(SeamReducer):
 
 
 class _AlwaysDividesByPresent(_SeamDataParallel):
-    @contextmanager
-    def join(self, divide_by_initial_world_size: bool = True, *more: Any, **options: Any) -> Iterator[None]:
-        with super().join(False, *more, **options):
-            yield
+    def join(self, divide_by_initial_world_size: bool = True, *more: Any, **options: Any) -> Join:
+        return super().join(False, *more, **options)
 
 
 class AlwaysDividesByPresent(SeamReducer):
