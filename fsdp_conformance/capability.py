@@ -184,6 +184,15 @@ _ALL = [
             "exception_recovery": "After an exception raised on every rank training can go on.",
         },
     ),
+    *_flags(
+        "components",
+        Asked.METHOD,
+        {
+            "reducer": "The component: a reducer that buckets and all-reduces gradients.",
+            "bucketing": "The component: a bucketer of reduce-scatters.",
+            "chunk_pool": "The component: chunks in a memory pool.",
+        },
+    ),
 ]
 
 #: Every flag by name.

@@ -13,13 +13,15 @@ declares a capability, which the suite then probes. Engines with a torch-like AP
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsdp_conformance.adapters.components import Assignment, Bucketer, ChunkPool, GradientReducer, ReducerOptions
 from fsdp_conformance.adapters.names import cleaned_parameters
 from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import Unsupported
@@ -66,6 +68,9 @@ class Adapter(ABC):
         "unit_is_unsharded": "sharded_state",
         "reshard": "manual_unshard",
         "wrap_again": "wrap_again",
+        "reducer": "reducer",
+        "reduce_scatter_bucketer": "bucketing",
+        "chunk_pool": "chunk_pool",
     }
     """Optional method to the flag that overriding it declares. A base class for adapters adds its own hooks."""
 
@@ -198,6 +203,34 @@ class Adapter(ABC):
 
     def wrap_again(self) -> None:
         """Wrap the wrapped module once more, as a careless caller would: an implementation refuses."""
+        raise NotImplementedError
+
+    # Components, each driven by itself, without `setup`: see `adapters.components`.
+
+    def reducer(self, module: nn.Module, options: ReducerOptions) -> GradientReducer:
+        """`module`, on its device, with a reducer around it. Collective. Comes with `bucket_assignment`."""
+        raise NotImplementedError
+
+    def bucket_assignment(
+        self,
+        tensors: Sequence[Tensor],
+        limits: Sequence[int],
+        sparse_flags: Sequence[bool] = (),
+        order: Sequence[int] = (),
+    ) -> Assignment:
+        """
+        How the reducer puts tensors into buckets of `limits` bytes, the first, second, ...; the last repeats.
+
+        `sparse_flags[i]`: the gradient of tensor i will be sparse. `order[k]`: the index that tensors[k] is known by.
+        """
+        raise NotImplementedError
+
+    def reduce_scatter_bucketer(self, cap_bytes: float) -> Bucketer:
+        """A bucketer whose buckets hold `cap_bytes` for all ranks together. Declares `bucketing`."""
+        raise NotImplementedError
+
+    def chunk_pool(self, num_blocks: int, numel: int, dtype: torch.dtype, device: torch.device) -> ChunkPool:
+        """A pool of `num_blocks` blocks of `numel` elements, for chunks of that size."""
         raise NotImplementedError
 
     # What a user does with the module in hand.

@@ -7,14 +7,17 @@ is one more reference beside that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 
 import fsdp_conformance
+from fsdp_conformance.adapters.components import Assignment, GradientReducer, ReducerOptions
 from fsdp_conformance.adapters.torch_like import TorchAdapter, submodules
 from fsdp_conformance.config import InitMode, Plan
+from fsdp_conformance.engine.bucket_assignment import MIB, bucket_assignment
 from fsdp_conformance.engine.data_parallel import DataParallel
 
 
@@ -68,6 +71,28 @@ class ReferenceDataParallel(TorchAdapter):
     def no_sync(self) -> AbstractContextManager[Any]:
         assert isinstance(self.model, DataParallel), "wrap returned it"
         return self.model.no_sync()
+
+    def reducer(self, module: nn.Module, options: ReducerOptions) -> GradientReducer:
+        return DataParallel(module, **reducer_options(options))
+
+    def bucket_assignment(
+        self,
+        tensors: Sequence[Tensor],
+        limits: Sequence[int],
+        sparse_flags: Sequence[bool] = (),
+        order: Sequence[int] = (),
+    ) -> Assignment:
+        found = bucket_assignment(tensors, limits, sparse_flags, order)
+        return Assignment([list(bucket) for bucket in found.buckets], list(found.limits))
+
+
+def reducer_options(options: ReducerOptions) -> dict[str, Any]:
+    """The arguments of `DataParallel`."""
+    return {
+        "bucket_cap_mb": None if options.bucket_cap_bytes is None else options.bucket_cap_bytes / MIB,
+        "find_unused_parameters": options.find_unused,
+        "gradient_as_bucket_view": options.gradient_as_bucket_view,
+    }
 
 
 def _names_under(model: nn.Module, fqns: list[str]) -> list[str]:

@@ -7,13 +7,15 @@ It trains rightly and does not shard: a suite that certifies it has compared num
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from fsdp_conformance.adapters.components import Assignment, GradientReducer, ReducerOptions
 from fsdp_conformance.adapters.torch_like import TorchAdapter
 from fsdp_conformance.config import Plan
 
@@ -64,3 +66,26 @@ class TorchDDP(TorchAdapter):
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
+
+    def reducer(self, module: nn.Module, options: ReducerOptions) -> GradientReducer:
+        wrapped: Any = DistributedDataParallel(
+            module,
+            bucket_cap_mb=None if options.bucket_cap_bytes is None else options.bucket_cap_bytes / 2**20,
+            find_unused_parameters=options.find_unused,
+            gradient_as_bucket_view=options.gradient_as_bucket_view,
+        )
+        reducer: GradientReducer = wrapped
+        return reducer
+
+    def bucket_assignment(
+        self,
+        tensors: Sequence[Tensor],
+        limits: Sequence[int],
+        sparse_flags: Sequence[bool] = (),
+        order: Sequence[int] = (),
+    ) -> Assignment:
+        distributed: Any = torch.distributed  # It has the function, and does not list it.
+        buckets, filled_under = distributed._compute_bucket_assignment_by_size(
+            list(tensors), list(limits), list(sparse_flags), list(order)
+        )
+        return Assignment(buckets, filled_under)

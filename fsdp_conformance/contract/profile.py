@@ -3,6 +3,7 @@ A profile: the frozen list of cases that a certificate is computed from, with it
 
     python -m fsdp_conformance.contract.profile --check core-2026.11
     python -m fsdp_conformance.contract.profile --write core-2026.11
+    python -m fsdp_conformance.contract.profile --write components-2026.11
     python -m fsdp_conformance.contract.profile --write smoke --only R001/exact-probe-ws2 ... --not-certifying
 
 A profile that was released never changes: a new case waits for the next one. The hash covers all but titles, which are
@@ -35,6 +36,12 @@ INTERPRETATION = 1
 SUITES = "fsdp_conformance.suites"
 
 PROFILES = Path(__file__).parent / "profiles"
+
+#: Chapters that judge a component by itself. A third party rarely exposes one, so these have a profile of their own.
+COMPONENT_CHAPTERS = frozenset({"AA", "AB", "AC", "AD", "AE"})
+
+#: The name of that profile begins so.
+COMPONENTS = "components-"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,13 +244,17 @@ def profile_of(
     """
     The profile that these cases make.
 
-    `only` are the ids that are taken; empty takes all. Raises ConfigError for requirements that the contract does not
-    know, and for ids that no case has.
+    `only` are the ids that are taken; empty takes all: those of the component chapters for a profile of components,
+    and those of the others for any other one. Raises ConfigError for requirements that the contract does not know, and
+    for ids that no case has.
     """
     contract = contract or load()
     by_id = {case.id: case for case in cases}
     problems = [f"case={case_id!r}, but no suite has a case of that id" for case_id in only if case_id not in by_id]
     chosen = [by_id[case_id] for case_id in sorted(set(only) & by_id.keys() if only else by_id)]
+    if not only:
+        of_components = name.startswith(COMPONENTS)
+        chosen = [case for case in chosen if (case.chapter in COMPONENT_CHAPTERS) is of_components]
     problems += [
         f"{case.id}: requirement={requirement!r}, but should be one of the contract's"
         for case in chosen

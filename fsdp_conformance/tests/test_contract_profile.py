@@ -35,19 +35,29 @@ def made(*changes: dict[str, Any], **options: Any) -> Profile:
 
 
 def test_the_core_profile_is_what_the_suites_make() -> None:
-    """Every case of every suite is in it as it is bound; `--write core-2026.11` makes it so again."""
+    """Every case but those of components is in it as it is bound; `--write core-2026.11` makes it so again."""
     shipped = load_profile("core-2026.11")
 
     assert difference(shipped, profile_of(shipped.name, collect_cases())) == []
 
 
 @pytest.mark.parametrize("name", names())
-def test_every_shipped_profile_has_the_cases_of_the_core_profile(name: str) -> None:
+def test_every_shipped_profile_has_the_cases_of_a_certifying_one(name: str) -> None:
     """A selection is a part of it, entry by entry."""
-    core, profile = load_profile("core-2026.11"), load_profile(name)
+    profile = load_profile(name)
+    whole = load_profile("components-2026.11" if name.startswith("components-") else "core-2026.11")
 
-    assert [entry.id for entry in profile.entries if core.by_id.get(entry.id) != entry] == []
-    assert profile.certifies == (profile.name.startswith("core-"))
+    assert [entry.id for entry in profile.entries if whole.by_id.get(entry.id) != entry] == []
+    assert profile.certifies == profile.name.startswith(("core-", "components-"))
+
+
+def test_components_have_a_profile_of_their_own() -> None:
+    """A case is in the one or in the other: by its chapter, unless it is named."""
+    cases = [a_case(id="R163/some-ws2", requirements=("R163",), chapter="AA"), a_case()]
+
+    assert [entry.id for entry in profile_of("components-1", cases).entries] == ["R163/some-ws2"]
+    assert [entry.id for entry in profile_of("core-1", cases).entries] == [a_case().id]
+    assert [entry.id for entry in profile_of("core-1", cases, only=["R163/some-ws2"]).entries] == ["R163/some-ws2"]
 
 
 # Making.

@@ -1,0 +1,500 @@
+"""Chunks and their pool: what a shard holds, which states are legal, what is measured, and whose blocks are whose."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from fsdp_conformance.adapters.components import ChunkPool, ChunkStorage, PoolBlock, PoolUse, ShardStatistics
+from fsdp_conformance.adapters.reference_components import EngineChunk, EnginePool, ReferenceComponents, engine_chunk
+from fsdp_conformance.engine.chunk import Chunk
+from fsdp_conformance.engine.chunk_fetcher import FifoScheduler, NextUseScheduler
+from fsdp_conformance.engine.chunk_state import TENSOR_TRANSITIONS, TensorState
+from fsdp_conformance.engine.errors import ChunkFull, IllegalTransition, PoolExhausted
+from fsdp_conformance.engine.memory_pool import Block
+
+
+class _SeamPool(EnginePool):
+    """The engine's, whose chunks can be of another class."""
+
+    chunk_class: type[EngineChunk] = EngineChunk
+
+    def __init__(self, num_blocks: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(num_blocks, numel, dtype, device)
+        self.chunks: list[EngineChunk] = []
+
+    def chunk(self, numel: int, dtype: torch.dtype, group: ProcessGroup | None = None) -> ChunkStorage:
+        self.chunks.append(self.chunk_class(engine_chunk(super().chunk(numel, dtype, group)), self.group))
+        return self.chunks[-1]
+
+
+class SeamChunks(ReferenceComponents):
+    """The engine's chunks and pool, or subclasses of them."""
+
+    pool: ClassVar[type[_SeamPool]] = _SeamPool
+    chunk_class: ClassVar[type[EngineChunk]] = EngineChunk
+
+    def chunk_pool(self, num_blocks: int, numel: int, dtype: torch.dtype, device: torch.device) -> ChunkPool:
+        pool = self.pool(num_blocks, numel, dtype, device)
+        pool.chunk_class = self.chunk_class
+        return pool
+
+
+# --- filling ---------------------------------------------------------------------------------------------------------
+
+
+class _Unpadded(EngineChunk):
+    def close(self) -> None:
+        super().close()
+        self.chunk.shard[self.valid_numel :] = torch.nan
+
+
+class PaddingNotZeroed(SeamChunks):
+    """What stands behind the tensors of a chunk is whatever was in memory."""
+
+    chunk_class = _Unpadded
+
+
+class _AlwaysFull(EngineChunk):
+    @property
+    def valid_numel(self) -> int:
+        return self.chunk.layout.shard_numel
+
+
+class EveryShardFull(SeamChunks):
+    """Padding counts as valid."""
+
+    chunk_class = _AlwaysFull
+
+
+class _Casting(EngineChunk):
+    def append(self, tensor: Tensor) -> object:
+        return super().append(tensor.to(self.chunk.dtype))
+
+
+class AppendsOtherDtypes(SeamChunks):
+    """A tensor of another dtype is cast when it is appended."""
+
+    chunk_class = _Casting
+
+
+class _Cutting(EngineChunk):
+    def append(self, tensor: Tensor) -> object:
+        room = self.chunk.numel - self.chunk.layout.next_offset()
+        return super().append(tensor if tensor.numel() <= room else tensor.reshape(-1)[:room].clone())
+
+
+class AppendsWhatFits(SeamChunks):
+    """Of a tensor that does not fit, as much is appended as there is room for."""
+
+    chunk_class = _Cutting
+
+
+class _Wasting(EngineChunk):
+    def append(self, tensor: Tensor) -> object:
+        try:
+            return super().append(tensor)
+        except ChunkFull:
+            self.chunk.append(torch.zeros(1, device=tensor.device))
+            raise
+
+
+class RefusedTensorTakesRoom(SeamChunks):
+    """A tensor that is refused leaves the chunk with less room."""
+
+    chunk_class = _Wasting
+
+
+class _RoundingPool(_SeamPool):
+    def chunk(self, numel: int, dtype: torch.dtype, group: ProcessGroup | None = None) -> ChunkStorage:
+        return EngineChunk(Chunk(self.pool, numel // 2 * 2, dtype, group), self.group)
+
+
+class RoundsSizesDown(SeamChunks):
+    """A size that the group does not divide is rounded down."""
+
+    pool = _RoundingPool
+
+
+# --- states ----------------------------------------------------------------------------------------------------------
+
+
+class _UsedOnce(EngineChunk):
+    def move(self, index: int, state: str) -> None:
+        if self.state(index) == "hold_after_bwd" and state == "compute":
+            raise IllegalTransition("hold_after_bwd to compute", where="move")
+        super().move(index, state)
+
+
+class UsedOnceOnly(SeamChunks):
+    """A tensor that one backward has used may not be used again."""
+
+    chunk_class = _UsedOnce
+
+
+class _AnyMove(EngineChunk):
+    def move(self, index: int, state: str) -> None:
+        while self.state(index) != state:
+            super().move(index, self._towards(index, state))
+
+    def _towards(self, index: int, state: str) -> str:
+        following = TENSOR_TRANSITIONS[TensorState(self.state(index))]
+        if TensorState(state) in following:
+            return state
+        way = {"free": "hold", "hold": "compute", "compute": "hold_after_bwd", "ready_for_reduce": "hold"}
+        return way.get(self.state(index), "ready_for_reduce")
+
+
+class AnyTransition(SeamChunks):
+    """Every move between states is accepted."""
+
+    chunk_class = _AnyMove
+
+
+class _NoSameState(EngineChunk):
+    def move(self, index: int, state: str) -> None:
+        if self.state(index) == state:
+            raise IllegalTransition(f"{state} to {state}", where="move")
+        super().move(index, state)
+
+
+class SameStateRefused(SeamChunks):
+    """A move to the state that a tensor is in already is refused."""
+
+    chunk_class = _NoSameState
+
+
+class _MovingAllTheSame(_AnyMove):
+    def move(self, index: int, state: str) -> None:
+        legal = TENSOR_TRANSITIONS[TensorState(self.state(index))] | {TensorState(self.state(index))}
+        super().move(index, state)
+        if TensorState(state) not in legal:
+            raise IllegalTransition(f"to {state}", where="move")
+
+
+class RefusedMovesAllTheSame(SeamChunks):
+    """A move that is refused has been made."""
+
+    chunk_class = _MovingAllTheSame
+
+
+class _ReleasingInUse(EngineChunk):
+    def release(self) -> None:
+        self.chunk.states.reset()
+        super().release()
+
+
+class ReleasesInUse(SeamChunks):
+    """A chunk is released while a tensor of it is in use."""
+
+    chunk_class = _ReleasingInUse
+
+
+class _ReducingEarly(EngineChunk):
+    def reduce(self) -> Tensor:
+        self.chunk.states.reset(TensorState.READY_FOR_REDUCE)
+        return super().reduce()
+
+
+class ReducesTooEarly(SeamChunks):
+    """A chunk is reduced although a tensor of it is not ready."""
+
+    chunk_class = _ReducingEarly
+
+
+# --- round trips -----------------------------------------------------------------------------------------------------
+
+
+class _Keeping(EngineChunk):
+    def release(self) -> None:
+        super().release()
+        self.chunk.pool.lease_public()
+
+
+class BlockNotReturned(SeamChunks):
+    """A released chunk keeps its block."""
+
+    chunk_class = _Keeping
+
+
+class _Emptied(EngineChunk):
+    def release(self) -> None:
+        super().release()
+        self.chunk.shard.zero_()
+
+
+class ReleasedForGood(SeamChunks):
+    """The values of a chunk are gone when it is released."""
+
+    chunk_class = _Emptied
+
+
+class _GatheringAgain(EngineChunk):
+    def access(self) -> object:
+        if self.is_unsharded:
+            self.chunk.release()
+        return super().access()
+
+
+class GathersAgain(SeamChunks):
+    """A second access gathers the chunk once more."""
+
+    chunk_class = _GatheringAgain
+
+
+class _Summing(EngineChunk):
+    def reduce(self) -> Tensor:
+        return super().reduce() * (self.chunk.layout.world_size + 1)
+
+
+class ReducesToTheSum(SeamChunks):
+    """Reduced gradients are a multiple of the mean."""
+
+    chunk_class = _Summing
+
+
+class _KeepingAfterReduce(EngineChunk):
+    def reduce(self) -> Tensor:
+        found = super().reduce()
+        self.chunk.pool.lease_public()
+        return found
+
+
+class BlockKeptAfterReduce(SeamChunks):
+    """A reduced chunk keeps its block."""
+
+    chunk_class = _KeepingAfterReduce
+
+
+class _NextShard(EngineChunk):
+    def reduce(self) -> Tensor:
+        return super().reduce().roll(1)
+
+
+class NextShardOfGradients(SeamChunks):
+    """Reduced gradients are shifted against the shard."""
+
+    chunk_class = _NextShard
+
+
+class _Growing(EngineChunk):
+    def access(self) -> object:
+        try:
+            return super().access()
+        except PoolExhausted:
+            pool, spec = self.chunk.pool, self.chunk.pool.public_spec
+            pool.public_spec = None
+            pool.allocate_public(1, *(spec or (0, torch.float32)))
+            return super().access()
+
+
+class PoolGrows(SeamChunks):
+    """Where no block is free, another one is allocated."""
+
+    chunk_class = _Growing
+
+
+# --- statistics ------------------------------------------------------------------------------------------------------
+
+
+class _CountingPadding(EngineChunk):
+    def statistics(self) -> ShardStatistics:
+        found = super().statistics()
+        return found._replace(squared_norm=found.squared_norm + self.chunk.layout.shard_numel - self.valid_numel)
+
+
+class NormCountsPadding(SeamChunks):
+    """The norm counts padding that nobody has set to zero."""
+
+    chunk_class = _CountingPadding
+
+
+class _AddingUp(EngineChunk):
+    so_far = 0.0
+
+    def reduce(self) -> Tensor:
+        found = super().reduce()
+        self.so_far += super().statistics().squared_norm
+        return found
+
+    def statistics(self) -> ShardStatistics:
+        return super().statistics()._replace(squared_norm=self.so_far)
+
+
+class NormsAddUp(SeamChunks):
+    """The norm of a reduction is added to those before."""
+
+    chunk_class = _AddingUp
+
+
+class _Local(EngineChunk):
+    norm = 0.0
+
+    def put_gradients(self, gradients: Sequence[Tensor]) -> None:
+        super().put_gradients(gradients)
+        self.norm = float(sum(gradient.square().sum() for gradient in gradients))
+
+    def statistics(self) -> ShardStatistics:
+        return super().statistics()._replace(squared_norm=self.norm)
+
+
+class NormBeforeTheMean(SeamChunks):
+    """The norm is that of the rank's own gradients, before they are reduced."""
+
+    chunk_class = _Local
+
+
+class _OneRank(_SeamPool):
+    def statistics(self) -> ShardStatistics:
+        found = [chunk.statistics() for chunk in self.chunks]
+        return ShardStatistics(sum(one.squared_norm for one in found), any(one.overflow for one in found))
+
+
+class TotalOfOneRank(SeamChunks):
+    """The total norm is that of the rank's own shards."""
+
+    pool = _OneRank
+
+
+class _OneChunk(_SeamPool):
+    def statistics(self) -> ShardStatistics:
+        self.group.chunks = self.group.chunks[-1:]
+        return super().statistics()
+
+
+class TotalOfOneChunk(SeamChunks):
+    """The total norm is that of the last chunk."""
+
+    pool = _OneChunk
+
+
+class _Sticking(EngineChunk):
+    seen = False
+
+    def statistics(self) -> ShardStatistics:
+        found = super().statistics()
+        self.seen |= found.overflow
+        return found._replace(overflow=self.seen)
+
+
+class OverflowSticks(SeamChunks):
+    """An overflow is never forgotten."""
+
+    chunk_class = _Sticking
+
+
+class OverflowOfOneRank(SeamChunks):
+    """Only the rank that owns an infinite element knows of it."""
+
+    pool = _OneRank
+
+
+class _NanBlind(EngineChunk):
+    def statistics(self) -> ShardStatistics:
+        found = super().statistics()
+        return found._replace(overflow=found.squared_norm == torch.inf)
+
+
+class OverflowUnseen(SeamChunks):
+    """What is not a number does not count as an overflow."""
+
+    chunk_class = _NanBlind
+
+
+# --- the pool --------------------------------------------------------------------------------------------------------
+
+
+class _Miscounting(_SeamPool):
+    failed = 0
+
+    def lease(self) -> PoolBlock:
+        try:
+            return super().lease()
+        except PoolExhausted:
+            self.failed += 1
+            raise
+
+    def use(self) -> PoolUse:
+        free, used = super().use()
+        return PoolUse(free - self.failed, used + self.failed)
+
+
+class MiscountsWhenEmpty(SeamChunks):
+    """A request that is refused is counted."""
+
+    pool = _Miscounting
+
+
+class _TakingAll(_SeamPool):
+    def give_back(self, block: PoolBlock) -> None:
+        if isinstance(block, Block) and self.pool.is_leased(block):
+            super().give_back(block)
+
+
+class DoubleReturnAccepted(SeamChunks):
+    """A block that is not leased is taken back without a word."""
+
+    pool = _TakingAll
+
+
+class _Untyped(_SeamPool):
+    def lease(self) -> PoolBlock:
+        block = self.pool.lease_public()
+        block.payload = block.payload.view(torch.uint8)
+        return block
+
+
+class UntypedBlocks(SeamChunks):
+    """Blocks are bytes, whatever was asked for."""
+
+    pool = _Untyped
+
+
+class _NewestFirst(FifoScheduler):
+    def choose(self, leaving: Sequence[Chunk]) -> Chunk:
+        return leaving[-1]
+
+
+class _EvictingNewest(_SeamPool):
+    def schedule(self, uses: Sequence[ChunkStorage] | None) -> None:
+        super().schedule(uses)
+        self.fetcher.scheduler = _NewestFirst()
+
+
+class EvictsTheNewest(SeamChunks):
+    """The chunk that came last leaves first."""
+
+    pool = _EvictingNewest
+
+
+class _NearestFirst(NextUseScheduler):
+    def choose(self, leaving: Sequence[Chunk]) -> Chunk:
+        return min(leaving, key=self.next_use)
+
+
+class _EvictingNearest(_SeamPool):
+    def schedule(self, uses: Sequence[ChunkStorage] | None) -> None:
+        super().schedule(uses)
+        if uses is not None:
+            self.fetcher.scheduler = _NearestFirst([engine_chunk(chunk)] for chunk in uses)
+
+
+class EvictsTheNearestUse(SeamChunks):
+    """The chunk that is used again first leaves first."""
+
+    pool = _EvictingNearest
+
+
+class _Unplanned(_SeamPool):
+    def schedule(self, uses: Sequence[ChunkStorage] | None) -> None:
+        super().schedule(None)
+
+
+class IgnoresNextUse(SeamChunks):
+    """Chunks leave first in, first out, whatever is known of their next use."""
+
+    pool = _Unplanned

@@ -1,0 +1,460 @@
+"""The reducer: what shares a bucket, when it is reduced, by what it is divided, and what hooks may do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+
+from fsdp_conformance.adapters.components import Assignment, GradientReducer, ReducerOptions
+from fsdp_conformance.adapters.reference_data_parallel import ReferenceDataParallel, reducer_options
+from fsdp_conformance.engine.bucket_queue import BucketQueue
+from fsdp_conformance.engine.data_parallel import DataParallel
+from fsdp_conformance.engine.errors import ReductionError, ReductionUnfinished
+from fsdp_conformance.engine.reducer import Phase, Reducer
+from fsdp_conformance.engine.unused_parameters import UsedMap
+
+
+class _SeamDataParallel(DataParallel):
+    """`DataParallel` whose reducer, queue and map of used parameters can be other classes."""
+
+    reducer_class: type[Reducer] = Reducer
+    queue_class: type[BucketQueue] = BucketQueue
+    used_class: type[UsedMap] = UsedMap
+
+    def _renew_reducer(self, *, verify: bool) -> None:
+        super()._renew_reducer(verify=verify)
+        reducer = self.reducer
+        reducer.__class__ = self.reducer_class
+        reducer._queue.__class__ = self.queue_class
+        reducer._used.__class__ = self.used_class
+
+
+class SeamReducer(ReferenceDataParallel):
+    """The engine's reducer, with places to be wrong at, itself right."""
+
+    wrapper: ClassVar[type[_SeamDataParallel]] = _SeamDataParallel
+    reducer_class: ClassVar[type[Reducer]] = Reducer
+    queue_class: ClassVar[type[BucketQueue]] = BucketQueue
+    used_class: ClassVar[type[UsedMap]] = UsedMap
+
+    def reducer(self, module: nn.Module, options: ReducerOptions) -> GradientReducer:
+        parts = {name: getattr(self, name) for name in ("reducer_class", "queue_class", "used_class")}
+        wrapper: Any = type(self.wrapper.__name__, (self.wrapper,), parts)
+        found: GradientReducer = wrapper(module, **reducer_options(options))
+        return found
+
+
+# --- buckets ---------------------------------------------------------------------------------------------------------
+
+
+class ClosesBeforeAdding(SeamReducer):
+    """A bucket is closed before a tensor would take it over the limit."""
+
+    def bucket_assignment(
+        self,
+        tensors: Sequence[Tensor],
+        limits: Sequence[int],
+        sparse_flags: Sequence[bool] = (),
+        order: Sequence[int] = (),
+    ) -> Assignment:
+        buckets: list[list[int]] = []
+        opened: dict[torch.dtype, tuple[list[int], int]] = {}
+        for index, tensor in enumerate(tensors):
+            bucket, nbytes = opened.get(tensor.dtype, ([], 0))
+            if not bucket or nbytes + tensor.nbytes > limits[-1]:
+                bucket, nbytes = [], 0
+                buckets.append(bucket)
+            bucket.append(index)
+            opened[tensor.dtype] = (bucket, nbytes + tensor.nbytes)
+        return Assignment(buckets, [limits[-1]] * len(buckets))
+
+
+class LimitsNeverAdvance(SeamReducer):
+    """The first limit holds for every bucket."""
+
+    def bucket_assignment(
+        self, tensors: Sequence[Tensor], limits: Sequence[int], *more: Any, **options: Any
+    ) -> Assignment:
+        return super().bucket_assignment(tensors, limits[:1], *more, **options)
+
+
+class OneBucketForAllDtypes(SeamReducer):
+    """Tensors of different dtypes share a bucket."""
+
+    def bucket_assignment(
+        self, tensors: Sequence[Tensor], limits: Sequence[int], *more: Any, **options: Any
+    ) -> Assignment:
+        as_bytes = [torch.empty(tensor.nbytes, dtype=torch.uint8) for tensor in tensors]
+        return super().bucket_assignment(as_bytes, limits, *more, **options)
+
+
+class BucketsAsClosed(SeamReducer):
+    """Buckets stand in the order in which they were closed, asked for or not."""
+
+    def bucket_assignment(
+        self,
+        tensors: Sequence[Tensor],
+        limits: Sequence[int],
+        sparse_flags: Sequence[bool] = (),
+        order: Sequence[int] = (),
+    ) -> Assignment:
+        return super().bucket_assignment(tensors, limits, sparse_flags, order or range(len(tensors)))
+
+
+class IgnoresOrder(SeamReducer):
+    """The order that tensors are given in is not taken for that of their indices."""
+
+    def bucket_assignment(
+        self,
+        tensors: Sequence[Tensor],
+        limits: Sequence[int],
+        sparse_flags: Sequence[bool] = (),
+        order: Sequence[int] = (),
+    ) -> Assignment:
+        return super().bucket_assignment(tensors, limits, sparse_flags)
+
+
+class IgnoresSparseFlags(SeamReducer):
+    """Tensors with sparse gradients share buckets with others."""
+
+    def bucket_assignment(
+        self,
+        tensors: Sequence[Tensor],
+        limits: Sequence[int],
+        sparse_flags: Sequence[bool] = (),
+        order: Sequence[int] = (),
+    ) -> Assignment:
+        return super().bucket_assignment(tensors, limits, (), order)
+
+
+class AcceptsNothingAndSparse(SeamReducer):
+    """No tensors make no buckets, and a sparse tensor counts as a dense one."""
+
+    def bucket_assignment(
+        self, tensors: Sequence[Tensor], limits: Sequence[int], *more: Any, **options: Any
+    ) -> Assignment:
+        if not tensors:
+            return Assignment([], [])
+        return super().bucket_assignment([tensor.to_dense() for tensor in tensors], limits, *more, **options)
+
+
+# --- reductions ------------------------------------------------------------------------------------------------------
+
+
+class _EagerQueue(BucketQueue):
+    def take(self, index: int, scale: Tensor | None, *, used: bool) -> bool:
+        bucket, place = self._places[index]
+        bucket.take(place, scale, self.transport, used=used)
+        if not bucket.pending:
+            bucket.start(self.transport)
+            self._next += 1
+        return self.is_issued
+
+
+class LaunchesWhenReady(SeamReducer):
+    """A bucket is reduced as soon as it is full, whatever the others do."""
+
+    queue_class = _EagerQueue
+
+
+class _AveragesTwice(_SeamDataParallel):
+    def _before_forward(self, keeps_graph: bool) -> None:
+        super()._before_forward(keeps_graph)
+        self.reducer.set_divisor(lambda: self.process_group.size() ** 2)
+
+
+class AveragesTwice(SeamReducer):
+    """A bucket is divided by the number of ranks twice."""
+
+    wrapper = _AveragesTwice
+
+
+class FirstBucketLarge(SeamReducer):
+    """The first bucket is as large as the others."""
+
+    def reducer(self, module: nn.Module, options: ReducerOptions) -> GradientReducer:
+        return super().reducer(module, replace(options, bucket_cap_bytes=options.bucket_cap_bytes or 25 * 2**20))
+
+
+class _Forgiving(Reducer):
+    def _mark_ready(self, index: int) -> None:
+        if not self._ready[index]:
+            super()._mark_ready(index)
+
+
+class SecondGradientIgnored(SeamReducer):
+    """A second gradient of a parameter in one backward stays on its rank, and nobody is told."""
+
+    reducer_class = _Forgiving
+
+
+class _Unnoticing(Reducer):
+    def expect_finished(self) -> None:
+        if self._phase is Phase.REDUCING and not self._watch.is_inside:
+            self.reset()
+        super().expect_finished()
+
+
+class UnfinishedUnnoticed(SeamReducer):
+    """A reduction that was not finished is dropped at the next forward without a word."""
+
+    reducer_class = _Unnoticing
+
+
+class _Unnaming(Reducer):
+    def expect_finished(self) -> None:
+        try:
+            super().expect_finished()
+        except ReductionUnfinished as error:
+            raise ReductionError("the last reduction was not finished", where="forward") from error
+
+
+class UnfinishedWithoutNames(SeamReducer):
+    """A reduction that was not finished is refused, but the parameters are not named."""
+
+    reducer_class = _Unnaming
+
+
+# --- unused parameters -----------------------------------------------------------------------------------------------
+
+
+class _AllUsed(UsedMap):
+    def used_anywhere(self, index: int) -> bool:
+        return True
+
+
+class UnusedBecomesZero(SeamReducer):
+    """A parameter that no rank used has a gradient of zeros, or its old one averaged."""
+
+    used_class = _AllUsed
+
+
+class _OwnUseOnly(UsedMap):
+    def used_anywhere(self, index: int) -> bool:
+        return self.used_here(index)
+
+
+class LeftAloneWhereUnused(SeamReducer):
+    """A gradient is left alone on every rank that did not use the parameter, whatever the others did."""
+
+    used_class = _OwnUseOnly
+
+
+class _LateMarking(Reducer):
+    def _unused_at_begin(self) -> Collection[int]:
+        return self._frozen
+
+
+class UnusedMarkedAtTheEnd(SeamReducer):
+    """Buckets wait for the end of backward for parameters that it cannot reach."""
+
+    reducer_class = _LateMarking
+
+
+# --- rebuilding ------------------------------------------------------------------------------------------------------
+
+
+class _NoRebuild(Reducer):
+    def rebuild(self) -> None:
+        pass
+
+
+class NeverRebuilds(SeamReducer):
+    """Buckets stay in the reverse order of parameters."""
+
+    reducer_class = _NoRebuild
+
+
+class _OwnOrder(BucketQueue):
+    def _order_of_first_rank(self, mine: Sequence[int]) -> list[int]:
+        return list(mine)
+
+
+class RebuildsByOwnOrder(SeamReducer):
+    """Each rank rebuilds its buckets in its own order of readiness."""
+
+    queue_class = _OwnOrder
+
+
+class _AlwaysRebuilding(Reducer):
+    def rebuild(self) -> None:
+        super().rebuild()
+        self._rebuilt = False
+
+
+class RebuildsEveryTime(SeamReducer):
+    """Buckets are rebuilt before every forward."""
+
+    reducer_class = _AlwaysRebuilding
+
+
+class _RebuildingAnyway(Reducer):
+    @property
+    def _may_rebuild(self) -> bool:
+        return not self._rebuilt
+
+
+class RebuildsWithUnusedSearch(SeamReducer):
+    """Buckets are rebuilt although unused parameters are searched for."""
+
+    reducer_class = _RebuildingAnyway
+
+
+# --- layout ----------------------------------------------------------------------------------------------------------
+
+
+class _Flattening(Reducer):
+    def _finish(self) -> None:
+        super()._finish()
+        for parameter in self.parameters:
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.contiguous()
+
+
+class GradientsContiguous(SeamReducer):
+    """Gradients are contiguous, whatever the layout of their parameters is."""
+
+    reducer_class = _Flattening
+
+
+class _Remembering(Reducer):
+    memory: list[Tensor]
+
+    def _finish(self) -> None:
+        super()._finish()
+        grads = [parameter.grad for parameter in self.parameters]
+        if not hasattr(self, "memory"):
+            self.memory = [grad for grad in grads if grad is not None]
+        for parameter, kept in zip(self.parameters, self.memory, strict=True):
+            self.remember(parameter, kept)
+
+    def remember(self, parameter: nn.Parameter, kept: Tensor) -> None:
+        """The gradients of the first reduction are written again."""
+        if parameter.grad is not None and parameter.grad is not kept:
+            kept.copy_(parameter.grad)
+            parameter.grad = kept
+
+
+class WritesIntoKeptGradients(SeamReducer):
+    """The gradients of the first reduction are written again by every one that follows."""
+
+    reducer_class = _Remembering
+
+
+class _Losing(_Remembering):
+    def remember(self, parameter: nn.Parameter, kept: Tensor) -> None:
+        if parameter.grad is not None and parameter.grad is not kept:
+            parameter.grad = torch.zeros_like(parameter.grad)
+
+
+class LostAfterNone(SeamReducer):
+    """Averages are written where the first gradients were, and lost once those were set to None."""
+
+    reducer_class = _Losing
+
+
+# --- hooks -----------------------------------------------------------------------------------------------------------
+
+
+class _Scaled:
+    """A bucket whose contents are scaled."""
+
+    def __init__(self, bucket: Any, factor: float) -> None:
+        self._buffer: Tensor = bucket.buffer() * factor
+
+    def buffer(self) -> Tensor:
+        """The gradients."""
+        return self._buffer
+
+
+class _DividesAfterHook(_SeamDataParallel):
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        size = self.process_group.size()
+        super().register_comm_hook(state, lambda state, bucket: hook(state, bucket).then(lambda f: f.value() / size))
+
+
+class DividesAfterHook(SeamReducer):
+    """What a hook returns is divided by the number of ranks."""
+
+    wrapper = _DividesAfterHook
+
+
+class _DividesBeforeHook(_SeamDataParallel):
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        size = self.process_group.size()
+        super().register_comm_hook(state, lambda state, bucket: hook(state, _Scaled(bucket, 1 / size)))
+
+
+class DividesBeforeHook(SeamReducer):
+    """A hook gets gradients that are divided by the number of ranks."""
+
+    wrapper = _DividesBeforeHook
+
+
+class _HookResultDropped(_SeamDataParallel):
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        def dropping(state: Any, bucket: Any) -> Any:
+            hook(state, bucket).wait()
+            kept: torch.futures.Future[Tensor] = torch.futures.Future()
+            kept.set_result(bucket.buffer())
+            return kept
+
+        super().register_comm_hook(state, dropping)
+
+
+class HookResultDropped(SeamReducer):
+    """A hook is called, and the rank's own gradients are kept."""
+
+    wrapper = _HookResultDropped
+
+
+class _AnyHookAccepted(_SeamDataParallel):
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        self._hook = (state, hook)
+
+
+class AnyHookAccepted(SeamReducer):
+    """Hooks are not looked at, and the last one counts."""
+
+    wrapper = _AnyHookAccepted
+
+
+# --- uneven inputs ---------------------------------------------------------------------------------------------------
+
+
+class _AlwaysDividesByAll(_SeamDataParallel):
+    def join(self, divide_by_initial_world_size: bool = True, *more: Any, **options: Any) -> Join:
+        return super().join(True, *more, **options)
+
+
+class AlwaysDividesByAll(SeamReducer):
+    """Ranks without inputs count in the divisor, asked for or not."""
+
+    wrapper = _AlwaysDividesByAll
+
+
+class _AlwaysDividesByPresent(_SeamDataParallel):
+    def join(self, divide_by_initial_world_size: bool = True, *more: Any, **options: Any) -> Join:
+        return super().join(False, *more, **options)
+
+
+class AlwaysDividesByPresent(SeamReducer):
+    """Only ranks that still have inputs count in the divisor, asked for or not."""
+
+    wrapper = _AlwaysDividesByPresent
+
+
+class _LeftBehindAfterJoin(_SeamDataParallel):
+    def adopt_last_model(self, *, is_last: bool) -> None:
+        self._join_config = self._join_config._replace(enable=False)
+
+
+class LeftBehindAfterJoin(SeamReducer):
+    """Ranks that stopped early keep the model that they had then."""
+
+    wrapper = _LeftBehindAfterJoin

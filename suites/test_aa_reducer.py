@@ -1,0 +1,493 @@
+"""AA. The reducer: gradients put into buckets, and averaged while backward runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_conformance.adapters.components import GradientReducer, ReducerOptions
+from fsdp_conformance.case import conformance_case
+from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.fixtures.coded import SHAPES, Coded, mean_code, position_code, rank_code
+from fsdp_conformance.harness import process_group
+from fsdp_conformance.history.collective import Op
+from fsdp_conformance.testing import ConformanceTestCase
+
+MIB = 2**20
+#: A cap that gives each parameter a bucket of its own.
+EACH = 1
+#: The level of detail of messages: torch has its functions, and does not list them.
+_DEBUG: Any = dist
+
+
+class Reducing(ConformanceTestCase):
+    """What the cases below have in common."""
+
+    def reducer(self, module: nn.Module, **options: Any) -> GradientReducer:
+        """The implementation's reducer around a module on this rank's device."""
+        adapter = self.subject()
+        with self.blaming("implementation"):
+            return adapter.reducer(module.to(self.device), ReducerOptions(**options))
+
+    def step(self, reducer: GradientReducer, step: int = 0, use: Sequence[int] | None = None) -> list[int]:
+        """One forward and backward on this rank's code. Returns the bytes of the all-reduces, in their order."""
+        begin = len(process_group.log().records)
+        with self.blaming("implementation"):
+            reducer(rank_code(self.rank, step), use).backward()
+        return self.reduced_since(begin)
+
+    def reduced_since(self, begin: int) -> list[int]:
+        """The bytes of the all-reduces of float32 tensors since a record."""
+        records = process_group.log().records[begin:]
+        return [record.nbytes for record in records if record.op is Op.ALL_REDUCE and record.dtype == "float32"]
+
+    def check_mean(self, requirement: str, module: nn.Module, name: str, factor: float, **where: Any) -> None:
+        """The gradient of one parameter is the position code times `factor`."""
+        parameter = module.get_parameter(name)
+        expected = position_code(parameter.shape) * factor
+        self.check_equal(requirement, parameter.grad, expected, check="averaged gradient", fqn=name, **where)
+
+    def check_means(self, requirement: str, module: nn.Module, step: int = 0) -> None:
+        """Every gradient is the mean over all ranks."""
+        factor = mean_code(range(self.world_size), self.world_size, step)
+        for name, _ in module.named_parameters():
+            self.check_mean(requirement, module, name, factor, step=step)
+
+    def own_order(self, *, reverse_on_odd: bool) -> tuple[int, ...]:
+        """An order of use that is not the order of parameters; ranks can differ."""
+        order = (2, 0, 3, 1)
+        return order[::-1] if reverse_on_odd and self.rank % 2 else order
+
+
+class Reductions(Reducing):
+    """What is reduced when, and once."""
+
+    @conformance_case(
+        "R165",
+        chapter="AA",
+        axes={"world_size": (2, 3)},
+        needs=("reducer",),
+        kills=("launches-when-ready", "averages-twice"),
+        timeout_s=30,
+    )
+    def test_in_bucket_order(self, world_size: int) -> None:
+        """
+        Buckets are reduced in one order on all ranks, each once, although gradients are ready in another order on
+        each.
+        """
+        model = Coded()
+        use = self.own_order(reverse_on_odd=True)
+        ready = _note_ready(model)
+        reducer = self.reducer(model, bucket_cap_bytes=EACH)
+        for step in range(3):
+            ready.clear()
+            sizes = self.step(reducer, step, use)
+            if ready != list(use[::-1]):
+                raise SuiteError(f"gradients were ready in the order {ready}, but should be in {use[::-1]}")
+            self.check_means("R165", model, step)
+            total = 4 * sum(torch.Size(shape).numel() for shape in SHAPES)
+            self.expect(sum(sizes) == total, "R165", f"{sum(sizes)} bytes were reduced, but should be {total}")
+            self._digest({f"buckets of step {step}": str(sizes)}, "buckets", "R165", "bucket order")
+            model.zero_grad()
+
+    @conformance_case("R165", chapter="AA", world_size=2, needs=("reducer",), kills=("first-bucket-large",))
+    def test_first_bucket_is_small(self) -> None:
+        """By default the first bucket closes at 1 MiB, and what follows is reduced together."""
+        model = Coded([(MIB // 8,)] * 6)  # half a MiB each
+        reducer = self.reducer(model)
+        for step in range(3):
+            sizes = self.step(reducer, step)
+            self.check_means("R165", model, step)
+            model.zero_grad()
+        self.expect(sizes == [MIB, 2 * MIB], "R165", f"all-reduces of {sizes} bytes, but should be {[MIB, 2 * MIB]}")
+
+    @conformance_case("R164", chapter="AA", world_size=2, needs=("reducer",), kills=("averages-twice",))
+    def test_sparse_gradients(self) -> None:
+        """Sparse gradients of different rows become the mean over ranks, as dense ones do."""
+        model = nn.Embedding(4, 3, sparse=True)
+        nn.init.zeros_(model.weight)
+        reducer = self.reducer(model)
+        rows = [[0, 1], [1, 3]]
+        with self.blaming("implementation"):
+            (reducer(torch.tensor(rows[self.rank], device=self.device)).sum() * rank_code(self.rank)).backward()
+        expected = torch.zeros(4, 3)
+        for rank, touched in enumerate(rows):
+            expected[touched] += rank_code(rank) / 2
+        grad = model.weight.grad
+        self.expect(grad is not None and grad.is_sparse, "R164", "the gradient is not sparse, but should be")
+        self.check_equal("R164", None if grad is None else grad.to_dense(), expected, check="sparse gradient")
+
+
+class Misuse(Reducing):
+    """What cannot be reduced, and what is said of it."""
+
+    @conformance_case(
+        "R166",
+        chapter="AA",
+        axes={"others": ("pending", "ready"), "world_size": (2,)},
+        needs=("reducer",),
+        kills=("second-gradient-ignored",),
+        timeout_s=30,
+    )
+    def test_ready_twice(self, others: str, world_size: int) -> None:
+        """
+        A parameter that gets two gradients in one backward is refused, with its name or index, also where all others
+        were ready when the first one came.
+        """
+        model = _Twice(with_first=others == "pending")
+        reducer = self.reducer(model, bucket_cap_bytes=EACH)
+        x = torch.ones(2, 3, device=self.device, requires_grad=True)
+        with self.refusal("R166", "two gradients of one parameter") as outcome, self.blaming("implementation"):
+            reducer(x).sum().backward()
+        if outcome.error is not None:
+            self._expect_named(
+                "R166", str(outcome.error), {"twice.weight": 1 if others == "pending" else 0}, names=False
+            )
+
+    @conformance_case(
+        "R166",
+        chapter="AA",
+        axes={"detail": ("off", "info")},
+        world_size=2,
+        needs=("reducer",),
+        kills=("unfinished-unnoticed", "unfinished-without-names"),
+        timeout_s=30,
+    )
+    def test_unfinished_reduction(self, detail: str) -> None:
+        """
+        A reduction that lacks gradients raises at the next forward and lists the parameters: by name, with detail.
+        """
+        before = _DEBUG.get_debug_level()
+        _DEBUG.set_debug_level(getattr(_DEBUG.DebugLevel, detail.upper()))
+        try:
+            reducer = self.reducer(Coded(), bucket_cap_bytes=EACH)
+            self.step(reducer, use=(0, 3))
+            with self.refusal("R166", "parameters p1 and p2 had no gradient") as outcome:
+                self.step(reducer, 1)
+        finally:
+            _DEBUG.set_debug_level(before)
+        if outcome.error is not None:
+            self._expect_named("R166", str(outcome.error), {"p1": 1, "p2": 2}, names=detail == "info")
+
+    def _expect_named(self, requirement: str, text: str, expected: dict[str, int], *, names: bool) -> None:
+        for name, index in expected.items():
+            said = name in text or (not names and f" {index}" in text)
+            self.expect(said, requirement, f"the message does not say {name} (index {index}): {text[:400]}")
+
+
+class Unused(Reducing):
+    """The search for unused parameters."""
+
+    @conformance_case(
+        "R167",
+        chapter="AA",
+        axes={"world_size": (2, 3)},
+        needs=("reducer",),
+        kills=("unused-becomes-zero", "left-alone-where-unused"),
+    )
+    def test_unused(self, world_size: int) -> None:
+        """
+        Used on some ranks: the mean, with zeros for the others, on all. Used on none: None stays None, and an old value
+        stays.
+        """
+        model = Coded()
+        reducer = self.reducer(model, bucket_cap_bytes=EACH, find_unused=True)
+        stale = position_code(SHAPES[3], first=1000).to(self.device)
+        for step in range(2):
+            model.zero_grad()
+            model.p3.grad = stale.clone()
+            self.step(reducer, step, (0, 1) if self.rank == 0 else (0,))
+            self.check_mean("R167", model, "p0", mean_code(range(world_size), world_size, step), step=step)
+            self.check_mean("R167", model, "p1", mean_code([0], world_size, step), step=step)
+            self.expect(model.p2.grad is None, "R167", "a gradient, but should be None: no rank used it", fqn="p2")
+            self.check_equal("R167", model.p3.grad, stale.cpu(), check="gradient left alone", fqn="p3", step=step)
+
+    @conformance_case(
+        "R167", chapter="AA", world_size=2, needs=("reducer",), kills=("unused-marked-at-the-end",), timeout_s=30
+    )
+    def test_unused_are_ready_first(self) -> None:
+        """A bucket of unreachable parameters does not hold up the others: it is reduced with the first gradient."""
+        model = _Chain()
+        reducer = self.reducer(model, bucket_cap_bytes=EACH, find_unused=True)
+        begin = len(process_group.log().records)
+        seen: list[int] = []
+        model.on_middle = lambda: seen.append(len(self.reduced_since(begin)))
+        with self.blaming("implementation"):
+            reducer(rank_code(self.rank)).backward()
+        if len(seen) != 1:
+            raise SuiteError(f"the middle of backward was seen {len(seen)} times, but should be once")
+        # That of `unused`, which stands first, and that of `second`; `first` has no gradient yet.
+        self.expect(seen == [2], "R167", f"{seen[0]} buckets were reduced half-way, but should be 2")
+        self.expect(model.unused.grad is None, "R167", "a gradient, but should be None", fqn="unused")
+
+
+class Rebuilding(Reducing):
+    """The buckets after the first iteration."""
+
+    @conformance_case(
+        "R168",
+        chapter="AA",
+        axes={"world_size": (2, 3)},
+        needs=("reducer",),
+        kills=("never-rebuilds", "rebuilds-by-own-order", "rebuilds-every-time"),
+        timeout_s=30,
+    )
+    def test_rebuilt_once(self, world_size: int) -> None:
+        """
+        From the second iteration on buckets stand in the order in which rank 0 was ready in the first, whatever comes
+        later; gradients are the same.
+        """
+        model = Coded()
+        first = self.own_order(reverse_on_odd=True)
+        reducer = self.reducer(model, bucket_cap_bytes=EACH)
+        # Rank 0 used parameters 2, 0, 3, 1, so they were ready as 1, 3, 0, 2.
+        expected = [4 * torch.Size(SHAPES[index]).numel() for index in (1, 3, 0, 2)]
+        for step, use in enumerate((first, (0, 1, 2, 3), (3, 0, 2, 1), first)):
+            sizes = self.step(reducer, step, use)
+            self.check_means("R168", model, step)
+            if step:
+                message = f"all-reduces of {sizes} bytes, but should be {expected}"
+                self.expect(sizes == expected, "R168", message, step=step)
+            model.zero_grad()
+
+    @conformance_case("R168", chapter="AA", world_size=2, needs=("reducer",), kills=("rebuilds-with-unused-search",))
+    def test_not_rebuilt_with_the_search(self) -> None:
+        """With the search for unused parameters buckets stay as they were."""
+        model = Coded()
+        reducer = self.reducer(model, bucket_cap_bytes=EACH, find_unused=True)
+        all_sizes = []
+        for step in range(3):
+            all_sizes.append(self.step(reducer, step, self.own_order(reverse_on_odd=False)))
+            self.check_means("R168", model, step)
+            model.zero_grad()
+        for step, sizes in enumerate(all_sizes[1:], 1):
+            message = f"all-reduces of {sizes} bytes, but should be {all_sizes[0]} as in the first step"
+            self.expect(sizes == all_sizes[0], "R168", message, step=step)
+
+
+class Layout(Reducing):
+    """The memory of gradients."""
+
+    @conformance_case(
+        "R169",
+        chapter="AA",
+        axes={"as_view": (False, True), "world_size": (2,)},
+        needs=("reducer",),
+        kills=("gradients-contiguous",),
+    )
+    def test_layout(self, as_view: bool, world_size: int) -> None:
+        """A gradient has the strides of its parameter, channels_last included, and the mean's values."""
+        model = Coded([(2, 3, 2, 2), (5,)])
+        weight = model.p0
+        weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+        reducer = self.reducer(model, gradient_as_bucket_view=as_view)
+        for step in range(2):
+            self.step(reducer, step)
+            got = None if weight.grad is None else weight.grad.stride()
+            self.expect(got == weight.stride(), "R169", f"stride={got}, but should be {weight.stride()}", fqn="p0")
+            self.check_means("R169", model, step)
+            model.zero_grad()
+
+    @conformance_case(
+        "R169",
+        chapter="AA",
+        axes={"as_view": (False, True), "world_size": (2,)},
+        needs=("reducer",),
+        kills=("lost-after-none",),
+    )
+    def test_detach_and_none(self, as_view: bool, world_size: int) -> None:
+        """After gradients were detached, set to None or zeroed in place, the next ones are right."""
+        model = Coded()
+        reducer = self.reducer(model, gradient_as_bucket_view=as_view)
+        for step in range(4):
+            self.step(reducer, step)
+            self.check_means("R169", model, step)
+            for parameter in model.parameters():
+                grad = parameter.grad
+                if step == 0 or grad is None:
+                    parameter.grad = None
+                elif step == 1:
+                    parameter.grad = grad.detach().zero_()
+                else:
+                    grad.zero_()
+
+    @conformance_case("R169", chapter="AA", world_size=2, needs=("reducer",), kills=("writes-into-kept-gradients",))
+    def test_kept_gradients(self) -> None:
+        """A gradient that is no view of a bucket can be detached in place, and stays as it was once it is kept."""
+        model = Coded()
+        reducer = self.reducer(model)
+        self.step(reducer)
+        kept = {}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is None:
+                raise SuiteError(f"{name} has no gradient after a step")
+            with self.blaming("implementation"):
+                kept[name] = parameter.grad.detach_()
+            parameter.grad = None
+        self.step(reducer, 1)
+        self.check_means("R169", model, 1)
+        factor = mean_code(range(2), 2)
+        for name, grad in kept.items():
+            self.check_equal("R169", grad, position_code(grad.shape) * factor, check="gradient kept", fqn=name)
+
+
+class Hooks(Reducing):
+    """A communication hook in place of the averaging all-reduce."""
+
+    @conformance_case(
+        "R170",
+        chapter="AA",
+        axes={"world_size": (2, 3)},
+        needs=("reducer",),
+        kills=("divides-after-hook", "divides-before-hook", "hook-result-dropped"),
+    )
+    def test_hook_replaces_the_average(self, world_size: int) -> None:
+        """A hook gets the rank's own gradients, undivided, and its result is the gradient, undivided."""
+        model = Coded([(5,)])
+        reducer = self.reducer(model)
+        given: list[Tensor] = []
+
+        def tripled_sum(state: object, bucket: Any) -> Any:
+            given.append(bucket.buffer().detach().cpu().clone())
+            total = bucket.buffer().clone()
+            dist.all_reduce(total)
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(total * 3)
+            return future
+
+        with self.blaming("implementation"):
+            reducer.register_comm_hook(None, _unannotated(tripled_sum))
+        for step in range(2):
+            given.clear()
+            self.step(reducer, step)
+            own = position_code((5,)) * rank_code(self.rank, step)
+            self.expect(len(given) == 1, "R170", f"the hook was called {len(given)} times, but should be once")
+            for buffer in given:
+                self.check_equal("R170", buffer, own, check="what the hook gets", step=step)
+            self.check_mean("R170", model, "p0", 3 * mean_code(range(world_size), 1, step), step=step)
+            model.zero_grad()
+
+    @conformance_case(
+        "R170",
+        chapter="AA",
+        axes={"mistake": ("second", "not-callable", "wrong-bucket")},
+        world_size=2,
+        needs=("reducer",),
+        kills=("any-hook-accepted",),
+    )
+    def test_hook_refused(self, mistake: str) -> None:
+        """A second hook, one that cannot be called, and one for another kind of bucket are refused."""
+        reducer = self.reducer(Coded())
+        wrong: dict[str, Any] = {"second": _right_hook, "not-callable": 3, "wrong-bucket": _wrong_hook}
+        if mistake == "second":
+            with self.blaming("implementation"):
+                reducer.register_comm_hook(None, _right_hook)
+        with self.refusal("R170", f"hook: {mistake}"), self.blaming("implementation"):
+            reducer.register_comm_hook(None, wrong[mistake])
+
+
+class UnevenInputs(Reducing):
+    """Ranks that have fewer inputs."""
+
+    @conformance_case(
+        "R171",
+        chapter="AA",
+        axes={"divisor": ("initial", "effective"), "world_size": (2, 3)},
+        needs=("reducer",),
+        kills=lambda values: {
+            "initial": ["always-divides-by-present", "left-behind-after-join"],
+            "effective": ["always-divides-by-all", "left-behind-after-join"],
+        }[values["divisor"]],
+        timeout_s=30,
+    )
+    def test_join(self, divisor: str, world_size: int) -> None:
+        """
+        Ranks that stop early take part in what the others reduce, the divisor is the one asked for, and at the end all
+        have the model of who went on longest.
+        """
+        model = Coded()
+        reducer = self.reducer(model, bucket_cap_bytes=EACH)
+        with self.blaming("implementation"), reducer.join(divide_by_initial_world_size=divisor == "initial"):
+            # Rank r has r + 1 inputs, so from step k on ranks k, k + 1, ... take part.
+            for step in range(self.rank + 1):
+                self.step(reducer, step)
+                self._check_joined(model, step, divisor)
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        if parameter.grad is not None:
+                            parameter.sub_(parameter.grad)
+                model.zero_grad()
+        total = sum(self._factor(step, divisor) for step in range(world_size))
+        for name, parameter in model.named_parameters():
+            expected = position_code(parameter.shape) * -total
+            self.check_equal("R171", parameter, expected, check="parameters after the join", fqn=name)
+
+    def _factor(self, step: int, divisor: str) -> float:
+        present = range(step, self.world_size)
+        return mean_code(present, self.world_size if divisor == "initial" else len(present), step)
+
+    def _check_joined(self, model: Coded, step: int, divisor: str) -> None:
+        for name, _ in model.named_parameters():
+            self.check_mean("R171", model, name, self._factor(step, divisor), step=step)
+
+
+class _Twice(nn.Module):
+    """A linear layer in two reentrant checkpoints: its gradient comes in two pieces, and that of `first` is last."""
+
+    def __init__(self, *, with_first: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 3, bias=False) if with_first else nn.Identity()
+        self.twice = nn.Linear(3, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Any:
+        once = checkpoint(self.twice, self.first(x), use_reentrant=True)
+        return checkpoint(self.twice, once, use_reentrant=True)
+
+
+class _Chain(nn.Module):
+    """Two scalars in a row, and one that is not used; `on_middle` is called between their gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.zeros(1))
+        self.second = nn.Parameter(torch.zeros(1))
+        self.unused = nn.Parameter(torch.zeros(1))
+        self.on_middle: Callable[[], object] = lambda: None
+
+    def forward(self, x: float) -> Tensor:
+        middle = self.first * x
+        middle.register_hook(lambda grad: self.on_middle() and None)
+        return (middle * self.second).sum()
+
+
+def _note_ready(model: Coded) -> list[int]:
+    """The indices of parameters, in the order in which their gradients come."""
+    ready: list[int] = []
+    for index in range(model.count):
+        parameter = model.get_parameter(f"p{index}")
+        parameter.register_hook(lambda grad, index=index: ready.append(index))
+    return ready
+
+
+def _unannotated(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """The hook as users write it: implementations look at annotations, and each has a bucket class of its own."""
+    hook.__annotations__ = {}
+    return hook
+
+
+@_unannotated
+def _right_hook(state: object, bucket: Any) -> Any:
+    """A hook that would do: the rank's own gradients."""
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def _wrong_hook(state: object, bucket: int) -> Any:
+    """A hook for a number."""
+    return _right_hook(state, bucket)
