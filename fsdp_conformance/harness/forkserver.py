@@ -169,6 +169,17 @@ class GrownServer(WarmServer):
         self._base = base
         self._process: WarmProcess | None = None
 
+    def connect_to_new_process(self, fds: Any) -> Any:
+        """As the base class's; a server that has just died, and whose parent has not said so yet, is started again."""
+        try:
+            return super().connect_to_new_process(fds)
+        except (ConnectionRefusedError, ConnectionResetError):
+            with self._lock:
+                self.retire()
+                self._forget()
+                self._process = None
+            return super().connect_to_new_process(fds)
+
     def ensure_running(self) -> None:
         """Start the server unless it runs."""
         socket_directory.prepare()

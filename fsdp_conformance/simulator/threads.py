@@ -62,6 +62,8 @@ class _Ended(Generic[T]):
     rank: int
     result: T | None = None
     error: BaseException | None = None
+    failed_at: float = 0.0
+    """When it raised, before its peers could know."""
 
 
 def run_ranks(world_size: int, function: Callable[[int], T], *, timeout_s: float) -> list[T]:
@@ -118,10 +120,11 @@ def _run_rank(
             result = function(rank)
             dist.destroy_process_group()
     except BaseException as error:  # noqa: BLE001 - also SystemExit: a rank that ends early leaves its peers waiting
+        failed_at = time.monotonic()
         # At once, and before the groups are left: leaving waits for what is under way.
         _abort(world, f"rank {rank} raised {type(error).__name__}: {error}")
         _leave_groups()
-        ended.put(_Ended(rank=rank, error=error))
+        ended.put(_Ended(rank=rank, error=error, failed_at=failed_at))
     else:
         ended.put(_Ended(rank=rank, result=result))
 
@@ -161,6 +164,9 @@ def _collect(
         raise RankTimedOut(
             f"timeout_s={timeout_s} passed, but all ranks should have ended by then.\n{stacks}{left}", rank=late
         )
+    if failed is not None:
+        # A peer that it has ended may have said so before it.
+        failed = min((one for one in done.values() if one.error is not None), key=lambda one: one.failed_at)
     if failed is not None and failed.error is not None:
         text = "".join(traceback.format_exception(failed.error))
         raise RankRaised(f"rank {failed.rank} of {len(ranks)} raised\n{text}{left}", rank=failed.rank) from failed.error
