@@ -4,34 +4,71 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from fsdp_conformance.simulator import checker
 from fsdp_conformance.simulator.checker import Reuse, Wait
 
+SiteOf = Callable[[Wait], str | None]
+"""From a wait to the engine's function that asks for it; None if it is not the engine's."""
+
 #: Modules of the engine that only pass a call on: who calls them is the site.
 _HELPERS = ("chunk_streams.py", "streams.py")
 
 
 @contextmanager
-def watching_engine(sites: set[str], dropped: Collection[str]) -> Iterator[None]:
-    """
-    Note the engine's waits that are executed inside, and leave out those in `dropped`.
-
-    New memory is taken to be any free block that the allocator might have given out: what is freed too early is found
-    though nothing happens to use it again.
-    """
+def noting_sites(sites: set[str], dropped: Collection[str], site_of: SiteOf) -> Iterator[None]:
+    """Note the engine's waits that are executed inside, and leave out those in `dropped`."""
 
     def keep(kind: Wait, _stream: int, _device: int) -> bool:
-        site = _site(kind)
+        site = site_of(kind)
         if site is not None:
             sites.add(site)
         return site not in dropped
 
-    with checker.wait_filter(keep), checker.reuse(Reuse.WORST_CASE):
+    with checker.wait_filter(keep):
         yield
+
+
+@contextmanager
+def watching_engine(sites: set[str], dropped: Collection[str]) -> Iterator[None]:
+    """
+    `noting_sites` for a part of the engine that a test calls.
+
+    New memory is taken to be any free block that the allocator might have given out: what is freed too early is found
+    though nothing happens to use it again.
+    """
+    with noting_sites(sites, dropped, _site), checker.reuse(Reuse.WORST_CASE):
+        yield
+
+
+def _nobody(_file: str, _kind: Wait, _function: str) -> bool:
+    return False
+
+
+def site_in_program(
+    kind: Wait, *, helpers: Collection[str], is_others: Callable[[str, Wait, str], bool] = _nobody
+) -> str | None:
+    """
+    The innermost function of the engine, outside of the files `helpers`, that asks for a wait in a whole program.
+
+    None if torch, the model, or a function that `is_others` is true of does.
+    """
+    if kind is Wait.HOST_WAITS_STREAM:
+        return None  # A tensor is read on the host: that is what a wait is for.
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        path, name = os.path.split(frame.f_code.co_filename)
+        if is_others(name, kind, frame.f_code.co_name):
+            return None
+        if os.path.basename(path) == "engine" and name not in helpers:
+            return f"{kind} {name} {frame.f_code.co_name}"
+        if not {"engine", "simulator", "torch"} & set(path.split(os.sep)):
+            return None
+        frame = frame.f_back
+    return None
 
 
 def _site(kind: Wait) -> str | None:

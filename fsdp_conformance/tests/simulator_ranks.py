@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.hazard import HazardKind
@@ -16,11 +17,27 @@ from fsdp_conformance.tests.simulator_collectives import Outputs, Values, differ
 compiled = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
 
-class OnSim(ShardedTrainingTestCase):
-    """Ranks with a group for both devices: gloo for the CPU, ours for sim."""
+class SimulatedRanks(ShardedTrainingTestCase):
+    """Ranks with a simulated device each, and a group for both devices: gloo for the CPU, ours for sim."""
 
-    device_type = "sim"
+    device_type = SIMULATED
     world_size = 2
+    case_timeout_s = 300.0
+
+    def setUp(self) -> None:
+        super().setUp()
+        build.require()  # not in the ranks: their deadline is no compiler's
+        self._spawn_processes()
+
+    def init_rank(self) -> None:
+        super().init_rank()
+        torch.set_num_threads(1)
+        self.start_process_group()
+
+
+class OnSim(SimulatedRanks):
+    """Ranks that compare collectives, with what FSDP2 imports imported before."""
+
     case_timeout_s = 120.0
     preload = (
         "fsdp_conformance.tests.simulator_collectives",
@@ -28,15 +45,6 @@ class OnSim(ShardedTrainingTestCase):
         "torch.distributed.tensor",
         "torch._dynamo",
     )
-
-    def setUp(self) -> None:
-        super().setUp()
-        self._spawn_processes()
-
-    def init_rank(self) -> None:
-        super().init_rank()
-        torch.set_num_threads(1)
-        self.start_process_group()
 
     def values(self, *numbers: float) -> Tensor:
         return torch.tensor(numbers, device=self.device)

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.engine.reduce_scatter_bucketer import ReduceScatterBucketer
-from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.hazard import Hazard
 from fsdp_conformance.tests.engine_sites import watching_engine
+from fsdp_conformance.tests.simulator_ranks import SimulatedRanks
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
@@ -23,25 +23,8 @@ pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(buil
 CAP_MB = 128 / 2**20
 
 
-class SimulatedBucketerTest(ShardedTrainingTestCase):
+class SimulatedBucketerTest(SimulatedRanks):
     """Two ranks with a simulated device each."""
-
-    device_type = SIMULATED
-    case_timeout_s = 300.0
-
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    def setUp(self) -> None:
-        super().setUp()
-        build.require()
-        self._spawn_processes()
-
-    def init_rank(self) -> None:
-        super().init_rank()
-        torch.set_num_threads(1)
-        self.start_process_group()
 
     def reduce(self, *, dropped: Collection[str] = ()) -> tuple[list[Tensor], tuple[Hazard, ...], set[str]]:
         """

@@ -20,11 +20,11 @@ from torch.distributed import ProcessGroup
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.engine.chunk_config import ChunkConfig
 from fsdp_conformance.engine.memory_pool import BlockKind
-from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.hazard import Hazard
 from fsdp_conformance.tests.chunk_training import ChunkTrainer, Schedule
 from fsdp_conformance.tests.engine_sites import watching_engine
+from fsdp_conformance.tests.simulator_ranks import SimulatedRanks
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
@@ -55,25 +55,11 @@ SCHEDULES = {
 }
 
 
-class SimulatedTest(ShardedTrainingTestCase):
+class SimulatedTest(SimulatedRanks):
     """Two ranks with a simulated device each."""
-
-    device_type = SIMULATED
-    case_timeout_s = 300.0
-
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    def setUp(self) -> None:
-        super().setUp()
-        build.require()  # not in the ranks: their deadline is no compiler's
-        self._spawn_processes()
 
     def init_rank(self) -> None:
         super().init_rank()
-        torch.set_num_threads(1)
-        self.start_process_group()
         # Once for all trainings: a new group is a collective of its own.
         self.alone: ProcessGroup = [dist.new_group([rank]) for rank in range(2)][self.rank]
 

@@ -7,12 +7,10 @@ streams: what the reference leaves to the default stream.
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import FrameType
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,9 +22,10 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.engine.data_parallel import DataParallel
-from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.checker import Wait
+from fsdp_conformance.tests.engine_sites import noting_sites, site_in_program
+from fsdp_conformance.tests.simulator_ranks import SimulatedRanks
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
@@ -128,25 +127,8 @@ def _module() -> Any:
     return torch.get_device_module(SIMULATED)
 
 
-class Simulated(ShardedTrainingTestCase):
+class Simulated(SimulatedRanks):
     """Two ranks with a simulated device each."""
-
-    device_type = SIMULATED
-    case_timeout_s = 300.0
-
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    def setUp(self) -> None:
-        super().setUp()
-        build.require()  # not in the ranks: their deadline is no compiler's
-        self._spawn_processes()
-
-    def init_rank(self) -> None:
-        super().init_rank()
-        torch.set_num_threads(1)
-        self.start_process_group()
 
     def train(
         self, schedule: Schedule, device: torch.device, *, dropped: Collection[str] = ()
@@ -168,7 +150,7 @@ class Simulated(ShardedTrainingTestCase):
             _module().synchronize()
             checker.clear()
         sites: set[str] = set()
-        with _watching(sites, dropped) if on_device else nullcontext(), _joined(model, schedule):
+        with noting_sites(sites, dropped, _site) if on_device else nullcontext(), _joined(model, schedule):
             for step in range(2 if schedule.joined and self.rank == 0 else NUM_STEPS):
                 caller = callers[step % 2] if callers else None
                 if caller is not None:
@@ -277,32 +259,11 @@ def _joined(model: DataParallel, schedule: Schedule) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _watching(sites: set[str], dropped: Collection[str]) -> Iterator[None]:
-    """Note the engine's waits that are executed inside, and leave out those in `dropped`."""
-
-    def keep(kind: Wait, _stream: int, _device: int) -> bool:
-        site = _site(kind)
-        if site is not None:
-            sites.add(site)
-        return site not in dropped
-
-    with checker.wait_filter(keep):
-        yield
-
-
-def _site(kind: Wait) -> str | None:
-    """The function of the engine that asks for a wait; None if torch, the model or a hook does."""
-    if kind is Wait.HOST_WAITS_STREAM:
-        return None  # A tensor is read on the host: that is what a wait is for.
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        path, name = os.path.split(frame.f_code.co_filename)
-        if {(name, kind), (name, kind, frame.f_code.co_name)} & _TORCHS or name == "communication_hook.py":
-            return None
-        if os.path.basename(path) == "engine" and name not in _HELPERS:
-            return f"{kind} {name} {frame.f_code.co_name}"
-        if not {"engine", "simulator", "torch"} & set(path.split(os.sep)):
-            return None
-        frame = frame.f_back
-    return None
+_site = partial(
+    site_in_program,
+    helpers=_HELPERS,
+    is_others=lambda name, kind, function: (
+        bool({(name, kind), (name, kind, function)} & _TORCHS) or name == "communication_hook.py"
+    ),
+)
+"""None for what a hook asks for, too."""

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Collection
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,8 +13,8 @@ import torch.distributed as dist
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.engine.sharding_strategy import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_conformance.simulator import checker
-from fsdp_conformance.simulator.checker import Wait
 from fsdp_conformance.tests import test_engine_fully_sharded_simulated as programs
+from fsdp_conformance.tests.engine_sites import noting_sites, site_in_program
 from fsdp_conformance.tests.sharded_ranks import WIDTH, batch, chain, sharded
 from fsdp_conformance.tests.simulator_ranks import OnSim, compiled
 
@@ -86,35 +83,6 @@ class TestWaits(OnSim):
         torch.get_device_module(SIMULATED).synchronize()
         checker.clear()
         sites: set[str] = set()
-        with _watching(sites, dropped):
+        with noting_sites(sites, dropped, partial(site_in_program, helpers=("chunk_streams.py",))):
             program(subject, inputs)
         return self.found(), sites
-
-
-@contextmanager
-def _watching(sites: set[str], dropped: Collection[str]) -> Iterator[None]:
-    """Note the engine's waits that are executed inside, and leave out those in `dropped`."""
-
-    def keep(kind: Wait, _stream: int, _device: int) -> bool:
-        site = _site(kind)
-        if site is not None:
-            sites.add(site)
-        return site not in dropped
-
-    with checker.wait_filter(keep):
-        yield
-
-
-def _site(kind: Wait) -> str | None:
-    """The function of the engine that asks for a wait; None if torch or the model does."""
-    if kind is Wait.HOST_WAITS_STREAM:
-        return None  # A tensor is read on the host: that is what a wait is for.
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        path, name = os.path.split(frame.f_code.co_filename)
-        if os.path.basename(path) == "engine" and name != "chunk_streams.py":
-            return f"{kind} {name} {frame.f_code.co_name}"
-        if not {"engine", "simulator", "torch"} & set(path.split(os.sep)):
-            return None
-        frame = frame.f_back
-    return None
