@@ -14,7 +14,8 @@ from fsdp_conformance.outcome import RankExit
 
 #: `#14 issued all_gather 29184B float32 SUM [0,1] at unit.py:212 in unshard (forward, step 0)`
 _LINE = re.compile(
-    r"#\d+ issued (?P<call>[a-z_]+(?: \d+B \S+)?(?: [A-Z]+)?) (?P<group>\[[^\]]*\])(?: at (?P<site>.*?))?(?: \([^)]*\))?$"
+    r"#\d+ issued (?P<call>[a-z_]+(?: \d+B \S+)?(?: [A-Z]+)?) (?P<group>\[[^\]]*\])"
+    r"(?: at (?P<site>.*?))?(?: \([^)]*\))?$"
 )
 
 
