@@ -30,6 +30,9 @@ _LOOK_S = 0.02
 #: How long the connection to the store may take.
 _CONNECT_S = 60.0
 
+#: Ranks whose workers did not come to a case.
+_lost: set[int] = set()
+
 _LOST = (
     "nothing was heard of the worker of this rank before the case's deadline: its host, or the agent on it, may be gone"
 )
@@ -50,9 +53,15 @@ class CaseMeeting:
         return self.worker.rank < self.world_size
 
     def begin(self, timeout_s: float) -> None:
-        """Every worker of the case is there. Raises EnvironmentUnavailable if one does not come in time."""
-        missing = self.meet("begin", time.monotonic() + timeout_s)
+        """
+        Every worker of the case is there.
+
+        Raises EnvironmentUnavailable if one does not come in time, and at once if one did not come to an earlier case.
+        """
+        missing = sorted(_lost.intersection(range(self.world_size)))
+        missing = missing or self.meet("begin", time.monotonic() + timeout_s)
         if missing:
+            _lost.update(missing)
             raise EnvironmentUnavailable(
                 f"the workers of ranks {missing} did not come to case {self.name} within {timeout_s:.0f} s, but should "
                 "have: their hosts, or the agents on them, may be gone"
@@ -76,7 +85,7 @@ class CaseMeeting:
         for rank in range(self.world_size):
             if rank in absent:
                 reports.append(None)
-                exits.append(_lost(rank))
+                exits.append(_never_heard_of(rank))
                 continue
             said = json.loads(self._store.get(f"end/{rank}"))
             reports.append(rank_report_from_json(said["report"]) if said["report"] is not None else None)
@@ -120,7 +129,7 @@ def _store(worker: TorchrunWorker) -> Store:
         ) from error
 
 
-def _lost(rank: int) -> RankExit:
+def _never_heard_of(rank: int) -> RankExit:
     return RankExit(
         rank=rank, pid=None, exitcode=None, time=time.monotonic(), reported=False, ended_by_controller=True, stack=_LOST
     )

@@ -1,0 +1,145 @@
+"""Two agents of torchrun on the loopback: they run the same cases together, and one that is lost is noticed."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_conformance.cli.processes import end_family
+from fsdp_conformance.config import TorchrunWorker
+from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.report import runfile
+
+#: Until anything that should come has come; nothing is judged by it.
+FOREVER_S = 400.0
+
+
+@contextmanager
+def agents(report: Path, *words: str) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """Two agents with two workers each. On leaving, nothing of them is left."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", f"test{port}"]
+    command += ["-m", "fsdp_conformance", "run", "--ranks", "torchrun", "--implementation", "torch-fsdp2"]
+    command += ["--report", str(report), *words]
+    started: list[subprocess.Popen[bytes]] = []
+    try:
+        for number in range(2):
+            log = (report.parent / f"agent{number}.log").open("wb")
+            started.append(
+                subprocess.Popen(
+                    command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+                )
+            )
+            log.close()
+            # Whoever comes first holds the store of the rendezvous: the agent that a test keeps.
+            _await_listener(port)
+        yield started
+    finally:
+        for agent in started:
+            if agent.poll() is None:
+                end_family(agent.pid)
+            agent.wait()
+
+
+def _await_listener(port: int) -> None:
+    until = time.monotonic() + FOREVER_S
+    while time.monotonic() < until:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        time.sleep(0.05)
+    raise AssertionError(f"nobody listens at port {port}")
+
+
+def records(report: Path) -> list[dict[str, Any]]:
+    """The verdicts in the run file, as far as they are there."""
+    try:
+        lines = (report / runfile.NAME).read_text().splitlines()
+    except FileNotFoundError:
+        return []
+    return [line for line in map(json.loads, lines) if "verdict" in line and "case" in line]
+
+
+def await_end(agent: subprocess.Popen[bytes], log: Path) -> None:
+    try:
+        agent.wait(FOREVER_S)
+    except subprocess.TimeoutExpired:
+        raise AssertionError(f"the first agent has not ended:\n{log.read_text()[-3000:]}") from None
+
+
+@pytest.mark.slow
+def test_two_agents(tmp_path: Path) -> None:
+    """Cases of two and of four ranks, each on fresh processes of both agents; the first worker alone reports."""
+    report = tmp_path / "report"
+    with agents(report, "--case", "R001/exact-probe-ws2", "--case", "R001/exact-probe-ws4") as (first, _):
+        await_end(first, tmp_path / "agent0.log")
+
+    found = {record["case"]: record for record in records(report)}
+    assert {"R001/exact-probe-ws2": "PASS", "R001/exact-probe-ws4": "PASS"} == {
+        case: record["verdict"] for case, record in found.items()
+    }
+    assert {"torchrun"} == {record["ranks"] for record in found.values()}
+    assert 4 == len({end["pid"] for end in found["R001/exact-probe-ws4"]["exits"]})
+    # A part of a profile certifies nobody, and torchrun has heard why.
+    assert "--case left cases out" in (tmp_path / "agent0.log").read_text()
+    assert "PASS" not in (tmp_path / "agent1.log").read_text()
+
+
+@pytest.mark.slow
+def test_a_lost_host(tmp_path: Path) -> None:
+    """The case that runs when a host goes has its verdict by its deadline, and the run ends with what it had."""
+    report = tmp_path / "report"
+    with agents(report, "--case", "R001", "--world-size", "4", "--deadline-scale", "0.4") as (first, second):
+        begun = time.monotonic()
+        while not records(report) and time.monotonic() - begun < FOREVER_S and first.poll() is None:
+            time.sleep(0.05)
+        assert [] != records(report), (tmp_path / "agent0.log").read_text()[-3000:]
+        end_family(second.pid)
+        await_end(first, tmp_path / "agent0.log")
+
+    verdicts = [record["verdict"] for record in records(report) if record["verdict"] != "DISABLED"]
+    assert 5 == len(verdicts)
+    assert "PASS" == verdicts[0]
+    # It went in the middle of a case, or between two; the cases after that are not waited for.
+    assert "NOT_RUN_ENV" == verdicts[-1]
+    assert {"PASS", "HANG", "NOT_RUN_ENV"} >= set(verdicts)
+
+
+def test_variables_of_torchrun() -> None:
+    """Every one that is missing is named, and what to do."""
+    with pytest.raises(ConfigError, match=r"(?s)RANK=''.*MASTER_PORT='x'.*MASTER_ADDR=''.*torchrun --nproc-per-node"):
+        TorchrunWorker.from_environment({"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "x"})
+
+    worker = TorchrunWorker.from_environment(
+        {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
+    )
+    assert (3, 4, 1, False) == (worker.rank, worker.world_size, worker.local_rank, worker.holds_store)
+
+
+def test_without_torchrun(tmp_path: Path) -> None:
+    """The command says what is missing, and starts nothing."""
+    variables = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    done = subprocess.run(
+        [sys.executable, "-m", "fsdp_conformance", "run", "--ranks", "torchrun", "--report", str(tmp_path / "report")],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=FOREVER_S,
+        env=variables,
+    )
+
+    assert 2 == done.returncode
+    assert "RANK='', but should be a number" in done.stderr
