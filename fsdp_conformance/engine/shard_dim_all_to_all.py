@@ -103,5 +103,5 @@ def _warn_once(backend: str) -> None:
     warnings.warn(
         f"backend={backend!r} has no all-to-all, so shards are gathered and chunked instead: every rank receives the "
         "whole tensor [shard_dim_all_to_all]. Said once.",
-        stacklevel=4,
+        stacklevel=5,  # whoever called shard_dim_all_to_all, past the decorator
     )
