@@ -37,6 +37,18 @@ def reduce_scatter(shard: Tensor, inputs: Tensor, group: ProcessGroup) -> Work:
     return cast(Work, _reduce_scatter(shard, inputs, group=group, async_op=True))
 
 
+def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Work:
+    """Start overwriting `tensor` (1D, contiguous) with that of group rank `source`."""
+    return cast(Work, dist.broadcast(tensor, dist.get_global_rank(group, source), group=group, async_op=True))
+
+
+def scatter(output: Tensor, parts: Sequence[Tensor], source: int, group: ProcessGroup) -> Work:
+    """Start filling `output` (1D, contiguous) with this rank's entry of the parts of group rank `source`."""
+    given = list(parts) or None  # on other ranks there are none
+    rank = dist.get_global_rank(group, source)
+    return cast(Work, dist.scatter(output, given, src=rank, group=group, async_op=True))
+
+
 def all_to_all(
     output: Tensor, output_sizes: Sequence[int], inputs: Tensor, input_sizes: Sequence[int], group: ProcessGroup
 ) -> Work:

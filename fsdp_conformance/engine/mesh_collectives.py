@@ -18,11 +18,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_conformance.engine.errors import MeshError
+from fsdp_conformance.engine.flat_collectives import broadcast, scatter
 from fsdp_conformance.engine.mesh_axis import Axis, axis_group, source_problems
 from fsdp_conformance.engine.mesh_work import MeshWork, as_bytes, nothing_sent
 from fsdp_conformance.engine.uneven_shards import dim_problems, pad_tensor, size_problems, unpad_tensor, with_length
@@ -43,7 +43,7 @@ def mesh_broadcast(tensor: Tensor, axis: Axis, *, source: int = 0) -> MeshWork:
         return nothing_sent(tensor)
     target = tensor.detach()
     staged = target.contiguous()
-    work = dist.broadcast(as_bytes(staged), dist.get_global_rank(group, source), group=group, async_op=True)
+    work = broadcast(as_bytes(staged), source, group)
 
     def finish() -> Tensor:
         if staged is not target and group.rank() != source:
@@ -93,13 +93,7 @@ def mesh_scatter(
     if not landing.numel():
         return nothing_sent(output)
     sent = [_padded(shard.detach(), dim, amount) for shard, amount in zip(mine, padding, strict=False)]
-    work = dist.scatter(
-        as_bytes(landing),
-        [as_bytes(shard) for shard in sent] or None,
-        src=dist.get_global_rank(group, source),
-        group=group,
-        async_op=True,
-    )
+    work = scatter(as_bytes(landing), [as_bytes(shard) for shard in sent], source, group)
 
     def finish() -> Tensor:
         if landing is not target:
