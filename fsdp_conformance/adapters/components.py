@@ -257,9 +257,7 @@ class MeshCollectives(Protocol):
 
     def check_meta(
         self, tensor: Tensor, mesh: DeviceMesh, axis: int, *, shape: bool = False, stride: bool = False
-    ) -> object:
+    ) -> None:
         """
         Raise on every rank of the row if its tensors differ in dtype or requires_grad, or in what else is asked for.
-
-        What is returned is not used.
         """

@@ -201,5 +201,5 @@ class EngineMesh:
 
     def check_meta(
         self, tensor: Tensor, mesh: DeviceMesh, axis: int, *, shape: bool = False, stride: bool = False
-    ) -> object:
-        return check_tensor_meta(tensor, (mesh, axis), shape=shape, stride=stride)
+    ) -> None:
+        check_tensor_meta(tensor, (mesh, axis), shape=shape, stride=stride)
