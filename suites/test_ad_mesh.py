@@ -23,6 +23,7 @@ MESHES: dict[str, tuple[int, ...]] = {"4": (4,), "2x2": (2, 2), "2x4": (2, 4), "
 #: Even, uneven and with empty shards, over 2 ranks and over 4, along each dim.
 SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
     ((8, 2), 0),
+    ((3, 8), 1),
     ((5, 3), 0),
     ((3, 5), 1),
     ((2, 1, 3), 1),

@@ -29,7 +29,7 @@ def broadcast(tensors: Sequence[Tensor], group: ProcessGroup, *, source: int = 0
     with torch.no_grad():
         for indices in bucket_assignment(tensors, [BROADCAST_NBYTES]).buckets:
             members = [tensors[index] for index in indices]
-            if len(members) == 1 and members[0].is_contiguous():
+            if len(members) == 1:
                 mesh_broadcast(members[0], group, source=source).wait()
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in members])
