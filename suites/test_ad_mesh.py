@@ -117,20 +117,28 @@ class Sources(Mesh):
             *(["first-axis-always"] if values["axis"] else []),
             "first-source-always",
             "broadcast-into-a-copy",
-            "broadcast-by-memory",
         ],
     )
     def test_broadcast(self, mesh: str, axis: int) -> None:
-        """
-        Each row gets the tensor of its own source, the rank of that number in the row, in place and by values, whatever
-        the strides are.
-        """
+        """Each row gets, in place, the tensor of its own source: the rank of that number in the row."""
         collectives = self.start(mesh, axis)
         for source, sender in enumerate(self.row):
-            tensor = self.strided(self.values(self.rank, (2, 3)))
+            tensor = self.values(self.rank, (2, 3))
             with self.blaming("implementation"):
                 collectives.broadcast(tensor, self.mesh, axis, source)
             self.check_equal("R182", tensor, self.values(sender, (2, 3)), check="broadcast", fqn=f"source {source}")
+
+    @conformance_case("R182", chapter="AD", world_size=4, needs=("mesh",), kills=("broadcast-by-memory",))
+    def test_broadcast_strided(self) -> None:
+        """What is not contiguous gets the values of the source, although its strides are not the source's."""
+        collectives = self.start()
+        for source in range(4):
+            tensor = self.strided(self.values(self.rank, (2, 3)))
+            strides = tensor.stride()
+            with self.blaming("implementation"):
+                collectives.broadcast(tensor, self.mesh, 0, source)
+            self.check_equal("R182", tensor, self.values(source, (2, 3)), check="broadcast", fqn=f"source {source}")
+            self.expect(tensor.stride() == strides, "R182", f"stride={tensor.stride()}, but should be {strides}")
 
     @conformance_case("R182", chapter="AD", world_size=8, needs=("mesh",), kills=("first-axis-always",))
     def test_broadcast_axis_by_axis(self) -> None:
@@ -187,7 +195,7 @@ class Sources(Mesh):
         shape = (5, 3) if dim == 0 else (3, 5)
         for source in (0, 2):
             whole = self.values(self.row[source], shape)
-            mine = whole.split(self.sizes(5), dim) if source == self.place else self.ignored_list(*shape)
+            mine = list(whole.split(self.sizes(5), dim)) if source == self.place else self.ignored_list(*shape)
             expected = self.shard_of(whole, dim)
             output = torch.full_like(expected, torch.nan)
             with self.blaming("implementation"):
@@ -200,7 +208,7 @@ class Sources(Mesh):
         collectives = self.start()
         whole = self.values(self.row[1], (3, 8))
         held = torch.full((3, 4), -1.0, device=self.device)
-        mine = whole.chunk(4, dim=1) if self.place == 1 else None
+        mine = list(whole.chunk(4, dim=1)) if self.place == 1 else None
         with self.blaming("implementation"):
             collectives.scatter(held[:, 1:3], mine, self.mesh, 0, 1)
         expected = F.pad(self.shard_of(whole, 1), (1, 1), value=-1.0)

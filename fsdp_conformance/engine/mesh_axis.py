@@ -18,14 +18,18 @@ from fsdp_conformance.engine.flat_collectives import resolve_group
 #: A group, or one axis of a mesh by its index or its name.
 Axis = ProcessGroup | tuple[DeviceMesh, int | str]
 
+_WHERE = "axis of a mesh"
+
 
 def axis_group(axis: Axis) -> ProcessGroup:
     """
     The group that this rank is in along an axis; a group is its own.
 
-    Raises MeshError for an axis that the mesh does not have and for a rank that is not in the mesh, EngineError for a
-    group that this rank is not in.
+    Raises MeshError for an axis that the mesh does not have, or none, and for a rank that is not in the mesh;
+    EngineError for a group that this rank is not in.
     """
+    if isinstance(axis, DeviceMesh):
+        raise MeshError(f"axis={axis}, but should be one of its axes: (mesh, 0)", where=_WHERE)
     if not isinstance(axis, tuple):
         return resolve_group(axis)
     mesh, key = axis
@@ -39,7 +43,7 @@ def axis_group(axis: Axis) -> ProcessGroup:
     if mesh.get_coordinate() is None:
         problems.append(f"{mesh}, but should be a mesh that this rank is in")
     if problems:
-        raise MeshError(problems, where="axis of a mesh")
+        raise MeshError(problems, where=_WHERE)
     return mesh.get_group(key if isinstance(key, str) else key % mesh.ndim)
 
 

@@ -23,7 +23,7 @@ def check_tensor_meta(tensor: Tensor, axis: Axis, *, shape: bool = False, stride
     communicate. Raises TensorMetaMismatch on every rank of the row if one differs from its first, naming each rank (of
     the world) and what it differs in, and nothing that was not asked for.
 
-    Source: torch's `check_tensor_meta` (distributed/tensor/_utils.py), which asks the whole world.
+    Source: torch's `check_tensor_meta` (distributed/tensor/_collective_utils.py), which asks the whole world.
     """
     group = axis_group(axis)
     facts: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "requires_grad": tensor.requires_grad}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -140,7 +142,9 @@ class Refused(MeshTestCase):
     """What does not fit is named, all of it, before anything is sent."""
 
     def test_axes(self) -> None:
-        """An axis that the mesh does not have, and a mesh or a group that this rank is not in."""
+        """An axis that the mesh does not have, or none, and a mesh or a group that this rank is not in."""
+        with self.refused(f"axis={self.line}, but should be one of its axes: (mesh, 0)"):
+            axis_group(cast(Axis, self.line))
         with self.refused("axis=2, but should be from -2 to 1"):
             axis_group((self.square, 2))
         with self.refused("axis='pipe', but should be one of 'replicate', 'shard'"):
