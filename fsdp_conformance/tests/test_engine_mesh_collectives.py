@@ -10,11 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_conformance.engine.errors import EngineError
+from fsdp_conformance.engine.fully_sharded import FullyShardedDataParallel
 from fsdp_conformance.engine.mesh_axis import Axis, axis_group
 from fsdp_conformance.engine.mesh_collectives import mesh_broadcast, mesh_scatter
+from fsdp_conformance.engine.sharding_strategy import ShardingStrategy
 from fsdp_conformance.engine.uneven_shards import chunk_sizes, split_shards
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.tests.mesh_ranks import MeshTestCase, by_columns, coded
+from fsdp_conformance.tests.sharded_ranks import full_params
 
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e4m3fn)
 
@@ -136,6 +139,29 @@ class Scatter(MeshTestCase):
         mesh_scatter(own, [coded(self.rank, 3)], (alone, 1)).wait()
         self.assert_equal(coded(self.rank, 3), own)
         self.assertEqual([], self.sent())
+
+
+class HybridSharding(MeshTestCase):
+    """The first values of a module, on a mesh of replicas and shards."""
+
+    def test_everybody_starts_with_the_first_rank(self) -> None:
+        """One broadcast along each axis: 20 elements over the replicas' row, then over the shards'."""
+        module = nn.Linear(3, 5)
+        with torch.no_grad():
+            module.weight.copy_(coded(self.rank, 5, 3))
+            module.bias.fill_(self.rank + 0.5)
+        self.sent()
+        model = FullyShardedDataParallel(
+            module,
+            device_mesh=self.square,
+            sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+            sync_module_states=True,
+        )
+        broadcasts = [each for each in self.sent() if each[0] is Op.BROADCAST]
+        self.assertEqual([(Op.BROADCAST, 80, tuple(self.row(axis))) for axis in (0, 1)], broadcasts)
+        found = full_params(model)
+        self.assert_equal(coded(0, 5, 3), found["weight"])
+        self.assert_equal(torch.full((5,), 0.5), found["bias"])
 
 
 class Refused(MeshTestCase):
