@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_conformance.adapters.components import Assignment, Bucketer, ChunkPool, GradientReducer, ReducerOptions
+from fsdp_conformance.adapters.components import (
+    Assignment,
+    Bucketer,
+    ChunkPool,
+    GradientReducer,
+    MeshCollectives,
+    ReducerOptions,
+)
 from fsdp_conformance.adapters.names import cleaned_parameters
 from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import Unsupported
@@ -71,6 +78,7 @@ class Adapter(ABC):
         "reducer": "reducer",
         "reduce_scatter_bucketer": "bucketing",
         "chunk_pool": "chunk_pool",
+        "mesh_collectives": "mesh",
     }
     """Optional method to the flag that overriding it declares. A base class for adapters adds its own hooks."""
 
@@ -231,6 +239,10 @@ class Adapter(ABC):
 
     def chunk_pool(self, num_blocks: int, numel: int, dtype: torch.dtype, device: torch.device) -> ChunkPool:
         """A pool of `num_blocks` blocks of `numel` elements, for chunks of that size."""
+        raise NotImplementedError
+
+    def mesh_collectives(self) -> MeshCollectives:
+        """Collectives along the axes of a mesh. Declares `mesh`."""
         raise NotImplementedError
 
     # What a user does with the module in hand.

@@ -4,6 +4,7 @@ The components of an engine, as the suite drives them: what optional methods of 
     reducer                   a module whose gradients are averaged in backward, bucket by bucket
     reduce_scatter_bucketer   reduce-scatters, small ones coalesced
     chunk_pool                flat storage that is sharded over a group, and the blocks that it is gathered into
+    mesh_collectives          what ranks along one axis of a DeviceMesh tell each other
 
 Protocols only: an engine's own class is handed out where it fits, and a few lines around it where it does not. Where a
 method is to raise, any exception will do; its text is shown in the report. Shapes are those of tensors on the rank's
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 #: The states of a tensor in a chunk.
 TENSOR_STATES = ("free", "hold", "compute", "hold_after_bwd", "ready_for_reduce")
@@ -196,3 +198,66 @@ class ChunkPool(Protocol):
 
     def statistics(self) -> ShardStatistics:
         """Those of all chunks that were closed, over all ranks. Collective."""
+
+
+class MeshCollectives(Protocol):
+    """
+    Collectives along one axis of a mesh: each row of ranks that differ in that axis alone is a group of its own.
+
+    `axis` is its index; a source is a rank of the row, counted from 0. A tensor of `length` elements along `dim` is
+    sharded as by `torch.chunk`: 5 over 4 ranks are 2, 2, 1 and an empty shard, which is as long as the others in other
+    dims. All of these are collective along the row, but for the first three. Tensors on meta send nothing; what is
+    returned for them is not used.
+    """
+
+    def shards(self, tensor: Tensor, num_shards: int, dim: int) -> Sequence[Tensor]:
+        """A tensor's shards for so many ranks."""
+
+    def pad(self, tensor: Tensor, dim: int, amount: int) -> Tensor:
+        """A tensor with `amount` zeros behind it along `dim`; for 0 the same object."""
+
+    def unpad(self, tensor: Tensor, dim: int, amount: int) -> Tensor:
+        """A tensor without its last `amount` elements along `dim`; for 0 the same object."""
+
+    def broadcast(self, tensor: Tensor, mesh: DeviceMesh, axis: int, source: int = 0) -> object:
+        """Overwrite a tensor, in place, with the source's. What is returned is not used."""
+
+    def scatter(
+        self,
+        output: Tensor,
+        shards: Sequence[Tensor] | None,
+        mesh: DeviceMesh,
+        axis: int,
+        source: int = 0,
+        *,
+        dim: int = 0,
+        length: int | None = None,
+    ) -> object:
+        """
+        Fill `output`, in place, with this rank's entry of the source's list; those of others are not looked at.
+
+        `length`: the entries are the shards of so many elements along `dim`; None: they are of one shape. What is
+        returned is not used.
+        """
+
+    def all_gather(self, shard: Tensor, mesh: DeviceMesh, axis: int, dim: int, length: int) -> Tensor:
+        """The row's shards, joined to `length` elements along `dim`."""
+
+    def reduce_scatter(self, tensor: Tensor, mesh: DeviceMesh, axis: int, dim: int) -> Tensor:
+        """This rank's shard along `dim` of the sum over the row."""
+
+    def shard_dim_all_to_all(
+        self, shard: Tensor, mesh: DeviceMesh, axis: int, gather_dim: int, shard_dim: int, length: int
+    ) -> Tensor:
+        """
+        This rank's shard along `shard_dim` of what is sharded along `gather_dim`, where it has `length` elements.
+
+        Contiguous.
+        """
+
+    def check_meta(
+        self, tensor: Tensor, mesh: DeviceMesh, axis: int, *, shape: bool = False, stride: bool = False
+    ) -> None:
+        """
+        Raise on every rank of the row if its tensors differ in dtype or requires_grad, or in what else is asked for.
+        """

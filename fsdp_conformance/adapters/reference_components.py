@@ -1,5 +1,6 @@
 """
-The components of the reference engine, each by itself: reducer, reduce-scatter bucketer, chunks in a memory pool.
+The components of the reference engine, each by itself: reducer, reduce-scatter bucketer, chunks in a memory pool,
+collectives along a mesh.
 
 Training is that of the data-parallel mode, which uses the first of them.
 """
@@ -12,8 +13,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_conformance.adapters.components import Bucketer, ChunkPool, ChunkStorage, PoolBlock, PoolUse, ShardStatistics
+from fsdp_conformance.adapters.components import (
+    Bucketer,
+    ChunkPool,
+    ChunkStorage,
+    MeshCollectives,
+    PoolBlock,
+    PoolUse,
+    ShardStatistics,
+)
 from fsdp_conformance.adapters.reference_data_parallel import ReferenceDataParallel
 from fsdp_conformance.engine.bucket_assignment import MIB
 from fsdp_conformance.engine.chunk import Chunk
@@ -23,7 +33,12 @@ from fsdp_conformance.engine.chunk_group import ChunkGroup
 from fsdp_conformance.engine.chunk_state import ChunkState, TensorState
 from fsdp_conformance.engine.errors import ChunkStateError, PoolError
 from fsdp_conformance.engine.memory_pool import Block, BlockKind, MemoryPool
+from fsdp_conformance.engine.mesh_collectives import mesh_broadcast, mesh_scatter
+from fsdp_conformance.engine.mesh_gathering import mesh_all_gather, mesh_reduce_scatter
 from fsdp_conformance.engine.reduce_scatter_bucketer import ReduceScatterBucketer
+from fsdp_conformance.engine.shard_dim_all_to_all import shard_dim_all_to_all
+from fsdp_conformance.engine.tensor_meta import check_tensor_meta
+from fsdp_conformance.engine.uneven_shards import chunk_sizes, pad_tensor, split_shards, unpad_tensor
 
 
 class ReferenceComponents(ReferenceDataParallel):
@@ -36,6 +51,9 @@ class ReferenceComponents(ReferenceDataParallel):
 
     def chunk_pool(self, num_blocks: int, numel: int, dtype: torch.dtype, device: torch.device) -> ChunkPool:
         return EnginePool(num_blocks, numel, dtype, device)
+
+    def mesh_collectives(self) -> MeshCollectives:
+        return EngineMesh()
 
 
 class EngineChunk:
@@ -137,3 +155,51 @@ def engine_chunk(chunk: ChunkStorage) -> Chunk:
     if not isinstance(chunk, EngineChunk):
         raise PoolError(f"chunk={chunk!r}, but should be one of the pool's", where="EnginePool")
     return chunk.chunk
+
+
+class EngineMesh:
+    """The engine's collectives along a mesh, by the protocol."""
+
+    def shards(self, tensor: Tensor, num_shards: int, dim: int) -> Sequence[Tensor]:
+        return split_shards(tensor, num_shards, dim)
+
+    def pad(self, tensor: Tensor, dim: int, amount: int) -> Tensor:
+        return pad_tensor(tensor, dim, amount)
+
+    def unpad(self, tensor: Tensor, dim: int, amount: int) -> Tensor:
+        return unpad_tensor(tensor, dim, amount)
+
+    def broadcast(self, tensor: Tensor, mesh: DeviceMesh, axis: int, source: int = 0) -> object:
+        return mesh_broadcast(tensor, (mesh, axis), source=source).wait()
+
+    def scatter(
+        self,
+        output: Tensor,
+        shards: Sequence[Tensor] | None,
+        mesh: DeviceMesh,
+        axis: int,
+        source: int = 0,
+        *,
+        dim: int = 0,
+        length: int | None = None,
+    ) -> object:
+        sizes = None if length is None else chunk_sizes(length, mesh.size(axis))
+        return mesh_scatter(output, shards, (mesh, axis), source=source, dim=dim, sizes=sizes).wait()
+
+    def all_gather(self, shard: Tensor, mesh: DeviceMesh, axis: int, dim: int, length: int) -> Tensor:
+        return mesh_all_gather(shard, (mesh, axis), dim, sizes=chunk_sizes(length, mesh.size(axis))).wait()
+
+    def reduce_scatter(self, tensor: Tensor, mesh: DeviceMesh, axis: int, dim: int) -> Tensor:
+        return mesh_reduce_scatter(tensor, (mesh, axis), dim).wait()
+
+    def shard_dim_all_to_all(
+        self, shard: Tensor, mesh: DeviceMesh, axis: int, gather_dim: int, shard_dim: int, length: int
+    ) -> Tensor:
+        sizes = chunk_sizes(length, mesh.size(axis))
+        work = shard_dim_all_to_all(shard, (mesh, axis), gather_dim=gather_dim, shard_dim=shard_dim, sizes=sizes)
+        return work.wait()
+
+    def check_meta(
+        self, tensor: Tensor, mesh: DeviceMesh, axis: int, *, shape: bool = False, stride: bool = False
+    ) -> None:
+        check_tensor_meta(tensor, (mesh, axis), shape=shape, stride=stride)

@@ -14,4 +14,9 @@ The reference sharding engine: one storage, one schedule, on torch alone.
     chunk_group         the chunks of a model, and their norm; `chunk_fetcher` brings them in, and chooses which leave
     chunk_search        the chunk size that wastes least
     reduce_scatter_bucketer   coalesces small reduce-scatters
+
+    mesh_collectives    broadcast and scatter along one axis of a DeviceMesh, in place; `mesh_work`: what they return
+    mesh_gathering      all-gather and reduce-scatter along one, of shards that may be uneven (`uneven_shards`)
+    shard_dim_all_to_all      from sharded along one dim to sharded along another
+    tensor_meta         whether the tensors of a group differ in more than values
 """

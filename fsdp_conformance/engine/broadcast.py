@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_conformance.engine.bucket_assignment import MIB, bucket_assignment
+from fsdp_conformance.engine.mesh_collectives import mesh_broadcast
 
 #: Bytes that are sent at once; so much memory is taken beside the tensors, and no more than they have.
 BROADCAST_NBYTES = 250 * MIB
@@ -25,16 +25,15 @@ def broadcast(tensors: Sequence[Tensor], group: ProcessGroup, *, source: int = 0
     tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
     if group.size() == 1 or not tensors:
         return
-    rank = dist.get_global_rank(group, source)
-    receives = dist.get_rank(group) != source
+    receives = group.rank() != source
     with torch.no_grad():
         for indices in bucket_assignment(tensors, [BROADCAST_NBYTES]).buckets:
             members = [tensors[index] for index in indices]
-            if len(members) == 1 and members[0].is_contiguous():
-                dist.broadcast(members[0].view(-1).view(torch.uint8), src=rank, group=group)
+            if len(members) == 1:
+                mesh_broadcast(members[0], group, source=source).wait()
                 continue
             flat = torch.cat([tensor.reshape(-1) for tensor in members])
-            dist.broadcast(flat.view(torch.uint8), src=rank, group=group)
+            mesh_broadcast(flat, group, source=source).wait()
             if receives:
                 parts = torch.split(flat, [tensor.numel() for tensor in members])
                 for tensor, part in zip(members, parts, strict=True):

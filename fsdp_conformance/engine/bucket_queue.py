@@ -14,13 +14,13 @@ import contextlib
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from fsdp_conformance.engine.bucket_assignment import NO_LIMIT, BucketAssignment, bucket_assignment
 from fsdp_conformance.engine.errors import ReductionError
 from fsdp_conformance.engine.gradient_bucket import Bucket, BucketParameter, DenseBucket, SparseBucket, Transport
+from fsdp_conformance.engine.mesh_collectives import mesh_broadcast
 from fsdp_conformance.engine.reducer_config import ReducerConfig
 
 _MISSING = -1
@@ -157,8 +157,7 @@ class BucketQueue:
         count = len(self._entries)
         padded = [*mine, *[_MISSING] * count][:count]
         order = torch.tensor(padded, dtype=torch.int64).to(self._device)
-        dist.broadcast(order, src=dist.get_global_rank(group, 0), group=group)
-        return [int(index) for index in order.tolist()]
+        return [int(index) for index in mesh_broadcast(order, group).wait().tolist()]
 
     def _lay_out(self, order: Sequence[int]) -> None:
         """Put the parameters into buckets, in this order. What the buckets before held goes first."""

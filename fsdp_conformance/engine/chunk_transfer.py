@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_conformance.engine.chunk_checks import check_state
 from fsdp_conformance.engine.chunk_gathering import start_all_gather
 from fsdp_conformance.engine.chunk_state import ChunkState
 from fsdp_conformance.engine.errors import TensorRefused
+from fsdp_conformance.engine.mesh_collectives import mesh_broadcast
 
 if TYPE_CHECKING:
     from fsdp_conformance.engine.chunk import Chunk
@@ -116,9 +116,7 @@ def _receive(chunk: Chunk, tensors: Sequence[Tensor | None], where: str) -> list
     elif is_source:
         header[0] = _REFUSED
     header = header.to(device)
-    source = dist.get_global_rank(chunk.group, 0)
-    dist.broadcast(header, source, group=chunk.group)
-    verdict, *marks = header.tolist()
+    verdict, *marks = mesh_broadcast(header, chunk.group).wait().tolist()
     if verdict == _REFUSED:
         refused = problems or ["the first rank refused its tensors, but should have got those of the chunk"]
         raise TensorRefused(refused, where=where)
@@ -128,5 +126,5 @@ def _receive(chunk: Chunk, tensors: Sequence[Tensor | None], where: str) -> list
         for view, tensor in zip(views, tensors, strict=True):
             if tensor is not None:
                 view.copy_(tensor)
-    dist.broadcast(flat, source, group=chunk.group)
+    mesh_broadcast(flat, chunk.group).wait()
     return [view if mark == _SENT else None for view, mark in zip(views, marks, strict=True)]

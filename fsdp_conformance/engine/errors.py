@@ -9,6 +9,8 @@ What the engine raises, one class per thing that can go wrong; configurations ou
     |   +-- GradientRefused      a gradient of a kind that cannot be reduced
     |   +-- HookMisuse           a communication hook, or its result, is not what it should be
     +-- StructureMismatch        ranks hold different parameters
+    +-- MeshError                a collective along a mesh is given what does not fit: an axis, a source, sizes
+    +-- TensorMetaMismatch       tensors of one group differ in dtype, requires_grad, shape or stride
     +-- ParameterReplaced        a parameter is another object than the one that was wrapped
     +-- BucketerError            the reduce-scatter bucketer
     |   +-- InputMismatch        inputs that cannot be reduce-scattered over the group
@@ -76,6 +78,14 @@ class HookMisuse(ReductionError, TypeError):
 
 class StructureMismatch(EngineError, RuntimeError):
     """Ranks hold different parameters. Raised on every rank."""
+
+
+class MeshError(EngineError, ValueError):
+    """An axis, a source, a dim, sizes or a list that do not fit a collective along a mesh. Nothing was sent."""
+
+
+class TensorMetaMismatch(EngineError, ValueError):
+    """The tensors of a group differ in what was asked to be equal. Raised on every rank of the group."""
 
 
 class ParameterReplaced(EngineError, RuntimeError):

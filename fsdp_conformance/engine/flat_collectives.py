@@ -6,7 +6,7 @@ torch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`; both na
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -35,6 +35,30 @@ def reduce_scatter(shard: Tensor, inputs: Tensor, group: ProcessGroup) -> Work:
     inputs: 1D, contiguous, group size x shard.numel(); `shard` may be this rank's own slice of it.
     """
     return cast(Work, _reduce_scatter(shard, inputs, group=group, async_op=True))
+
+
+def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Work:
+    """Start overwriting `tensor` (1D, contiguous) with that of group rank `source`."""
+    return cast(Work, dist.broadcast(tensor, dist.get_global_rank(group, source), group=group, async_op=True))
+
+
+def scatter(output: Tensor, parts: Sequence[Tensor], source: int, group: ProcessGroup) -> Work:
+    """Start filling `output` (1D, contiguous) with this rank's entry of the parts of group rank `source`."""
+    given = list(parts) or None  # on other ranks there are none
+    rank = dist.get_global_rank(group, source)
+    return cast(Work, dist.scatter(output, given, src=rank, group=group, async_op=True))
+
+
+def all_to_all(
+    output: Tensor, output_sizes: Sequence[int], inputs: Tensor, input_sizes: Sequence[int], group: ProcessGroup
+) -> Work:
+    """
+    Start sending part i of `inputs` to group rank i, and receiving part i of `output` from it.
+
+    output, inputs: 1D, contiguous, in one part for each rank, of these sizes, which may be 0.
+    """
+    work = dist.all_to_all_single(output, inputs, list(output_sizes), list(input_sizes), group=group, async_op=True)
+    return cast(Work, work)
 
 
 def all_reduce(tensor: Tensor, group: ProcessGroup) -> Work:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple, cast
 
-import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_conformance.engine.flat_collectives import resolve_group
+from fsdp_conformance.engine.mesh_axis import axis_group
 from fsdp_conformance.engine.sharding_strategy import ShardingStrategy
 from fsdp_conformance.errors import ConfigError
 
@@ -67,16 +67,11 @@ def sharding_groups(
     return ShardingGroups(resolved, None)
 
 
-def communicates_from(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether a group has a backend for tensors on a device."""
-    return any(known.type == device.type for known in group._device_types)
-
-
 def _groups_of(mesh: DeviceMesh) -> ProcessGroup | tuple[ProcessGroup, ProcessGroup]:
     if mesh.ndim == 1:
-        return mesh.get_group()
+        return axis_group((mesh, 0))
     if mesh.ndim == 2:
-        return mesh.get_group(1), mesh.get_group(0)
+        return axis_group((mesh, 1)), axis_group((mesh, 0))
     raise ConfigError([f"device_mesh has {mesh.ndim} axes, but should have 1 or 2"], where=_WHERE)
 
 

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup, Work
 
 from fsdp_conformance.engine.errors import GradientRefused
 from fsdp_conformance.engine.flat_collectives import all_gather
+from fsdp_conformance.engine.mesh_gathering import mesh_all_gather
 
 
 class SparseSum:
@@ -53,11 +54,9 @@ class SparseSum:
         else:
             indices = self._mine.indices().new_empty((0, sparse_dim))
             values = self._mine.values().new_empty((0, *shape[sparse_dim:]))
-        every_index = self._gather(indices, max(counts))
-        every_value = self._gather(values, max(counts))
         return torch.sparse_coo_tensor(
-            torch.cat([rows[:count] for rows, count in zip(every_index, counts, strict=True)]).t(),
-            torch.cat([rows[:count] for rows, count in zip(every_value, counts, strict=True)]),
+            mesh_all_gather(indices, self._group, sizes=counts).wait().t(),
+            mesh_all_gather(values, self._group, sizes=counts).wait(),
             shape,
             check_invariants=False,
         ).coalesce()
@@ -67,11 +66,3 @@ class SparseSum:
         if self._work is not None:
             self._work.wait()
             self._work = None
-
-    def _gather(self, rows: Tensor, most: int) -> list[Tensor]:
-        """The rows of every rank, each padded to `most`."""
-        padded = rows.new_zeros((most, *rows.shape[1:]))
-        padded[: rows.shape[0]] = rows
-        gathered = rows.new_empty((self._group.size() * most, *rows.shape[1:]))
-        all_gather(gathered, padded, self._group).wait()
-        return list(torch.split(gathered, most))

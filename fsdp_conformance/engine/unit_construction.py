@@ -19,8 +19,9 @@ from torch.utils import _python_dispatch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_conformance.engine.broadcast import broadcast
+from fsdp_conformance.engine.mesh_axis import communicates_from
 from fsdp_conformance.engine.sharded_unit import ForeignParameter, ShardedUnit
-from fsdp_conformance.engine.sharding_groups import ShardingGroups, communicates_from
+from fsdp_conformance.engine.sharding_groups import ShardingGroups
 from fsdp_conformance.engine.unit_member import Member, Place
 from fsdp_conformance.engine.verification import verify_parameters
 from fsdp_conformance.errors import ConfigError, Unsupported

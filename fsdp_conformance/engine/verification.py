@@ -1,14 +1,11 @@
 """
 Do all ranks hold the same parameters? Asked before gradients are reduced by position.
 
-Names, order, shapes, strides, dtypes and `requires_grad` are compared with those of the group's first rank. A digest
-goes around first; only where digests differ do the descriptions follow, and then every rank raises the same error: a
-rank that went on alone would hang in the first collective that its peers never issue.
+Names, order, shapes, strides, dtypes and `requires_grad` are compared with those of the group's first rank.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from fsdp_conformance.engine.agreement import texts_unless_equal
 from fsdp_conformance.engine.errors import StructureMismatch
-from fsdp_conformance.engine.flat_collectives import all_gather
 
 #: How many problems an error lists.
 PROBLEMS_LISTED = 20
@@ -56,15 +53,10 @@ def verify_parameters(named: Sequence[tuple[str, Tensor]], group: ProcessGroup, 
     `device` is one that the group can communicate from. Raises StructureMismatch on every rank if one of them differs
     from the first, naming ranks and parameters.
     """
-    if group.size() == 1:
+    texts = texts_unless_equal(json.dumps(facts_of(named)), group, device=device)
+    if texts is None:
         return
-    text = json.dumps(facts_of(named)).encode()
-    digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.int64).to(device)
-    digests = digest.new_empty(group.size() * digest.numel())
-    all_gather(digests, digest, group).wait()
-    if bool((digests.view(group.size(), -1) == digests[: digest.numel()]).all()):
-        return
-    facts = [[ParameterFacts(*_tuples(entry)) for entry in json.loads(each)] for each in _gather(text, group, device)]
+    facts = [[ParameterFacts(*_tuples(entry)) for entry in json.loads(text)] for text in texts]
     ranks = dist.get_process_group_ranks(group)
     problems = [
         f"rank {rank}: {difference} as on rank {ranks[0]}"
@@ -84,13 +76,8 @@ def agree_on_text(text: str, group: ProcessGroup, *, device: torch.device, what:
 
     `device` is one that the group can communicate from; `what` is what the text describes.
     """
-    if group.size() == 1:
-        return
-    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.int64).to(device)
-    digests = digest.new_empty(group.size() * digest.numel())
-    all_gather(digests, digest, group).wait()
-    rows = digests.view(group.size(), -1)
-    other = [rank for rank in range(group.size()) if not bool((rows[rank] == rows[0]).all())]
+    texts = texts_unless_equal(text, group, device=device) or []
+    other = [rank for rank, each in enumerate(texts) if each != texts[0]]
     if other:
         raise StructureMismatch(
             f"{what} of group ranks {other} differs, but should be that of the first rank",
@@ -121,20 +108,6 @@ def differences(mine: Sequence[ParameterFacts], first: Sequence[ParameterFacts])
                 if got != wanted
             ]
     return problems
-
-
-def _gather(text: bytes, group: ProcessGroup, device: torch.device) -> list[bytes]:
-    """The text of every rank."""
-    size = torch.tensor([len(text)], dtype=torch.int64).to(device)
-    sizes = size.new_empty(group.size())
-    all_gather(sizes, size, group).wait()
-    lengths = sizes.tolist()
-    most = max(lengths)
-    mine = torch.frombuffer(bytearray(text.ljust(most)), dtype=torch.uint8).to(device)
-    every = mine.new_empty(group.size() * most)
-    all_gather(every, mine, group).wait()
-    rows = every.cpu().view(group.size(), most)
-    return [bytes(row[:length].tolist()) for row, length in zip(rows, lengths, strict=True)]
 
 
 def _tuples(entry: Sequence[Any]) -> list[Any]:

@@ -1,0 +1,87 @@
+"""
+A tensor cut along one dim into a shard for each rank of a group, which need not be equal, nor hold anything.
+
+As `torch.chunk` does it: 5 rows over 4 ranks are 2, 2, 1 and 0. Collectives of one size send shards that are padded to
+the largest, and cut the padding off behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fsdp_conformance.engine.errors import MeshError
+
+
+def chunk_sizes(length: int, num_shards: int) -> list[int]:
+    """
+    How long each shard of `length` elements is: the first as long as the quotient rounded up, the last maybe empty.
+
+    Source: `torch.chunk`, which leaves the empty ones out.
+    """
+    size = -(-length // num_shards)
+    return [min(max(length - index * size, 0), size) for index in range(num_shards)]
+
+
+def split_shards(tensor: Tensor, num_shards: int, dim: int = 0) -> list[Tensor]:
+    """Views of a tensor's shards along `dim`, of `chunk_sizes`; an empty one is as long as the others in other dims."""
+    dim = checked_dim(tensor, dim, "split_shards")
+    return list(torch.split(tensor, chunk_sizes(tensor.shape[dim], num_shards), dim))
+
+
+def pad_tensor(tensor: Tensor, dim: int, amount: int) -> Tensor:
+    """A tensor with `amount` zeros appended along `dim`; for 0 the same object."""
+    dim = checked_dim(tensor, dim, "pad_tensor")
+    if amount < 0:
+        raise MeshError(f"amount={amount}, but should be at least 0", where="pad_tensor")
+    return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, amount]) if amount else tensor
+
+
+def unpad_tensor(tensor: Tensor, dim: int, amount: int) -> Tensor:
+    """A view of a tensor without the last `amount` elements along `dim`; for 0 the same object."""
+    dim = checked_dim(tensor, dim, "unpad_tensor")
+    if not 0 <= amount <= tensor.shape[dim]:
+        raise MeshError(f"amount={amount}, but should be from 0 to {tensor.shape[dim]}", where="unpad_tensor")
+    return tensor.narrow(dim, 0, tensor.shape[dim] - amount) if amount else tensor
+
+
+def with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:
+    """A shape with another length along `dim`."""
+    changed = list(shape)
+    changed[dim] = length
+    return changed
+
+
+def checked_dim(tensor: Tensor, dim: int, where: str) -> int:
+    """`dim` counted from the front. Raises MeshError for one that the tensor does not have."""
+    problems = dim_problems(tensor, dim)
+    if problems:
+        raise MeshError(problems, where=where)
+    return dim % tensor.dim()
+
+
+def dim_problems(tensor: Tensor, dim: int, name: str = "dim") -> list[str]:
+    """What is wrong with a dim of a tensor."""
+    if -tensor.dim() <= dim < tensor.dim():
+        return []
+    return [f"{name}={dim} of a {tensor.dim()}-dim tensor, but should be one of its dims"]
+
+
+def size_problems(sizes: Sequence[int] | None, num_shards: int, *, length: int, shard: int | None = None) -> list[str]:
+    """
+    What is wrong with the sizes of shards along a dim, if they are given.
+
+    `length` is what the tensor at hand has along it: one shard, that of the index `shard`, or (None) all of them.
+    """
+    if sizes is None:
+        return []
+    if len(sizes) != num_shards or min(sizes, default=0) < 0:
+        return [f"sizes={list(sizes)}, but should be {num_shards} sizes, none below 0"]
+    expected = sum(sizes) if shard is None else sizes[shard]
+    if length != expected:
+        whose = "the whole" if shard is None else f"shard {shard}"
+        return [f"length={length} of {whose}, but should be {expected} by sizes={list(sizes)}"]
+    return []

@@ -1,0 +1,383 @@
+"""Collectives along a mesh: which ranks they reach, whose data they take, and what becomes of uneven shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from fsdp_conformance.adapters.components import MeshCollectives
+from fsdp_conformance.adapters.reference_components import EngineMesh, ReferenceComponents
+from fsdp_conformance.engine.errors import TensorMetaMismatch
+from fsdp_conformance.engine.mesh_gathering import mesh_all_gather
+from fsdp_conformance.engine.tensor_meta import check_tensor_meta
+
+
+class SeamMesh(EngineMesh, ReferenceComponents):
+    """The engine's collectives, handed out by an adapter that is them, with places to be wrong at."""
+
+    def mesh_collectives(self) -> MeshCollectives:
+        return self
+
+    def source(self, source: int, mesh: DeviceMesh, axis: int) -> int:
+        """The group rank of the source."""
+        return source
+
+    def axis(self, axis: int) -> int:
+        """The axis that is taken."""
+        return axis
+
+    def reduced(self, tensor: Tensor, mesh: DeviceMesh, axis: int, dim: int) -> Tensor:
+        """This rank's shard of the sum."""
+        return super().reduce_scatter(tensor, mesh, axis, dim)
+
+    def broadcast(self, tensor: Tensor, mesh: DeviceMesh, axis: int, source: int = 0) -> object:
+        return super().broadcast(tensor, mesh, self.axis(axis), self.source(source, mesh, axis))
+
+    def scatter(
+        self, output: Tensor, shards: Sequence[Tensor] | None, mesh: DeviceMesh, axis: int, source: int = 0, **more: Any
+    ) -> object:
+        return super().scatter(output, shards, mesh, self.axis(axis), self.source(source, mesh, axis), **more)
+
+    def all_gather(self, shard: Tensor, mesh: DeviceMesh, axis: int, dim: int, length: int) -> Tensor:
+        return super().all_gather(shard, mesh, self.axis(axis), dim, length)
+
+    def reduce_scatter(self, tensor: Tensor, mesh: DeviceMesh, axis: int, dim: int) -> Tensor:
+        return self.reduced(tensor, mesh, self.axis(axis), dim)
+
+    def shard_dim_all_to_all(
+        self, shard: Tensor, mesh: DeviceMesh, axis: int, gather_dim: int, shard_dim: int, length: int
+    ) -> Tensor:
+        return super().shard_dim_all_to_all(shard, mesh, self.axis(axis), gather_dim, shard_dim, length)
+
+    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
+        super().check_meta(tensor, mesh, self.axis(axis), **asked)
+
+
+# --- which ranks -----------------------------------------------------------------------------------------------------
+
+
+class FirstAxisAlways(SeamMesh):
+    """Every collective runs along the first axis."""
+
+    def axis(self, axis: int) -> int:
+        return 0
+
+
+class SourceOfTheWorld(SeamMesh):
+    """A source is taken for a rank of the world; in rows that it is not in the first rank is."""
+
+    def source(self, source: int, mesh: DeviceMesh, axis: int) -> int:
+        ranks = dist.get_process_group_ranks(mesh.get_group(axis))
+        return ranks.index(source) if source in ranks else 0
+
+
+class FirstSourceAlways(SeamMesh):
+    """The source is the first rank of the row, whichever is named."""
+
+    def source(self, source: int, mesh: DeviceMesh, axis: int) -> int:
+        return 0
+
+
+# --- broadcast and scatter -------------------------------------------------------------------------------------------
+
+
+class BroadcastIntoACopy(SeamMesh):
+    """What is broadcast is returned, and the tensor stays as it was."""
+
+    def broadcast(self, tensor: Tensor, mesh: DeviceMesh, axis: int, source: int = 0) -> object:
+        return super().broadcast(tensor.clone(), mesh, axis, source)
+
+
+class BroadcastByMemory(SeamMesh):
+    """What is broadcast is a tensor's memory, whatever its strides are on each rank."""
+
+    def broadcast(self, tensor: Tensor, mesh: DeviceMesh, axis: int, source: int = 0) -> object:
+        return super().broadcast(tensor.as_strided((tensor.numel(),), (1,)), mesh, axis, source)
+
+
+class ScattersItsOwnList(SeamMesh):
+    """A rank that has a list of the right length takes its own entry from there."""
+
+    def scatter(
+        self, output: Tensor, shards: Sequence[Tensor] | None, mesh: DeviceMesh, axis: int, source: int = 0, **more: Any
+    ) -> object:
+        super().scatter(output, shards, mesh, axis, source, **more)
+        if shards is not None and len(shards) == mesh.size(axis):
+            output.copy_(shards[mesh.get_local_rank(axis)])
+        return output
+
+
+class ListsMustFit(SeamMesh):
+    """The lists of all ranks are looked at, and one that does not fit is refused."""
+
+    def scatter(
+        self, output: Tensor, shards: Sequence[Tensor] | None, mesh: DeviceMesh, axis: int, source: int = 0, **more: Any
+    ) -> object:
+        problem = torch.tensor(float(shards is None or len(shards) != mesh.size(axis)), device=output.device)
+        dist.all_reduce(problem, group=mesh.get_group(axis))
+        if problem.item():
+            raise ValueError("every rank should have a list of as many tensors as there are ranks")
+        return super().scatter(output, shards, mesh, axis, source, **more)
+
+
+class ScatterIntoACopy(SeamMesh):
+    """What is scattered is returned, and the output stays as it was."""
+
+    def scatter(
+        self, output: Tensor, shards: Sequence[Tensor] | None, mesh: DeviceMesh, axis: int, source: int = 0, **more: Any
+    ) -> object:
+        return super().scatter(output.clone(), shards, mesh, axis, source, **more)
+
+
+class ScatterByMemory(SeamMesh):
+    """Entries of the list are sent as they lie in memory, whatever their strides are."""
+
+    def scatter(
+        self, output: Tensor, shards: Sequence[Tensor] | None, mesh: DeviceMesh, axis: int, source: int = 0, **more: Any
+    ) -> object:
+        return super().scatter(output, shards and [_by_memory(shard) for shard in shards], mesh, axis, source, **more)
+
+
+class PadsInFront(SeamMesh):
+    """Uneven shards are padded in front and cut off behind."""
+
+    def scatter(
+        self, output: Tensor, shards: Sequence[Tensor] | None, mesh: DeviceMesh, axis: int, source: int = 0, **more: Any
+    ) -> object:
+        super().scatter(output, shards, mesh, axis, source, **more)
+        dim, length = more.get("dim", 0), more.get("length")
+        if length is not None:
+            padding = -(-length // mesh.size(axis)) - output.shape[dim]
+            output.copy_(F.pad(output.movedim(dim, -1), (padding, 0)).narrow(-1, 0, output.shape[dim]).movedim(-1, dim))
+        return output
+
+
+# --- shards ----------------------------------------------------------------------------------------------------------
+
+
+class BalancedShards(SeamMesh):
+    """5 rows over 4 ranks are 2, 1, 1 and 1."""
+
+    def shards(self, tensor: Tensor, num_shards: int, dim: int) -> Sequence[Tensor]:
+        return torch.tensor_split(tensor, num_shards, dim)
+
+
+class EmptyShardsMissing(SeamMesh):
+    """Ranks that have nothing have no shard at all."""
+
+    def shards(self, tensor: Tensor, num_shards: int, dim: int) -> Sequence[Tensor]:
+        return tensor.chunk(num_shards, dim)
+
+
+class EmptyShardsFlat(SeamMesh):
+    """An empty shard has one dim, whatever the others have."""
+
+    def shards(self, tensor: Tensor, num_shards: int, dim: int) -> Sequence[Tensor]:
+        shards = super().shards(tensor, num_shards, dim)
+        return [shard if shard.numel() else shard.flatten() for shard in shards]
+
+
+class PaddingNotZero(SeamMesh):
+    """Padding is what was in memory."""
+
+    def pad(self, tensor: Tensor, dim: int, amount: int) -> Tensor:
+        padded = torch.empty_like(super().pad(tensor, dim, amount))
+        padded.narrow(dim, 0, tensor.shape[dim]).copy_(tensor)
+        return padded if amount else tensor
+
+
+class PaddingCopies(SeamMesh):
+    """A tensor that needs no padding is copied."""
+
+    def pad(self, tensor: Tensor, dim: int, amount: int) -> Tensor:
+        return super().pad(tensor, dim, amount).clone()
+
+
+class UnpadsTheFront(SeamMesh):
+    """Padding is cut off where there is none."""
+
+    def unpad(self, tensor: Tensor, dim: int, amount: int) -> Tensor:
+        return tensor.narrow(dim, amount, tensor.shape[dim] - amount) if amount else tensor
+
+
+# --- gather, reduce-scatter, all-to-all ------------------------------------------------------------------------------
+
+
+class KeepsPadding(SeamMesh):
+    """What is gathered has the padding of uneven shards inside."""
+
+    def all_gather(self, shard: Tensor, mesh: DeviceMesh, axis: int, dim: int, length: int) -> Tensor:
+        most = -(-length // mesh.size(axis))
+        return mesh_all_gather(self.pad(shard, dim, most - shard.shape[dim]), (mesh, axis), dim).wait()
+
+
+class GathersAlongFirstDim(SeamMesh):
+    """Even shards are joined along the first dim, whichever they are sharded along."""
+
+    def all_gather(self, shard: Tensor, mesh: DeviceMesh, axis: int, dim: int, length: int) -> Tensor:
+        whole = super().all_gather(shard, mesh, axis, dim, length)
+        return torch.cat(whole.chunk(mesh.size(axis), dim), 0) if not length % mesh.size(axis) else whole
+
+
+class GathersInReverse(SeamMesh):
+    """Shards are joined from the last rank to the first."""
+
+    def all_gather(self, shard: Tensor, mesh: DeviceMesh, axis: int, dim: int, length: int) -> Tensor:
+        whole = super().all_gather(shard, mesh, axis, dim, length)
+        return torch.cat(whole.chunk(mesh.size(axis), dim)[::-1], dim)
+
+
+class SumsOverTheWorld(SeamMesh):
+    """Sums are over all ranks."""
+
+    def reduced(self, tensor: Tensor, mesh: DeviceMesh, axis: int, dim: int) -> Tensor:
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total)
+        return self.shards(total, mesh.size(axis), dim)[mesh.get_local_rank(axis)].contiguous()
+
+
+class AveragesTheRow(SeamMesh):
+    """Sums are divided by the size of the row."""
+
+    def reduced(self, tensor: Tensor, mesh: DeviceMesh, axis: int, dim: int) -> Tensor:
+        return super().reduced(tensor, mesh, axis, dim) / mesh.size(axis)
+
+
+class NextRanksSum(SeamMesh):
+    """Each rank gets the shard of the next one."""
+
+    def reduced(self, tensor: Tensor, mesh: DeviceMesh, axis: int, dim: int) -> Tensor:
+        size, place = mesh.size(axis), mesh.get_local_rank(axis)
+        total = tensor.contiguous().clone()
+        dist.all_reduce(total, group=mesh.get_group(axis))
+        return self.shards(total, size, dim)[(place + 1) % size].contiguous()
+
+
+class ReducesByMemory(SeamMesh):
+    """What is summed is the memory of tensors, whatever their strides are."""
+
+    def reduced(self, tensor: Tensor, mesh: DeviceMesh, axis: int, dim: int) -> Tensor:
+        return super().reduced(_by_memory(tensor), mesh, axis, dim)
+
+
+class SumKeepsPadding(SeamMesh):
+    """A shard of a sum has its padding behind it."""
+
+    def reduced(self, tensor: Tensor, mesh: DeviceMesh, axis: int, dim: int) -> Tensor:
+        shard = super().reduced(tensor, mesh, axis, dim)
+        return self.pad(shard, dim, -(-tensor.shape[dim] // mesh.size(axis)) - shard.shape[dim])
+
+
+class ExchangesInReverse(SeamMesh):
+    """What the last rank sends is put first."""
+
+    def shard_dim_all_to_all(
+        self, shard: Tensor, mesh: DeviceMesh, axis: int, gather_dim: int, shard_dim: int, length: int
+    ) -> Tensor:
+        result = super().shard_dim_all_to_all(shard, mesh, axis, gather_dim, shard_dim, length)
+        return torch.cat(result.chunk(mesh.size(axis), gather_dim)[::-1], gather_dim)
+
+
+class ExchangeIsStrided(SeamMesh):
+    """The result is a view of all that was gathered."""
+
+    def shard_dim_all_to_all(
+        self, shard: Tensor, mesh: DeviceMesh, axis: int, gather_dim: int, shard_dim: int, length: int
+    ) -> Tensor:
+        whole = self.all_gather(shard, mesh, axis, gather_dim, length)
+        return self.shards(whole, mesh.size(axis), shard_dim)[mesh.get_local_rank(axis)]
+
+
+class ExchangeRoundsDown(SeamMesh):
+    """What the number of ranks does not divide is lost."""
+
+    def shard_dim_all_to_all(
+        self, shard: Tensor, mesh: DeviceMesh, axis: int, gather_dim: int, shard_dim: int, length: int
+    ) -> Tensor:
+        whole = self.all_gather(shard, mesh, axis, gather_dim, length)
+        size = whole.shape[shard_dim] // mesh.size(axis)
+        return whole.narrow(shard_dim, mesh.get_local_rank(axis) * size, size).contiguous()
+
+
+class MetaCommunicates(SeamMesh):
+    """A gather synchronises its ranks before it looks at the tensor, on meta or not."""
+
+    def all_gather(self, shard: Tensor, mesh: DeviceMesh, axis: int, dim: int, length: int) -> Tensor:
+        dist.barrier(group=mesh.get_group(axis))
+        return super().all_gather(shard, mesh, axis, dim, length)
+
+
+# --- metadata --------------------------------------------------------------------------------------------------------
+
+
+class ChecksTheWorld(SeamMesh):
+    """Metadata are compared over all ranks."""
+
+    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
+        world = dist.group.WORLD
+        if world is not None:
+            check_tensor_meta(tensor, world, **asked)
+
+
+class RaisesWhereDifferent(SeamMesh):
+    """Only the ranks that differ from the first are told so."""
+
+    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
+        try:
+            super().check_meta(tensor, mesh, axis, **asked)
+        except TensorMetaMismatch as error:
+            if any(problem.startswith(f"rank {dist.get_rank()}:") for problem in error.problems):
+                raise
+
+
+class DtypeIgnored(SeamMesh):
+    """Dtypes are not compared."""
+
+    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
+        super().check_meta(tensor.float(), mesh, axis, **asked)
+
+
+class RequiresGradIgnored(SeamMesh):
+    """Whether a tensor requires a gradient is not compared."""
+
+    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
+        super().check_meta(tensor.detach(), mesh, axis, **asked)
+
+
+class ShapeIgnored(SeamMesh):
+    """Shapes are not compared, asked for or not."""
+
+    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
+        super().check_meta(tensor, mesh, axis, **{**asked, "shape": False})
+
+
+class StrideIgnored(SeamMesh):
+    """Strides are not compared, asked for or not."""
+
+    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
+        super().check_meta(tensor, mesh, axis, **{**asked, "stride": False})
+
+
+class ShapeAlwaysCompared(SeamMesh):
+    """Shapes are compared, asked for or not."""
+
+    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
+        super().check_meta(tensor, mesh, axis, **{**asked, "shape": True})
+
+
+class StrideAlwaysCompared(SeamMesh):
+    """Strides are compared, asked for or not."""
+
+    def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
+        super().check_meta(tensor, mesh, axis, **{**asked, "stride": True})
+
+
+def _by_memory(tensor: Tensor) -> Tensor:
+    """As many elements from where a tensor begins, in the order of memory."""
+    return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())
