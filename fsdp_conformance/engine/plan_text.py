@@ -1,0 +1,133 @@
+"""A decision of the planner in words: a table of the candidates, why one was chosen, and what its units do."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from fsdp_conformance.engine.device_spec import GIB
+from fsdp_conformance.engine.plan_candidate import Candidate
+from fsdp_conformance.engine.plan_unit import PlanUnit
+from fsdp_conformance.engine.planner import Decision, Estimate
+
+_HEADINGS = ("strategy", "ranks", "offload", "step ms", "compute", "gather", "reduce", "optimizer", "exposed", "GiB")
+_WIDTHS = (20, 11, 8, 10, 10, 10, 10, 10, 10, 9)
+
+
+def decision_text(decision: Decision, *, num_rows: int = 12) -> str:
+    """The whole: table, choice, units."""
+    return "\n".join([*_table(decision, num_rows), *_reasons(decision), *_unit_lines(decision)])
+
+
+def candidate_name(candidate: Candidate) -> str:
+    """Strategy, shards x replicas, and where the shards are."""
+    offload = ", offloaded" if candidate.cpu_offload else ""
+    return f"{candidate.strategy.value} {_ranks(candidate)}{offload}"
+
+
+def _ranks(candidate: Candidate) -> str:
+    return f"{candidate.num_shards} x {candidate.num_replicas}"
+
+
+def _table(decision: Decision, num_rows: int) -> Iterator[str]:
+    yield "  " + _line(_HEADINGS)
+    shown = list(decision.estimates[:num_rows])
+    if decision.chosen is not None and decision.chosen not in shown:
+        shown.append(decision.chosen)
+    for estimate in shown:
+        yield ("> " if estimate is decision.chosen else "  ") + _row(estimate, decision.memory_bytes)
+    if len(shown) < len(decision.estimates):
+        rest = len(decision.estimates) - len(shown)
+        yield f"  ({rest} slower or larger candidates are left out)"
+
+
+def _row(estimate: Estimate, memory_bytes: float) -> str:
+    candidate, time = estimate.candidate, estimate.time
+    parts = (time.step, time.compute, time.gather, time.reduce, time.optimizer, time.exposed)
+    words = [
+        candidate.strategy.value,
+        _ranks(candidate),
+        "yes" if candidate.cpu_offload else "no",
+        *(f"{microseconds / 1000:.2f}" for microseconds in parts),
+        f"{estimate.memory.on_device / GIB:.1f}",
+    ]
+    return _line(words) + ("" if estimate.fits(memory_bytes) else "  does not fit")
+
+
+def _line(words: Sequence[str]) -> str:
+    first = len(_WIDTHS) - 7
+    cells = [
+        word.ljust(width) if index < first else word.rjust(width)
+        for index, (word, width) in enumerate(zip(words, _WIDTHS, strict=True))
+    ]
+    return "".join(cells).rstrip()
+
+
+def _reasons(decision: Decision) -> Iterator[str]:
+    chosen = decision.chosen
+    if chosen is None:
+        least = decision.smallest
+        yield (
+            f"chosen: none. {candidate_name(least.candidate)} needs least, {least.memory.on_device / GIB:.1f} GiB, "
+            f"but the device has {decision.memory_bytes / GIB:.1f} GiB: more ranks, smaller units or batches, or "
+            "activation checkpointing"
+        )
+        return
+    too_large = decision.estimates[: decision.estimates.index(chosen)]
+    number = sum(each.fits(decision.memory_bytes) for each in decision.estimates)
+    yield (
+        f"chosen: {candidate_name(chosen.candidate)}, the fastest of {number} that fit into "
+        f"{decision.memory_bytes / GIB:.1f} GiB"
+    )
+    if too_large:
+        fastest = too_large[0]
+        yield (
+            f"  faster: {candidate_name(fastest.candidate)} by {fastest.time.step / chosen.time.step:.2f} times the "
+            f"step, but it needs {fastest.memory.on_device / GIB:.1f} GiB"
+        )
+    memory = chosen.memory
+    held = ", ".join(
+        f"{name} {nbytes / GIB:.2f}"
+        for name, nbytes in (
+            ("parameters", memory.parameters),
+            ("gradients", memory.gradients),
+            ("optimizer", memory.optimizer),
+            ("gathered", memory.gathered),
+            ("unreduced gradients", memory.unreduced),
+            ("activations", memory.activations),
+        )
+    )
+    on_host = f"; the first three, {memory.on_host / GIB:.2f}, on the host" if memory.cpu_offload else ""
+    yield f"  memory in GiB: {held}{on_host}"
+    communication = chosen.time.gather + chosen.time.reduce
+    if communication:
+        hidden = 1 - chosen.time.exposed / communication
+        yield f"  communication: {communication / 1000:.2f} ms, of which {hidden:.0%} beside computation"
+
+
+def _unit_lines(decision: Decision) -> Iterator[str]:
+    estimate = decision.chosen
+    if estimate is None:
+        return
+    pairs = list(zip(decision.units, estimate.units, strict=True))
+    for (unit, time), group in itertools.groupby(pairs, key=lambda pair: (_nameless(pair[0]), pair[1])):
+        names = [member.name or "root" for member, _ in group]
+        label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} units)"
+        passes = (
+            "in forward and backward"
+            if estimate.candidate.reshards_after_forward and names[0] != "root"
+            else ("in forward")
+        )
+        full_bytes = unit[1] * decision.options.compute_dtype.itemsize
+        yield (
+            f"{label}: {unit[0]} parameters, {unit[1]:,} elements; "
+            f"all-gather {full_bytes if estimate.candidate.num_shards > 1 else 0:,} B over "
+            f"{estimate.candidate.num_shards} ranks {passes} {time.gather:,.0f} us; "
+            f"reduce {full_bytes:,} B over {estimate.candidate.num_shards} ranks x "
+            f"{estimate.candidate.num_replicas} replicas {time.reduce:,.0f} us; "
+            f"forward {time.forward:,.0f} us, backward {time.backward:,.0f} us"
+        )
+
+
+def _nameless(unit: PlanUnit) -> tuple[int, int]:
+    return unit.num_parameters, unit.numel
