@@ -21,7 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_conformance.adapters.components import Assignment, Bucketer, ChunkPool, GradientReducer, ReducerOptions
+from fsdp_conformance.adapters.components import (
+    Assignment,
+    Bucketer,
+    ChunkPool,
+    GradientReducer,
+    ReducerOptions,
+    TensorLayout,
+)
 from fsdp_conformance.adapters.names import cleaned_parameters
 from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import Unsupported
@@ -71,6 +78,7 @@ class Adapter(ABC):
         "reducer": "reducer",
         "reduce_scatter_bucketer": "bucketing",
         "chunk_pool": "chunk_pool",
+        "redistribution_cost": "mesh",
     }
     """Optional method to the flag that overriding it declares. A base class for adapters adds its own hooks."""
 
@@ -231,6 +239,16 @@ class Adapter(ABC):
 
     def chunk_pool(self, num_blocks: int, numel: int, dtype: torch.dtype, device: torch.device) -> ChunkPool:
         """A pool of `num_blocks` blocks of `numel` elements, for chunks of that size."""
+        raise NotImplementedError
+
+    def redistribution_cost(
+        self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
+    ) -> float:
+        """
+        What bringing a tensor of that (full) shape to another layout takes, in microseconds, infinite if it cannot be.
+
+        Not collective. Declares `mesh`.
+        """
         raise NotImplementedError
 
     # What a user does with the module in hand.

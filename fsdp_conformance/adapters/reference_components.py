@@ -1,5 +1,5 @@
 """
-The components of the reference engine, each by itself: reducer, reduce-scatter bucketer, chunks in a memory pool.
+The components of the reference engine, each by itself: reducer, reduce-scatter bucketer, chunks in a pool, costs.
 
 Training is that of the data-parallel mode, which uses the first of them.
 """
@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_conformance.adapters.components import Bucketer, ChunkPool, ChunkStorage, PoolBlock, PoolUse, ShardStatistics
+from fsdp_conformance.adapters.components import (
+    Bucketer,
+    ChunkPool,
+    ChunkStorage,
+    PoolBlock,
+    PoolUse,
+    ShardStatistics,
+    TensorLayout,
+)
 from fsdp_conformance.adapters.reference_data_parallel import ReferenceDataParallel
 from fsdp_conformance.engine.bucket_assignment import MIB
 from fsdp_conformance.engine.chunk import Chunk
@@ -22,7 +30,9 @@ from fsdp_conformance.engine.chunk_fetcher import ChunkFetcher, ChunkScheduler, 
 from fsdp_conformance.engine.chunk_group import ChunkGroup
 from fsdp_conformance.engine.chunk_state import ChunkState, TensorState
 from fsdp_conformance.engine.errors import ChunkStateError, PoolError
+from fsdp_conformance.engine.link_spec import LINKS, LinkSpec
 from fsdp_conformance.engine.memory_pool import Block, BlockKind, MemoryPool
+from fsdp_conformance.engine.redistribution_cost import Layout, redistribution_cost_us
 from fsdp_conformance.engine.reduce_scatter_bucketer import ReduceScatterBucketer
 
 
@@ -30,12 +40,20 @@ class ReferenceComponents(ReferenceDataParallel):
     """Hands out the engine's components."""
 
     name: ClassVar[str] = "reference-components"
+    link: ClassVar[LinkSpec] = LINKS["nvlink"]
+    """Of every axis, for costs."""
 
     def reduce_scatter_bucketer(self, cap_bytes: float) -> Bucketer:
         return ReduceScatterBucketer(cap_bytes / MIB)
 
     def chunk_pool(self, num_blocks: int, numel: int, dtype: torch.dtype, device: torch.device) -> ChunkPool:
         return EnginePool(num_blocks, numel, dtype, device)
+
+    def redistribution_cost(
+        self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
+    ) -> float:
+        links = [self.link] * source.mesh.ndim
+        return redistribution_cost_us(shape, dtype, Layout(*source), Layout(*target), links)
 
 
 class EngineChunk:

@@ -11,25 +11,25 @@ Source: Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Op
 
 from __future__ import annotations
 
-from fsdp_conformance.engine.link_spec import MeshAxis
+from fsdp_conformance.engine.link_spec import LinkedAxis
 
 
-def all_gather_us(nbytes: float, axis: MeshAxis) -> float:
+def all_gather_us(nbytes: float, axis: LinkedAxis) -> float:
     """`nbytes`: of the gathered tensor, all shards together."""
     return _ring_us(nbytes, axis, num_passes=1)
 
 
-def reduce_scatter_us(nbytes: float, axis: MeshAxis) -> float:
+def reduce_scatter_us(nbytes: float, axis: LinkedAxis) -> float:
     """`nbytes`: of the tensor that each rank gives in, of which it gets one shard back."""
     return _ring_us(nbytes, axis, num_passes=1)
 
 
-def all_reduce_us(nbytes: float, axis: MeshAxis) -> float:
+def all_reduce_us(nbytes: float, axis: LinkedAxis) -> float:
     """`nbytes`: of the tensor that each rank gives in, and gets back reduced."""
     return _ring_us(nbytes, axis, num_passes=2)
 
 
-def all_to_all_us(nbytes: float, axis: MeshAxis) -> float:
+def all_to_all_us(nbytes: float, axis: LinkedAxis) -> float:
     """
     `nbytes`: of the tensor that each rank gives in, one n-th for each rank.
 
@@ -38,7 +38,7 @@ def all_to_all_us(nbytes: float, axis: MeshAxis) -> float:
     return _ring_us(nbytes, axis, num_passes=1)
 
 
-def _ring_us(nbytes: float, axis: MeshAxis, *, num_passes: int) -> float:
+def _ring_us(nbytes: float, axis: LinkedAxis, *, num_passes: int) -> float:
     hops = num_passes * (axis.num_ranks - 1)
     if not hops:
         return 0.0

@@ -2,7 +2,7 @@
 What a link between ranks costs, as data: a start-up, a latency for each hop, and a bandwidth (the alpha-beta model).
 
     LINKS       named links, each with the source of its numbers
-    MeshAxis    so many ranks in a ring on one link
+    LinkedAxis    so many ranks in a ring on one link
     Cluster     hosts with a link inside and one between them; gives the axis of every group of regularly spaced ranks
 
 Units: microseconds; GB is 10**9 bytes, as vendors and NCCL count. The bandwidth of a named link is nominal, an upper
@@ -84,7 +84,7 @@ LINKS: Mapping[str, LinkSpec] = {
 
 
 @dataclass(frozen=True, slots=True)
-class MeshAxis:
+class LinkedAxis:
     """The ranks along one axis of a mesh: a ring."""
 
     num_ranks: int
@@ -92,7 +92,7 @@ class MeshAxis:
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
-            raise ConfigError([f"num_ranks={self.num_ranks}, but should be at least 1"], where="MeshAxis")
+            raise ConfigError([f"num_ranks={self.num_ranks}, but should be at least 1"], where="LinkedAxis")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,7 +124,7 @@ class Cluster:
         """Hosts, the last of which may not be full."""
         return -(-self.world_size // self.ranks_per_host)
 
-    def axis(self, num_ranks: int, *, stride: int = 1) -> MeshAxis:
+    def axis(self, num_ranks: int, *, stride: int = 1) -> LinkedAxis:
         """
         The ring of `num_ranks` ranks, of which each is `stride` behind the one before.
 
@@ -134,10 +134,10 @@ class Cluster:
         """
         together = max(1, min(num_ranks, self.ranks_per_host // stride))
         if together == num_ranks:
-            return MeshAxis(num_ranks, self.inner)
+            return LinkedAxis(num_ranks, self.inner)
         if together == 1:
-            return MeshAxis(num_ranks, self.outer)
-        return MeshAxis(
+            return LinkedAxis(num_ranks, self.outer)
+        return LinkedAxis(
             num_ranks,
             LinkSpec(
                 launch_us=max(self.inner.launch_us, self.outer.launch_us),

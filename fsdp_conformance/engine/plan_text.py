@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from fsdp_conformance.engine.device_spec import GIB
 from fsdp_conformance.engine.plan_candidate import Candidate
@@ -73,17 +74,16 @@ def _reasons(decision: Decision) -> Iterator[str]:
             "activation checkpointing"
         )
         return
-    too_large = decision.estimates[: decision.estimates.index(chosen)]
+    fastest = decision.estimates[0]
     number = sum(each.fits(decision.memory_bytes) for each in decision.estimates)
     yield (
         f"chosen: {candidate_name(chosen.candidate)}, the fastest of {number} that fit into "
         f"{decision.memory_bytes / GIB:.1f} GiB"
     )
-    if too_large:
-        fastest = too_large[0]
+    if fastest is not chosen:
         yield (
-            f"  faster: {candidate_name(fastest.candidate)} by {fastest.time.step / chosen.time.step:.2f} times the "
-            f"step, but it needs {fastest.memory.on_device / GIB:.1f} GiB"
+            f"  faster: {candidate_name(fastest.candidate)}, {fastest.time.step / chosen.time.step:.2f} of the time, "
+            f"but it needs {fastest.memory.on_device / GIB:.1f} GiB"
         )
     memory = chosen.memory
     held = ", ".join(
@@ -110,24 +110,29 @@ def _unit_lines(decision: Decision) -> Iterator[str]:
     if estimate is None:
         return
     pairs = list(zip(decision.units, estimate.units, strict=True))
-    for (unit, time), group in itertools.groupby(pairs, key=lambda pair: (_nameless(pair[0]), pair[1])):
-        names = [member.name or "root" for member, _ in group]
-        label = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]} ({len(names)} units)"
-        passes = (
-            "in forward and backward"
-            if estimate.candidate.reshards_after_forward and names[0] != "root"
-            else ("in forward")
-        )
-        full_bytes = unit[1] * decision.options.compute_dtype.itemsize
+    candidate = estimate.candidate
+    for (size, time), group in itertools.groupby(pairs, key=lambda pair: (_size(pair[0]), pair[1])):
+        names = [member.name for member, _ in group]
+        label = names[0] or "root"
+        if len(names) > 1:
+            label += f" to {names[-1]} ({len(names)} units)"
+        full_bytes = size.numel * decision.options.compute_dtype.itemsize
+        gathered = full_bytes if candidate.num_shards > 1 else 0
+        reduced = full_bytes if candidate.num_shards * candidate.num_replicas > 1 else 0
+        passes = "in forward and backward" if candidate.reshards_after_forward and names[0] else "in forward"
+        yield f"{label}: {size.num_parameters} parameters, {size.numel:,} elements" + (" each" if names[1:] else "")
+        yield f"  all-gather {gathered:,} B over {candidate.num_shards} ranks {passes}: {time.gather:,.0f} us"
         yield (
-            f"{label}: {unit[0]} parameters, {unit[1]:,} elements; "
-            f"all-gather {full_bytes if estimate.candidate.num_shards > 1 else 0:,} B over "
-            f"{estimate.candidate.num_shards} ranks {passes} {time.gather:,.0f} us; "
-            f"reduce {full_bytes:,} B over {estimate.candidate.num_shards} ranks x "
-            f"{estimate.candidate.num_replicas} replicas {time.reduce:,.0f} us; "
-            f"forward {time.forward:,.0f} us, backward {time.backward:,.0f} us"
+            f"  reduce {reduced:,} B over {candidate.num_shards} ranks x {candidate.num_replicas} replicas: "
+            f"{time.reduce:,.0f} us"
         )
+        yield f"  compute forward {time.forward:,.0f} us, backward {time.backward:,.0f} us"
 
 
-def _nameless(unit: PlanUnit) -> tuple[int, int]:
-    return unit.num_parameters, unit.numel
+class _Size(NamedTuple):
+    num_parameters: int
+    numel: int
+
+
+def _size(unit: PlanUnit) -> _Size:
+    return _Size(unit.num_parameters, unit.numel)

@@ -25,7 +25,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_conformance.engine.collective_cost import all_gather_us, all_reduce_us, all_to_all_us, reduce_scatter_us
-from fsdp_conformance.engine.link_spec import LinkSpec, MeshAxis
+from fsdp_conformance.engine.link_spec import LinkedAxis, LinkSpec
 from fsdp_conformance.errors import ConfigError
 
 _WHERE = "redistribution_cost_us"
@@ -56,7 +56,7 @@ def redistribution_cost_us(
         return 0.0
     if source.mesh.get_coordinate() is None:
         return 0.0
-    axes = [MeshAxis(size, link) for size, link in zip(source.mesh.shape, links, strict=True)]
+    axes = [LinkedAxis(size, link) for size, link in zip(source.mesh.shape, links, strict=True)]
     return _Redistribution(math.prod(shape) * dtype.itemsize, axes, source.placements, target.placements).cost_us()
 
 
@@ -64,7 +64,7 @@ class _Redistribution:
     """Axes on their way from one placement to another."""
 
     def __init__(
-        self, nbytes: float, axes: Sequence[MeshAxis], source: Sequence[Placement], target: Sequence[Placement]
+        self, nbytes: float, axes: Sequence[LinkedAxis], source: Sequence[Placement], target: Sequence[Placement]
     ) -> None:
         self.axes = axes
         self.current = list(source)
