@@ -17,9 +17,9 @@ from fsdp_conformance.cli import messages
 from fsdp_conformance.cli.plan_order import PlanOrder, order_from_json
 from fsdp_conformance.cli.status import Status
 from fsdp_conformance.engine import plan_model
-from fsdp_conformance.engine.device_spec import DEVICES, GIB
+from fsdp_conformance.engine.device_spec import DEVICES
 from fsdp_conformance.engine.link_spec import Cluster
-from fsdp_conformance.engine.plan_text import decision_text
+from fsdp_conformance.engine.plan_text import decision_text, size_words
 from fsdp_conformance.engine.planner import decide
 from fsdp_conformance.errors import ConformanceError, UsageError
 
@@ -46,9 +46,11 @@ def _plan(order: PlanOrder) -> int:
     print(
         f"{order.model}: {numel:,} elements in {messages.plural(len(units), 'unit')}; "
         f"{order.world_size} x {order.device} on {messages.plural(cluster.num_hosts, 'host')}, {order.link_words}; "
-        f"{order.compute_dtype} at {order.utilisation:.0%} of peak; {order.memory_bytes / GIB:.1f} GiB a rank"
+        f"{order.compute_dtype} at {order.utilisation:.0%} of peak; {size_words(order.memory_bytes)} a rank"
     )
     print("simulated: no rank was started and nothing was timed; times are those of a cost model")
+    if len(units) == 1:
+        print("one unit: the model has no module lists, so name the classes that are units with --units")
     print(decision_text(decision, num_rows=order.num_rows))
     return Status.CERTIFIED if decision.chosen is not None else Status.NOT_CERTIFIED
 

@@ -14,4 +14,8 @@ The reference sharding engine: one storage, one schedule, on torch alone.
     chunk_group         the chunks of a model, and their norm; `chunk_fetcher` brings them in, and chooses which leave
     chunk_search        the chunk size that wastes least
     reduce_scatter_bucketer   coalesces small reduce-scatters
+
+    link_spec           what a link costs, as data; `link_fit` measures one, `device_spec` is what a device computes
+    redistribution_cost what it takes to bring a tensor to another layout; `collective_cost` along one axis
+    planner             prices every way to shard a model, and chooses (`plan_*`: its parts)
 """

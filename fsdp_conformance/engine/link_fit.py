@@ -18,9 +18,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_conformance.engine.flat_collectives import all_gather, all_reduce_max
 from fsdp_conformance.engine.link_spec import BYTES_PER_US_AT_1_GB_PER_S, LinkSpec
 from fsdp_conformance.errors import ConfigError
 
@@ -76,14 +77,14 @@ def measure_link(
         shard = torch.ones(-(-nbytes // num_ranks), dtype=torch.uint8, device=device)
         whole = torch.ones(shard.numel() * num_ranks, dtype=torch.uint8, device=device)
         wire_bytes = float(shard.nbytes * (num_ranks - 1))
-        gather = partial(dist.all_gather_into_tensor, whole, shard, group=group)
-        reduce = partial(dist.all_reduce, whole, dist.ReduceOp.MAX, group=group)
+        gather = partial(all_gather, whole, shard, group)
+        reduce = partial(all_reduce_max, whole, group)
         gather_us = _median_us(gather, group, num_repetitions)
         timings.append(Timing(num_ranks - 1, wire_bytes, gather_us))
         reduce_us = _median_us(reduce, group, num_repetitions)
         timings.append(Timing(2 * (num_ranks - 1), 2 * wire_bytes, reduce_us))
     slowest = torch.tensor([timing.us for timing in timings], dtype=torch.float64).to(device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    all_reduce_max(slowest, group).wait()
     return fit_link([timing._replace(us=us) for timing, us in zip(timings, slowest.tolist(), strict=True)])
 
 
@@ -128,13 +129,13 @@ def _solution(relative: Tensor, kept: Sequence[int]) -> Tensor:
     return found
 
 
-def _median_us(collective: Callable[[], object], group: ProcessGroup, num_repetitions: int) -> float:
+def _median_us(collective: Callable[[], Work], group: ProcessGroup, num_repetitions: int) -> float:
     times = []
     for number in range(_NUM_WARM_UPS + num_repetitions):
         dist.barrier(group)
         _finish()
         began = time.perf_counter()
-        collective()
+        collective().wait()
         _finish()
         if number >= _NUM_WARM_UPS:
             times.append((time.perf_counter() - began) * 1e6)

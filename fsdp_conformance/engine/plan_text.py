@@ -6,13 +6,12 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from fsdp_conformance.engine.device_spec import GIB
 from fsdp_conformance.engine.plan_candidate import Candidate
 from fsdp_conformance.engine.plan_unit import PlanUnit
 from fsdp_conformance.engine.planner import Decision, Estimate
 
-_HEADINGS = ("strategy", "ranks", "offload", "step ms", "compute", "gather", "reduce", "optimizer", "exposed", "GiB")
-_WIDTHS = (20, 11, 8, 10, 10, 10, 10, 10, 10, 9)
+_HEADINGS = ("strategy", "ranks", "offload", "step ms", "compute", "gather", "reduce", "optimizer", "exposed", "memory")
+_WIDTHS = (20, 11, 8, 10, 10, 10, 10, 10, 10, 11)
 
 
 def decision_text(decision: Decision, *, num_rows: int = 12) -> str:
@@ -24,6 +23,14 @@ def candidate_name(candidate: Candidate) -> str:
     """Strategy, shards x replicas, and where the shards are."""
     offload = ", offloaded" if candidate.cpu_offload else ""
     return f"{candidate.strategy.value} {_ranks(candidate)}{offload}"
+
+
+def size_words(nbytes: float) -> str:
+    """A size in the largest unit of which there is one."""
+    for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.1f} {unit}"
+    return f"{nbytes:.0f} B"
 
 
 def _ranks(candidate: Candidate) -> str:
@@ -50,7 +57,7 @@ def _row(estimate: Estimate, memory_bytes: float) -> str:
         _ranks(candidate),
         "yes" if candidate.cpu_offload else "no",
         *(f"{microseconds / 1000:.2f}" for microseconds in parts),
-        f"{estimate.memory.on_device / GIB:.1f}",
+        size_words(estimate.memory.on_device),
     ]
     return _line(words) + ("" if estimate.fits(memory_bytes) else "  does not fit")
 
@@ -69,8 +76,8 @@ def _reasons(decision: Decision) -> Iterator[str]:
     if chosen is None:
         least = decision.smallest
         yield (
-            f"chosen: none. {candidate_name(least.candidate)} needs least, {least.memory.on_device / GIB:.1f} GiB, "
-            f"but the device has {decision.memory_bytes / GIB:.1f} GiB: more ranks, smaller units or batches, or "
+            f"chosen: none. {candidate_name(least.candidate)} needs least, {size_words(least.memory.on_device)}, "
+            f"but the device has {size_words(decision.memory_bytes)}: more ranks, smaller units or batches, or "
             "activation checkpointing"
         )
         return
@@ -78,16 +85,16 @@ def _reasons(decision: Decision) -> Iterator[str]:
     number = sum(each.fits(decision.memory_bytes) for each in decision.estimates)
     yield (
         f"chosen: {candidate_name(chosen.candidate)}, the fastest of {number} that fit into "
-        f"{decision.memory_bytes / GIB:.1f} GiB"
+        f"{size_words(decision.memory_bytes)}"
     )
     if fastest is not chosen:
         yield (
             f"  faster: {candidate_name(fastest.candidate)}, {fastest.time.step / chosen.time.step:.2f} of the time, "
-            f"but it needs {fastest.memory.on_device / GIB:.1f} GiB"
+            f"but it needs {size_words(fastest.memory.on_device)}"
         )
     memory = chosen.memory
     held = ", ".join(
-        f"{name} {nbytes / GIB:.2f}"
+        f"{name} {size_words(nbytes)}"
         for name, nbytes in (
             ("parameters", memory.parameters),
             ("gradients", memory.gradients),
@@ -97,8 +104,8 @@ def _reasons(decision: Decision) -> Iterator[str]:
             ("activations", memory.activations),
         )
     )
-    on_host = f"; the first three, {memory.on_host / GIB:.2f}, on the host" if memory.cpu_offload else ""
-    yield f"  memory in GiB: {held}{on_host}"
+    on_host = f"; the first three, {size_words(memory.on_host)}, on the host" if memory.cpu_offload else ""
+    yield f"  memory: {held}{on_host}"
     communication = chosen.time.gather + chosen.time.reduce
     if communication:
         hidden = 1 - chosen.time.exposed / communication
