@@ -11,8 +11,8 @@ The command line: one module a command, and what they share.
     explain       a requirement or a case, with what a run found
     verify        the verdict, derived again from a run file
 
-Nothing here imports torch. What needs it is asked of a child process: `survey`, `examine`, `planner`, and pytest itself.
-Exit statuses are in `status`.
+Nothing here imports torch. What needs it is asked of a child process: `survey`, `examine`, `planner`, and pytest
+itself. Exit statuses are in `status`.
 """
 
 from fsdp_conformance.cli.command import main

@@ -1,7 +1,7 @@
 """
 The child's side of `plan`: `python -m fsdp_conformance.cli.planner ORDER`.
 
-Builds the model on meta, prices every way to shard it, and prints what was found. It reaches torch through the engine.
+Builds the model on meta, prices every way to shard it, and prints what was found.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from typing import Any
 from fsdp_conformance.cli import messages
 from fsdp_conformance.cli.plan_order import PlanOrder, order_from_json
 from fsdp_conformance.cli.status import Status
-from fsdp_conformance.engine import plan_model
 from fsdp_conformance.engine.device_spec import DEVICES
 from fsdp_conformance.engine.link_spec import Cluster
-from fsdp_conformance.engine.plan_text import decision_text, size_words
-from fsdp_conformance.engine.planner import decide
 from fsdp_conformance.errors import ConformanceError, UsageError
 
 _EXAMPLE = "model, (one rank's inputs)"
@@ -36,6 +33,11 @@ def main(arguments: list[str]) -> int:
 
 
 def _plan(order: PlanOrder) -> int:
+    # Torch comes in with these, and only here.
+    from fsdp_conformance.engine import plan_model
+    from fsdp_conformance.engine.plan_text import decision_text, size_words
+    from fsdp_conformance.engine.planner import decide
+
     units, options = plan_model.counted(
         _builder(order.model), order.units, compute_dtype=order.compute_dtype, utilisation=order.utilisation
     )

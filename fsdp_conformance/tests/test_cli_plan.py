@@ -67,7 +67,7 @@ def test_nothing_fits(place: Path) -> None:
 
     assert found.status == Status.NOT_CERTIFIED
     assert "one unit: the model has no module lists" in found.out
-    assert "needs least, 87.5 KiB, but the device has 1.0 KiB" in found.out
+    assert "needs least, 44.2 KiB, but the device has 1.0 KiB" in found.out
 
 
 @pytest.mark.parametrize(
