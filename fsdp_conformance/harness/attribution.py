@@ -29,12 +29,15 @@ _LOST_PEER = re.compile(
 _TIMED_OUT = re.compile(
     r"timed out waiting|application timeout caused pair closure|timed out connecting|wait timeout after"
     r"|timeout waiting for key|timed out after \d+|caught collective operation timeout|socket timeout"
-    r"|monitoredBarrier.*(timeout|within)",
+    r"|monitoredBarrier.*(timeout|within)|no rank can go on"
+    r"|mismatch in collective",
     re.IGNORECASE | re.DOTALL,
 )
 
 #: Only these classes come from a backend; a ValueError about a broken pipe is the rank's own.
-_BACKEND_ERRORS = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
+_BACKEND_ERRORS = (
+    "RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "RankTimedOut"
+)  # fmt: skip
 
 
 class Ending(StrEnum):

@@ -65,6 +65,8 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     """Variables that must be set when the modules of `preload` are imported. Each set has a server of its own."""
     reuse_ranks: bool = False
     """Take the ranks of the last case of this world size, if it ended well, rather than fresh ones."""
+    simulated_ranks: bool = False
+    """Run the ranks as threads of one process, which take turns (`harness.simulated_ranks`)."""
     launch_payload: Any = None
     """Anything picklable, for `self.launch_payload` in the ranks. What else `setUp` sets, the ranks do not see."""
 
@@ -136,6 +138,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
                 options={"fake_pg": getattr(self, "fake_pg", False)},
                 imports_main=owner.__module__ == "__main__",
                 reuse=self.reuse_ranks,
+                simulated=self.simulated_ranks,
             )
         )
         self.processes = self._launch.processes
