@@ -137,11 +137,12 @@ def test_attention_keeps_no_weights() -> None:
 
 def test_what_cannot_be_counted_is_refused() -> None:
     """A model elsewhere than on meta, one without parameters, and one whose forward raises, by name."""
-    for model, inputs, expected in (
+    refused: list[tuple[nn.Module, list[Tensor], str]] = [
         (nn.Linear(2, 2), [], "weight is on cpu, but all parameters should be on meta"),
         (nn.Tanh(), [], "it has no parameters"),
         (on_meta(Tied), [], r"forward on meta raised TypeError: .*'tokens'"),
-    ):
+    ]
+    for model, inputs, expected in refused:
         with pytest.raises(ConfigError, match=expected):
             plan_units(model, inputs, named_classes([]), compute_dtype=torch.float32)
 
