@@ -64,12 +64,19 @@ class Meeting:
         self.brought: list[Contribution | None] = [None] * size
         self.number_of_arrived = 0
 
-    def join(self, rank: int, contribution: Contribution) -> str:
-        """The rank `rank` of the group has come. Why its call is not the collective of the others; empty if it is."""
+    def join(self, rank: int, contribution: Contribution, names: Sequence[int]) -> str:
+        """
+        The rank `rank` of the group has come. Why its call is not the collective of the others; empty if it is.
+
+        `names` are the group's ranks as people know them.
+        """
         for other, present in enumerate(self.brought):
             if present is not None and present.agreed != contribution.agreed:
-                what = _difference(present, contribution)
-                return f"rank {rank} called {contribution.call}, but rank {other} called {present.call}: {what} differ"
+                mine, theirs = (
+                    f"rank {names[rank]} called {contribution.call}",
+                    f"rank {names[other]} called {present.call}",
+                )
+                return f"{mine}, but {theirs}: {_difference(present, contribution)} differ"
         if contribution.op in _ROOTED and _sends(contribution, rank):
             contribution.inputs = tuple(tensor.detach().clone() for tensor in contribution.inputs)
         self.brought[rank] = contribution

@@ -193,11 +193,11 @@ class RankScheduler:
                 continue
             waits = seat.describe() if seat.describe is not None and not seat.is_done else ""
             lines.append(f"rank {rank} waits for {waits}" if waits else f"rank {rank} has ended")
-        told = "\n  ".join(lines)
+        begin = STUCK
         if self.failed:
             rank, failure = next(iter(self.failed.items()))
-            return f"{PEER_FAILED}: rank {rank} failed, {failure}\n  {told}"
-        return f"{STUCK}:\n  {told}"
+            begin = f"{PEER_FAILED}: rank {rank} failed, {failure}"
+        return f"{begin}: " + ";\n  ".join(lines)
 
 
 _scheduler: RankScheduler | None = None

@@ -36,8 +36,8 @@ from fsdp_conformance.history.collective import Op
 class _Shared:
     """What the ranks of one group have in common."""
 
-    size: int
-    name: str
+    ranks: tuple[int, ...]
+    """The members as global ranks."""
     open: dict[int, Meeting] = field(default_factory=dict)
     """By number: the collectives that a rank has yet to come to."""
     channels: dict[tuple[int, int, int], Channel] = field(default_factory=lambda: defaultdict(Channel))
@@ -45,6 +45,11 @@ class _Shared:
     last: dict[int, tuple[int, str]] = field(default_factory=dict)
     """By rank: its latest collective and the number of it."""
     failure: str = ""
+
+    @property
+    def name(self) -> str:
+        """For people: "[0, 2]"."""
+        return str(list(self.ranks))
 
 
 class SimulatedWork(Work):
@@ -131,7 +136,7 @@ class SimulatedProcessGroup(TwinnedProcessGroup):
         number = self._issued
         meeting = shared.open.setdefault(number, Meeting(self.size()))
         shared.last[self.rank()] = number, contribution.call
-        difference = meeting.join(self.rank(), contribution)
+        difference = meeting.join(self.rank(), contribution, shared.ranks)
         if difference:
             shared.failure = f"mismatch in collective {number} of group {shared.name}: {difference}"
             raise DistBackendError(shared.failure)
@@ -152,7 +157,9 @@ class SimulatedProcessGroup(TwinnedProcessGroup):
             channel.expected.append(contribution)
         shared.failure = channel.deliver() or shared.failure
         return SimulatedWork(
-            self, contribution, lambda: f"{contribution.call}; rank {peer} of group {shared.name} has not sent it"
+            self,
+            contribution,
+            lambda: f"{contribution.call}; rank {shared.ranks[peer]} of group {shared.name} has not sent it",
         )
 
     def sender(self, tag: int) -> int:
@@ -189,7 +196,7 @@ class SimulatedProcessGroup(TwinnedProcessGroup):
         for rank in meeting.missing():
             latest = self.shared.last.get(rank)
             at = f"at collective {latest[0]}, {latest[1]}" if latest else "at none yet"
-            there.append(f"rank {rank} ({at})")
+            there.append(f"rank {self.shared.ranks[rank]} ({at})")
         return f"{contribution.call}, collective {number} of group {self.shared.name}; not there: {', '.join(there)}"
 
 
@@ -265,7 +272,7 @@ class _Groups:
         self._joined[name, ranks, rank] += 1
         key = (name, ranks, time)
         if key not in self._shared:
-            self._shared[key] = _Shared(size=len(ranks), name=f"[{', '.join(map(str, ranks))}]")
+            self._shared[key] = _Shared(ranks)
         return self._shared[key]
 
 

@@ -36,6 +36,7 @@ from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
 from fsdp_conformance.harness.launcher import Launch, LaunchOrder, launch
 from fsdp_conformance.harness.torch_testing import MultiProcessTestCase
+from fsdp_conformance.judge.mismatch import differing_calls
 from fsdp_conformance.outcome import RankError, RankExit, RankReport
 
 
@@ -259,6 +260,7 @@ def failure_text(
     The lines that begin with "Process" are those of torch's harness, which tests look for.
     """
     lines = [found.headline]
+    lines += [differing_calls(exits)] if found.is_hang and differing_calls(exits) else []
     lines += [f"  then {sentence}" for sentence in found.consequences]
     first = found.first.rank if found.first is not None else 0
     for index in sorted(range(len(exits)), key=lambda index: (index != first, index)):
