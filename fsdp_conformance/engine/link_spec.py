@@ -130,10 +130,10 @@ class Cluster:
 
         Where it spans hosts, every host has some of them in a row: only one hop of so many crosses to another host, but
         all bytes do. Rings that run beside it start at the other ranks of the host, and each has its part of the
-        adapters; so many ranks in a row have the adapters of all of them.
+        adapters; so many ranks in a row have the adapters of all of them. Where rows differ the shortest counts.
         """
-        together = max(1, min(num_ranks, self.ranks_per_host // stride))
-        if together == num_ranks:
+        together = max(1, math.gcd(num_ranks * stride, self.ranks_per_host) // stride)
+        if together == num_ranks or self.num_hosts == 1:
             return LinkedAxis(num_ranks, self.inner)
         if together == 1:
             return LinkedAxis(num_ranks, self.outer)

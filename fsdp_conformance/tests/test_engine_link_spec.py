@@ -70,6 +70,15 @@ def test_a_group_that_spans_hosts_crosses_once_for_each_host() -> None:
     assert pairs == LinkSpec(launch_us=7.0, latency_us=(1.0 + 9.0) / 2, bandwidth_gb_per_s=100.0)
 
 
+def test_a_group_that_does_not_divide_a_host() -> None:
+    """Of groups of three one has ranks 6, 7 and 8; of groups of twelve each has four on one of its hosts."""
+    threes, twelves = cluster(24).axis(3), cluster(24).axis(12)
+
+    assert threes == LinkedAxis(3, OUTER)
+    assert twelves.link.bandwidth_gb_per_s == 4 * 50.0
+    assert cluster(6).axis(3) == LinkedAxis(3, INNER)
+
+
 def test_what_is_out_of_range_is_said_at_once() -> None:
     """Every wrong number is in one error."""
     with pytest.raises(ConfigError) as caught:
