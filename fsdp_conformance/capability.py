@@ -191,7 +191,7 @@ _ALL = [
             "reducer": "The component: a reducer that buckets and all-reduces gradients.",
             "bucketing": "The component: a bucketer of reduce-scatters.",
             "chunk_pool": "The component: chunks in a memory pool.",
-            "mesh": "The component: collectives along the axes of a mesh.",
+            "mesh": "The component: collectives along the axes of a mesh, and what they cost.",
         },
     ),
 ]

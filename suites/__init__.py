@@ -15,4 +15,6 @@ The cases, one file a chapter of the contract. Imported by nobody; they see an i
     test_q_buffers           Q  buffers and batch norm
     test_w_reentry           W  multiple forwards and re-entrancy
     test_x_structures        X  inputs and outputs
+
+    test_ad_cost             AD a component: the cost model of redistributions on a mesh
 """

@@ -28,6 +28,7 @@ from fsdp_conformance.adapters.components import (
     GradientReducer,
     MeshCollectives,
     ReducerOptions,
+    TensorLayout,
 )
 from fsdp_conformance.adapters.names import cleaned_parameters
 from fsdp_conformance.config import Plan
@@ -79,6 +80,7 @@ class Adapter(ABC):
         "reduce_scatter_bucketer": "bucketing",
         "chunk_pool": "chunk_pool",
         "mesh_collectives": "mesh",
+        "redistribution_cost": "mesh",
     }
     """Optional method to the flag that overriding it declares. A base class for adapters adds its own hooks."""
 
@@ -243,6 +245,16 @@ class Adapter(ABC):
 
     def mesh_collectives(self) -> MeshCollectives:
         """Collectives along the axes of a mesh. Declares `mesh`."""
+        raise NotImplementedError
+
+    def redistribution_cost(
+        self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
+    ) -> float:
+        """
+        What bringing a tensor of that (full) shape to another layout takes, in microseconds, infinite if it cannot be.
+
+        Not collective. Declares `mesh`.
+        """
         raise NotImplementedError
 
     # What a user does with the module in hand.

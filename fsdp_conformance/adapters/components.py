@@ -5,6 +5,7 @@ The components of an engine, as the suite drives them: what optional methods of 
     reduce_scatter_bucketer   reduce-scatters, small ones coalesced
     chunk_pool                flat storage that is sharded over a group, and the blocks that it is gathered into
     mesh_collectives          what ranks along one axis of a DeviceMesh tell each other
+    redistribution_cost       what bringing a tensor from one layout on a mesh to another takes
 
 Protocols only: an engine's own class is handed out where it fits, and a few lines around it where it does not. Where a
 method is to raise, any exception will do; its text is shown in the report. Shapes are those of tensors on the rank's
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.placement_types import Placement
 
 #: The states of a tensor in a chunk.
 TENSOR_STATES = ("free", "hold", "compute", "hold_after_bwd", "ready_for_reduce")
@@ -158,6 +160,14 @@ class ChunkStorage(Protocol):
 
     def statistics(self) -> ShardStatistics:
         """Those of the valid elements of this rank's shard. Raises before the first reduction."""
+
+
+class TensorLayout(NamedTuple):
+    """Where the parts of a tensor are."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    """One for each axis of the mesh: Replicate, Shard or Partial."""
 
 
 class PoolBlock(Protocol):

@@ -1,6 +1,6 @@
 """
 The components of the reference engine, each by itself: reducer, reduce-scatter bucketer, chunks in a memory pool,
-collectives along a mesh.
+collectives along a mesh, costs.
 
 Training is that of the data-parallel mode, which uses the first of them.
 """
@@ -23,6 +23,7 @@ from fsdp_conformance.adapters.components import (
     PoolBlock,
     PoolUse,
     ShardStatistics,
+    TensorLayout,
 )
 from fsdp_conformance.adapters.reference_data_parallel import ReferenceDataParallel
 from fsdp_conformance.engine.bucket_assignment import MIB
@@ -32,9 +33,11 @@ from fsdp_conformance.engine.chunk_fetcher import ChunkFetcher, ChunkScheduler, 
 from fsdp_conformance.engine.chunk_group import ChunkGroup
 from fsdp_conformance.engine.chunk_state import ChunkState, TensorState
 from fsdp_conformance.engine.errors import ChunkStateError, PoolError
+from fsdp_conformance.engine.link_spec import LINKS, LinkSpec
 from fsdp_conformance.engine.memory_pool import Block, BlockKind, MemoryPool
 from fsdp_conformance.engine.mesh_collectives import mesh_broadcast, mesh_scatter
 from fsdp_conformance.engine.mesh_gathering import mesh_all_gather, mesh_reduce_scatter
+from fsdp_conformance.engine.redistribution_cost import Layout, redistribution_cost_us
 from fsdp_conformance.engine.reduce_scatter_bucketer import ReduceScatterBucketer
 from fsdp_conformance.engine.shard_dim_all_to_all import shard_dim_all_to_all
 from fsdp_conformance.engine.tensor_meta import check_tensor_meta
@@ -45,6 +48,8 @@ class ReferenceComponents(ReferenceDataParallel):
     """Hands out the engine's components."""
 
     name: ClassVar[str] = "reference-components"
+    link: ClassVar[LinkSpec] = LINKS["nvlink"]
+    """Of every axis, for costs."""
 
     def reduce_scatter_bucketer(self, cap_bytes: float) -> Bucketer:
         return ReduceScatterBucketer(cap_bytes / MIB)
@@ -54,6 +59,12 @@ class ReferenceComponents(ReferenceDataParallel):
 
     def mesh_collectives(self) -> MeshCollectives:
         return EngineMesh()
+
+    def redistribution_cost(
+        self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
+    ) -> float:
+        links = [self.link] * source.mesh.ndim
+        return redistribution_cost_us(shape, dtype, Layout(*source), Layout(*target), links)
 
 
 class EngineChunk:

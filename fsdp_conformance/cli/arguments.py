@@ -25,6 +25,12 @@ The script is started as by torchrun, once per rank. It asks for the device "sim
 
 """
 
+_PLAN_NOTES = """\
+The model is built on meta by a function that returns a module, and a tuple of the inputs of one rank's forward.
+A link is a name (nvlink, pcie, ib, ethernet, gloo-loopback) or LAUNCH_US:LATENCY_US:GB_PER_S. No rank is started.
+
+"""
+
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors say what was probably meant."""
@@ -141,6 +147,11 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     doctor = command("doctor", "doctor", "say what this machine can do, and what it cannot")
     _add_device(doctor)
 
+    plan = command(
+        "plan", "plan", "price every way to shard a model, and choose the fastest that fits", notes=_PLAN_NOTES
+    )
+    _add_plan(plan)
+
     listing = command("list", "listing", "show every case and whether it would run, starting no rank")
     _add_implementation(listing)
     _add_selection(listing)
@@ -191,6 +202,30 @@ def _add_sanitize(parser: Parser) -> None:
     parser.add_argument(
         "script_words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script; what follows is its own"
     )
+
+
+def _add_plan(parser: Parser) -> None:
+    parser.add_argument("--model", metavar="SPEC", required=True, help="package.module:function or file.py:function")
+    parser.add_argument("--world-size", metavar="N", required=True, help="number of ranks")
+    parser.add_argument("--ranks-per-host", metavar="N", default="8", help="ranks of a host (default: 8)")
+    parser.add_argument(
+        "--link", metavar="LINKS", default="nvlink+ib", help="within a host + between hosts (default: nvlink+ib)"
+    )
+    parser.add_argument("--device", metavar="NAME", default="h100", help="a100, h100 or h200 (default: h100)")
+    parser.add_argument("--memory", metavar="SIZE", help="80GiB, 64GB ... for each rank (default: the device's)")
+    parser.add_argument(
+        "--units", metavar="CLASS", action="append", help="a class whose modules are units (default: members of lists)"
+    )
+    parser.add_argument(
+        "--compute-dtype",
+        choices=("bfloat16", "float16", "float32"),
+        default="bfloat16",
+        help="of computation, gathers and reductions (default: bfloat16)",
+    )
+    parser.add_argument(
+        "--utilisation", metavar="F", default="0.4", help="reached part of the device's peak (default: 0.4)"
+    )
+    parser.add_argument("--rows", metavar="N", default="12", help="candidates that are shown (default: 12)")
 
 
 def _add_device(parser: Parser) -> None:

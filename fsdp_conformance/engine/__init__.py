@@ -19,4 +19,7 @@ The reference sharding engine: one storage, one schedule, on torch alone.
     mesh_gathering      all-gather and reduce-scatter along one, of shards that may be uneven (`uneven_shards`)
     shard_dim_all_to_all      from sharded along one dim to sharded along another
     tensor_meta         whether the tensors of a group differ in more than values
+    link_spec           what a link costs, as data; `link_fit` measures one, `device_spec` is what a device computes
+    redistribution_cost what it takes to bring a tensor to another layout; `collective_cost` along one axis
+    planner             prices every way to shard a model, and chooses (`plan_*`: its parts)
 """

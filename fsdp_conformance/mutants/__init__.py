@@ -18,6 +18,7 @@ that fails none of them proves nothing. Standard library only; the classes are i
     bucketer        components: which reduce-scatters are coalesced, and who gets what
     chunks          components: chunks, the states of their tensors, and the blocks of their pool
     mesh            components: collectives along a mesh, which ranks they reach and what becomes of uneven shards
+    cost            components: what redistributions on a mesh cost
 """
 
 from __future__ import annotations

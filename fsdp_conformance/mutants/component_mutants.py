@@ -245,4 +245,17 @@ COMPONENT_MUTANTS = [
         "shape-always-compared": ("ShapeAlwaysCompared", "R185", "Shapes are compared, asked for or not."),
         "stride-always-compared": ("StrideAlwaysCompared", "R185", "Strides are compared, asked for or not."),
     }),
+    *mutants_of("cost", {
+        "charges-equal-layouts": ("ChargesEqualLayouts", "R184", "Where nothing changes there is a cost."),
+        "charges-slices": ("ChargesSlices", "R184", "Slicing what every rank has costs as much as gathering it."),
+        "outsiders-pay": ("OutsidersPay", "R184", "A rank outside the mesh has a cost."),
+        "shards-become-partial": ("ShardsBecomePartial", "R184", "Shards are taken for partial sums, at no cost."),
+        "crosses-meshes": ("CrossesMeshes", "R184", "Another mesh is taken for the same."),
+        "gathers-one-shard": ("GathersOneShard", "R184", "An all-gather is priced by the bytes of one shard."),
+        "no-start-up": ("NoStartUp", "R184", "A collective costs nothing to start."),
+        "reduces-in-one-pass": ("ReducesInOnePass", "R184", "An all-reduce costs what a reduce-scatter does."),
+        "first-axis-only": ("FirstAxisOnly", "R184", "What happens along the other axes of a mesh costs nothing."),
+        "counts-elements": ("CountsElements", "R184", "Elements are counted, whatever their dtype."),
+        "every-tensor-alike": ("EveryTensorAlike", "R184", "The cost does not depend on the size of the tensor."),
+    }),
 ]  # fmt: skip

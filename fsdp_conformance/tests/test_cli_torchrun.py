@@ -23,6 +23,9 @@ from fsdp_conformance.report import runfile
 #: Until anything that should come has come; nothing is judged by it.
 FOREVER_S = 400.0
 
+#: Between two looks at what another process does.
+POLL_S = 0.05
+
 
 @contextmanager
 def agents(report: Path, *words: str) -> Iterator[list[subprocess.Popen[bytes]]]:
@@ -60,7 +63,7 @@ def _await_listener(port: int) -> None:
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
-        time.sleep(0.05)
+        time.sleep(POLL_S)
     raise AssertionError(f"nobody listens at port {port}")
 
 
@@ -105,7 +108,7 @@ def test_a_lost_host(tmp_path: Path) -> None:
     with agents(report, "--case", "R001", "--world-size", "4", "--deadline-scale", "0.4") as (first, second):
         begun = time.monotonic()
         while not records(report) and time.monotonic() - begun < FOREVER_S and first.poll() is None:
-            time.sleep(0.05)
+            time.sleep(POLL_S)
         assert [] != records(report), (tmp_path / "agent0.log").read_text()[-3000:]
         end_family(second.pid)
         await_end(first, tmp_path / "agent0.log")

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -65,7 +66,7 @@ def _outputs(directory: Path, *, simulated: bool) -> list[dict[str, Outputs]]:
     case.simulated_ranks = simulated
     case.launch_payload = str(directory)
     result = unittest.TestResult()
-    case.run(result)  # type: ignore[no-untyped-call]
+    case.run(result)
     assert result.wasSuccessful(), [*result.errors, *result.failures]
     return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(3)]
 
@@ -115,7 +116,7 @@ def test_random_numbers_are_a_ranks_own() -> None:
 
 def test_the_process_is_as_it_was() -> None:
     """Random state, groups, threads and default dtype of the caller, also after a rank has failed."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     state, python = torch.get_rng_state(), random.getstate()
 
     def body(rank: int) -> None:
@@ -289,7 +290,7 @@ class Ends(ShardedTrainingTestCase):
 
 def _end(name: str) -> tuple[Ends, unittest.TestResult]:
     case, result = Ends(name), unittest.TestResult()
-    case.run(result)  # type: ignore[no-untyped-call]
+    case.run(result)
     return case, result
 
 

@@ -1,0 +1,86 @@
+"""
+The child's side of `plan`: `python -m fsdp_conformance.cli.planner ORDER`.
+
+Builds the model on meta, prices every way to shard it, and prints what was found.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from fsdp_conformance.cli import messages
+from fsdp_conformance.cli.plan_order import PlanOrder, order_from_json
+from fsdp_conformance.cli.status import Status
+from fsdp_conformance.engine.device_spec import DEVICES
+from fsdp_conformance.engine.link_spec import Cluster
+from fsdp_conformance.errors import ConformanceError, UsageError
+
+_EXAMPLE = "model, (one rank's inputs)"
+
+
+def main(arguments: list[str]) -> int:
+    """Print the plan; what is wrong with the model is said as the command says it."""
+    try:
+        return _plan(order_from_json(arguments[0]))
+    except ConformanceError as error:
+        messages.complain(error)
+        return error.exit_status
+
+
+def _plan(order: PlanOrder) -> int:
+    # Torch comes in with these, and only here.
+    from fsdp_conformance.engine import plan_model
+    from fsdp_conformance.engine.plan_text import decision_text, size_words
+    from fsdp_conformance.engine.planner import decide
+
+    units, options = plan_model.counted(
+        _builder(order.model), order.units, compute_dtype=order.compute_dtype, utilisation=order.utilisation
+    )
+    inner, outer = order.links
+    cluster = Cluster(world_size=order.world_size, ranks_per_host=order.ranks_per_host, inner=inner, outer=outer)
+    decision = decide(units, cluster, DEVICES[order.device], options, memory_bytes=order.memory_bytes)
+    numel = sum(unit.numel for unit in units)
+    print(
+        f"{order.model}: {numel:,} elements in {messages.plural(len(units), 'unit')}; "
+        f"{order.world_size} x {order.device} on {messages.plural(cluster.num_hosts, 'host')}, {order.link_words}; "
+        f"{order.compute_dtype} at {order.utilisation:.0%} of peak; {size_words(order.memory_bytes)} a rank"
+    )
+    print("simulated: no rank was started and nothing was timed; times are those of a cost model")
+    if len(units) == 1:
+        print("one unit: the model has no module lists, so name the classes that are units with --units")
+    print(decision_text(decision, num_rows=order.num_rows))
+    return Status.CERTIFIED if decision.chosen is not None else Status.NOT_CERTIFIED
+
+
+def _builder(spec: str) -> Any:
+    """The function that was named. Raises UsageError."""
+    place, _, name = spec.rpartition(":")
+    try:
+        module = _file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    except Exception as error:  # whatever a user's module raises is the reason why it cannot be imported
+        raise UsageError(
+            f"model={spec!r} cannot be imported: {type(error).__name__}: {error}, but should be "
+            "package.module:function or path/to/file.py:function"
+        ) from error
+    if not callable(getattr(module, name, None)):
+        raise UsageError(f"model={spec!r}, but {place} should have a function {name!r} that returns {_EXAMPLE}")
+    return getattr(module, name)
+
+
+def _file(path: Path) -> ModuleType:
+    found = importlib.util.spec_from_file_location(path.stem, path.resolve())
+    if found is None or found.loader is None:
+        raise ImportError(f"{path} is no Python file")
+    sys.path.append(str(path.resolve().parent))
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

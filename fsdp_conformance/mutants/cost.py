@@ -1,0 +1,133 @@
+"""What redistributions on a mesh cost: what is free, what cannot be, and what each collective is priced by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from fsdp_conformance.adapters.components import TensorLayout
+from fsdp_conformance.adapters.reference_components import ReferenceComponents
+from fsdp_conformance.engine.link_spec import LinkSpec
+
+#: What is charged where nothing should be.
+_CHARGE_US = 3.0
+
+# --- what is free ----------------------------------------------------------------------------------------------------
+
+
+class ChargesEqualLayouts(ReferenceComponents):
+    """Where nothing changes there is a cost."""
+
+    def redistribution_cost(
+        self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
+    ) -> float:
+        return _CHARGE_US if source == target else super().redistribution_cost(shape, dtype, source, target)
+
+
+class ChargesSlices(ReferenceComponents):
+    """Slicing what every rank has costs as much as gathering it."""
+
+    def redistribution_cost(
+        self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
+    ) -> float:
+        if source.mesh == target.mesh and all(isinstance(each, Replicate) for each in source.placements):
+            source, target = target, source
+        return super().redistribution_cost(shape, dtype, source, target)
+
+
+class OutsidersPay(ReferenceComponents):
+    """A rank outside the mesh has a cost."""
+
+    def redistribution_cost(
+        self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
+    ) -> float:
+        outside = source.mesh.get_coordinate() is None
+        return _CHARGE_US if outside else super().redistribution_cost(shape, dtype, source, target)
+
+
+# --- what cannot be --------------------------------------------------------------------------------------------------
+
+
+class ShardsBecomePartial(ReferenceComponents):
+    """Shards are taken for partial sums, at no cost."""
+
+    def redistribution_cost(
+        self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
+    ) -> float:
+        cost = super().redistribution_cost(shape, dtype, source, target)
+        return 0.0 if cost == math.inf and source.mesh == target.mesh else cost
+
+
+class CrossesMeshes(ReferenceComponents):
+    """Another mesh is taken for the same."""
+
+    def redistribution_cost(
+        self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
+    ) -> float:
+        return super().redistribution_cost(shape, dtype, source, target._replace(mesh=source.mesh))
+
+
+# --- what it is priced by --------------------------------------------------------------------------------------------
+
+
+class GathersOneShard(ReferenceComponents):
+    """An all-gather is priced by the bytes of one shard."""
+
+    def redistribution_cost(
+        self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
+    ) -> float:
+        if isinstance(source.placements[0], Shard):
+            shape = [shape[0] // source.mesh.size(), *shape[1:]]
+        return super().redistribution_cost(shape, dtype, source, target)
+
+
+class NoStartUp(ReferenceComponents):
+    """A collective costs nothing to start."""
+
+    link: ClassVar[LinkSpec] = replace(ReferenceComponents.link, launch_us=0.0)
+
+
+class ReducesInOnePass(ReferenceComponents):
+    """An all-reduce costs what a reduce-scatter does."""
+
+    def redistribution_cost(
+        self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
+    ) -> float:
+        scattered = tuple(
+            Shard(0) if isinstance(before, Partial) else after
+            for before, after in zip(source.placements, target.placements, strict=True)
+        )
+        return super().redistribution_cost(shape, dtype, source, target._replace(placements=scattered))
+
+
+class FirstAxisOnly(ReferenceComponents):
+    """What happens along the other axes of a mesh costs nothing."""
+
+    def redistribution_cost(
+        self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
+    ) -> float:
+        source = source._replace(placements=(*source.placements[:1], *target.placements[1:]))
+        return super().redistribution_cost(shape, dtype, source, target)
+
+
+class CountsElements(ReferenceComponents):
+    """Elements are counted, whatever their dtype."""
+
+    def redistribution_cost(
+        self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
+    ) -> float:
+        return super().redistribution_cost(shape, torch.uint8, source, target)
+
+
+class EveryTensorAlike(ReferenceComponents):
+    """The cost does not depend on the size of the tensor."""
+
+    def redistribution_cost(
+        self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
+    ) -> float:
+        return super().redistribution_cost([8] * len(shape), dtype, source, target)
