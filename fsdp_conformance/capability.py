@@ -192,6 +192,7 @@ _ALL = [
             "bucketing": "The component: a bucketer of reduce-scatters.",
             "chunk_pool": "The component: chunks in a memory pool.",
             "mesh": "The component: collectives along the axes of a mesh, and what they cost.",
+            "sim_ranks": "The component: ranks that are simulated in one process.",
         },
     ),
 ]

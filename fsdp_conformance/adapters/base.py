@@ -81,6 +81,7 @@ class Adapter(ABC):
         "chunk_pool": "chunk_pool",
         "mesh_collectives": "mesh",
         "redistribution_cost": "mesh",
+        "run_ranks": "sim_ranks",
     }
     """Optional method to the flag that overriding it declares. A base class for adapters adds its own hooks."""
 
@@ -254,6 +255,15 @@ class Adapter(ABC):
         What bringing a tensor of that (full) shape to another layout takes, in microseconds, infinite if it cannot be.
 
         Not collective. Declares `mesh`.
+        """
+        raise NotImplementedError
+
+    def run_ranks(self, world_size: int, function: Callable[[int], Any]) -> list[Any]:
+        """
+        What `function(rank)` returns on each of `world_size` ranks that are simulated in this process, in order.
+
+        Each has a default group whose backend is for CPU tensors, and random numbers of its own. An exception of a rank
+        ends all, and is raised. Not collective. Declares `sim_ranks`.
         """
         raise NotImplementedError
 

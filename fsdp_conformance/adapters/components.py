@@ -6,6 +6,7 @@ The components of an engine, as the suite drives them: what optional methods of 
     chunk_pool                flat storage that is sharded over a group, and the blocks that it is gathered into
     mesh_collectives          what ranks along one axis of a DeviceMesh tell each other
     redistribution_cost       what bringing a tensor from one layout on a mesh to another takes
+    run_ranks                 ranks that are simulated in one process
 
 Protocols only: an engine's own class is handed out where it fits, and a few lines around it where it does not. Where a
 method is to raise, any exception will do; its text is shown in the report. Shapes are those of tensors on the rank's

@@ -19,6 +19,7 @@ that fails none of them proves nothing. Standard library only; the classes are i
     chunks          components: chunks, the states of their tensors, and the blocks of their pool
     mesh            components: collectives along a mesh, which ranks they reach and what becomes of uneven shards
     cost            components: what redistributions on a mesh cost
+    ranks           components: simulated ranks, whose values they mix and what they do not notice
 """
 
 from __future__ import annotations

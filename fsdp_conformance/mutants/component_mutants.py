@@ -258,4 +258,19 @@ COMPONENT_MUTANTS = [
         "counts-elements": ("CountsElements", "R184", "Elements are counted, whatever their dtype."),
         "every-tensor-alike": ("EveryTensorAlike", "R184", "The cost does not depend on the size of the tensor."),
     }),
+    *mutants_of("ranks", {
+        "averages-by-two": ("AveragesByTwo", "R186", "An average is the sum over two, however many the ranks are."),
+        "first-part-for-all": ("FirstPartForAll", "R186", "Every rank gets the first part of a reduce-scatter."),
+        "gathers-in-reverse": ("GathersInReverse", "R186", "An all-gather has the last rank's part first."),
+        "first-rank-is-root": ("FirstRankIsRoot", "R186", "A broadcast comes from the first rank, whatever its root."),
+        "exchanges-nothing": ("ExchangesNothing", "R186", "Each rank keeps its own parts of an all-to-all."),
+        "averages-over-the-world": (
+            "AveragesOverTheWorld", "R186", "A sub-group's average is over the ranks of the world.",
+        ),
+        "takes-what-is-there": ("TakesWhatIsThere", "R186", "A work is over before the peers have come."),
+        "common-random-numbers": ("CommonRandomNumbers", "R186", "All ranks draw from one sequence."),
+        "mismatch-unnoticed": ("MismatchUnnoticed", "R186", "What ranks call is not compared."),
+        "failure-unnoticed": ("FailureUnnoticed", "R186", "A rank that raises, and its peers, have returned nothing."),
+        "trains-otherwise": ("TrainsOtherwise", "R187", "What is added up is the first rank's alone."),
+    }),
 ]  # fmt: skip

@@ -92,7 +92,7 @@ BY_CASES = {
 #: Wrong components: training does not use them, and cases drive them alone.
 BY_CASES |= {
     name for name, known in MUTANTS.items()
-    if known.spec.split(":")[0].rpartition(".")[2] in {"reducer", "bucketer", "chunks", "mesh", "cost"}
+    if known.spec.split(":")[0].rpartition(".")[2] in {"reducer", "bucketer", "chunks", "mesh", "cost", "ranks"}
 }  # fmt: skip
 
 
