@@ -14,6 +14,7 @@ averaged with the rest, so a rank whose peers run another unit finds it out with
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from fsdp_conformance.engine.chunk import Chunk
 from fsdp_conformance.engine.chunk_gathering import Gathering, start_all_gather
-from fsdp_conformance.engine.chunk_moving import gather_parts, lasting_views
+from fsdp_conformance.engine.chunk_moving import gather_parts, lasting_views, sharing_chunk
 from fsdp_conformance.engine.chunk_reduction import Reduction
 from fsdp_conformance.engine.chunk_state import ChunkState, TensorState
 from fsdp_conformance.engine.errors import (
@@ -90,6 +91,10 @@ class FlatParameter:
         self._part: Tensor | None = None
         self._reduction: Reduction | None = None
         self._used: list[bool] = []
+        self.is_full_precision = False
+        """Whether it computes and reduces in the parameters' own dtype, whatever its chunk was configured for."""
+        # Over the same shard, in the other precision.
+        self._other: Chunk | None = None
         self.take_chunk(chunk)
         self._follow_flags()
 
@@ -119,6 +124,28 @@ class FlatParameter:
             # Its sum over ranks has to be exact in the dtype of the reduction, too.
             self._averaged_tag = self.tag if chunk.reduce_dtype.itemsize > 2 else self.tag % 16
             self._tag_gradient = torch.tensor(float(self._averaged_tag), device=chunk.pool.device)
+
+    @property
+    def configured_chunk(self) -> Chunk:
+        """The storage as it was configured."""
+        return self._other if self.is_full_precision and self._other is not None else self.chunk
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether it was configured to compute or to reduce in another dtype than the parameters' own."""
+        chunk = self.configured_chunk
+        return chunk.compute_dtype is not chunk.dtype or chunk.reduce_dtype is not chunk.dtype
+
+    def use_full_precision(self, full: bool) -> None:
+        """Compute and reduce in the parameters' own dtype from now on, or as configured. Nothing may be on its way."""
+        self.release()
+        self.chunk.wait_shard_reads()
+        other = self._other
+        if other is None:
+            other = sharing_chunk(self.chunk, config=replace(self.chunk.config, compute_dtype=None, reduce_dtype=None))
+        self._other = self.chunk
+        self.take_chunk(other)
+        self.is_full_precision = full
 
     # --- what the modules see ----------------------------------------------------------------------------------------
 
@@ -214,6 +241,7 @@ class FlatParameter:
         if kind != (self.chunk.shard.device, self.chunk.dtype):
             self.release()
             self.take_chunk(self._move_chunk(self, *kind))
+            self._other, self.is_full_precision = None, False
         self.chunk.wait_shard_reads()
         with torch.no_grad():
             for member, part, value in zip(self.members, self.parts, values, strict=True):

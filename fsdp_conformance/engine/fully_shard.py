@@ -27,6 +27,7 @@ from fsdp_conformance.engine.sharded_unit import ForeignParameter, ShardedUnit
 from fsdp_conformance.engine.sharding_groups import sharding_groups
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_conformance.engine.training_state import TrainingState
+from fsdp_conformance.engine.unit_buffers import UnitBuffers
 from fsdp_conformance.engine.unit_construction import (
     OwnedTensors,
     OwnerRegistry,
@@ -170,6 +171,7 @@ def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> Sharded
     unit = ShardedUnit(
         recipe.flat_parameters(found.members),
         recipe=recipe,
+        buffers=UnitBuffers(found.buffer_places, recipe.mixed_precision.buffer_dtype),
         reshard_after_forward=options.sharding_strategy.reshards_after_forward,
         foreign=found.foreign,
     )
@@ -275,9 +277,11 @@ def _install_hooks(modules: Sequence[nn.Module], unit: ShardedUnit) -> None:
         return unit.schedule.before_forward(unit, (args, kwargs), training=module.training)
 
     def refuse_shards(_: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars and not all(flat.is_whole for flat in unit.flats):
+        if not keep_vars and not unit.is_as_wrapped:
             raise Unsupported(
-                "full_state_dict", f"state_dict() of {unit.label} has shards: use full_state_dict or sharded_state_dict"
+                "full_state_dict",
+                f"state_dict() of {unit.label} has shards, or buffers of low precision: use full_state_dict or "
+                "sharded_state_dict",
             )
 
     def after(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:

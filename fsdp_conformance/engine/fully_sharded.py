@@ -249,7 +249,7 @@ class FullyShardedDataParallel(nn.Module):
         With `keep_vars`, what the optimizer has, under the names of wrappers. Raises Unsupported if it is asked by a
         module around it, which has shards to give: use `full_state_dict` or `sharded_state_dict` on that.
         """
-        if destination is not None and not keep_vars and not all(flat.is_whole for flat in self.unit.flats):
+        if destination is not None and not keep_vars and not self.unit.is_as_wrapped:
             raise Unsupported("full_state_dict", "state_dict() of a module around units: use full_state_dict on it")
         if destination is not None or keep_vars:
             raw: dict[str, Any] = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)

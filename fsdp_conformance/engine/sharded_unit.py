@@ -19,6 +19,7 @@ from torch.autograd import profiler
 from fsdp_conformance.engine.errors import SharedAcrossUnits, TrainingStateError
 from fsdp_conformance.engine.flat_parameter import FlatParameter, ReductionHook
 from fsdp_conformance.engine.training_state import TRAINING_TRANSITIONS, TrainingState
+from fsdp_conformance.engine.unit_buffers import UnitBuffers
 from fsdp_conformance.engine.unit_member import Member, Place
 from fsdp_conformance.errors import Unsupported
 
@@ -48,11 +49,13 @@ class ShardedUnit:
         flats: Sequence[FlatParameter],
         *,
         recipe: UnitRecipe,
+        buffers: UnitBuffers,
         reshard_after_forward: bool,
         foreign: Mapping[int, ForeignParameter],
     ) -> None:
         self.flats = list(flats)
         self.recipe = recipe
+        self.buffers = buffers
         self.name = ""
         """Its FQN from the outermost unit that is known."""
         self.device = recipe.device
@@ -82,6 +85,9 @@ class ShardedUnit:
         self.communication_hook: ReductionHook | None = None
         """What reduces in place of the average."""
         self._sees_leaves = False
+        self.is_full_precision = False
+        """Whether it computes in the parameters' own dtype, whatever its policy says: asked for in eval mode."""
+        self._raised_buffers = False
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -112,6 +118,11 @@ class ShardedUnit:
     def is_unsharded(self) -> bool:
         """Whether it holds whole parameters, or they are on their way."""
         return any(flat.is_unsharded for flat in self.flats)
+
+    @property
+    def is_as_wrapped(self) -> bool:
+        """Whether modules have what they had when they were wrapped: whole parameters, buffers in their own dtype."""
+        return all(flat.is_whole for flat in self.flats) and not self.buffers.are_cast
 
     @property
     def is_kept(self) -> bool:
@@ -175,16 +186,43 @@ class ShardedUnit:
                 flat.finish_gather(self.schedule.order)
         self.show_leaves()
 
+    def use_full_precision(self, full: bool) -> None:
+        """
+        Compute and reduce in the parameters' own dtype, with the buffers' own, from now on; or as configured.
+
+        Raises TrainingStateError while gradients of the other precision wait to be reduced.
+        """
+        if full:
+            self.buffers.restore()
+        else:
+            self.buffers.lower()
+        changing = [flat for flat in self.flats if flat.is_lowered and flat.is_full_precision != full]
+        if changing and self.has_gradients:
+            raise TrainingStateError(
+                f"{self.label} goes {'to' if full else 'from'} full precision while gradients wait to be reduced, but "
+                "should stay in training mode, or in eval mode, until they are",
+                where="forward",
+            )
+        for flat in changing:
+            flat.use_full_precision(full)
+        self.is_full_precision = full
+
+    def check_precision(self, full: bool) -> None:
+        """Raise TrainingStateError in the backward of a forward in another precision: its values are gone."""
+        if full != self.is_full_precision:
+            raise TrainingStateError(
+                f"{self.label} had {'full' if full else 'low'} precision in the forward, and has another now, but "
+                "should stay in training mode, or in eval mode, from a forward to its backward",
+                where="backward",
+            )
+
     def show_full_precision(self) -> None:
         """
         Gather in the parameters' own dtype, and let modules see that until `show_originals`. Collective.
 
-        Raises Unsupported where a graph would be kept.
+        For a forward without a graph: what a training step has begun is not touched.
         """
-        if torch.is_grad_enabled():
-            raise Unsupported(
-                "mp_eval_full", f"{self.label} is in eval mode and keeps a graph: full precision there is for no_grad"
-            )
+        self._raised_buffers = self.buffers.restore()
         with self.span("all_gather"):
             for flat in self.flats:
                 views = flat.chunk.layout.views(flat.gathered())
@@ -204,6 +242,9 @@ class ShardedUnit:
             self._sees_leaves = False
             for flat in self.flats:
                 flat.register_originals()
+        if self._raised_buffers:
+            self._raised_buffers = False
+            self.buffers.lower()
 
     def reshard(self) -> None:
         """Free whole parameters."""

@@ -138,7 +138,7 @@ def copied_unit(unit: ShardedUnit, memo: Mapping[int, Any]) -> ShardedUnit:
     flats = []
     for flat in unit.flats:
         members = [member.copied(memo) for member in flat.members]
-        old = flat.chunk
+        old = flat.configured_chunk
         chunk = moved_chunk(old, old.pool, old.dtype, config=old.config)
         chunk.shard.copy_(old.shard)
         flats.append(
@@ -151,7 +151,13 @@ def copied_unit(unit: ShardedUnit, memo: Mapping[int, Any]) -> ShardedUnit:
                 part_group=flat.part_group,
             )
         )
-    twin = ShardedUnit(flats, recipe=unit.recipe, reshard_after_forward=unit.reshard_after_forward, foreign={})
+    twin = ShardedUnit(
+        flats,
+        recipe=unit.recipe,
+        buffers=unit.buffers.copied(memo),
+        reshard_after_forward=unit.reshard_after_forward,
+        foreign={},
+    )
     twin.communication_hook = unit.communication_hook
     return twin
 

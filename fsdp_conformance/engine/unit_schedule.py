@@ -86,7 +86,7 @@ class UnitSchedule:
         """
         Unshard, and prepare the inputs. Collective. `training`: the mode that the unit's module is in.
 
-        Raises Unsupported for a unit that is to compute in full precision in eval, and to keep a graph.
+        Raises TrainingStateError if the mode asks for another precision while gradients wait to be reduced.
         """
         if _in_own_backward(unit):
             # Recomputed by a checkpoint: all is there.
@@ -98,9 +98,11 @@ class UnitSchedule:
         unit.move(TrainingState.FORWARD)
         self._stack.append(unit)
         with unit.span("before_forward"):
-            if not training and unit.mixed_precision.full_precision_in_eval:
+            full = not training and unit.mixed_precision.full_precision_in_eval
+            if full and not torch.is_grad_enabled():
                 unit.show_full_precision()
                 return self._placed(unit, arguments) if entering else arguments
+            unit.use_full_precision(full)
             self._note_begin(unit)
             unit.start_unshard(self._written)
             for ahead in self._ahead_in_forward(unit):
@@ -133,7 +135,7 @@ class UnitSchedule:
         if self._is_recomputing(unit):
             unit.keeps_graph = unit.keeps_graph or any(tensor.requires_grad for tensor in tensors_in(output))
             return
-        unit.keeps_graph |= watch_outputs(output, partial(self.before_backward, unit))
+        unit.keeps_graph |= watch_outputs(output, partial(self.before_backward, unit, unit.is_full_precision))
         if unit.is_trained and has_unknown(output):
             unit.keeps_graph = True
             if not unit.is_held:
@@ -208,6 +210,8 @@ class UnitSchedule:
 
     def _prepared(self, unit: ShardedUnit, arguments: Arguments, *, entering: bool) -> Arguments:
         precision = unit.mixed_precision
+        if unit.is_full_precision:
+            return self._placed(unit, arguments) if entering else arguments
         casts = precision.cast_root_forward_inputs if entering else precision.cast_forward_inputs
         dtype = precision.param_dtype if casts else None
         if not entering and dtype is None:
@@ -257,9 +261,12 @@ class UnitSchedule:
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def before_backward(self, unit: ShardedUnit) -> None:
-        """A gradient of an output of the unit is there: unshard. Collective."""
+    def before_backward(self, unit: ShardedUnit, full: bool = False) -> None:
+        """
+        A gradient of an output of the unit is there: unshard. Collective. `full`: the forward was in full precision.
+        """
         self._begin_backward()
+        unit.check_precision(full)
         if unit.state is TrainingState.BACKWARD:
             return
         for flat in unit.flats:

@@ -15,10 +15,8 @@ from fsdp_conformance.engine.errors import (
     TrainingStateError,
 )
 from fsdp_conformance.engine.fully_shard import fully_shard
-from fsdp_conformance.engine.fully_sharded import FullyShardedDataParallel
 from fsdp_conformance.engine.gradient_scaler import ShardedGradScaler
-from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from fsdp_conformance.errors import Unsupported
+from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, ShardingStrategy
 from fsdp_conformance.tests.sharded_ranks import (
     LEARNING_RATE,
     WIDTH,
@@ -268,55 +266,6 @@ class TestOutputs(ShardedTestCase):
                 model, units=["0", "1", "2", "3"], sharding_strategy=strategy, step=forward_sum
             )
             self.assertEqual([], [unit.label for unit in subject.units if unit.is_unsharded])
-
-
-class TestPrecision(ShardedTestCase):
-    """Low precision while unsharded."""
-
-    def test_dtypes(self) -> None:
-        """Forward computes in bfloat16; shards and their gradients stay float32, and are reduced in what was asked."""
-        for reduce_dtype in (None, torch.float32):
-            policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-            subject = sharded(chain(), mixed_precision=policy)
-            self.schedule()
-            output = subject(batch(self.rank))
-            self.assertEqual(torch.bfloat16, output.dtype)
-            output.float().sum().backward()
-            for parameter in subject.parameters():
-                self.assertEqual(torch.float32, parameter.dtype)
-                assert parameter.grad is not None, "every parameter was used"
-                self.assertEqual(torch.float32, parameter.grad.dtype)
-            wire = "bfloat16" if reduce_dtype is None else "float32"
-            reductions = [line for line in self.schedule() if "reduce_scatter" in line]
-            self.assertTrue(reductions and all(wire in line for line in reductions), msg=str(reductions))
-
-    def test_accumulates_in_the_dtype_of_the_reduction(self) -> None:
-        """Micro-batches that are not reduced add up in float32: 257 times one is not 256."""
-        model = nn.Linear(1, 1, bias=False)
-        subject = FullyShardedDataParallel(
-            model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        )
-        x = torch.ones(1, 1)
-        with subject.no_sync():
-            for _ in range(256):
-                subject(x).sum().backward()
-        subject(x).sum().backward()
-        gradients = [p.grad for p in subject.parameters() if p.grad is not None and p.grad.numel()]
-        self.assertEqual([257.0] * len(gradients), [gradient.item() for gradient in gradients])
-
-    def test_full_precision_in_eval(self) -> None:
-        """In eval mode, on request, a unit computes in float32; training goes on in bfloat16. A graph is refused."""
-        policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
-        model = chain()
-        plain = copy.deepcopy(model)
-        subject = sharded(model, mixed_precision=policy)
-        subject.eval()
-        with torch.no_grad():
-            self.assertTrue(torch.equal(plain(batch(self.rank)), subject(batch(self.rank))))
-        with self.assertRaises(Unsupported):
-            subject(batch(self.rank))
-        subject.train()
-        self.assertEqual(torch.bfloat16, subject(batch(self.rank)).dtype)
 
 
 class TestReports(ShardedTestCase):
