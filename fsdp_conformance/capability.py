@@ -166,6 +166,10 @@ _ALL = [
         Asked.PLAN,
         {
             "mixed_precision": "Parameters can be computed in a lower precision than they are kept in.",
+            "mp_per_unit": "Units can have different precision policies.",
+            "mp_reduce": "The dtype of the gradient reduction can be chosen.",
+            "mp_buffers": "Buffers can have a dtype policy.",
+            "mp_eval_full": "Evaluation can run in full precision.",
         },
     ),
     *_flags(

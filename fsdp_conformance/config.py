@@ -106,6 +106,14 @@ class Plan:
     """Parameters of at most so many elements stay full on every rank; 0: none does by policy."""
     param_dtype: str | None = None
     """The dtype that parameters are gathered and computed with, e.g. "bfloat16"; they are kept in their own."""
+    unit_dtypes: tuple[tuple[str, str], ...] = ()
+    """(unit, dtype): units that compute in another dtype than `param_dtype`, and cast their inputs to it."""
+    reduce_dtype: str | None = None
+    """The dtype that gradients are reduced in, and accumulated before that; None: the one computed with."""
+    buffer_dtype: str | None = None
+    """The dtype of floating-point buffers in training; None: their own."""
+    full_precision_in_eval: bool = False
+    """Modules in eval mode compute in the parameters' own dtype, with buffers in theirs."""
     ignored: tuple[str, ...] = ()
     """FQNs of submodules that the implementation must leave alone."""
     local_units: tuple[str, ...] = ()
@@ -139,6 +147,14 @@ class Plan:
             problems.append(f"persist_numel={self.persist_numel}, but should not be negative")
         if self.param_dtype not in (None, "bfloat16", "float16"):
             problems.append(f"param_dtype={self.param_dtype!r}, but should be bfloat16, float16 or None")
+        for name, dtype in (("reduce_dtype", self.reduce_dtype), ("buffer_dtype", self.buffer_dtype)):
+            if dtype not in (None, "bfloat16", "float16", "float32"):
+                problems.append(f"{name}={dtype!r}, but should be bfloat16, float16, float32 or None")
+        for unit, dtype in self.unit_dtypes:
+            if unit not in self.units or dtype not in ("bfloat16", "float16", "float32"):
+                problems.append(
+                    f"unit_dtypes has ({unit!r}, {dtype!r}), but should have units, and bfloat16, float16 or float32"
+                )
         if self.max_norm is not None and self.max_norm <= 0:
             problems.append(f"max_norm={self.max_norm}, but should be positive")
         if self.auto_wrap is not None and (self.units or self.auto_wrap.partition(":")[0] not in ("size", "class")):
@@ -148,6 +164,10 @@ class Plan:
             problems.append(f"units names {', '.join(repeated)} more than once")
         if problems:
             raise ConfigError(problems, where="Plan")
+
+    def dtype_of(self, unit: str) -> str | None:
+        """The dtype that a unit computes in; None: its parameters' own. The root is ""."""
+        return dict(self.unit_dtypes).get(unit, self.param_dtype)
 
     def capabilities(self) -> frozenset[str]:
         """The flags that an implementation must declare to be asked for this plan."""
@@ -165,6 +185,10 @@ class Plan:
             "shard_dim": self.shard_dim != 0,
             "persist_small": self.persist_numel > 0,
             "mixed_precision": self.param_dtype is not None,
+            "mp_per_unit": bool(self.unit_dtypes),
+            "mp_reduce": self.reduce_dtype is not None,
+            "mp_buffers": self.buffer_dtype is not None,
+            "mp_eval_full": self.full_precision_in_eval,
             "ignored_modules": bool(self.ignored),
             "subgroups": bool(self.local_units),
             "sync_module_states": self.sync_module_states,

@@ -15,7 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, refusal, submodules
+from fsdp_conformance.adapters.torch_like import (
+    TorchAdapter,
+    all_units,
+    hybrid_shape,
+    refusal,
+    submodules,
+    torch_dtype,
+)
 from fsdp_conformance.config import Offload, Plan, Sharding
 from fsdp_conformance.errors import Unsupported
 
@@ -41,6 +48,8 @@ class TorchFSDP2(TorchAdapter):
             "init_after",
             "init_never",
             "mixed_precision",
+            "mp_per_unit",
+            "mp_reduce",
             "cast_after_init",
             "cpu_offload_params",
             "prefetch_explicit",
@@ -71,8 +80,9 @@ class TorchFSDP2(TorchAdapter):
             for unit in all_units(plan):
                 modules = submodules(model, unit.split("+"))
                 target: Any = modules if len(modules) > 1 else modules[0]
-                fully_shard(target, **(local if unit in plan.local_units else options))
-            fully_shard(model, **(local if "" in plan.local_units else options))
+                given = local if unit in plan.local_units else options
+                fully_shard(target, **given, mp_policy=_precision(plan, unit))
+            fully_shard(model, **(local if "" in plan.local_units else options), mp_policy=_precision(plan, ""))
         if plan.forward_prefetch:
             _prefetch_in_order(model)
         if plan.explicit_prefetch:
@@ -104,8 +114,6 @@ class TorchFSDP2(TorchAdapter):
         options: dict[str, Any] = {"mesh": self._mesh(plan), "reshard_after_forward": reshard_after_forward(plan)}
         if plan.offload is not Offload.OFF:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=plan.offload is Offload.CPU_PINNED)
-        if plan.param_dtype is not None:
-            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=getattr(torch, plan.param_dtype))
         if plan.shard_dim:
             options["shard_placement_fn"] = lambda parameter: _placement(parameter, plan.shard_dim)
         if plan.ignored:
@@ -126,6 +134,12 @@ class TorchFSDP2(TorchAdapter):
         """A mesh of this rank alone."""
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(), 1), mesh_dim_names=("others", "own"))
         return mesh["own"]
+
+
+def _precision(plan: Plan, unit: str) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=torch_dtype(plan.dtype_of(unit)), reduce_dtype=torch_dtype(plan.reduce_dtype)
+    )
 
 
 def reshard_after_forward(plan: Plan) -> bool | int | None:

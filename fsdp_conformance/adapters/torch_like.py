@@ -157,6 +157,12 @@ def compute_device(plan: Plan) -> torch.device:
     return torch.device(device.type, torch.get_device_module(device.type).current_device())
 
 
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """The dtype that a plan names."""
+    found: torch.dtype | None = None if name is None else getattr(torch, name)
+    return found
+
+
 def hybrid_shape(plan: Plan, world_size: int) -> tuple[int, int]:
     """Replica groups and ranks in each. Raises ConfigError where the one does not divide the world."""
     if world_size % plan.replicas:

@@ -43,6 +43,7 @@ __all__ = [
     "groups_used",
     "no_collectives",
     "owning_units",
+    "reductions_in",
     "schedule_digests",
     "steady_schedule",
     "wire_volume",
@@ -204,6 +205,21 @@ def frozen_reductions(history: TrainingHistory, workload: Workload, plan: Plan, 
                 elements=len(scattered), step=step.step, phase="reduce", got=str(len(scattered)),
                 expected=str(len(trained) * passes), call=sites(scattered),
             )  # fmt: skip
+    return tally.result()
+
+
+def reductions_in(history: TrainingHistory, dtype: str, *, requirement: str) -> CheckResult:
+    """Gradients travel in `dtype` in every step, e.g. "bfloat16" (R083)."""
+    tally = Tally("dtype of reductions", requirement, rank=history.rank)
+    for step in history.steps:
+        reduced = gradient_reductions(in_step(history, step.step))
+        wrong = [record for record in reduced if record.dtype.removeprefix("torch.") != dtype]
+        tally.expect(
+            bool(reduced) and not wrong,
+            f"{len(wrong)} of {len(reduced)} reductions of gradients are in another dtype ({lines(wrong)}), but all "
+            f"should be in {dtype}",
+            elements=max(len(reduced), 1), step=step.step, phase="reduce", expected=dtype, call=sites(wrong),
+        )  # fmt: skip
     return tally.result()
 
 

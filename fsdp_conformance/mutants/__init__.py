@@ -14,6 +14,7 @@ that fails none of them proves nothing. Standard library only; the classes are i
     misuse          what should be refused is accepted; what should survive the wrap is lost
     streams         a wait is missing, memory is freed in flight, a copy is read too early
     memory          something full, or something more every step, is held where it should not be
+    precision       policies that are ignored in part, inputs whose gradients get lost
     reducer         components: what shares a bucket, when it is reduced, what hooks may do
     bucketer        components: which reduce-scatters are coalesced, and who gets what
     chunks          components: chunks, the states of their tensors, and the blocks of their pool
@@ -260,6 +261,24 @@ _ALL = [
         ),
         ("accelerator",),
     )),
+    *_mutants("precision", {
+        "ignores-param-dtype": (
+            "IgnoresParamDtype", "R084", "Computes in the dtype that parameters are kept in, asked for another or not.",
+        ),
+        "ignores-reduce-dtype": (
+            "IgnoresReduceDtype", "R083", "Gradients are accumulated and reduced in the dtype that was computed in.",
+        ),
+        "one-policy-for-all-units": (
+            "OnePolicyForAllUnits", "R087", "Every unit computes in one unit's dtype, and so does the root.",
+        ),
+        "buffers-not-cast": ("BuffersNotCast", "R132", "A policy for buffers is accepted and does nothing."),
+        "low-precision-in-eval": (
+            "LowPrecisionInEval", "R089", "Full precision in evaluation is accepted and does nothing.",
+        ),
+        "rounds-inputs-outside-of-autograd": (
+            "RoundsInputsOutsideOfAutograd", "R088", "Inputs are cast where autograd does not look.",
+        ),
+    }),
     *_mutants("reducer", {
         "closes-before-adding": (
             "ClosesBeforeAdding", "R163", "A bucket is closed before a tensor would take it over the limit.",

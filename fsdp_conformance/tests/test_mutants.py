@@ -89,10 +89,10 @@ BY_CASES = {
     "manual-reshard-does-nothing", "persistent-not-reduced", "prefetches-fewer", "replicated-gradients",
     "shows-its-own-parameters", "swaps-prefetch",
 }  # fmt: skip
-#: Wrong components: training does not use them, and cases drive them alone.
+#: Wrong precision: a plain run asks for none. Wrong components: training does not use them, and cases drive them alone.
 BY_CASES |= {
     name for name, known in MUTANTS.items()
-    if known.spec.split(":")[0].rpartition(".")[2] in {"reducer", "bucketer", "chunks"}
+    if known.spec.split(":")[0].rpartition(".")[2] in {"precision", "reducer", "bucketer", "chunks"}
 }  # fmt: skip
 
 
