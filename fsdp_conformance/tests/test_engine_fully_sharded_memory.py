@@ -12,7 +12,6 @@ from torch import Tensor
 from fsdp_conformance.engine.fully_sharded import FullyShardedDataParallel
 from fsdp_conformance.engine.sharding_strategy import CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_conformance.harness import process_group
-from fsdp_conformance.simulator import checker
 from fsdp_conformance.tests.sharded_ranks import LEARNING_RATE, ShardedTestCase, batch, chain, sharded
 from fsdp_conformance.tests.simulator_ranks import OnSim, compiled
 
@@ -110,11 +109,12 @@ class TestOnTheDevice(OnSim):
             memory.reset_peak_memory_stats(device)
             return figures
 
-        with checker.suspended():
-            for name, options in CONFIGURATIONS.items():
-                subject = sharded(chain(1), device_id=device, **options)
-                counts = train(subject, _inputs(self.rank, device), steps=200, count=count)
-                self.assertEqual(counts[:2], counts[2:], msg=name)
+        for name, options in CONFIGURATIONS.items():
+            subject = sharded(chain(1), device_id=device, **options)
+            counts = train(subject, _inputs(self.rank, device), steps=200, count=count)
+            self.assertEqual(counts[:2], counts[2:], msg=name)
+            self.assertTrue(all(figures[0] > 0 for figures in counts), msg=name)
+        self.assertEqual([], self.found())
 
 
 def _inputs(rank: int, device: torch.device | str) -> list[Tensor]:
