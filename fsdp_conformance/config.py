@@ -126,6 +126,8 @@ class Plan:
     micro_batch_size: int = 1
     defer_reduction: bool = False
     """True: gradients of all micro-batches but the last must not be reduced (no_sync)."""
+    defer_all_reduce: bool = False
+    """True: under hybrid sharding gradients are reduced over the replicas at the last micro-batch alone."""
     max_norm: float | None = None
     """Gradient clipping, for engines that take it at construction. `Adapter.step` gets it too."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -194,6 +196,7 @@ class Plan:
             "sync_module_states": self.sync_module_states,
             "device_id": self.device_id is not None,
             "no_sync": self.defer_reduction,
+            "hsdp_defer_allreduce": self.defer_all_reduce,
             "clip_grad_norm": self.max_norm is not None,
             "cpu_compute": self.device == "cpu",
             f"init_{self.init_mode.value}": self.device != "cpu",

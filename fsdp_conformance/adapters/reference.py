@@ -125,6 +125,9 @@ class Reference(TorchAdapter):
     def no_sync(self) -> AbstractContextManager[Any]:
         return self._root.no_sync()
 
+    def no_all_reduce(self) -> AbstractContextManager[Any]:
+        return self._root.no_all_reduce()
+
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         return self._root.clip_grad_norm_(max_norm, norm_type)
 
@@ -165,6 +168,9 @@ class Reference(TorchAdapter):
 
     def unshard(self, fqn: str) -> None:
         self._unit(fqn).unshard()
+
+    def unshard_async(self, fqn: str) -> Any:
+        return self._unit(fqn).unshard(async_op=True)
 
     def reshard(self, fqn: str) -> None:
         self._unit(fqn).reshard()

@@ -92,6 +92,9 @@ class TorchFSDP2(TorchAdapter):
     def no_sync(self) -> AbstractContextManager[Any]:
         return _deferred(cast(FSDPModule, self.model))
 
+    def no_all_reduce(self) -> AbstractContextManager[Any]:
+        return _replicas_deferred(cast(FSDPModule, self.model))
+
     def unit_is_unsharded(self, fqn: str) -> bool:
         (unit,) = submodules(self.model, [fqn])
         parameters = list(_own_parameters(unit))
@@ -99,6 +102,9 @@ class TorchFSDP2(TorchAdapter):
 
     def unshard(self, fqn: str) -> None:
         self._unit(fqn).unshard()
+
+    def unshard_async(self, fqn: str) -> Any:
+        return self._unit(fqn).unshard(async_op=True)
 
     def reshard(self, fqn: str) -> None:
         self._unit(fqn).reshard()
@@ -161,6 +167,16 @@ def _deferred(root: FSDPModule) -> Iterator[None]:
         yield
     finally:
         root.set_requires_gradient_sync(True)
+
+
+@contextmanager
+def _replicas_deferred(root: FSDPModule) -> Iterator[None]:
+    """Gradients are reduced over the shard group alone until a backward outside."""
+    root.set_requires_all_reduce(False)
+    try:
+        yield
+    finally:
+        root.set_requires_all_reduce(True)
 
 
 def _placement(parameter: nn.Parameter, dim: int) -> Shard | None:

@@ -73,6 +73,8 @@ def collective_counts(history: TrainingHistory, workload: Workload, plan: Plan, 
 
     Each unit runs once per forward, and no evaluation lies before a forward: parameters may stay gathered from one.
 
+    Micro-batches multiply what is not deferred.
+
     With n units that own trainable parameters: n all-gathers in forward; n in backward, or n - 1 where the root stays
     gathered, or none where all do; n reduce-scatters; nothing else but the all-reduces of hybrid sharding and of a
     gradient norm. Frozen units may be gathered, too. Without sharding: no all-gather, gradients by all-reduce only.
@@ -273,7 +275,8 @@ def _sharded_rules(step: StepRecord, units: SizedUnits, plan: Plan) -> list[_Rul
         _Rule(Op.REDUCE_SCATTER, TRAINING, reductions, reductions),
     ]
     if plan.replicas > 1:
-        rules.append(_Rule(Op.ALL_REDUCE, ("forward", "backward"), reductions, reductions))
+        over_replicas = trained if plan.defer_all_reduce else reductions
+        rules.append(_Rule(Op.ALL_REDUCE, ("forward", "backward"), over_replicas, over_replicas))
     return rules
 
 

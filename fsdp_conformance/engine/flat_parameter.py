@@ -90,6 +90,9 @@ class FlatParameter:
         # What this rank keeps after forward where it reshards to a smaller group: 1D, numel // group size.
         self._part: Tensor | None = None
         self._reduction: Reduction | None = None
+        # Sums over the shard group that wait for the replicas: 1D, like the shard, in the dtype of the reduction.
+        self._partial: Tensor | None = None
+        self._defers_replicas = False
         self._used: list[bool] = []
         self.is_full_precision = False
         """Whether it computes and reduces in the parameters' own dtype, whatever its chunk was configured for."""
@@ -325,6 +328,11 @@ class FlatParameter:
         """Whether gradients wait for a reduction."""
         return self.chunk.has_gradients or any(leaf.grad is not None for leaf in self.leaves)
 
+    @property
+    def has_partial(self) -> bool:
+        """Whether sums over the shard group wait to be reduced over the replicas."""
+        return self._partial is not None
+
     def accumulate(self) -> None:
         """Collect the gradients of the leaves in the buffer, in the dtype of the reduction; they are reduced later."""
         if not self._reduces_nothing and any(leaf.grad is not None for leaf in self.leaves):
@@ -332,24 +340,29 @@ class FlatParameter:
             self.chunk.gradients.put_all([leaf.grad for leaf in self.leaves] + tag)
             self._drop_leaf_gradients()
 
-    def start_reduction(self, hook: ReductionHook | None = None) -> None:
+    def start_reduction(self, hook: ReductionHook | None = None, *, all_reduce: bool = True) -> None:
         """
         Begin to average what was collected over the ranks. Parameters without a gradient count as zero.
 
-        `hook` reduces in place of it.
+        `hook` reduces in place of it. With `all_reduce=False` replicas are left for the next reduction: what is reduced
+        over the shard group waits here.
         """
         if self._reduces_nothing:
             return
         chunk = self.chunk
         if self._reduction is not None:
             self.finish_reduction()
-        tag: list[Tensor | None] = [] if self.tag is None else [self._tag_gradient]
+        self._defers_replicas = not all_reduce and chunk.num_replicas > 1
+        # The tag is averaged once, with the replicas.
+        tag: list[Tensor | None] = [] if self.tag is None else [None if self._defers_replicas else self._tag_gradient]
         buffer = chunk.gradients
         buffer.put_all([leaf.grad for leaf in self.leaves] + tag)
         self._drop_leaf_gradients()
-        self._used = buffer.present[: len(self.members)]
+        used = buffer.present[: len(self.members)]
+        before = self._used if self.has_partial else [False] * len(used)
+        self._used = [now or earlier for now, earlier in zip(used, before, strict=True)]
         for index, member in enumerate(self.members):
-            if member.parameter.requires_grad and not self._used[index]:
+            if member.parameter.requires_grad and not used[index]:
                 # Negative zeros add up to one only if no rank has anything else: then it was used nowhere.
                 buffer.view(index).fill_(-0.0)
         if hook is not None:
@@ -357,7 +370,10 @@ class FlatParameter:
             return
         for state in _TO_REDUCTION:
             chunk.move_all(state)
-        self._reduction = chunk.reduce(release=False, async_op=True)
+        partial, self._partial = self._partial, None
+        self._reduction = chunk.reduce(
+            release=False, async_op=True, partial=partial, all_reduce=not self._defers_replicas
+        )
 
     @torch.no_grad()
     def _reduce_by(self, hook: ReductionHook) -> None:
@@ -386,6 +402,9 @@ class FlatParameter:
             return self._hand_over()
         reduction, self._reduction = self._reduction, None
         if reduction is None:
+            return []
+        if self._defers_replicas:
+            self._partial = reduction.wait()
             return []
         return self._deliver(reduction.wait())
 
@@ -442,7 +461,7 @@ class FlatParameter:
     def reset(self) -> None:
         """Drop what an interrupted step has left."""
         self._drop_leaf_gradients()
-        self._reduction = self._checked = self._part = None
+        self._reduction = self._checked = self._part = self._partial = None
         self.chunk.reset()
 
     def _hand_over(self) -> list[nn.Parameter]:

@@ -71,6 +71,8 @@ class ShardedUnit:
         self.state = TrainingState.IDLE
         self.sync_gradients = True
         """Whether gradients are reduced in backward; else they are collected on this rank."""
+        self.all_reduces = True
+        """Whether gradients that are reduced in backward are reduced over the replicas, too; else that waits."""
         self.num_expected = 0
         """How many of its forwards of this iteration still wait for their backward."""
         self.is_held = False
@@ -144,6 +146,11 @@ class ShardedUnit:
         """Whether gradients wait to be reduced."""
         return any(flat.has_gradients for flat in self.flats)
 
+    @property
+    def has_partial(self) -> bool:
+        """Whether gradients that were reduced over the shard group wait to be reduced over the replicas."""
+        return any(flat.has_partial for flat in self.flats)
+
     def span(self, phase: str) -> AbstractContextManager[Any]:
         """A span with the phase and the unit's FQN, where a profiler looks."""
         if not torch._C._autograd._profiler_enabled():
@@ -197,7 +204,7 @@ class ShardedUnit:
         else:
             self.buffers.lower()
         changing = [flat for flat in self.flats if flat.is_lowered and flat.is_full_precision != full]
-        if changing and self.has_gradients:
+        if changing and (self.has_gradients or self.has_partial):
             raise TrainingStateError(
                 f"{self.label} goes {'to' if full else 'from'} full precision while gradients wait to be reduced, but "
                 "should stay in training mode, or in eval mode, until they are",
@@ -291,10 +298,10 @@ class ShardedUnit:
     def start_reduction(self) -> list[FlatParameter]:
         """Begin to reduce the gradients of this backward, and what was kept before. Returns what is on its way."""
         self.took_part = False
-        started = [flat for flat in self.flats if flat.is_trained or flat.has_gradients]
+        started = [flat for flat in self.flats if flat.is_trained or flat.has_gradients or flat.has_partial]
         with self.span("reduce_scatter"):
             for flat in started:
-                flat.start_reduction(self.communication_hook)
+                flat.start_reduction(self.communication_hook, all_reduce=self.all_reduces)
         return started
 
     def reset(self) -> None:

@@ -29,6 +29,7 @@ from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch
 from fsdp_conformance.engine.structures import has_unknown, tensors_in
 from fsdp_conformance.engine.training_state import TrainingState
 from fsdp_conformance.engine.unit_inputs import Arguments, placed_inputs, watch_outputs, watched_inputs
+from fsdp_conformance.engine.unshard_handle import UnshardHandle
 
 #: Reductions on their way at once where waiting holds the host: each keeps a buffer of a whole unit.
 MAX_REDUCTIONS = 2
@@ -244,12 +245,12 @@ class UnitSchedule:
 
     # --- by hand -----------------------------------------------------------------------------------------------------
 
-    def unshard(self, unit: ShardedUnit) -> None:
-        """Gather a unit now, and let its modules see whole parameters. Collective."""
+    def unshard(self, unit: ShardedUnit) -> UnshardHandle:
+        """Begin to gather a unit now; its modules see whole parameters when the handle was waited for. Collective."""
         if self.is_idle:
             unit.follow_users()
         unit.start_unshard(None)
-        unit.finish_unshard()
+        return UnshardHandle(unit)
 
     def reshard(self, unit: ShardedUnit) -> None:
         """Free a unit's whole parameters now. Raises TrainingStateError in its forward or backward."""
@@ -365,7 +366,7 @@ class UnitSchedule:
         for unit in dict.fromkeys([*ended, *units]):
             if not unit.is_kept:
                 unit.reshard()
-            if unit.took_part or unit.has_gradients:
+            if unit.took_part or unit.has_gradients or (unit.all_reduces and unit.has_partial):
                 self._reduce(unit)
         while self._reductions:
             self._finish_oldest()

@@ -93,6 +93,10 @@ _ALL = [
         "optimizer-steps-every-microbatch": (
             "StepsEveryMicroBatch", "R092", "The optimizer steps after each micro-batch.",
         ),
+        "all-reduces-every-micro-batch": (
+            "AllReducesEveryMicroBatch", "R097",
+            "The all-reduce over the replicas is done for every micro-batch, deferred or not.",
+        ),
         "ignores-no-sync": ("IgnoresNoSync", "R065", "Deferred micro-batches are reduced all the same."),
         "second-backward-lost": ("SecondBackwardLost", "R156", "The second backward of a forward adds nothing."),
         "multi-forward-loses-gradient": (
@@ -162,6 +166,10 @@ _ALL = [
         ),
         "prefetches-fewer": (
             "PrefetchesFewer", "R077", "The last unit of an explicit prefetch list is left out.",
+        ),
+        "async-unshard-does-nothing": (
+            "AsyncUnshardDoesNothing", "R079",
+            "The handle of an asynchronous unshard waits for nothing, and nothing is gathered.",
         ),
         "ignores-reshard": ("IgnoresReshard", "R063", "Parameters are resharded after forward, asked for or not."),
     }),

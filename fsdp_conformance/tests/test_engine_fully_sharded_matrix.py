@@ -28,7 +28,7 @@ AXES = {
     "offload": ("off", "pageable", "pinned"),
     "prefetch": ("pre", "post", "none", "forward"),
     "precision": ("own", "low", "low, reduced in float32"),
-    "accumulation": ("none", "synchronised", "deferred"),
+    "accumulation": ("none", "synchronised", "deferred", "replicas deferred"),
     "ranks": (2, 4),
 }
 
@@ -40,9 +40,13 @@ PRECISION = {
 
 
 def is_legal(row: Combination) -> bool:
-    """Two ranks are too few for hybrid strategies, and an offloaded module that is moved afterwards is refused."""
+    """Two ranks are too few for hybrid strategies, which alone have replicas; what is offloaded is not moved later."""
     moved_later, offloaded = row["init"] == "after", row["offload"] != "off"
-    return not (moved_later and offloaded) and not (row["strategy"].is_hybrid and row["ranks"] == 2)
+    if moved_later and offloaded:
+        return False
+    if row["strategy"].is_hybrid:
+        return bool(row["ranks"] == 4)
+    return bool(row["accumulation"] != "replicas deferred")
 
 
 ROWS = covering(AXES, is_legal)
@@ -107,8 +111,8 @@ def _backward(model: FullyShardedDataParallel, inputs: list[Tensor], accumulatio
     first, last = inputs
     if accumulation == "synchronised":
         model(first).float().sum().backward()
-    elif accumulation == "deferred":
-        with model.no_sync():
+    elif accumulation != "none":
+        with model.no_sync() if accumulation == "deferred" else model.no_all_reduce():
             model(first).float().sum().backward()
     model(last).float().sum().backward()
 

@@ -81,6 +81,11 @@ class TestOnSim(OnSim):
             self.assert_same(plain, reshard_after_forward=ranks)
             self.assert_same(deferred, reshard_after_forward=ranks)
 
+    def test_gathers_by_hand(self) -> None:
+        """Gathers that a user starts, and waits for or not."""
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+            self.assert_same(by_hand, sharding_strategy=strategy)
+
     def test_after_an_exception(self) -> None:
         """A backward that raised leaves nothing behind."""
         self.assert_same(interrupted)
@@ -161,6 +166,20 @@ def deferred(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
             _backward(model, pair[0])
         _backward(model, pair[1])
         model.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_hand(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """Steps before which units are gathered: one is waited for, one is not, one is resharded while it arrives."""
+    optimizer = _sgd(model)
+    wrappers = [each for each in model.modules() if isinstance(each, FullyShardedDataParallel)]
+    for x in inputs:
+        handles = [wrapper.unshard(async_op=True) for wrapper in wrappers]
+        wrappers[-1].reshard()
+        for handle in (handles[0], handles[-1]):
+            handle.wait()
+        _backward(model, x)
         optimizer.step()
         optimizer.zero_grad()
 

@@ -86,6 +86,7 @@ ON_ACCELERATORS = {
 }  # fmt: skip
 #: Defects in what only the cases that name them ask for: the kill matrix shows that they are found.
 BY_CASES = {
+    "all-reduces-every-micro-batch", "async-unshard-does-nothing",
     "manual-reshard-does-nothing", "persistent-not-reduced", "prefetches-fewer", "replicated-gradients",
     "shows-its-own-parameters", "swaps-prefetch",
 }  # fmt: skip
