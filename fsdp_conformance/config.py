@@ -64,6 +64,9 @@ class BackwardPrefetch(StrEnum):
     """After it."""
 
 
+#: What the ranks of a case are: fresh processes, or threads of one process that take turns.
+RANKS = ("processes", "simulated")
+
 #: The capability flag that a sharding degree needs.
 SHARDING_CAPABILITY = {
     Sharding.FULL: "zero3",
@@ -220,6 +223,8 @@ class RunSettings:
     cases: tuple[str, ...] = ()
     """Case ids or requirement ids to run; empty: all of the profile."""
     report_dir: str | None = None
+    ranks: str = "processes"
+    """What a rank is: a member of RANKS."""
     reuse_ranks: bool = False
     """Keep ranks alive across cases: quick, and refused for a certificate."""
     deadline_scale: float = 1.0

@@ -55,6 +55,7 @@ _OPTIONS = {
     "world_sizes": "conformance_world_size",
     "cases": "conformance_case",
     "report_dir": "conformance_report",
+    "ranks": "ranks",
     "reuse_ranks": "reuse_ranks",
     "deadline_scale": "conformance_deadline_scale",
 }
@@ -65,10 +66,10 @@ _INPUT = "fsdp_conformance"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The options of a conformance run."""
-    group = parser.getgroup("fsdp-conformance", "conformance of sharded data-parallel training")
+    add = parser.getgroup("fsdp-conformance", "conformance of sharded data-parallel training").addoption
 
     def option(name: str, text: str, **how: Any) -> None:
-        group.addoption(name, help=text, **how)
+        add(name, help=text, **how)
 
     option("--implementation", "an entry point's name, package.module:Class, or path/to/file.py:Class", metavar="SPEC")
     option("--conformance-profile", "the cases that make the certificate", metavar="NAME")
@@ -78,6 +79,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     option("--conformance-case", "only this case or requirement; may be repeated", metavar="ID", action="append")
     option("--conformance-report", "where the run file goes", metavar="DIR")
     option("--conformance-deadline-scale", "multiply every deadline", metavar="X")
+    option("--ranks", "processes, or simulated: threads of one process, quick in large worlds", metavar="KIND")
     option("--reuse-ranks", "keep ranks alive across cases; earns no certificate", action="store_true")
     option("--conformance-suites", "another package of cases", metavar="PACKAGE", default=SUITES)
 
@@ -171,7 +173,7 @@ class Controller:
         if _targets(self.config) and not self.config.getoption("collectonly"):
             try:
                 self._start()
-            except _conformance_error() as error:
+            except _errors().ConformanceError as error:
                 _tell(error)
                 status = status_of(error)
                 if status == 2:
@@ -304,7 +306,7 @@ class Controller:
     @contextmanager
     def _writing(self) -> Generator[Recorder]:
         """The recorder, opened if need be. What cannot be written ends the session, with the file intact."""
-        errors = _conformance_error()
+        errors = _errors().ConformanceError
         try:
             yield self.recorder or self._start()
         except errors as error:
@@ -332,8 +334,7 @@ def _check_devices(settings: RunSettings) -> None:
     if here.problem:
         raise EnvironmentUnavailable(f"{here.problem} Use another --device.")
     devices.backend_for(settings.device)
-    count = here.num_ranks
-    asked = max(settings.world_sizes, default=1)
+    count, asked = here.num_ranks, max(settings.world_sizes, default=1)
     if count is not None and count < asked:
         raise EnvironmentUnavailable(
             f"{count} devices of type {settings.device!r} are present, but should be {asked} at least. "
@@ -418,8 +419,9 @@ def _case_of(item: pytest.Item) -> Case | None:
 
 def _given(config: pytest.Config) -> dict[str, Any]:
     """Those of our options that were given."""
-    found = {name: config.getoption(option) for name, option in _OPTIONS.items()}
-    return {name: value for name, value in found.items() if value not in (None, False)}
+    return {
+        name: value for name, option in _OPTIONS.items() if (value := config.getoption(option)) not in (None, False)
+    }
 
 
 def _settings(config: pytest.Config) -> RunSettings:
@@ -438,19 +440,17 @@ def _profile(config: pytest.Config) -> Profile:
 @contextmanager
 def _usage_errors() -> Generator[None]:
     """A mistake of the user as pytest says it: one message, no traceback."""
-    from fsdp_conformance.errors import UsageError
-
     try:
         yield
-    except UsageError as error:
+    except _errors().UsageError as error:
         _tell(error)
         raise pytest.UsageError(str(error)) from None
 
 
-def _conformance_error() -> type[ConformanceError]:
-    from fsdp_conformance.errors import ConformanceError
+def _errors() -> Any:
+    from fsdp_conformance import errors
 
-    return ConformanceError
+    return errors
 
 
 def _tell(error: ConformanceError) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from typing import Any
 
-from fsdp_conformance.config import RunSettings
+from fsdp_conformance.config import RANKS, RunSettings
 from fsdp_conformance.errors import ConfigError
 
 _settings = RunSettings()
@@ -47,6 +47,7 @@ def from_words(
     cases: Iterable[str] | None = None,
     report_dir: str | None = None,
     no_simulator: bool | None = None,
+    ranks: str | None = None,
     reuse_ranks: bool | None = None,
     deadline_scale: str | None = None,
 ) -> RunSettings:
@@ -61,6 +62,7 @@ def from_words(
         "device": device,
         "report_dir": report_dir,
         "simulator": False if no_simulator else None,
+        "ranks": ranks,
         "reuse_ranks": reuse_ranks,
     }
     problems = [
@@ -70,6 +72,10 @@ def from_words(
     ]
     if device is not None and device.strip() and not device.isidentifier():
         problems.append(f"device={device!r}, but should be a type such as cpu, sim or cuda, without an index")
+    if ranks is not None and ranks not in RANKS:
+        problems.append(f"ranks={ranks!r}, but should be one of {', '.join(RANKS)}")
+    if reuse_ranks and ranks not in (None, RANKS[0]):
+        problems.append(f"reuse_ranks with ranks={ranks!r}, but should be with ranks={RANKS[0]!r}")
     if world_sizes is not None:
         given["world_sizes"] = tuple(dict.fromkeys(_world_size(word, problems) for word in _split(world_sizes)))
     if cases is not None:

@@ -97,6 +97,7 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         self.launch_payload = LaunchPayload(settings=settings, description=description, device=gated.device)
         self._take_over(self.launch_payload)
         self.reuse_ranks = settings.reuse_ranks
+        self.simulated_ranks = settings.ranks == "simulated"
         self.determinism = Determinism(seed=settings.seed, num_threads=settings.num_threads)
         self.preload = description.preload
         self.rank_environment = dict(description.environment)
@@ -132,7 +133,7 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
             exits=exits,
             implementation=payload.settings.implementation,
             device=payload.device,
-            ranks="reused" if payload.settings.reuse_ranks else "processes",
+            ranks="reused" if payload.settings.reuse_ranks else payload.settings.ranks,
             seconds=time.monotonic() - self._began,
         )
         if self.record.verdict in _NOT_JUDGED:
@@ -276,7 +277,7 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
 
             short = replace(regime or Regime(), steps=1, eval_before=(), eval_between=(), frozen_at=())
             kept = {name: value for name, value in options.items() if name not in ("faults", "adapter")}
-            with checker.without_waits(), self.blaming("implementation"):
+            with checker.without_waits(self.device.index), self.blaming("implementation"):
                 control = session.train(
                     self.subject(),
                     workload,

@@ -108,11 +108,12 @@ class SimulatedWatch(AcceleratorWatch):
         """Operations are carried out when they are issued: there is nothing to wait for, and waits hide races."""
 
     def begin(self) -> None:
-        self._checker.clear()
+        # Ranks that are threads share a checker, and have a device each.
+        self._checker.clear(self.device.index)
         self._accesses = self._checker.accesses()
 
     def hazards(self) -> list[HazardRecord]:
-        return [found.record() for found in self._checker.hazards()]
+        return [found.record() for found in self._checker.hazards(self.device.index)]
 
     def accesses(self) -> int:
         return self._checker.accesses() - self._accesses

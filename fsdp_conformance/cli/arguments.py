@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 import fsdp_conformance
 from fsdp_conformance import settings
 from fsdp_conformance.cli import messages, status
-from fsdp_conformance.config import RunSettings
+from fsdp_conformance.config import RANKS, RunSettings
 from fsdp_conformance.contract.profile import INTERPRETATION
 
 DEFAULTS = RunSettings()
@@ -77,6 +77,7 @@ def settings_of(parsed: argparse.Namespace) -> RunSettings:
         cases=parsed.cases,
         no_simulator=getattr(parsed, "no_simulator", None),
         report_dir=getattr(parsed, "report", None),
+        ranks=getattr(parsed, "ranks", None),
         reuse_ranks=getattr(parsed, "reuse_ranks", None),
         deadline_scale=getattr(parsed, "deadline_scale", None),
     )
@@ -110,6 +111,12 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     _add_selection(run)
     run.add_argument("--report", metavar="DIR", help="directory of the run file (default: .fsdp-conformance/NAME-TIME)")
     run.add_argument("-n", dest="workers", metavar="N", type=_workers, help="workers, or auto: as many as devices hold")
+    run.add_argument(
+        "--ranks",
+        choices=RANKS,
+        default=DEFAULTS.ranks,
+        help="what a rank is: a fresh process, or a thread of one process, quick in large worlds (default: processes)",
+    )
     run.add_argument("--reuse-ranks", action="store_true", help="keep ranks across cases: quick, and never certified")
     run.add_argument("--deadline-scale", metavar="F", help="multiplies every deadline, for slow machines")
 

@@ -179,6 +179,7 @@ def command(settings: RunSettings, *, report: Path, workers: str | None = None, 
     words += [word for size in settings.world_sizes for word in ("--conformance-world-size", str(size))]
     words += [word for case in settings.cases for word in ("--conformance-case", case)]
     words += [] if settings.simulator else ["--no-simulator"]
+    words += [f"--ranks={settings.ranks}"]
     words += ["--reuse-ranks"] if settings.reuse_ranks else []
     words += ["--conformance-deadline-scale", repr(settings.deadline_scale)]
     return words

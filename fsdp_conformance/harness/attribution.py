@@ -7,34 +7,16 @@ are folded as consequences. Standard library only, so that a judge that never im
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+from fsdp_conformance.judge.backend_errors import is_lost_peer, is_timeout
 from fsdp_conformance.outcome import RankError, RankExit, RankReport
 
 #: First words of `RankExit.stack` for a rank that a signal had stopped.
 STOPPED = "stopped (state T in /proc/PID/stat)"
-
-#: What backends say when a peer is gone: gloo's TCP transport, NCCL, and the stores.
-_LOST_PEER = re.compile(
-    r"connection (was )?(closed|reset|refused)|closed by peer|reset by peer|broken pipe|remote process exited"
-    r"|ncclRemoteError|communicator was aborted|recvValue failed|sendBytes failed|connection was likely closed",
-    re.IGNORECASE,
-)
-
-#: What they say when a peer did not come in time.
-_TIMED_OUT = re.compile(
-    r"timed out waiting|application timeout caused pair closure|timed out connecting|wait timeout after"
-    r"|timeout waiting for key|timed out after \d+|caught collective operation timeout|socket timeout"
-    r"|monitoredBarrier.*(timeout|within)",
-    re.IGNORECASE | re.DOTALL,
-)
-
-#: Only these classes come from a backend; a ValueError about a broken pipe is the rank's own.
-_BACKEND_ERRORS = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
 
 
 class Ending(StrEnum):
@@ -162,11 +144,9 @@ def ending_of(report: RankReport | None, end: RankExit) -> RankEnding:
 
 def kind_of_error(error: RankError) -> Ending:
     """RAISED, LOST_PEER or TIMED_OUT, from the class and the text of an exception."""
-    if error.kind.rsplit(".", 1)[-1] not in _BACKEND_ERRORS:
-        return Ending.RAISED
-    if _TIMED_OUT.search(error.message):
+    if is_timeout(error.kind, error.message):
         return Ending.TIMED_OUT
-    return Ending.LOST_PEER if _LOST_PEER.search(error.message) else Ending.RAISED
+    return Ending.LOST_PEER if is_lost_peer(error.kind, error.message) else Ending.RAISED
 
 
 def shutdown_note(report: RankReport | None, end: RankExit) -> str | None:

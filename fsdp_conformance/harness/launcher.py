@@ -13,12 +13,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from fsdp_conformance.harness import leases, rank
+from fsdp_conformance.harness import leases, rank, rank_host
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism, rank_variables
 from fsdp_conformance.harness.forkserver import WarmProcess, WarmServer, server_for, start_process
 from fsdp_conformance.harness.leftovers import remove_orphans, shared_memory
+from fsdp_conformance.harness.mailbox import Mailbox
 from fsdp_conformance.harness.rank import RankFiles, RankStart
+from fsdp_conformance.harness.rank_host import HostSeat
 from fsdp_conformance.harness.rank_pool import RankSet, pool
 from fsdp_conformance.harness.supervisor import Seat, Supervisor
 from fsdp_conformance.outcome import RankExit, RankReport
@@ -54,6 +56,8 @@ class LaunchOrder:
     """The test class, or what is called, is in the controller's `__main__`."""
     reuse: bool = False
     """Ranks that have run a case before will do."""
+    simulated: bool = False
+    """The ranks are threads of one process."""
 
     def starts(self, device_variables: Mapping[str, str]) -> list[RankStart]:
         """What each rank is told."""
@@ -132,6 +136,8 @@ def launch(order: LaunchOrder) -> Launch:
     Raises EnvironmentUnavailable if there are too few devices, or if the warm process cannot start.
     """
     shared_before = shared_memory()  # before the first rank can make any
+    if order.simulated:
+        return _launch_host(order, shared_before)
     if not order.reuse:
         return _launch_fresh(order, shared_before)
     key = (order.world_size, order.device_type, frozenset(order.preload_environment.items()))
@@ -155,6 +161,19 @@ def _launch_fresh(order: LaunchOrder, shared_before: frozenset[str]) -> Launch:
         for start, (process, connection) in zip(starts, members, strict=True)
     ]
     return Launch(seats, order.deadlines, ranks, keep=False, shared_before=shared_before)
+
+
+def _launch_host(order: LaunchOrder, shared_before: frozenset[str]) -> Launch:
+    """One process for all ranks, which ends with the case."""
+    with ExitStack() as resources:
+        lease = resources.enter_context(leases.lease(order.device_type, order.world_size))
+        starts = tuple(order.starts(lease.variables))
+        members = fork_ranks([(rank_host.main, (starts,))], _server(order), order.imports_main)
+        ranks = RankSet(key=(), members=members, lease=lease, resources=resources.pop_all())
+    ((process, connection),) = members
+    files = tuple(start.files for start in starts)
+    seat = HostSeat(rank=0, process=process, mailbox=Mailbox(connection), files=files[0], rank_files=files)
+    return Launch([seat], order.deadlines, ranks, keep=False, shared_before=shared_before)
 
 
 def _start_ranks(order: LaunchOrder, key: tuple[Any, ...]) -> RankSet:

@@ -44,6 +44,16 @@ __all__ = [
 BACKEND = "conformance"
 
 
+#: Makes what carries out the collectives of a group, of its store, rank, size and itself; None: torch's own.
+_carrier: Callable[[Store, int, int, ProcessGroup], ProcessGroup] | None = None
+
+
+def carry_with(carrier: Callable[[Store, int, int, ProcessGroup], ProcessGroup] | None) -> None:
+    """Let `carrier` make the twins of groups that are recorded from now on; None: torch's own process groups again."""
+    global _carrier
+    _carrier = carrier
+
+
 class _AnyProcessGroup(type(ProcessGroup)):  # type: ignore[misc]
     """
     The metaclass that lets `isinstance(group, RecordingProcessGroup)` be true of every process group.
@@ -56,22 +66,20 @@ class _AnyProcessGroup(type(ProcessGroup)):  # type: ignore[misc]
         return isinstance(instance, ProcessGroup)
 
 
-class RecordingProcessGroup(ProcessGroup, metaclass=_AnyProcessGroup):
+class TwinnedProcessGroup(ProcessGroup):
     """
-    A process group that notes each collective in `log()` and hands it on.
+    A process group with a twin that has the same backends, and is a plain one.
 
-    It has a twin: a plain process group with the same backends, which carries the collectives out. Both are complete,
-    so that what torch asks of a group beside collectives (backends by device, names, bound device, timeouts,
-    coalescing, abort, shutdown) is answered by torch's own code; and C++ that goes past Python lands on the same
-    backends.
+    A method that is overridden in Python cannot be called on the group itself, because C++ would find the override.
+    Both are complete, so that what torch asks of a group beside collectives (backends by device, names, bound device,
+    timeouts, coalescing, abort, shutdown) is answered by torch's own code.
     """
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
+    def __init__(self, store: Store, rank: int, size: int, twin: ProcessGroup | None = None) -> None:
         # The constructor with a store makes a C++ object that Python cannot override (torch 2.13: "construction failed:
         # returned holder-wrapped instance is not an alias instance"), so the store is kept by the twin alone.
         super().__init__(rank, size)  # type: ignore[call-arg]
-        self._twin = ProcessGroup(store, rank, size)
-        self._ranks: tuple[int, ...] | None = None
+        self._twin = twin or ProcessGroup(store, rank, size)
 
     def get_group_store(self) -> Store:
         """The store that this group was made with."""
@@ -92,6 +100,18 @@ class RecordingProcessGroup(ProcessGroup, metaclass=_AnyProcessGroup):
     def _set_group_desc(self, desc: str) -> None:
         super()._set_group_desc(desc)
         self._twin._set_group_desc(desc)
+
+
+class RecordingProcessGroup(TwinnedProcessGroup, metaclass=_AnyProcessGroup):
+    """
+    A process group that notes each collective in `log()` and hands it on to its twin.
+
+    C++ that goes past Python lands on the same backends.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        super().__init__(store, rank, size, _carrier(store, rank, size, self) if _carrier is not None else None)
+        self._ranks: tuple[int, ...] | None = None
 
     def split_group(self, *args: Any, **kwargs: Any) -> ProcessGroup | None:
         """A part of this group, recorded as this one is."""

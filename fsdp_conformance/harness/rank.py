@@ -160,26 +160,23 @@ class RankRun:
 
     def prepare(self) -> None:
         """Take over streams, environment and settings."""
-        _redirect(self.start.files)
-        apply_variables(self.start.variables)
-        if preload.cuda_initialised_by is not None:
-            raise EnvironmentUnavailable(
-                f"importing {preload.cuda_initialised_by} initialised CUDA in the warm process, so no rank can use "
-                "a GPU. Move the call that touches the GPU out of the module's top level, into a function."
-            )
-        apply_collective_timeout(self.start.collective_timeout_s)
+        prepare_process(self.start)
+        if self.reused:
+            log().trace_to(self.start.files.collectives)
+        self.take_over(start="reused" if self.reused else "forkserver")
+
+    def take_over(self, start: str) -> None:
+        """Take over settings and payload; `start` says how the rank came to be."""
         self.report.environment = {
             **self.start.determinism.apply(),
             "torch": torch.__version__,
-            "start": "reused" if self.reused else "forkserver",
+            "start": start,
             # Forked ranks share the seed of Python's hashes and the layout of the heap, spawned ones do not.
             "hash_seed": "shared by all ranks",
             "variables": quoted_variables(),
         }
         if preload.failures:
             self.report.environment["preload_failures"] = dict(preload.failures)
-        if self.reused:
-            log().trace_to(self.start.files.collectives)
         self.payload = pickle.loads(self.start.payload)  # noqa: S301 - our own controller sent it
 
     def body(self, case: RankCase, test_name: str) -> int:
@@ -286,11 +283,33 @@ def main_of_reused(pipe: Connection) -> NoReturn:
         pipe.send_bytes(json.dumps({"idle": True}).encode())
 
 
+def use(run: RankRun) -> None:
+    """Make it what `current()` returns."""
+    global _current
+    _current = run
+
+
 def run_case(start: RankStart, pipe: Connection, *, reused: bool = False) -> int:
     """Run one case in this process."""
-    global _current
-    _current = RankRun(start, pipe, reused=reused)
-    return _current.run()
+    run = RankRun(start, pipe, reused=reused)
+    use(run)
+    return run.run()
+
+
+def prepare_process(start: RankStart) -> None:
+    """
+    Take over streams, environment and deadlines.
+
+    Raises EnvironmentUnavailable if the warm process has touched CUDA.
+    """
+    _redirect(start.files)
+    apply_variables(start.variables)
+    if preload.cuda_initialised_by is not None:
+        raise EnvironmentUnavailable(
+            f"importing {preload.cuda_initialised_by} initialised CUDA in the warm process, so no rank can use "
+            "a GPU. Move the call that touches the GPU out of the module's top level, into a function."
+        )
+    apply_collective_timeout(start.collective_timeout_s)
 
 
 def forget_case() -> None:

@@ -97,6 +97,14 @@ class Seat:
             return self.end is not None
         return bool(self.report.error or self.report.not_run or self.report.inconclusive)
 
+    def reports(self) -> list[RankReport | None]:
+        """What the ranks of this seat said: of the one rank."""
+        return [self.report]
+
+    def exits(self, end: RankExit) -> list[RankExit]:
+        """How the ranks of this seat ended, from how the process did."""
+        return [end]
+
     def accept(self, message: bytes) -> None:
         """Take in one message of the rank."""
         if self.mute:
@@ -135,11 +143,11 @@ class Supervisor:
 
     def reports(self) -> list[RankReport | None]:
         """What each rank said, in the order of ranks."""
-        return [seat.report for seat in self.seats]
+        return [report for seat in self.seats for report in seat.reports()]
 
     def exits(self) -> list[RankExit]:
         """How each rank ended, in the order of ranks, with what it left in its files."""
-        return [self._exit_of(seat) for seat in self.seats]
+        return [end for seat in self.seats for end in seat.exits(self._exit_of(seat))]
 
     def kill(self) -> None:
         """End every rank that lives, at once."""

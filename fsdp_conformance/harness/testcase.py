@@ -36,6 +36,7 @@ from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
 from fsdp_conformance.harness.launcher import Launch, LaunchOrder, launch
 from fsdp_conformance.harness.torch_testing import MultiProcessTestCase
+from fsdp_conformance.judge.mismatch import differing_calls
 from fsdp_conformance.outcome import RankError, RankExit, RankReport
 
 
@@ -65,6 +66,8 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     """Variables that must be set when the modules of `preload` are imported. Each set has a server of its own."""
     reuse_ranks: bool = False
     """Take the ranks of the last case of this world size, if it ended well, rather than fresh ones."""
+    simulated_ranks: bool = False
+    """Run the ranks as threads of one process, which take turns (`harness.simulated_ranks`)."""
     launch_payload: Any = None
     """Anything picklable, for `self.launch_payload` in the ranks. What else `setUp` sets, the ranks do not see."""
 
@@ -136,6 +139,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
                 options={"fake_pg": getattr(self, "fake_pg", False)},
                 imports_main=owner.__module__ == "__main__",
                 reuse=self.reuse_ranks,
+                simulated=self.simulated_ranks,
             )
         )
         self.processes = self._launch.processes
@@ -256,6 +260,7 @@ def failure_text(
     The lines that begin with "Process" are those of torch's harness, which tests look for.
     """
     lines = [found.headline]
+    lines += [differing_calls(exits)] if found.is_hang and differing_calls(exits) else []
     lines += [f"  then {sentence}" for sentence in found.consequences]
     first = found.first.rank if found.first is not None else 0
     for index in sorted(range(len(exits)), key=lambda index: (index != first, index)):

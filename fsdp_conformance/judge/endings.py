@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
+from fsdp_conformance.judge.backend_errors import is_lost_peer, is_timeout
 from fsdp_conformance.outcome import RankError, RankExit, RankReport
-
-#: What backends say when a peer is gone: gloo's TCP transport, NCCL, and the stores.
-_LOST_PEER = re.compile(
-    r"connection (was )?(closed|reset|refused)|closed by peer|reset by peer|broken pipe|remote process exited"
-    r"|ncclRemoteError|communicator was aborted|recvValue failed|sendBytes failed|connection was likely closed",
-    re.IGNORECASE,
-)
-
-#: What they say when a peer did not come in time.
-_TIMED_OUT = re.compile(
-    r"timed out waiting|application timeout caused pair closure|timed out connecting|wait timeout after"
-    r"|timeout waiting for key|timed out after \d+|caught collective operation timeout|socket timeout"
-    r"|monitoredBarrier.*(timeout|within|in \d+ ms)",
-    re.IGNORECASE | re.DOTALL,
-)
-
-#: Only these classes come from a backend; a ValueError about a broken pipe is the rank's own.
-_BACKEND_ERRORS = frozenset(
-    {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "RankTimedOut"}
-)
 
 
 class Kind(IntEnum):
@@ -158,11 +138,10 @@ def _kind(error: RankError) -> Kind:
     name = error.kind.rsplit(".", 1)[-1]
     if name == "ReferencesDisagree":
         return Kind.INCONCLUSIVE
-    if name in _BACKEND_ERRORS:
-        if _TIMED_OUT.search(error.message):
-            return Kind.TIMED_OUT
-        if _LOST_PEER.search(error.message):
-            return Kind.LOST_PEER
+    if is_timeout(error.kind, error.message):
+        return Kind.TIMED_OUT
+    if is_lost_peer(error.kind, error.message):
+        return Kind.LOST_PEER
     # A blame that is not in the list is the suite's own slip.
     return _BLAME.get(error.blame, Kind.SUITE)
 

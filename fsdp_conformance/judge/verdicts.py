@@ -20,6 +20,7 @@ from fsdp_conformance.judge.endings import (
 )
 from fsdp_conformance.judge.findings import digest_findings, sorted_and_folded
 from fsdp_conformance.judge.gate import decided, empty_record
+from fsdp_conformance.judge.mismatch import differing_calls
 from fsdp_conformance.outcome import CaseRecord, Finding, RankError, RankExit, RankReport
 from fsdp_conformance.verdict import Verdict
 
@@ -181,7 +182,7 @@ def _ending_finding(record: CaseRecord, evidence: Evidence, headline: Ending) ->
     likely = None
     if record.verdict is Verdict.HANG and len(set(last.values())) > 1:
         ranks = " | ".join(f"rank {rank} {line}" for rank, line in last.items())
-        likely = f"ranks issue different collectives; the last of each: {ranks}"
+        likely = differing_calls(record.exits) or f"ranks issue different collectives; the last of each: {ranks}"
     message = headline.sentence
     if evidence.undeclared:
         flags = ", ".join(evidence.undeclared)
@@ -193,6 +194,7 @@ def _ending_finding(record: CaseRecord, evidence: Evidence, headline: Ending) ->
         rank=headline.rank,
         call=last[headline.rank] if last[headline.rank] != "none" else None,
         likely=likely,
+        detail=headline.error.message if headline.error is not None and headline.kind is Kind.TIMED_OUT else None,
     )
 
 

@@ -140,13 +140,14 @@ def reuse(reuse: Reuse | str) -> Iterator[None]:
         set_reuse(before)
 
 
-def hazards() -> tuple[Hazard, ...]:
+def hazards(device: int | None = None) -> tuple[Hazard, ...]:
     """
-    What was found since the last `clear`: by device, then in the order of the program.
+    What was found since the last `clear`, on one device or on all: by device, then in the order of the program.
 
     Stacks become text here, which takes a while for many: ask `num_hazards()` whether there is anything new.
     """
-    return tuple(hazard_from_json(described) for described in _checker().hazards())
+    found = (hazard_from_json(described) for described in _checker().hazards())
+    return tuple(hazard for hazard in found if device in (None, hazard.device))
 
 
 def num_hazards() -> int:
@@ -154,15 +155,15 @@ def num_hazards() -> int:
     return int(_checker().num_hazards())
 
 
-def clear() -> None:
+def clear(device: int | None = None) -> None:
     """
-    Forget the hazards, and who touched what: the border between two runs.
+    Forget the hazards, and who touched what, on one device or on all: the border between two runs.
 
     Otherwise what one run has left in flight races with the next one in the same memory. The order of streams stays.
     """
     checker = _checker()
-    checker.clear_hazards()
-    checker.clear_history()
+    checker.clear_hazards(device)
+    checker.clear_history(device)
 
 
 def clear_hazards() -> None:
@@ -246,10 +247,10 @@ def wait_filter(keep: WaitFilter) -> Iterator[None]:
 
 
 @contextmanager
-def without_waits() -> Iterator[None]:
+def without_waits(device: int | None = None) -> Iterator[None]:
     """
     The positive control: inside no stream waits for another, nor the host; no event is recorded, and record_stream does
-    nothing.
+    nothing. On one device, or on all.
 
     A program in which that makes no hazard cannot show one; where it does, finding none with the waits means something.
     Operations are carried out in the order of the program all the same, so numbers do not change; but the host does not
@@ -257,15 +258,15 @@ def without_waits() -> Iterator[None]:
 
     At its end the checker forgets who touched what: the races in here are not to be found again later.
     """
-    with wait_filter(_drop):
+
+    def keep(_wait: Wait, _stream: int, of_device: int) -> bool:
+        return device not in (None, of_device)
+
+    with wait_filter(keep):
         try:
             yield
         finally:
-            _checker().clear_history()
-
-
-def _drop(wait: Wait, stream: int, device: int) -> bool:
-    return False
+            _checker().clear_history(device)
 
 
 def _install_filters() -> None:

@@ -155,9 +155,10 @@ def _num_devices() -> int:
 
 
 def _register_collectives() -> None:
-    from fsdp_conformance.simulator import process_group
+    from fsdp_conformance.simulator import process_group, threads
 
     process_group.register()
+    threads.enable()
 
 
 def _extension() -> Any:

@@ -965,22 +965,34 @@ size_t Checker::num_hazards() const {
   return state_->hazards.size();
 }
 
-void Checker::clear_hazards() {
+void Checker::clear_hazards(std::optional<int32_t> device) {
   std::vector<Hazard> cleared;  // destroyed after the lock
   const std::lock_guard<std::mutex> lock(state_->mutex);
   cleared.swap(state_->hazards);
-  state_->folded.clear();
+  std::map<std::string, size_t> folded;
+  for (const auto& [key, index] : state_->folded) {
+    if (device && cleared[index].device != *device) {
+      folded.emplace(key, state_->hazards.size());
+      state_->hazards.push_back(cleared[index]);
+    }
+  }
+  state_->folded = std::move(folded);
 }
 
-void Checker::clear_history() {
+void Checker::clear_history(std::optional<int32_t> device) {
   State::Trash trash;
   const std::lock_guard<std::mutex> lock(state_->mutex);
   for (auto& [id, block] : state_->blocks) {
-    State::throw_away(block.history, trash);
-    State::throw_away(block.inherited, trash);
-    State::throw_away(block.unfinished, trash);
+    if (!device || block.device == *device) {
+      State::throw_away(block.history, trash);
+      State::throw_away(block.inherited, trash);
+      State::throw_away(block.unfinished, trash);
+    }
   }
-  state_->pools.clear();
+  for (auto pool = state_->pools.begin(); pool != state_->pools.end();) {
+    const bool cleared = !device || state_->lane(pool->first.first).device == *device;
+    pool = cleared ? state_->pools.erase(pool) : std::next(pool);
+  }
 }
 
 uint64_t Checker::accesses() const {

@@ -168,9 +168,10 @@ class Checker {
   /// By device, then in the order in which they were first seen.
   std::vector<Hazard> hazards() const;
   size_t num_hazards() const;
-  void clear_hazards();
-  /// Forget who touched what; clocks and blocks stay. For the border between two runs.
-  void clear_history();
+  /// Those of a device, or all.
+  void clear_hazards(std::optional<int32_t> device = std::nullopt);
+  /// Forget who touched what, on a device or everywhere; clocks and blocks stay. For the border between two runs.
+  void clear_history(std::optional<int32_t> device = std::nullopt);
   /// Accesses checked since the start: a run without any has tested nothing.
   uint64_t accesses() const;
   /// From now on sum up, for each device, what each access knew of the other streams of the device.

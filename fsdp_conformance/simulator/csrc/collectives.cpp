@@ -1040,6 +1040,30 @@ c10::intrusive_ptr<c10d::Backend> group_of_threads(
   return c10::make_intrusive<SimGroup>(transport(name), transport(name + " on the CPU"), rank, size, name, options);
 }
 
+/// A Python function of two functions; what it raises becomes a failure of the backend.
+Waiter waiter_of(pybind11::function function) {
+  namespace py = pybind11;
+  // Given up with the GIL held, whoever drops the last copy.
+  std::shared_ptr<py::function> kept(new py::function(std::move(function)), [](py::function* held) {
+    py::gil_scoped_acquire gil;
+    delete held;
+  });
+  return [kept](const std::function<bool()>& ready, const std::function<std::string()>& describe) {
+    std::string failure;
+    {
+      py::gil_scoped_acquire gil;
+      try {
+        (*kept)(py::cpp_function(ready), py::cpp_function(describe));
+      } catch (py::error_already_set& error) {
+        failure = py::str(error.value()).cast<std::string>();
+      }
+    }
+    if (!failure.empty()) {
+      C10_THROW_ERROR(DistBackendError, failure);
+    }
+  };
+}
+
 }  // namespace
 
 void register_collectives(pybind11::module_& module) {
@@ -1067,6 +1091,9 @@ void register_collectives(pybind11::module_& module) {
   module.def(
       "abort_thread_world", &abort_thread_world, py::arg("world"), py::arg("reason"),
       py::call_guard<py::gil_scoped_release>());
+  module.def("set_thread_waiter", [](std::optional<py::function> waiter) {
+    set_thread_waiter(waiter ? waiter_of(std::move(*waiter)) : Waiter());
+  });
   module.def("forget_thread_world", &forget_thread_world, py::arg("world"), py::call_guard<py::gil_scoped_release>());
   module.def("deliveries_pending", &deliveries_pending);
 }

@@ -9,6 +9,8 @@
 #include <cstring>
 #include <map>
 
+#include "runtime.h"
+
 namespace sim {
 
 namespace {
@@ -38,6 +40,10 @@ struct Started {
   std::shared_ptr<CollectiveCall> call;
 
   bool in(const Clock& clock) const {
+    // The host's clock is common to all ranks of a process, but no host waits for what another rank has started.
+    if (threads_take_turns() && device != current_device()) {
+      return false;
+    }
     return tick == 0 || (static_cast<size_t>(lane) < clock.size() && clock[lane] >= tick);
   }
 };

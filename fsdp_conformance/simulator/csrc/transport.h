@@ -86,6 +86,12 @@ std::shared_ptr<Transport> thread_transport(
 
 /// Every group of a world of threads fails with this reason, also those that are made later: one of its ranks has died.
 void abort_thread_world(const std::string& world, const std::string& reason);
+/// Called where a thread would block, for ranks that take turns: returns once the first says so, throws if it never will.
+/// The second says what is waited for. Without the GIL. Empty: threads block.
+using Waiter = std::function<void(const std::function<bool()>& ready, const std::function<std::string()>& describe)>;
+void set_thread_waiter(Waiter waiter);
+/// Whether there is one, so that each rank of this process is a thread with a device of its own.
+bool threads_take_turns();
 /// The world has ended: its groups are forgotten.
 void forget_thread_world(const std::string& world);
 

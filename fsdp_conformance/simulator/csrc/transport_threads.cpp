@@ -6,8 +6,10 @@
 #include <c10/util/Exception.h>
 
 #include <algorithm>
+#include <atomic>
 #include <condition_variable>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <sstream>
 
@@ -73,6 +75,15 @@ std::mutex worlds_mutex;
 std::map<std::string, World>& worlds() {
   static auto* all = new std::map<std::string, World>();  // Outlives the threads of a process that just exits.
   return *all;
+}
+
+std::shared_ptr<const Waiter>& waiter_in_use() {
+  static auto* waiter = new std::shared_ptr<const Waiter>();
+  return *waiter;
+}
+
+std::shared_ptr<const Waiter> thread_waiter() {
+  return std::atomic_load(&waiter_in_use());
 }
 
 /// The numbers of elements that must be the same on all ranks.
@@ -158,6 +169,9 @@ class Underway : public Exchange {
   }
 
   bool wait(std::optional<Deadline> deadline) override {
+    if (const auto waiter = thread_waiter()) {
+      (*waiter)([this] { return done(); }, [this] { return described(); });
+    }
     const auto until = deadline.value_or(deadline_);
     std::unique_lock<std::mutex> lock(group_->mutex);
     if (!group_->changed.wait_until(lock, until, [&] { return ready() || !group_->failure.empty(); })) {
@@ -183,6 +197,11 @@ class Underway : public Exchange {
   // Both under the group's lock.
   virtual bool ready() const = 0;
   virtual std::string missing() const = 0;
+
+  std::string described() {
+    std::lock_guard<std::mutex> lock(group_->mutex);
+    return missing();
+  }
 
   const std::shared_ptr<Group> group_;
   const int rank_;
@@ -439,6 +458,14 @@ void abort_thread_world(const std::string& world, const std::string& reason) {
   for (const auto& group : groups) {
     group->fail(reason);
   }
+}
+
+void set_thread_waiter(Waiter waiter) {
+  std::atomic_store(&waiter_in_use(), waiter ? std::make_shared<const Waiter>(std::move(waiter)) : nullptr);
+}
+
+bool threads_take_turns() {
+  return thread_waiter() != nullptr;
 }
 
 void forget_thread_world(const std::string& world) {

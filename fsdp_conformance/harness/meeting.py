@@ -1,0 +1,277 @@
+"""
+A collective of simulated ranks: each brings what it gives and where it wants the result, and the last one carries it
+out for all.
+
+Results are those of a backend that adds in the order of ranks. Nobody's inputs are copied unless their owner may go on
+at once (the root of a broadcast): as with a backend that really is asynchronous, who writes into an input before it has
+waited gives something else than it meant.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.history.collective import Op
+
+
+@dataclass(slots=True)
+class Contribution:
+    """What one rank brings to a collective."""
+
+    op: Op
+    call: str
+    """For people: "all_reduce(SUM, 12 float32) at model.py:7 in step"."""
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    reduce_op: str = ""
+    root: int = 0
+    """Of the group."""
+    sizes: tuple[int, ...] | None = None
+    """Of an all-to-all of single tensors: rows of the input for each rank; empty for equal parts."""
+    is_there: bool = False
+    """Whether its outputs hold the result."""
+
+    @property
+    def agreed(self) -> tuple[object, ...]:
+        """What must be equal on all ranks."""
+        moved = self.inputs or self.outputs
+        dtypes = sorted({str(tensor.dtype) for tensor in moved})
+        if self.op is Op.ALL_TO_ALL:
+            return (self.op, dtypes)
+        return (self.op, self.reduce_op, self.root, dtypes, self._agreed_numel())
+
+    def _agreed_numel(self) -> object:
+        if self.op is Op.SCATTER:
+            return [tensor.numel() for tensor in self.outputs]
+        if self.op is Op.REDUCE_SCATTER:
+            return sum(tensor.numel() for tensor in self.inputs)
+        return [tensor.numel() for tensor in self.inputs]
+
+
+class Meeting:
+    """One collective of a group of `size` ranks, from the first that comes to the last."""
+
+    def __init__(self, size: int) -> None:
+        self.brought: list[Contribution | None] = [None] * size
+        self.number_of_arrived = 0
+
+    def join(self, rank: int, contribution: Contribution, names: Sequence[int]) -> str:
+        """
+        The rank `rank` of the group has come. Why its call is not the collective of the others; empty if it is.
+
+        `names` are the group's ranks as people know them.
+        """
+        for other, present in enumerate(self.brought):
+            if present is not None and present.agreed != contribution.agreed:
+                mine, theirs = (
+                    f"rank {names[rank]} called {contribution.call}",
+                    f"rank {names[other]} called {present.call}",
+                )
+                return f"{mine}, but {theirs}: {_difference(present, contribution)} differ"
+        if contribution.op in _ROOTED and _sends(contribution, rank):
+            contribution.inputs = tuple(tensor.detach().clone() for tensor in contribution.inputs)
+        self.brought[rank] = contribution
+        self.number_of_arrived += 1
+        with _plainly():
+            self._carry_out()
+        return ""
+
+    def missing(self) -> list[int]:
+        """The ranks of the group that have not come."""
+        return [rank for rank, contribution in enumerate(self.brought) if contribution is None]
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether every rank has come."""
+        return self.number_of_arrived == len(self.brought)
+
+    def _carry_out(self) -> None:
+        """Give every rank its result whose contributions are there."""
+        waiting = [
+            (rank, contribution)
+            for rank, contribution in enumerate(self.brought)
+            if contribution is not None and not contribution.is_there and self._suffices(rank, contribution)
+        ]
+        # All results before the first is written: an output may lie in an input.
+        results = [_RESULTS[contribution.op](self.brought, rank) for rank, contribution in waiting]
+        for (_, contribution), values in zip(waiting, results, strict=True):
+            for output, value in zip(contribution.outputs, values, strict=True):
+                _write(output, value)
+            contribution.is_there = True
+
+    def _suffices(self, rank: int, contribution: Contribution) -> bool:
+        if contribution.op in (Op.BROADCAST, Op.SCATTER):
+            return self.brought[contribution.root] is not None
+        if contribution.op in (Op.GATHER, Op.REDUCE):
+            return self.is_complete or rank != contribution.root
+        return self.is_complete
+
+
+def _write(output: Tensor, value: Tensor) -> None:
+    # Through `data`: a backend writes below autograd, and changes no version.
+    if output.layout is not torch.strided:
+        output.data.copy_(value)
+    elif output.data_ptr() != value.data_ptr():
+        output.data.copy_(value.reshape(output.shape))
+
+
+#: Collectives in which a rank that only gives need not wait.
+_ROOTED: Final = frozenset({Op.BROADCAST, Op.SCATTER, Op.GATHER, Op.REDUCE})
+
+
+def _sends(contribution: Contribution, rank: int) -> bool:
+    """Whether the rank may go on before the others have come, and so may write into what it gave."""
+    return (rank == contribution.root) == (contribution.op in (Op.BROADCAST, Op.SCATTER))
+
+
+def _difference(one: Contribution, other: Contribution) -> str:
+    names = ("the operations", "the reductions", "the roots", "the dtypes", "the sizes")
+    for name, mine, theirs in zip(names, one.agreed, other.agreed, strict=False):
+        if mine != theirs:
+            return name
+    return "the operations"
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """No gradients, and none of the caller's modes: what a backend does in C++ they do not see either."""
+    with torch.no_grad(), _disable_current_modes():
+        yield
+
+
+# --- results: of every contribution, for one rank, in the order of its outputs ---
+
+Brought = Sequence[Any]
+"""The contributions by rank, None for a rank that has not come."""
+
+
+def _all_reduced(brought: Brought, rank: int) -> list[Tensor]:
+    count = len(brought[rank].inputs)
+    return [_reduced([one.inputs[index] for one in brought], brought[rank].reduce_op) for index in range(count)]
+
+
+def _reduced_at_root(brought: Brought, rank: int) -> list[Tensor]:
+    # Whoever is not the root keeps what it has: torch leaves it undefined.
+    return _all_reduced(brought, rank) if rank == brought[rank].root else list(brought[rank].outputs)
+
+
+def _all_gathered(brought: Brought, rank: int) -> list[Tensor]:
+    own = brought[rank]
+    if len(own.outputs) == len(own.inputs):
+        return [torch.cat([one.inputs[index].reshape(-1) for one in brought]) for index in range(len(own.inputs))]
+    return [tensor for one in brought for tensor in one.inputs]
+
+
+def _reduce_scattered(brought: Brought, rank: int) -> list[Tensor]:
+    own = brought[rank]
+    if len(own.inputs) > len(own.outputs):
+        return [_reduced([one.inputs[rank] for one in brought], own.reduce_op)]
+    parts = []
+    for index, output in enumerate(own.outputs):
+        begin = rank * output.numel()
+        rows = [one.inputs[index].reshape(-1)[begin : begin + output.numel()] for one in brought]
+        parts.append(_reduced(rows, own.reduce_op))
+    return parts
+
+
+def _broadcast(brought: Brought, rank: int) -> list[Tensor]:
+    return list(brought[brought[rank].root].inputs)
+
+
+def _scattered(brought: Brought, rank: int) -> list[Tensor]:
+    own = brought[rank]
+    return [brought[own.root].inputs[rank]]
+
+
+def _gathered(brought: Brought, rank: int) -> list[Tensor]:
+    if rank != brought[rank].root:
+        return []
+    return [one.inputs[0] for one in brought]
+
+
+def _exchanged(brought: Brought, rank: int) -> list[Tensor]:
+    own = brought[rank]
+    if own.sizes is None:
+        return [one.inputs[rank] for one in brought]
+    rows = []
+    for one in brought:
+        whole = one.inputs[0]
+        sizes = list(one.sizes) or [whole.shape[0] // len(brought)] * len(brought)
+        rows.append(whole.split(sizes)[rank])
+    return [torch.cat(rows)]
+
+
+_RESULTS: Final[dict[Op, Callable[[Brought, int], list[Tensor]]]] = {
+    Op.ALL_REDUCE: _all_reduced,
+    Op.REDUCE: _reduced_at_root,
+    Op.REDUCE_SCATTER: _reduce_scattered,
+    Op.ALL_GATHER: _all_gathered,
+    Op.BROADCAST: _broadcast,
+    Op.SCATTER: _scattered,
+    Op.GATHER: _gathered,
+    Op.ALL_TO_ALL: _exchanged,
+    Op.BARRIER: lambda brought, rank: [],
+}
+
+
+_PAIRWISE: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "SUM": torch.add,
+    "AVG": torch.add,
+    "PRODUCT": torch.mul,
+    "MIN": torch.minimum,
+    "MAX": torch.maximum,
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
+
+
+def _reduced(tensors: Sequence[Tensor], reduce_op: str) -> Tensor:
+    """((r0 + r1) + r2) + ..., rounded to the dtype after each."""
+    total = tensors[0].clone()
+    for tensor in tensors[1:]:
+        total = _PAIRWISE[reduce_op](total, tensor)
+    return total.div_(len(tensors)) if reduce_op == "AVG" else total
+
+
+def require_reduction(reduce_op: str, tensors: Sequence[Tensor]) -> None:
+    """Raise ConfigError unless the tensors can be reduced in this way."""
+    problems = []
+    if reduce_op not in _PAIRWISE:
+        problems.append(f"reduce_op={reduce_op}, but should be one of {', '.join(_PAIRWISE)}")
+    floating = any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+    if floating and reduce_op in ("BAND", "BOR", "BXOR"):
+        problems.append(f"reduce_op={reduce_op} of floating-point numbers, but should be of integers")
+    if not floating and reduce_op == "AVG":
+        problems.append("reduce_op=AVG of integers, but should be of floating-point numbers")
+    if problems:
+        raise ConfigError(problems, where="collective of simulated ranks")
+
+
+@dataclass(slots=True)
+class Channel:
+    """The messages from one rank to another under one tag, first in, first out."""
+
+    sent: deque[Tensor] = field(default_factory=deque)
+    expected: deque[Contribution] = field(default_factory=deque)
+
+    def deliver(self) -> str:
+        """Give what was sent to who expects it. Why that cannot be, or nothing."""
+        while self.sent and self.expected:
+            sent, expected = self.sent.popleft(), self.expected.popleft()
+            output = expected.outputs[0]
+            if (output.numel(), output.dtype) != (sent.numel(), sent.dtype):
+                return f"{expected.call} was sent {sent.numel()} {sent.dtype}: the sizes or dtypes differ"
+            with _plainly():
+                output.data.copy_(sent.reshape(output.shape))
+            expected.is_there = True
+        return ""
