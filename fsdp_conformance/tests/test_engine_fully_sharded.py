@@ -231,7 +231,7 @@ class TestSteps(ShardedTestCase):
         """
         for policy in (None, MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)):
             mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-            options = {
+            options: dict[str, Any] = {
                 "sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh, "mixed_precision": policy
             }  # fmt: skip
             expected, subject = sharded(chain(), **options), sharded(chain(), **options)
