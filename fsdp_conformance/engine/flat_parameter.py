@@ -26,19 +26,10 @@ from fsdp_conformance.engine.chunk_gathering import Gathering, start_all_gather
 from fsdp_conformance.engine.chunk_moving import gather_parts, lasting_views, sharing_chunk
 from fsdp_conformance.engine.chunk_reduction import Reduction
 from fsdp_conformance.engine.chunk_state import ChunkState, TensorState
-from fsdp_conformance.engine.errors import (
-    ExecutionOrderError,
-    ParameterMoved,
-    ParameterReplaced,
-)
+from fsdp_conformance.engine.errors import ParameterMoved, ParameterReplaced
 from fsdp_conformance.engine.order_watch import OrderWatch
 from fsdp_conformance.engine.unit_member import Member
-
-#: Tags are below it, so that bfloat16 holds them exactly.
-_NUM_TAGS = 251
-
-#: Between two tags; what sixteen bits lose in an average is less.
-_TAG_TOLERANCE = 0.3
+from fsdp_conformance.engine.unit_tag import averaged_tag, check_tag
 
 #: States that a tensor passes through on its way to the reduction.
 _TO_REDUCTION = (TensorState.COMPUTE, TensorState.HOLD_AFTER_BWD, TensorState.READY_FOR_REDUCE)
@@ -124,8 +115,7 @@ class FlatParameter:
         )
         self._tag_gradient: Tensor | None = None
         if self.tag is not None:
-            # Its sum over ranks has to be exact in the dtype of the reduction, too.
-            self._averaged_tag = self.tag if chunk.reduce_dtype.itemsize > 2 else self.tag % 16
+            self._averaged_tag = averaged_tag(self.tag, chunk.reduce_dtype)
             self._tag_gradient = torch.tensor(float(self._averaged_tag), device=chunk.pool.device)
 
     @property
@@ -297,7 +287,7 @@ class FlatParameter:
         if gathering is not self._checked:
             self._checked = gathering
             if self.tag is not None and self.chunk.pool.device.type == "cpu":
-                self._check_tag(self.chunk.views[-1], self.tag, "gathered")
+                check_tag(self.chunk.views[-1], self.tag, "gathered", name=self.name)
             elif self.tag is not None and not self.is_whole:
                 watch.note(self.name, self.tag, self.chunk.views[-1])
 
@@ -413,7 +403,7 @@ class FlatParameter:
         layout = self.chunk.layout
         parts = layout.views(shard) if self.is_whole else layout.shard_views(shard)
         if self.tag is not None and self.chunk.pool.device.type == "cpu" and parts[-1].numel():
-            self._check_tag(parts[-1], self._averaged_tag, "averaged")
+            check_tag(parts[-1], self._averaged_tag, "averaged", name=self.name)
         got = []
         gradients = []
         for member, used, part in zip(self.members, self._used, parts, strict=False):
@@ -479,15 +469,6 @@ class FlatParameter:
         for leaf in self.leaves:
             leaf.grad = None
 
-    def _check_tag(self, tag: Tensor, expected: int, what: str) -> None:
-        found = tag.item()
-        if not abs(found - expected) <= _TAG_TOLERANCE:
-            raise ExecutionOrderError(
-                f"unit {found:g} was {what}, but should be {expected}: {self.name}",
-                where=f"{self.name}, rank {torch.distributed.get_rank()}",
-                hint="All ranks must run the same units in the same order.",
-            )
-
 
 def _leaf(original: nn.Parameter, view: Tensor) -> nn.Parameter:
     leaf = nn.Parameter(view, requires_grad=original.requires_grad)
@@ -511,8 +492,3 @@ def _add_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tenso
             added.append(gradient)
     if existing:
         torch._foreach_add_(existing, added)
-
-
-def tag_of(ordinal: int) -> int:
-    """The tag of the unit of that number."""
-    return ordinal % _NUM_TAGS + 1

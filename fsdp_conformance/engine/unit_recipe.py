@@ -15,12 +15,13 @@ from fsdp_conformance.engine.chunk import Chunk
 from fsdp_conformance.engine.chunk_config import ChunkConfig
 from fsdp_conformance.engine.chunk_moving import forget_tensors, moved_chunk
 from fsdp_conformance.engine.errors import ParameterMoved
-from fsdp_conformance.engine.flat_parameter import FlatParameter, tag_of
+from fsdp_conformance.engine.flat_parameter import FlatParameter
 from fsdp_conformance.engine.memory_pool import MemoryPool
 from fsdp_conformance.engine.sharded_unit import ShardedUnit
 from fsdp_conformance.engine.sharding_groups import ShardingGroups, part_group
 from fsdp_conformance.engine.sharding_strategy import CPUOffload, MixedPrecision
 from fsdp_conformance.engine.unit_member import Member
+from fsdp_conformance.engine.unit_tag import tag_of
 
 #: Bytes that tensors of a large unit are aligned to: what vector units and tensor cores read at once.
 _ALIGN_BYTES = 16
