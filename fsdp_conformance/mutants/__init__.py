@@ -18,6 +18,7 @@ that fails none of them proves nothing. Standard library only; the classes are i
     reducer         components: what shares a bucket, when it is reduced, what hooks may do
     bucketer        components: which reduce-scatters are coalesced, and who gets what
     chunks          components: chunks, the states of their tensors, and the blocks of their pool
+    chunk_kinds     components: chunks with a block of their own, and pairs of chunks
 """
 
 from __future__ import annotations
@@ -360,6 +361,9 @@ _ALL = [
             "HookResultDropped", "R170", "A hook is called, and the rank's own gradients are kept.",
         ),
         "any-hook-accepted": ("AnyHookAccepted", "R170", "Hooks are not looked at, and the last one counts."),
+        "any-hook-result-accepted": (
+            "AnyHookResultAccepted", "R170", "What a hook returns is dropped without a word where it does not fit.",
+        ),
         "always-divides-by-all": (
             "AlwaysDividesByAll", "R171", "Ranks without inputs count in the divisor, asked for or not.",
         ),
@@ -404,6 +408,16 @@ _ALL = [
         "teardown-is-final": ("TeardownIsFinal", "R176", "After teardown nothing calls back, set up or not."),
         "empty-input-forgotten": ("EmptyInputForgotten", "R176", "An input without elements never calls back."),
         "lost-from-callbacks": ("LostFromCallbacks", "R176", "What a callback gives to the bucketer is lost."),
+    }),
+    *_mutants("chunk_kinds", {
+        "fused-takes-a-pool-block": (
+            "FusedTakesAPoolBlock", "R179", "A fused chunk is gathered into a block of the pool like others.",
+        ),
+        "fused-is-released": ("FusedIsReleased", "R179", "The release of a fused chunk is accepted."),
+        "partner-never-read": (
+            "PartnerNeverRead", "R179", "What the optimizer wrote to the partner's shard stays there.",
+        ),
+        "pairs-anything": ("PairsAnything", "R179", "Chunks of different layouts become partners."),
     }),
     *_mutants("chunks", {
         "padding-not-zeroed": (

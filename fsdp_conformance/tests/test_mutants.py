@@ -93,7 +93,7 @@ BY_CASES = {
 #: Wrong precision: a plain run asks for none. Wrong components: training does not use them, and cases drive them alone.
 BY_CASES |= {
     name for name, known in MUTANTS.items()
-    if known.spec.split(":")[0].rpartition(".")[2] in {"precision", "reducer", "bucketer", "chunks"}
+    if known.spec.split(":")[0].rpartition(".")[2] in {"precision", "reducer", "bucketer", "chunks", "chunk_kinds"}
 }  # fmt: skip
 
 
