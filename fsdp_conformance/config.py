@@ -6,6 +6,7 @@ A plan is frozen data. It is checked when it is made, all problems in one error.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -64,8 +65,9 @@ class BackwardPrefetch(StrEnum):
     """After it."""
 
 
-#: What the ranks of a case are: fresh processes, or threads of one process that take turns.
-RANKS = ("processes", "simulated")
+#: What the ranks of a case are: fresh processes, threads of one process that take turns, or fresh processes that the
+#: workers of torchrun start, on one host or several.
+RANKS = ("processes", "simulated", "torchrun")
 
 #: The capability flag that a sharding degree needs.
 SHARDING_CAPABILITY = {
@@ -206,6 +208,42 @@ class Plan:
             "any_accelerator": self.device not in ("cpu", "cuda"),
         }
         return frozenset(flag for flag, needed in asked.items() if needed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchrunWorker:
+    """A worker that torchrun has started, by the variables that it sets."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    host: str
+    """Of the store at which the workers meet."""
+    port: int
+    holds_store: bool
+    """Whether this worker has to make the store, because torchrun's agent has none for its workers."""
+
+    @classmethod
+    def from_environment(cls, variables: Mapping[str, str]) -> TorchrunWorker:
+        """Raises ConfigError with every variable that is missing or no number."""
+        numbers = {name: variables.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
+        problems = [
+            f"{name}={text!r}, but should be a number" for name, text in numbers.items() if not text.isdecimal()
+        ]
+        if not variables.get("MASTER_ADDR"):
+            problems.append("MASTER_ADDR='', but should be a host")
+        if problems:
+            advice = "start the run with torchrun --nproc-per-node N -m fsdp_conformance run ..."
+            raise ConfigError([*problems, advice], where="--ranks torchrun")
+        rank = int(numbers["RANK"])
+        return cls(
+            rank=rank,
+            world_size=int(numbers["WORLD_SIZE"]),
+            local_rank=int(numbers["LOCAL_RANK"]),
+            host=variables["MASTER_ADDR"],
+            port=int(numbers["MASTER_PORT"]),
+            holds_store=rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ whole extent.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from fsdp_conformance.adapters.registry import AdapterDescription
 from fsdp_conformance.case import Case, case_of
 from fsdp_conformance.case_checks import CaseChecks
 from fsdp_conformance.checks.streams import stream_control, stream_safety
-from fsdp_conformance.config import SIMULATED, InitMode, Plan, RunSettings
+from fsdp_conformance.config import SIMULATED, InitMode, Plan, RunSettings, TorchrunWorker
 from fsdp_conformance.errors import ConformanceError, RequirementFailed, SuiteError
 from fsdp_conformance.faults.fault import Fault
 from fsdp_conformance.harness import process_group
@@ -88,6 +89,7 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
     def setUp(self) -> None:
         super().setUp()
         settings = run_settings.current()
+        worker = TorchrunWorker.from_environment(os.environ) if settings.ranks == "torchrun" else None
         self._began = time.monotonic()
         description = registry.describe_once(settings.implementation)
         gated = self._gated(description, settings)
@@ -98,6 +100,7 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         self._take_over(self.launch_payload)
         self.reuse_ranks = settings.reuse_ranks
         self.simulated_ranks = settings.ranks == "simulated"
+        self.torchrun_worker = worker
         self.determinism = Determinism(seed=settings.seed, num_threads=settings.num_threads)
         self.preload = description.preload
         self.rank_environment = dict(description.environment)
@@ -126,6 +129,8 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         reason.
         """
         payload: LaunchPayload = self.launch_payload
+        if self.torchrun_worker is not None and self.torchrun_worker.rank > 0:
+            self.skipTest("the first worker judges it")
         self.record = judge(
             self.case,
             declared=payload.description.declared(payload.device),

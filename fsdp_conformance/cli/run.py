@@ -13,12 +13,12 @@ import contextlib
 import importlib.util
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
 from fsdp_conformance import __version__
-from fsdp_conformance.cli import building, messages, report_dir, selection
+from fsdp_conformance.cli import building, messages, report_dir, selection, torchrun
 from fsdp_conformance.cli.arguments import settings_of
 from fsdp_conformance.cli.progress import Display, Progress, RunFileTail, display_for
 from fsdp_conformance.cli.pytest_process import INTERRUPT_S, PytestProcess, command
@@ -45,6 +45,13 @@ _SILENCE_S = 2 * 3600.0
 def main(arguments: argparse.Namespace) -> int:
     """Run the cases that were asked for. Returns the exit status."""
     settings = settings_of(arguments)
+    if settings.ranks == "torchrun":
+        return torchrun.main(arguments, settings)
+    return run(arguments, settings)
+
+
+def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[[str], object] | None = None) -> int:
+    """The same for settings that are known already. `tell` gets the first thing that speaks against a certificate."""
     profile = load_profile(settings.profile)
     cases = selection.selected(profile, settings)
     _check_workers(arguments.workers)
@@ -64,12 +71,15 @@ def main(arguments: argparse.Namespace) -> int:
     words = command(settings, report=report, workers=arguments.workers, suites=arguments.suites)
     with (
         # First of all: a signal that a shell ignores for its background jobs would be ignored by pytest, too.
-        _caught() as signals,
+        caught() as signals,
         PytestProcess(words, log=report / "pytest.log", description=found.description.to_json()) as pytest,
         display_for(progress) as display,
     ):
         _follow(pytest, report / runfile.NAME, progress, display, signals)
-    return _conclude(report, profile, pytest, signum=signals[0] if signals else 0)
+    status, reason = _conclude(report, profile, pytest, signum=signals[0] if signals else 0)
+    if tell is not None and status:
+        tell(reason)
+    return status
 
 
 def _check_workers(workers: str | None) -> None:
@@ -136,7 +146,7 @@ def _follow(
 
 
 @contextlib.contextmanager
-def _caught() -> Iterator[list[int]]:
+def caught() -> Iterator[list[int]]:
     """A list that grows with the signals that come, instead of an exception in the middle of whatever is done."""
     signals: list[int] = []
 
@@ -151,8 +161,12 @@ def _caught() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _conclude(report: Path, profile: Profile, pytest: PytestProcess, *, signum: int) -> int:
-    """The findings, the verdict, and where the run file is. Returns the exit status."""
+def _conclude(report: Path, profile: Profile, pytest: PytestProcess, *, signum: int) -> tuple[int, str]:
+    """
+    The findings, the verdict, and where the run file is.
+
+    Returns the exit status, and the first finding, or else why there is no certificate.
+    """
     path = report / runfile.NAME
     try:
         verification: Verification | None = verify(path, profile)
@@ -170,7 +184,15 @@ def _conclude(report: Path, profile: Profile, pytest: PytestProcess, *, signum: 
         messages.complain(f"the log is not whole: {pytest.log_problem}")
     if path.exists():
         print(f"run file: {path}", flush=True)
-    return status
+    return status, _first_reason(verification) or f"ended with status {status}"
+
+
+def _first_reason(verification: Verification | None) -> str:
+    if verification is None:
+        return ""
+    findings = (finding for record in verification.run.records for finding in record.findings)
+    first = next(findings, None)
+    return first.sentence() if first is not None else next(iter(verification.certificate.reasons), "")
 
 
 def _show(verification: Verification) -> None:

@@ -23,6 +23,7 @@ from fsdp_conformance.harness.rank import RankFiles, RankStart
 from fsdp_conformance.harness.rank_host import HostSeat
 from fsdp_conformance.harness.rank_pool import RankSet, pool
 from fsdp_conformance.harness.supervisor import Seat, Supervisor
+from fsdp_conformance.harness.torchrun import CaseMeeting
 from fsdp_conformance.outcome import RankExit, RankReport
 
 #: How much longer than the case a rank waits for the controller's goodbye; it does not come only if the controller is
@@ -58,6 +59,8 @@ class LaunchOrder:
     """Ranks that have run a case before will do."""
     simulated: bool = False
     """The ranks are threads of one process."""
+    meeting: CaseMeeting | None = None
+    """Of the workers that start the ranks, one each, if torchrun has started them."""
 
     def starts(self, device_variables: Mapping[str, str]) -> list[RankStart]:
         """What each rank is told."""
@@ -66,6 +69,8 @@ class LaunchOrder:
         for index in range(self.world_size):
             files = RankFiles.under(self.directory, index)
             variables = rank_variables(index, self.world_size, trace=files.collectives, determinism=self.determinism)
+            if self.meeting is not None:
+                variables["LOCAL_RANK"] = str(self.meeting.worker.local_rank)
             starts.append(
                 RankStart(
                     rank=index,
@@ -73,6 +78,7 @@ class LaunchOrder:
                     module=self.module,
                     qualname=self.qualname,
                     test_name=self.test_name,
+                    case_name=self.meeting.name if self.meeting is not None else "",
                     file_name=self.file_name,
                     device_type=self.device_type,
                     files=files,
@@ -80,6 +86,7 @@ class LaunchOrder:
                     determinism=self.determinism,
                     payload=payload,
                     collective_timeout_s=self.deadlines.collective_s,
+                    worker=self.meeting.worker if self.meeting is not None else None,
                     goodbye_timeout_s=self.deadlines.case_s + _GOODBYE_SLACK_S,
                     options=self.options,
                 )
@@ -91,9 +98,17 @@ class Launch:
     """The ranks of one case, running."""
 
     def __init__(
-        self, seats: list[Seat], deadlines: Deadlines, ranks: RankSet, *, keep: bool, shared_before: frozenset[str]
+        self,
+        seats: list[Seat],
+        deadlines: Deadlines,
+        ranks: RankSet,
+        *,
+        keep: bool,
+        shared_before: frozenset[str],
+        meeting: CaseMeeting | None = None,
     ) -> None:
-        self._supervisor = Supervisor(seats, deadlines, keep=keep)
+        self._supervisor = Supervisor(seats, deadlines, keep=keep, meeting=meeting)
+        self._meeting = meeting
         self._ranks = ranks
         self._keep = keep
         self._closed = False
@@ -111,9 +126,17 @@ class Launch:
         return {seat.pid: seat.mailbox.connection for seat in self.seats}
 
     def wait(self) -> tuple[list[RankReport | None], list[RankExit]]:
-        """What the ranks said and how they ended, once all have."""
+        """
+        What the ranks said and how they ended, once all have.
+
+        A worker of torchrun knows that of its own rank alone, and the first one that of all.
+        """
         self._supervisor.run()
-        return self._supervisor.reports(), self._supervisor.exits()
+        reports, exits = self._supervisor.reports(), self._supervisor.exits()
+        if self._meeting is None:
+            return reports, exits
+        self._meeting.publish(reports[0], exits[0])
+        return self._meeting.collect(self._supervisor.last_word) if self._meeting.worker.rank == 0 else (reports, exits)
 
     def close(self) -> None:
         """End what still runs and give back the devices, or keep the ranks that may be kept. Once is enough."""
@@ -138,6 +161,8 @@ def launch(order: LaunchOrder) -> Launch:
     shared_before = shared_memory()  # before the first rank can make any
     if order.simulated:
         return _launch_host(order, shared_before)
+    if order.meeting is not None:
+        return _launch_one(order, order.meeting, shared_before)
     if not order.reuse:
         return _launch_fresh(order, shared_before)
     key = (order.world_size, order.device_type, frozenset(order.preload_environment.items()))
@@ -161,6 +186,16 @@ def _launch_fresh(order: LaunchOrder, shared_before: frozenset[str]) -> Launch:
         for start, (process, connection) in zip(starts, members, strict=True)
     ]
     return Launch(seats, order.deadlines, ranks, keep=False, shared_before=shared_before)
+
+
+def _launch_one(order: LaunchOrder, meeting: CaseMeeting, shared_before: frozenset[str]) -> Launch:
+    """The one rank that this worker of torchrun starts."""
+    own = leases.own_device(order.device_type, meeting.worker.local_rank)
+    start = order.starts(own.variables)[meeting.worker.rank]
+    members = fork_ranks([(rank.main, (start,))], _server(order), order.imports_main)
+    ranks = RankSet(key=(), members=members, lease=own, resources=ExitStack())
+    seat = Seat.take(start.rank, *members[0], start.files)
+    return Launch([seat], order.deadlines, ranks, keep=False, shared_before=shared_before, meeting=meeting)
 
 
 def _launch_host(order: LaunchOrder, shared_before: frozenset[str]) -> Launch:

@@ -55,6 +55,19 @@ class Lease:
     """What a rank's environment must say, so that it sees these devices and no other."""
 
 
+def own_device(device_type: str, local_rank: int) -> Lease:
+    """
+    The device of one of several ranks on this host, where whoever started them has seen to it that each has one.
+    """
+    hides = _VISIBLE.get(device_type)
+    if hides is None:
+        return Lease()
+    listed = os.environ.get(hides, "")
+    names = listed.split(",") if listed else [str(number) for number in range(devices.device_count(device_type))]
+    name = names[local_rank % len(names)]
+    return Lease(devices=(name,), variables={hides: name})
+
+
 @contextmanager
 def lease(device_type: str, count: int, *, timeout_s: float = WAIT_S) -> Iterator[Lease]:
     """

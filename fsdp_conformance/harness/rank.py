@@ -40,6 +40,7 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
+from fsdp_conformance.config import TorchrunWorker
 from fsdp_conformance.errors import (
     AdapterError,
     ConfigError,
@@ -50,7 +51,7 @@ from fsdp_conformance.errors import (
     Unsupported,
     UsageError,
 )
-from fsdp_conformance.harness import preload
+from fsdp_conformance.harness import preload, torchrun
 from fsdp_conformance.harness.collective_log import log
 from fsdp_conformance.harness.environment import (
     Determinism,
@@ -101,6 +102,8 @@ class RankStart:
     qualname: str
     """Of the test class."""
     test_name: str
+    case_name: str
+    """The case's alone in this run."""
     file_name: str
     """Of the file store."""
     device_type: str
@@ -111,6 +114,8 @@ class RankStart:
     payload: bytes
     """The pickled launch payload; opened after the environment is set."""
     collective_timeout_s: float
+    worker: TorchrunWorker | None
+    """Whoever has started this rank, if its peers are on other hosts."""
     goodbye_timeout_s: float
     """How long the rank waits for the controller's goodbye."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -310,6 +315,8 @@ def prepare_process(start: RankStart) -> None:
             "a GPU. Move the call that touches the GPU out of the module's top level, into a function."
         )
     apply_collective_timeout(start.collective_timeout_s)
+    if start.worker is not None:
+        torchrun.meet_peers(start.worker, start.case_name, start.rank, start.world_size)
 
 
 def forget_case() -> None:

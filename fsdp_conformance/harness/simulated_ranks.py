@@ -29,12 +29,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.rendezvous
 from torch._C import _distributed_c10d
-from torch._C._distributed_c10d import Store
 
 from fsdp_conformance.errors import ConfigError, RankRaised, RankTimedOut
 from fsdp_conformance.harness import devices, rank_scheduler
 from fsdp_conformance.harness.rank_scheduler import RankScheduler
 from fsdp_conformance.harness.rank_state import RankState
+from fsdp_conformance.harness.rendezvous import SCHEME, meeting_at
 from fsdp_conformance.harness.simulated_group import simulated_groups
 from fsdp_conformance.harness.simulated_store import SimulatedStore
 
@@ -80,7 +80,7 @@ def run_ranks(world_size: int, function: Callable[[int], T], *, timeout_s: float
     def body(rank: int) -> T:
         dist.init_process_group(
             backend or default_backend(),
-            init_method="simulated://",
+            init_method=f"{SCHEME}://",
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
@@ -118,7 +118,8 @@ def simulated_world(states: Sequence[RankState]) -> Iterator[RankScheduler]:
             stack.callback(isolate, False)
             worlds._install_threaded_pg()
             stack.callback(worlds._uninstall_threaded_pg)
-            stack.enter_context(_meeting_in_memory(SimulatedStore(), len(states)))
+            store = SimulatedStore()
+            stack.enter_context(meeting_at(lambda: (store, scheduler.rank, len(states))))
             stack.enter_context(_meshes_apart())
             stack.enter_context(simulated_groups())
             for enter in device_worlds:
@@ -126,23 +127,6 @@ def simulated_world(states: Sequence[RankState]) -> Iterator[RankScheduler]:
             yield scheduler
     finally:
         rank_scheduler.use(None)
-
-
-@contextmanager
-def _meeting_in_memory(store: SimulatedStore, world_size: int) -> Iterator[None]:
-    """Whatever address ranks are given to meet at, they meet at the store."""
-    handlers: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
-    before = dict(handlers)
-
-    def meet(url: str, **_: Any) -> Iterator[tuple[Store, int, int]]:
-        yield store, rank_scheduler.running().rank, world_size
-
-    handlers.update(dict.fromkeys((*before, "simulated"), meet))
-    try:
-        yield
-    finally:
-        handlers.clear()
-        handlers.update(before)
 
 
 @contextmanager

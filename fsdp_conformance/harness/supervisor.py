@@ -32,6 +32,7 @@ from fsdp_conformance.harness.forkserver import WarmProcess
 from fsdp_conformance.harness.mailbox import Mailbox
 from fsdp_conformance.harness.rank import STACK_SIGNAL, RankFiles
 from fsdp_conformance.harness.stacks import collect_stacks, last_collectives, output_tail, readable, send_signal
+from fsdp_conformance.harness.torchrun import CaseMeeting
 from fsdp_conformance.outcome import RankError, RankExit, RankReport, rank_report_from_json
 
 #: Between SIGTERM and SIGKILL: engines may remove files of their own.
@@ -123,7 +124,11 @@ class Seat:
 class Supervisor:
     """Watches the ranks of one case until all have ended, or are idle if they are to be kept."""
 
-    def __init__(self, seats: Sequence[Seat], deadlines: Deadlines, *, keep: bool = False) -> None:
+    def __init__(
+        self, seats: Sequence[Seat], deadlines: Deadlines, *, keep: bool = False, meeting: CaseMeeting | None = None
+    ) -> None:
+        self._meeting = meeting
+        """With the workers that watch the other ranks, if these are not ours."""
         self.seats = list(seats)
         self.deadlines = deadlines
         self.keep = keep
@@ -136,6 +141,8 @@ class Supervisor:
         """Return when the case is over. An exception (Ctrl-C) kills every rank first."""
         try:
             self._await_reports()
+            if self._meeting is not None:
+                self._await_peers(self._meeting)
             self._farewell()
         except BaseException:
             self.kill()
@@ -165,6 +172,11 @@ class Supervisor:
     def _rank_deadline(self) -> float:
         return self.began + self.deadlines.rank_s + self._granted_s
 
+    @property
+    def last_word(self) -> float:
+        """When every worker of the case has come to its end, by time.monotonic()."""
+        return self._case_deadline + self.deadlines.shutdown_s
+
     def _await_reports(self) -> None:
         """Until every rank has spoken, or a deadline has passed and those that have not are ended."""
         settled = given_up = float("inf")
@@ -179,6 +191,14 @@ class Supervisor:
                 self._end(waiting)
                 return
             self._wait(min(moment for moment in (self._rank_deadline, settled, given_up) if moment > now))
+
+    def _await_peers(self, meeting: CaseMeeting) -> None:
+        """Until the ranks of the other workers have spoken, too."""
+        if any(seat.failed for seat in self.seats):
+            # As between ranks of one worker: its peers hear of it from the transport.
+            time.sleep(self.deadlines.settle_s)
+            self._release(self.seats)
+        meeting.meet("spoken", self._case_deadline)
 
     def _grant(self, waiting: Sequence[Seat]) -> bool:
         """More time for ranks that are late, if one of them has got on since the last look."""

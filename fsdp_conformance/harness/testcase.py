@@ -30,12 +30,14 @@ from typing import Any
 import torch
 from torch import distributed
 
+from fsdp_conformance.config import TorchrunWorker
 from fsdp_conformance.harness import attribution, devices
 from fsdp_conformance.harness import rank as rank_process
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
 from fsdp_conformance.harness.launcher import Launch, LaunchOrder, launch
 from fsdp_conformance.harness.torch_testing import MultiProcessTestCase
+from fsdp_conformance.harness.torchrun import CaseMeeting
 from fsdp_conformance.judge.mismatch import differing_calls
 from fsdp_conformance.outcome import RankError, RankExit, RankReport
 
@@ -68,6 +70,8 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     """Take the ranks of the last case of this world size, if it ended well, rather than fresh ones."""
     simulated_ranks: bool = False
     """Run the ranks as threads of one process, which take turns (`harness.simulated_ranks`)."""
+    torchrun_worker: TorchrunWorker | None = None
+    """This process is a worker of torchrun: it starts one of the ranks (`harness.torchrun`)."""
     launch_payload: Any = None
     """Anything picklable, for `self.launch_payload` in the ranks. What else `setUp` sets, the ranks do not see."""
 
@@ -121,6 +125,9 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
         """
         self._move_store()
         owner = type(self)
+        meeting = self._meet_workers()
+        if meeting is not None and not meeting.takes_part:
+            return
         self._launch = launch(
             LaunchOrder(
                 module=owner.__module__,
@@ -140,10 +147,20 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
                 imports_main=owner.__module__ == "__main__",
                 reuse=self.reuse_ranks,
                 simulated=self.simulated_ranks,
+                meeting=meeting,
             )
         )
         self.processes = self._launch.processes
         self.pid_to_pipe = self._launch.pipes
+
+    def _meet_workers(self) -> CaseMeeting | None:
+        """With the other workers of torchrun, which come to this case, too. Raises EnvironmentUnavailable if not."""
+        if self.torchrun_worker is None:
+            return None
+        meeting = CaseMeeting(self.torchrun_worker, self.id(), int(self.world_size))
+        if meeting.takes_part:
+            meeting.begin(self.deadlines.case_s)
+        return meeting
 
     def _join_processes(self, fn: Any) -> None:
         """Wait for the ranks, and conclude from what they said and how they ended."""

@@ -120,8 +120,8 @@ def _run_problems(run: RunFile) -> list[str]:
             problems.append(f"incomplete: {option} left cases out")
     if settings.get("reuse_ranks") or any(record.ranks == "reused" for record in run.records):
         problems.append("incomplete: --reuse-ranks, but every case should have fresh ranks")
-    if settings.get("ranks", "processes") != "processes":
-        problems.append(f"incomplete: --ranks {settings['ranks']}, but ranks should be processes of their own")
+    if settings.get("ranks") == "simulated":
+        problems.append("incomplete: --ranks simulated, but ranks should be processes of their own")
     problems += [note["text"] for note in run.notes if note.get("refuses")]
     if not run.header.get("implementation"):
         problems.append("incomplete: the implementation is not described")

@@ -1,0 +1,78 @@
+"""
+`fsdp-conformance run` as a worker of torchrun, one of many on one host or several.
+
+The first worker does what the command always does. The others run the same cases in the same order, and are silent:
+what they have to say of a case they say to the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+from fsdp_conformance.cli import run
+from fsdp_conformance.cli.pytest_process import PytestProcess, command
+from fsdp_conformance.cli.status import Status
+from fsdp_conformance.cli.survey import survey
+from fsdp_conformance.config import RunSettings, TorchrunWorker
+from fsdp_conformance.errors import ConfigError, ConformanceError
+
+#: Names the file in which torchrun looks for the first failure of a worker.
+ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+_LOOK_S = 0.1
+
+
+def main(arguments: argparse.Namespace, settings: RunSettings) -> int:
+    """Run the cases with the other workers. Returns the exit status, which is 0 for all workers but the first."""
+    worker = TorchrunWorker.from_environment(os.environ)
+    if arguments.workers is not None:
+        raise ConfigError(
+            [f"-n {arguments.workers}, but should be left out: the workers of torchrun run each case together"],
+            where="--ranks torchrun",
+        )
+    try:
+        if worker.rank:
+            return _follow(arguments, settings)
+        return run.run(arguments, settings, tell=_tell_torchrun)
+    except ConformanceError as error:
+        _tell_torchrun(str(error))
+        raise
+
+
+def _follow(arguments: argparse.Namespace, settings: RunSettings) -> int:
+    """Run the cases and say nothing."""
+    found = survey(settings.device, settings.implementation)
+    with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as directory:
+        report = Path(directory)
+        words = command(settings, report=report, workers=None, suites=arguments.suites)
+        with (
+            run.caught() as signals,
+            PytestProcess(words, log=report / "pytest.log", description=found.description.to_json()) as pytest,
+        ):
+            while pytest.running():
+                if signals:
+                    pytest.interrupt()
+                time.sleep(_LOOK_S)
+        if signals:
+            return 128 + signals[0]
+        if pytest.error is not None:
+            raise ConformanceError(pytest.error.message)
+    return Status.CERTIFIED
+
+
+def _tell_torchrun(message: str) -> None:
+    """
+    Leave a failure where torchrun looks for it, as `torch.distributed.elastic.multiprocessing.errors` writes it.
+
+    What is there already came first, and stays.
+    """
+    place = os.environ.get(ERROR_FILE)
+    if not place or Path(place).exists():
+        return
+    extra = {"py_callstack": message, "timestamp": str(int(time.time()))}
+    Path(place).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
