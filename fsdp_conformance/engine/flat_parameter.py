@@ -131,8 +131,8 @@ class FlatParameter:
 
     def use_full_precision(self, full: bool) -> None:
         """Compute and reduce in the parameters' own dtype from now on, or as configured. Nothing may be on its way."""
+        # Uploads of the shard that are on their way end before those of the next gather, which is waited for.
         self.release()
-        self.chunk.wait_shard_reads()
         other = self._other
         if other is None:
             other = sharing_chunk(self.chunk, config=replace(self.chunk.config, compute_dtype=None, reduce_dtype=None))
