@@ -75,6 +75,7 @@ class Adapter(ABC):
         "write_params": "write_params",
         "unit_is_unsharded": "sharded_state",
         "reshard": "manual_unshard",
+        "unshard_async": "async_unshard",
         "wrap_again": "wrap_again",
         "reducer": "reducer",
         "reduce_scatter_bucketer": "bucketing",
@@ -210,6 +211,10 @@ class Adapter(ABC):
 
     def reshard(self, fqn: str) -> None:
         """Free a unit's full parameters now, wherever the training step is. Declares `manual_unshard`."""
+        raise NotImplementedError
+
+    def unshard_async(self, fqn: str) -> Any:
+        """Begin to gather a unit's full parameters; returns what has a `wait`. Collective. Declares `async_unshard`."""
         raise NotImplementedError
 
     def wrap_again(self) -> None:

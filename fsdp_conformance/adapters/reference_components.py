@@ -120,6 +120,12 @@ class EngineChunk:
     def reduce(self) -> Tensor:
         return self.chunk.reduce().wait()
 
+    def pair(self, partner: Any) -> None:
+        self.chunk.pair(engine_chunk(partner))
+
+    def update_from_partner(self) -> None:
+        self.chunk.update_from_partner()
+
     def statistics(self) -> ShardStatistics:
         found = self.chunk.statistics
         if found is None:
@@ -136,8 +142,13 @@ class EnginePool:
         self.group = ChunkGroup(self.pool)
         self.schedule(None)
 
-    def chunk(self, numel: int, dtype: torch.dtype, group: ProcessGroup | None = None) -> ChunkStorage:
-        return EngineChunk(self.group.open(numel, dtype, group, config=ChunkConfig(block=BlockKind.PUBLIC)), self.group)
+    def chunk(
+        self, numel: int, dtype: torch.dtype, group: ProcessGroup | None = None, *, fused: bool = False
+    ) -> ChunkStorage:
+        if fused:
+            self.pool.allocate_private([(numel, dtype)])
+        block = BlockKind.PRIVATE if fused else BlockKind.PUBLIC
+        return EngineChunk(self.group.open(numel, dtype, group, config=ChunkConfig(block=block)), self.group)
 
     def use(self) -> PoolUse:
         counters = self.pool.counters

@@ -78,6 +78,9 @@ COMPONENT_MUTANTS = [
             "HookResultDropped", "R170", "A hook is called, and the rank's own gradients are kept.",
         ),
         "any-hook-accepted": ("AnyHookAccepted", "R170", "Hooks are not looked at, and the last one counts."),
+        "any-hook-result-accepted": (
+            "AnyHookResultAccepted", "R170", "What a hook returns is dropped without a word where it does not fit.",
+        ),
         "always-divides-by-all": (
             "AlwaysDividesByAll", "R171", "Ranks without inputs count in the divisor, asked for or not.",
         ),
@@ -175,6 +178,16 @@ COMPONENT_MUTANTS = [
         "ignores-next-use": (
             "IgnoresNextUse", "R181", "Chunks leave first in, first out, whatever is known of their next use.",
         ),
+    }),
+    *mutants_of("chunk_kinds", {
+        "fused-takes-a-pool-block": (
+            "FusedTakesAPoolBlock", "R179", "A fused chunk is gathered into a block of the pool like others.",
+        ),
+        "fused-is-released": ("FusedIsReleased", "R179", "The release of a fused chunk is accepted."),
+        "partner-never-read": (
+            "PartnerNeverRead", "R179", "What the optimizer wrote to the partner's shard stays there.",
+        ),
+        "pairs-anything": ("PairsAnything", "R179", "Chunks of different layouts become partners."),
     }),
     *mutants_of("mesh", {
         "first-axis-always": ("FirstAxisAlways", "R182", "Every collective runs along the first axis."),

@@ -93,7 +93,7 @@ class FirstPartForAll(WrongResult):
 
 
 class GathersInReverse(WrongResult):
-    """The last rank's part comes first."""
+    """An all-gather has the last rank's part first."""
 
     op = Op.ALL_GATHER
 
@@ -132,7 +132,7 @@ class AveragesOverTheWorld(WrongResult):
 
 
 class TakesWhatIsThere(SeamRanks):
-    """A work is over before the peers have come, and the output is what it was."""
+    """A work is over before the peers have come."""
 
     def parts(self) -> tuple[Any, Mapping[Any, Any]]:
         from fsdp_conformance.harness.simulated_group import SimulatedWork

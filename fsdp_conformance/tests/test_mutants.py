@@ -86,13 +86,16 @@ ON_ACCELERATORS = {
 }  # fmt: skip
 #: Defects in what only the cases that name them ask for: the kill matrix shows that they are found.
 BY_CASES = {
+    "all-reduces-every-micro-batch", "async-unshard-does-nothing",
     "manual-reshard-does-nothing", "persistent-not-reduced", "prefetches-fewer", "replicated-gradients",
     "shows-its-own-parameters", "swaps-prefetch",
 }  # fmt: skip
-#: Wrong components: training does not use them, and cases drive them alone.
+#: Wrong precision: a plain run asks for none. Wrong components: training does not use them, and cases drive them alone.
 BY_CASES |= {
     name for name, known in MUTANTS.items()
-    if known.spec.split(":")[0].rpartition(".")[2] in {"reducer", "bucketer", "chunks", "mesh", "cost", "ranks"}
+    if known.spec.split(":")[0].rpartition(".")[2] in {
+        "precision", "reducer", "bucketer", "chunks", "chunk_kinds", "mesh", "cost", "ranks"
+    }
 }  # fmt: skip
 
 
