@@ -131,6 +131,8 @@ def empty_record(
         words.append(f"--implementation {implementation}")
     if device != "cpu":
         words.append(f"--device {device}")
+    if ranks == "simulated":
+        words.append("--ranks simulated")
     return CaseRecord(
         case=case.id,
         requirements=list(case.requirements),
