@@ -111,7 +111,7 @@ SETTINGS = {
 
 
 def engines(setting: Setting) -> dict[str, Build]:
-    """Engine to how it wraps a model. DDP has neither mixed precision nor offload, and FSDP1's pins memory for a GPU."""
+    """Engine to how it wraps a model. DDP has no mixed precision and no offload, FSDP1's pins memory for a GPU."""
     low = setting.precision
     reduced = None if low is None else torch.float32
 
