@@ -3,14 +3,14 @@
 Step time and memory of the reference engine beside torch's FSDP2, FSDP1 and DDP, on the same work, side by side.
 
 A transformer is trained by each in turn, in the same processes, on the CPU over gloo; steps of all engines alternate,
-so that what else the machine does falls on all alike. Prints a table for each size, number of ranks and setting: medians
-of milliseconds per step, and the bytes that a rank holds between steps. Settings are float32, bfloat16 (reduced in
-float32), four micro-batches per step of which the last one is reduced, and parameters that are offloaded.
+so that what else the machine does falls on all alike. Prints a table for each size, number of ranks and setting:
+medians of milliseconds per step, and the bytes that a rank holds between steps. Settings are float32, bfloat16 (reduced
+in float32), four micro-batches per step of which the last one is reduced, and parameters that are offloaded.
 
 Peaks are those of the simulated accelerator's allocator in a step after the first two, on two ranks: with a batch of
-one token, which leaves parameters, gradients and what they are gathered into, and with the batch that is timed. Shown beside
-them: a rank's shards of parameters and gradients, and the two largest units. The last line is the engine's step time
-over FSDP2's, the geometric mean over the tables.
+one token, which leaves parameters, gradients and what they are gathered into, and with the batch that is timed. Shown
+beside them: a rank's shards of parameters and gradients, and the two largest units. The last line is the engine's step
+time over FSDP2's, the geometric mean over the tables.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ SETTINGS = {
 
 
 def engines(setting: Setting) -> dict[str, Build]:
-    """Engine to how it wraps a model. DDP has neither mixed precision nor offload."""
+    """Engine to how it wraps a model. DDP has no mixed precision and no offload, FSDP1's pins memory for a GPU."""
     low = setting.precision
     reduced = None if low is None else torch.float32
 
@@ -139,11 +139,13 @@ def engines(setting: Setting) -> dict[str, Build]:
             use_orig_params=True,
             device_id=device,
             mixed_precision=None if low is None else torch_fsdp.MixedPrecision(param_dtype=low, reduce_dtype=reduced),
-            cpu_offload=torch_fsdp.CPUOffload(offload_params=True) if setting.offload else None,
         )
 
-    found: dict[str, Build] = {"engine": reference, "fsdp2": fsdp2, "fsdp1": fsdp1}
-    return found if low or setting.offload else {**found, "ddp": DistributedDataParallel}
+    if setting.offload:
+        return {"engine": reference, "fsdp2": fsdp2}
+    if low is not None:
+        return {"engine": reference, "fsdp2": fsdp2, "fsdp1": fsdp1}
+    return {"engine": reference, "fsdp2": fsdp2, "fsdp1": fsdp1, "ddp": DistributedDataParallel}
 
 
 def unreduced(model: nn.Module) -> AbstractContextManager[Any]:
@@ -162,7 +164,7 @@ def deferred(model: torch_fsdp.FSDPModule) -> Iterator[None]:
     model.set_requires_gradient_sync(True)
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, micro_batches: int) -> None:
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, micro_batches: int = 1) -> None:
     """One step on so many copies of a batch."""
     for micro in range(micro_batches):
         with unreduced(model) if micro < micro_batches - 1 else nullcontext():
