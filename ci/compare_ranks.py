@@ -7,11 +7,11 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from fsdp_conformance.cli import arguments, selection
-from fsdp_conformance.cli.messages import complain
+from fsdp_conformance.cli.messages import complain, plural
 from fsdp_conformance.cli.status import Status
 from fsdp_conformance.config import RANKS
 from fsdp_conformance.contract.profile import load_profile
@@ -87,12 +87,18 @@ def finished(path: Path, status: int) -> RunFile:
     return found
 
 
+def needs_processes(record: CaseRecord) -> bool:
+    """True for a case that was not run because its ranks must be processes: no verdict that could differ."""
+    return record.verdict is Verdict.NOT_RUN_ENV and record.measurements.get("absent") == ["processes"]
+
+
 def differing(runs: Mapping[str, RunFile]) -> Iterator[dict[str, CaseRecord | None]]:
     """By kind of ranks the record of each case whose verdicts differ. None: the run has no verdict on it."""
     by_kind = {kind: {record.case: record for record in run.records} for kind, run in runs.items()}
     for case in dict.fromkeys(case for records in by_kind.values() for case in records):
         found = {kind: records.get(case) for kind, records in by_kind.items()}
-        if len({record.verdict if record is not None else None for record in found.values()}) > 1:
+        judged = [record for record in found.values() if record is None or not needs_processes(record)]
+        if len({record.verdict if record is not None else None for record in judged}) > 1:
             yield found
 
 
@@ -100,18 +106,22 @@ def table(runs: Mapping[str, RunFile]) -> tuple[list[str], int]:
     """The lines to print, and how many verdicts differ."""
     differences = list(differing(runs))
     ids = {record.case for run in runs.values() for record in run.records if record.verdict is not Verdict.DISABLED}
-    lines = [_row("case", runs)] if differences else []
+    lines = [_row("case", runs)]
     for found in differences:
-        records = [record for record in found.values() if record is not None]
-        verdicts = [str(record.verdict) if record is not None else "no verdict" for record in found.values()]
-        lines.append(_row(records[0].case, verdicts))
-        lines += [f"  {kind}: {record.reason}" for kind, record in found.items() if record is not None and record.reason]
+        case = next(record.case for record in found.values() if record is not None)
+        lines.append(_row(case, (record.verdict if record is not None else "no verdict" for record in found.values())))
+        lines += [
+            f"  {kind}: {record.reason}" for kind, record in found.items() if record is not None and record.reason
+        ]
     lines.append(_row("seconds", (f"{(run.footer or {}).get('seconds', 0.0):.1f}" for run in runs.values())))
+    for kind, run in runs.items():
+        left_out = sum(needs_processes(record) for record in run.records)
+        lines += [f"not run on {kind} ranks, which must be processes: {plural(left_out, 'case')}"] if left_out else []
     lines.append(f"compare-ranks: {len(differences)} of {len(ids)} verdicts differ")
     return lines, len(differences)
 
 
-def _row(first: str, cells: Sequence[str] | Iterator[str] | Mapping[str, object]) -> str:
+def _row(first: str, cells: Iterable[str]) -> str:
     return f"{first:44}" + "".join(f"{cell:>14}" for cell in cells)
 
 
