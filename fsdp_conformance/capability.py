@@ -89,6 +89,7 @@ _ALL = [
             "sharded_state": "Whether a unit holds full parameters can be asked.",
             "write_params": "Parameters can be changed in place after wrapping and before the first forward.",
             "manual_unshard": "A unit can be unsharded and resharded by hand.",
+            "async_unshard": "A unit can be unsharded asynchronously.",
             "wrap_again": "A wrapped module can be handed to the wrap once more, so that its refusal can be seen.",
         },
     ),
@@ -125,6 +126,7 @@ _ALL = [
         Asked.PLAN,
         {
             "no_sync": "The reduction of gradients can be deferred to the last micro-batch.",
+            "hsdp_defer_allreduce": "Under hybrid sharding the all-reduce alone can be deferred.",
             "clip_grad_norm": "Gradients can be clipped by their total norm.",
         },
     ),
@@ -166,6 +168,10 @@ _ALL = [
         Asked.PLAN,
         {
             "mixed_precision": "Parameters can be computed in a lower precision than they are kept in.",
+            "mp_per_unit": "Units can have different precision policies.",
+            "mp_reduce": "The dtype of the gradient reduction can be chosen.",
+            "mp_buffers": "Buffers can have a dtype policy.",
+            "mp_eval_full": "Evaluation can run in full precision.",
         },
     ),
     *_flags(
@@ -192,6 +198,7 @@ _ALL = [
             "bucketing": "The component: a bucketer of reduce-scatters.",
             "chunk_pool": "The component: chunks in a memory pool.",
             "mesh": "The component: collectives along the axes of a mesh, and what they cost.",
+            "sim_ranks": "The component: ranks that are simulated in one process.",
         },
     ),
 ]

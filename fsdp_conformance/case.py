@@ -46,6 +46,8 @@ class Case:
     kills: tuple[str, ...] = ()
     """Known-wrong implementations (names in `fsdp_conformance.mutants`) that must fail this case."""
     timeout_s: float = 60.0
+    processes: str = ""
+    """Why the ranks of this case must be processes, and cannot be simulated; empty if they need not."""
     axes: tuple[tuple[str, Any], ...] = ()
     """The arguments of the test method, by name."""
 
@@ -61,6 +63,7 @@ def conformance_case(
     environment: Sequence[str] | Callable[[dict[str, Any]], Sequence[str]] = (),
     kills: Sequence[str] | Callable[[dict[str, Any]], Sequence[str]] = (),
     timeout_s: float = 60.0,
+    processes: str = "",
 ) -> Callable[[F], F | None]:
     """
     Bind a test method to requirements, and expand it over its axes.
@@ -103,6 +106,7 @@ def conformance_case(
                 environment=tuple(environment(values) if callable(environment) else environment),
                 kills=tuple(kills(values) if callable(kills) else kills),
                 timeout_s=timeout_s,
+                processes=processes,
                 axes=tuple(values.items()),
             )
 

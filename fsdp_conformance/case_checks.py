@@ -7,7 +7,7 @@ A mixin of `ConformanceTestCase`; everything here runs in a rank. Checks add to 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -23,10 +23,11 @@ from fsdp_conformance.checks.communication import schedule_digests
 from fsdp_conformance.checks.equality import parameter_digests
 from fsdp_conformance.checks.memory import Activations
 from fsdp_conformance.checks.parity import parity
+from fsdp_conformance.checks.reference_rounding import rounding_reference, rounds_alike
 from fsdp_conformance.checks.reference_single import single_process_reference
-from fsdp_conformance.checks.references import References, train_references
+from fsdp_conformance.checks.references import Kind, References, train_references
 from fsdp_conformance.checks.result import CheckResult
-from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.config import SIMULATED, Plan
 from fsdp_conformance.errors import EnvironmentUnavailable, RequirementFailed, SuiteError
 from fsdp_conformance.harness import process_group
 from fsdp_conformance.history.training import TrainingHistory
@@ -201,6 +202,28 @@ class CaseChecks:
             )
             message = f"values differ{worst}, but should be bitwise equal"
         self.expect(same, requirement, message, check="bitwise equality", bound="bitwise", **where)
+
+    def check_rounding(
+        self,
+        run: TrainingHistory,
+        workload: Workload,
+        plan: Plan,
+        regime: Regime | None = None,
+        *,
+        requirement: str,
+        kinds: Sequence[Kind] = (Kind.LOSS, Kind.GRADIENT, Kind.PARAMETER),
+    ) -> None:
+        """Values of these kinds are those of the reference that rounds as the plan says, bit for bit."""
+        with self.blaming("suite"):
+            expected = rounding_reference(
+                workload,
+                regime or Regime(),
+                plan,
+                rank=self.rank,
+                world_size=self.world_size,
+                device=self.reference_device,
+            )
+        self.check(rounds_alike(run, expected, requirement=requirement, kinds=kinds))
 
     def plain_history(self, workload: Workload, regime: Regime) -> TrainingHistory:
         """The unwrapped model, trained in this process in float32."""

@@ -111,6 +111,14 @@ class Plan:
     """Parameters of at most so many elements stay full on every rank; 0: none does by policy."""
     param_dtype: str | None = None
     """The dtype that parameters are gathered and computed with, e.g. "bfloat16"; they are kept in their own."""
+    unit_dtypes: tuple[tuple[str, str], ...] = ()
+    """(unit, dtype): units that compute in another dtype than `param_dtype`, and cast their inputs to it."""
+    reduce_dtype: str | None = None
+    """The dtype that gradients are reduced in, and accumulated before that; None: the one computed with."""
+    buffer_dtype: str | None = None
+    """The dtype of floating-point buffers in training; None: their own."""
+    full_precision_in_eval: bool = False
+    """Modules in eval mode compute in the parameters' own dtype, with buffers in theirs."""
     ignored: tuple[str, ...] = ()
     """FQNs of submodules that the implementation must leave alone."""
     local_units: tuple[str, ...] = ()
@@ -123,6 +131,8 @@ class Plan:
     micro_batch_size: int = 1
     defer_reduction: bool = False
     """True: gradients of all micro-batches but the last must not be reduced (no_sync)."""
+    defer_all_reduce: bool = False
+    """True: under hybrid sharding gradients are reduced over the replicas at the last micro-batch alone."""
     max_norm: float | None = None
     """Gradient clipping, for engines that take it at construction. `Adapter.step` gets it too."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -144,6 +154,14 @@ class Plan:
             problems.append(f"persist_numel={self.persist_numel}, but should not be negative")
         if self.param_dtype not in (None, "bfloat16", "float16"):
             problems.append(f"param_dtype={self.param_dtype!r}, but should be bfloat16, float16 or None")
+        for name, dtype in (("reduce_dtype", self.reduce_dtype), ("buffer_dtype", self.buffer_dtype)):
+            if dtype not in (None, "bfloat16", "float16", "float32"):
+                problems.append(f"{name}={dtype!r}, but should be bfloat16, float16, float32 or None")
+        for unit, dtype in self.unit_dtypes:
+            if unit not in self.units or dtype not in ("bfloat16", "float16", "float32"):
+                problems.append(
+                    f"unit_dtypes has ({unit!r}, {dtype!r}), but should have units, and bfloat16, float16 or float32"
+                )
         if self.max_norm is not None and self.max_norm <= 0:
             problems.append(f"max_norm={self.max_norm}, but should be positive")
         if self.auto_wrap is not None and (self.units or self.auto_wrap.partition(":")[0] not in ("size", "class")):
@@ -153,6 +171,10 @@ class Plan:
             problems.append(f"units names {', '.join(repeated)} more than once")
         if problems:
             raise ConfigError(problems, where="Plan")
+
+    def dtype_of(self, unit: str) -> str | None:
+        """The dtype that a unit computes in; None: its parameters' own. The root is ""."""
+        return dict(self.unit_dtypes).get(unit, self.param_dtype)
 
     def capabilities(self) -> frozenset[str]:
         """The flags that an implementation must declare to be asked for this plan."""
@@ -170,11 +192,16 @@ class Plan:
             "shard_dim": self.shard_dim != 0,
             "persist_small": self.persist_numel > 0,
             "mixed_precision": self.param_dtype is not None,
+            "mp_per_unit": bool(self.unit_dtypes),
+            "mp_reduce": self.reduce_dtype is not None,
+            "mp_buffers": self.buffer_dtype is not None,
+            "mp_eval_full": self.full_precision_in_eval,
             "ignored_modules": bool(self.ignored),
             "subgroups": bool(self.local_units),
             "sync_module_states": self.sync_module_states,
             "device_id": self.device_id is not None,
             "no_sync": self.defer_reduction,
+            "hsdp_defer_allreduce": self.defer_all_reduce,
             "clip_grad_norm": self.max_norm is not None,
             "cpu_compute": self.device == "cpu",
             f"init_{self.init_mode.value}": self.device != "cpu",

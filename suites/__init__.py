@@ -17,4 +17,5 @@ The cases, one file a chapter of the contract. Imported by nobody; they see an i
     test_x_structures        X  inputs and outputs
 
     test_ad_cost             AD a component: the cost model of redistributions on a mesh
+    test_ae_ranks            AE a component: simulated ranks
 """

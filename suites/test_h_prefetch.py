@@ -1,4 +1,4 @@
-"""H. Prefetch: the order of gathers and of computation is the one that was asked for."""
+"""H. Prefetch: the order of gathers and of computation is the one that was asked for; gathers that the user starts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 from torch import nn
 
+from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.config import BackwardPrefetch, Plan, Sharding
-from fsdp_conformance.fixtures import deep
+from fsdp_conformance.fixtures import deep, shapes
 from fsdp_conformance.harness import process_group
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.workload import Workload
 
 #: The root's gather is smaller than a unit's by far.
 _UNIT_BYTES = deep.WIDTH * deep.WIDTH * 4
@@ -85,3 +87,49 @@ class Prefetch(ConformanceTestCase):
                         check="order of gathers",
                         **where,
                     )
+
+
+class AsyncUnshard(ConformanceTestCase):
+    """A user starts the gather of a unit, and waits for its handle later or never."""
+
+    @conformance_case(
+        "R079",
+        "R002",
+        "R003",
+        chapter="H",
+        axes={"world_size": (2, 3), "waited": ("waited", "never")},
+        needs=("async_unshard",),
+        kills=lambda values: ["async-unshard-does-nothing" if values["waited"] == "waited" else "no-reduction"],
+    )  # fmt: skip
+    def test_unshard_by_hand(self, world_size: int, waited: str) -> None:
+        """
+        Before the first forward the wait gives whole parameters; without a wait, or for a unit without parameters,
+        training is as it was, and everything is resharded at the end.
+        """
+        workload = shapes.parameterless_units()
+        adapter = self.subject()
+
+        def begin(adapter: Adapter) -> None:
+            handles = [adapter.unshard_async(unit) for unit in (*workload.units, "")]
+            if waited == "waited":
+                for handle in handles:
+                    handle.wait()
+                self._expect_whole(adapter, workload)
+
+        run = self.train(
+            workload,
+            adapter=adapter,
+            on_setup=begin,
+            on_loss=lambda adapter, step: adapter.unshard_async(workload.units[0]),
+        )
+        self.check_parity(run, workload, requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R079"))
+        self.check_resharded(adapter, workload, "R079")
+
+    def _expect_whole(self, adapter: Adapter, workload: Workload) -> None:
+        """User code sees every parameter as it was built."""
+        seen = adapter.parameters()
+        for name, wanted in workload.build(self.rank).named_parameters():
+            got = seen.get(name)
+            self.check_equal(
+                "R079", None if got is None else got.detach(), wanted.detach(), check="after the wait", fqn=name
+            )

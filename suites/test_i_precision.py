@@ -1,11 +1,14 @@
-"""I. Mixed precision: so far what low-precision copies of parameters take, not what they do to numbers."""
+"""I. Mixed precision: where values are rounded, what low-precision copies take, and when there are none."""
 
 from __future__ import annotations
 
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.checks import memory
-from fsdp_conformance.fixtures import deep
+from fsdp_conformance.checks.communication import reductions_in
+from fsdp_conformance.checks.references import Kind
+from fsdp_conformance.fixtures import deep, precision
 from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.workload import BatchKey, Regime
 
 
 class LowPrecision(ConformanceTestCase):
@@ -25,3 +28,127 @@ class LowPrecision(ConformanceTestCase):
         plain = self.train(workload, self.plan(workload), observe=False)
         lower = self.train(workload, self.plan(workload, param_dtype="bfloat16"), observe=False)
         self.check(memory.same_bytes(lower, plain, "R085", what="mixed precision"))
+
+    @conformance_case(
+        "R084",
+        "R081",
+        "R082",
+        chapter="I",
+        world_size=2,
+        axes={"reduce": ("default", "float32")},
+        needs=lambda values: ["mixed_precision", *(["mp_reduce"] if values["reduce"] == "float32" else [])],
+        kills=lambda values: ["ignores-param-dtype", *["ignores-reduce-dtype"] * (values["reduce"] == "float32")],
+    )
+    def test_rounds_as_the_reference(self, reduce: str) -> None:
+        """Losses, gradients and parameters are those of a reference that rounds at the same points, bit for bit."""
+        workload = precision.scaled()
+        plan = self.plan(workload, param_dtype="bfloat16", reduce_dtype="float32" if reduce == "float32" else None)
+        run = self.train(workload, plan)
+        self.check_rounding(run, workload, plan, requirement="R084")
+
+    @conformance_case(
+        "R083",
+        chapter="I",
+        axes={"world_size": (2, 3), "compute": ("own", "bfloat16"), "reduce": ("default", "bfloat16", "float32")},
+        only=lambda values: values["compute"] == "bfloat16" or values["reduce"] == "bfloat16",
+        needs=lambda values: [
+            *["mixed_precision"] * (values["compute"] != "own"), *["mp_reduce"] * (values["reduce"] != "default")
+        ],
+        kills=lambda values: ["ignores-param-dtype" if values["reduce"] == "default" else "ignores-reduce-dtype"],
+    )  # fmt: skip
+    def test_dtype_on_the_wire(self, world_size: int, compute: str, reduce: str) -> None:
+        """Gradients travel in the reduce dtype, else in the one that is computed in."""
+        workload = precision.scaled()
+        asked = {
+            "param_dtype": None if compute == "own" else compute,
+            "reduce_dtype": None if reduce == "default" else reduce,
+        }
+        run = self.train(workload, self.plan(workload, **asked))
+        self.check(reductions_in(run, asked["reduce_dtype"] or compute, requirement="R083"))
+
+    @conformance_case(
+        "R086",
+        chapter="I",
+        world_size=2,
+        axes={"micro_batches": (2, 3)},
+        needs=("mixed_precision", "mp_reduce", "no_sync"),
+        kills=("ignores-reduce-dtype",),
+    )
+    def test_accumulates_in_the_reduce_dtype(self, micro_batches: int) -> None:
+        """Gradients of deferred micro-batches, computed in bfloat16, are added up in float32."""
+        workload = precision.scaled()
+        regime = Regime(micro_batches=micro_batches, reduced=(*[False] * (micro_batches - 1), True))
+        plan = self.plan(workload, param_dtype="bfloat16", reduce_dtype="float32", defer_reduction=True)
+        run = self.train(workload, plan, regime)
+        self.check_rounding(run, workload, plan, regime, requirement="R086")
+
+    @conformance_case(
+        "R088", chapter="I", world_size=2, needs=("mixed_precision",), kills=("rounds-inputs-outside-of-autograd",)
+    )
+    def test_gradients_of_inputs(self) -> None:
+        """An input in float32 gets its gradient in float32, from a forward in bfloat16."""
+        workload = precision.scaled()
+        batch = self.placed(workload.batch(BatchKey(step=0, rank=self.rank, world_size=self.world_size)))
+        x = batch.args[0].requires_grad_()
+        adapter = self.subject()
+        with self.blaming("implementation"):
+            adapter.setup(
+                lambda: workload.build(self.rank),
+                workload.optimizers["sgd"],
+                self.plan(workload, param_dtype="bfloat16"),
+            )
+            adapter.backward(workload.loss(adapter.forward(*batch.args), batch))
+        got = "None" if x.grad is None else f"{x.grad.dtype}"
+        self.expect(got == "torch.float32", "R088", f"gradient={got}, but should be torch.float32", phase="backward")
+        self.expect(
+            x.grad is not None and bool(x.grad.any()),
+            "R088",
+            "the gradient of the input is zero, but should not be",
+            phase="backward",
+        )
+
+
+class PrecisionByUnit(ConformanceTestCase):
+    """Policies that differ from unit to unit."""
+
+    @conformance_case(
+        "R087",
+        "R084",
+        chapter="I",
+        world_size=2,
+        axes={"low": ("first", "second", "both")},
+        needs=("mp_per_unit",),
+        kills=("one-policy-for-all-units",),
+    )
+    def test_policies_differ(self, low: str) -> None:
+        """Each unit computes and reduces in its own dtype, and casts all of its inputs, those from outside, too."""
+        workload = precision.scaled()
+        dtypes = {
+            "first": ("bfloat16", "float32"), "second": ("float32", "bfloat16"), "both": ("bfloat16", "float16")
+        }[low]  # fmt: skip
+        # The root takes what the last unit gives.
+        root = None if low == "first" else "bfloat16" if low == "second" else "float16"
+        plan = self.plan(workload, param_dtype=root, unit_dtypes=tuple(zip(workload.units, dtypes, strict=True)))
+        run = self.train(workload, plan)
+        self.check_rounding(run, workload, plan, requirement="R087")
+
+
+class PrecisionInEval(ConformanceTestCase):
+    """Low precision in training, full precision in evaluation."""
+
+    @conformance_case(
+        "R089",
+        chapter="I",
+        world_size=2,
+        axes={"when": ("before", "between")},
+        needs=("mixed_precision", "mp_eval_full"),
+        kills=("low-precision-in-eval",),
+    )
+    def test_evaluates_in_full_precision(self, when: str) -> None:
+        """Outputs in eval mode are those of float32 parameters, and training goes on in bfloat16 as without them."""
+        workload = precision.scaled()
+        regime = Regime(eval_before=(1, 2)) if when == "before" else Regime(eval_between=(0, 2))
+        plan = self.plan(workload, param_dtype="bfloat16", full_precision_in_eval=True)
+        run = self.train(workload, plan, regime)
+        kinds = (Kind.EVAL, Kind.LOSS, Kind.GRADIENT, Kind.PARAMETER)
+        self.check_rounding(run, workload, plan, regime, requirement="R089", kinds=kinds)

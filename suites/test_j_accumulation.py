@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fsdp_conformance.case import conformance_case
-from fsdp_conformance.config import Offload
+from fsdp_conformance.checks.communication import collective_counts
+from fsdp_conformance.config import Offload, Sharding
 from fsdp_conformance.fixtures import probes
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Regime
@@ -85,6 +86,27 @@ class Accumulation(ConformanceTestCase):
         regime = Regime(steps=1, micro_batches=2, reduced=(False, True))
         run = self.train(workload, self.plan(workload, micro_batches=2, defer_reduction=True), regime)
         self.check_parity(run, workload, regime, requirements={"gradient": "R094", "loss": "R094"})
+
+    @conformance_case(
+        "R097",
+        "R002",
+        "R003",
+        chapter="J",
+        world_size=4,
+        axes={"micro_batches": (2, 3)},
+        needs=("hsdp", "hsdp_defer_allreduce", "coll_counts"),
+        kills=("all-reduces-every-micro-batch", "reduces-over-shard-group-only"),
+    )
+    def test_replicas_deferred(self, micro_batches: int) -> None:
+        """Under hybrid sharding each micro-batch is reduce-scattered, and their sum is all-reduced at the last."""
+        workload = probes.exact_accumulation()
+        regime = Regime(micro_batches=micro_batches)
+        plan = self.plan(
+            workload, sharding=Sharding.HYBRID, replicas=2, micro_batches=micro_batches, defer_all_reduce=True
+        )
+        run = self.train(workload, plan, regime)
+        self.check_parity(run, workload, regime, requirements={"gradient": "R097"})
+        self.check(collective_counts(run, workload, plan, requirement="R097"))
 
     @conformance_case(
         "R098",

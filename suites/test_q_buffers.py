@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from fsdp_conformance.case import conformance_case
-from fsdp_conformance.fixtures import buffers
+from fsdp_conformance.checks.references import Kind
+from fsdp_conformance.fixtures import buffers, precision
 from fsdp_conformance.testing import ConformanceTestCase
 
 
@@ -24,3 +25,13 @@ class Buffers(ConformanceTestCase):
         workload = buffers.batch_norm()
         run = self.train(workload)
         self.check_parity(run, workload, requirements={"buffer": "R130", "parameter": "R133", "gradient": "R133"})
+
+    @conformance_case(
+        "R132", chapter="Q", world_size=2, needs=("mixed_precision", "mp_buffers"), kills=("buffers-not-cast",)
+    )
+    def test_in_low_precision(self) -> None:
+        """Floating-point buffers are computed with in the policy's dtype; integers are what they were."""
+        workload = precision.scaled()
+        plan = self.plan(workload, param_dtype="bfloat16", buffer_dtype="bfloat16")
+        run = self.train(workload, plan)
+        self.check_rounding(run, workload, plan, requirement="R132", kinds=(Kind.LOSS, Kind.GRADIENT, Kind.BUFFER))

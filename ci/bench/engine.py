@@ -3,8 +3,13 @@
 Step time and memory of the reference engine beside torch's FSDP2, FSDP1 and DDP, on the same work, side by side.
 
 A transformer is trained by each in turn, in the same processes, on the CPU over gloo; steps of all engines alternate,
-so that what else the machine does falls on all alike. Prints a table for each size and number of ranks: medians of
-milliseconds per step, and the bytes that a rank holds between steps. The last line is the engine's step
+so that what else the machine does falls on all alike. Prints a table for each size, number of ranks and setting:
+medians of milliseconds per step, and the bytes that a rank holds between steps. Settings are float32, bfloat16 (reduced
+in float32), four micro-batches per step of which the last one is reduced, and parameters that are offloaded.
+
+Peaks are those of the simulated accelerator's allocator in a step after the first two, on two ranks: with a batch of
+one token, which leaves parameters, gradients and what they are gathered into, and with the batch that is timed. Shown
+beside them: a rank's shards of parameters and gradients, and the two largest units. The last line is the engine's step
 time over FSDP2's, the geometric mean over the tables.
 """
 
@@ -17,7 +22,9 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +37,7 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_conformance.engine.fully_sharded import FullyShardedDataParallel
-from fsdp_conformance.engine.sharding_strategy import MixedPrecision
+from fsdp_conformance.engine.sharding_strategy import CPUOffload, MixedPrecision
 from fsdp_conformance.engine.wrap_policy import ClassPolicy
 
 VOCABULARY = 256
@@ -40,6 +47,7 @@ TOKENS = (4, 32)
 SIZES = {"10M": (320, 8), "60M": (704, 10)}
 
 Build = Callable[[nn.Module], nn.Module]
+Figures = dict[str, dict[str, float]]
 
 
 class Block(nn.Module):
@@ -80,38 +88,88 @@ class Model(nn.Module):
         return logits
 
 
-def engines(precision: str) -> dict[str, Build]:
-    """Engine to how it wraps a model."""
-    low = torch.bfloat16 if precision == "bfloat16" else None
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How a step is made."""
+
+    name: str
+    precision: torch.dtype | None = None
+    """What is computed in; None: float32."""
+    micro_batches: int = 1
+    offload: bool = False
+
+
+SETTINGS = {
+    each.name: each
+    for each in (
+        Setting("float32"),
+        Setting("bfloat16", precision=torch.bfloat16),
+        Setting("accumulation", micro_batches=4),
+        Setting("offload", offload=True),
+    )
+}
+
+
+def engines(setting: Setting) -> dict[str, Build]:
+    """Engine to how it wraps a model. DDP has no mixed precision and no offload, FSDP1's pins memory for a GPU."""
+    low = setting.precision
+    reduced = None if low is None else torch.float32
 
     def reference(model: nn.Module) -> nn.Module:
-        policy = None if low is None else MixedPrecision(param_dtype=low, reduce_dtype=torch.float32)
-        return FullyShardedDataParallel(model, auto_wrap_policy=ClassPolicy({Block}), mixed_precision=policy)
+        policy = None if low is None else MixedPrecision(param_dtype=low, reduce_dtype=reduced)
+        offload = CPUOffload(offload_params=True) if setting.offload else None
+        return FullyShardedDataParallel(
+            model, auto_wrap_policy=ClassPolicy({Block}), mixed_precision=policy, cpu_offload=offload
+        )
 
     def fsdp2(model: nn.Module) -> nn.Module:
-        policy = torch_fsdp.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=None if low is None else torch.float32)
+        options: dict[str, Any] = {"mp_policy": torch_fsdp.MixedPrecisionPolicy(param_dtype=low, reduce_dtype=reduced)}
+        if setting.offload:
+            options["offload_policy"] = torch_fsdp.CPUOffloadPolicy(pin_memory=False)
         for block in (child for child in model.modules() if isinstance(child, Block)):
-            torch_fsdp.fully_shard(block, mp_policy=policy)
-        torch_fsdp.fully_shard(model, mp_policy=policy)
+            torch_fsdp.fully_shard(block, **options)
+        torch_fsdp.fully_shard(model, **options)
         return model
 
     def fsdp1(model: nn.Module) -> nn.Module:
-        policy = None if low is None else torch_fsdp.MixedPrecision(param_dtype=low, reduce_dtype=torch.float32)
+        device = next(model.parameters()).device
         return torch_fsdp.FullyShardedDataParallel(
             model,
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             use_orig_params=True,
-            device_id=torch.device("cpu"),
-            mixed_precision=policy,
+            device_id=device,
+            mixed_precision=None if low is None else torch_fsdp.MixedPrecision(param_dtype=low, reduce_dtype=reduced),
         )
 
+    if setting.offload:
+        return {"engine": reference, "fsdp2": fsdp2}
+    if low is not None:
+        return {"engine": reference, "fsdp2": fsdp2, "fsdp1": fsdp1}
     return {"engine": reference, "fsdp2": fsdp2, "fsdp1": fsdp1, "ddp": DistributedDataParallel}
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor) -> None:
-    """One step on a batch."""
-    logits = model(tokens)
-    torch.autograd.backward(nn.functional.cross_entropy(logits.float().view(-1, VOCABULARY), tokens.view(-1)))
+def unreduced(model: nn.Module) -> AbstractContextManager[Any]:
+    """Gradients of what is done inside stay on the rank."""
+    if isinstance(model, torch_fsdp.FSDPModule):
+        return deferred(model)
+    context: AbstractContextManager[Any] = model.no_sync()  # type: ignore[operator]
+    return context
+
+
+@contextmanager
+def deferred(model: torch_fsdp.FSDPModule) -> Iterator[None]:
+    """FSDP2's way to say it."""
+    model.set_requires_gradient_sync(False)
+    yield
+    model.set_requires_gradient_sync(True)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, micro_batches: int = 1) -> None:
+    """One step on so many copies of a batch."""
+    for micro in range(micro_batches):
+        with unreduced(model) if micro < micro_batches - 1 else nullcontext():
+            logits = model(tokens)
+            torch.autograd.backward(nn.functional.cross_entropy(logits.float().view(-1, VOCABULARY), tokens.view(-1)))
     optimizer.step()
     optimizer.zero_grad()
 
@@ -128,19 +186,18 @@ def storage_bytes() -> int:
     return sum(found.values())
 
 
-def rank_main(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace, size: str) -> None:
+def time_steps(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace, size: str, setting: str) -> None:
     """One rank: trains with every engine in turn, and writes down what it took."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
-    width, depth = SIZES[size]
     wrapped: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
     held: dict[str, int] = {}
-    for name, build in engines(args.precision).items():
+    for name, build in engines(SETTINGS[setting]).items():
         if args.only and name not in args.only:
             continue
         torch.manual_seed(0)
         before = storage_bytes()
-        model = build(Model(width, depth))
+        model = build(Model(*SIZES[size]))
         wrapped[name] = (model, torch.optim.SGD(model.parameters(), lr=0.01))
         held[name] = storage_bytes() - before
     torch.manual_seed(rank)
@@ -150,7 +207,7 @@ def rank_main(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace, 
         for name, (model, optimizer) in wrapped.items():
             dist.barrier()
             began = time.perf_counter()
-            step(model, optimizer, tokens)
+            step(model, optimizer, tokens, SETTINGS[setting].micro_batches)
             dist.barrier()
             if number >= args.warmup:
                 times[name].append(1000 * (time.perf_counter() - began))
@@ -160,15 +217,73 @@ def rank_main(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace, 
     dist.destroy_process_group()
 
 
-def measure(args: argparse.Namespace, size: str, ranks: int) -> dict[str, dict[str, float]]:
-    """Train in `ranks` processes. Returns what rank 0 wrote down."""
+def weigh_steps(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace, size: str, setting: str) -> None:
+    """One rank: peaks of the third step of every engine, with a batch of one token and with that of the timing."""
+    from fsdp_conformance.simulator import checker, device
+
+    torch.set_num_threads(1)
+    device.activate()
+    checker.set_mode(checker.Mode.OFF)
+    device.set_device(rank)
+    dist.init_process_group("cpu:gloo,sim:simccl", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
+    module: Any = torch.get_device_module("sim")
+    found: dict[str, dict[str, float]] = {}
+    for name, build in engines(SETTINGS[setting]).items():
+        found[name] = {}
+        for batch, shape in (("parameters", (1, 1)), ("batch", TOKENS)):
+            torch.manual_seed(0)
+            gc.collect()
+            before = module.memory_allocated()
+            model = build(Model(*SIZES[size]).to(f"sim:{rank}"))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            tokens = torch.zeros(shape, dtype=torch.int64, device=f"sim:{rank}")
+            for _ in range(2):
+                step(model, optimizer, tokens, SETTINGS[setting].micro_batches)
+            gc.collect()
+            module.reset_peak_memory_stats()
+            step(model, optimizer, tokens, SETTINGS[setting].micro_batches)
+            found[name][batch] = module.max_memory_allocated() - before
+            del model, optimizer
+    if rank == 0:
+        Path(args.result).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def spawn(body: Callable[..., None], args: argparse.Namespace, size: str, ranks: int, setting: str) -> Figures:
+    """Call `body` in `ranks` processes. Returns what rank 0 wrote down."""
     with tempfile.TemporaryDirectory() as directory:
         args.result = str(Path(directory) / "result.json")
         rendezvous = str(Path(directory) / "rendezvous")
         processes: Any = torch.multiprocessing
-        processes.spawn(rank_main, (ranks, rendezvous, args, size), nprocs=ranks)
-        found: dict[str, dict[str, float]] = json.loads(Path(args.result).read_text())
+        processes.spawn(body, (ranks, rendezvous, args, size, setting), nprocs=ranks)
+        found: Figures = json.loads(Path(args.result).read_text())
         return found
+
+
+def ideal_bytes(size: str, ranks: int) -> float:
+    """A rank's shards of parameters and gradients, and the two largest units, in float32."""
+    model = Model(*SIZES[size])
+    blocks = [sum(each.numel() for each in block.parameters()) for block in model.blocks]
+    whole = sum(each.numel() for each in model.parameters())
+    units = sorted([*blocks, whole - sum(blocks)])
+    return 4 * (2 * whole / ranks + sum(units[-2:]))
+
+
+def show_peaks(args: argparse.Namespace, size: str) -> None:
+    """The table of peaks."""
+    for setting in ("float32", "accumulation"):
+        found = spawn(weigh_steps, args, size, 2, setting)
+        print(
+            f"{size}, 2 ranks, {setting}, peaks: {'parameters MB':>21}{'of fsdp2':>10}{'batch MB':>10}{'of fsdp2':>10}"
+        )
+        base = found["fsdp2"]
+        for name, row in found.items():
+            figures = [f"{row[part] / 1e6:{width}.1f}{row[part] / base[part]:10.2f}" for part, width in _PARTS]
+            print(f"  {name:44}{''.join(figures)}")
+        print(f"  {'shards and the two largest units':44}{ideal_bytes(size, 2) / 1e6:8.1f}", flush=True)
+
+
+_PARTS = (("parameters", 8), ("batch", 10))
 
 
 def main() -> None:
@@ -177,18 +292,22 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--sizes", nargs="+", default=["10M"], choices=sorted(SIZES))
-    parser.add_argument("--precision", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     parser.add_argument("--only", nargs="+", default=[])
+    parser.add_argument("--no-peaks", action="store_true")
     args = parser.parse_args()
     ratios = []
     for size in args.sizes:
         for ranks in args.ranks:
-            found = measure(args, size, ranks)
-            print(f"{size}, {ranks} ranks, {args.precision}: {'ms/step':>24}{'of fsdp2':>10}{'held MB':>10}")
-            base = found["fsdp2"]["ms"]
-            for name, row in found.items():
-                print(f"  {name:44}{row['ms']:8.1f}{row['ms'] / base:10.2f}{row['bytes'] / 1e6:10.1f}")
-            ratios.append(found["engine"]["ms"] / base)
+            for setting in args.settings:
+                found = spawn(time_steps, args, size, ranks, setting)
+                print(f"{size}, {ranks} ranks, {setting}: {'ms/step':>28}{'of fsdp2':>10}{'held MB':>10}")
+                base = found["fsdp2"]["ms"]
+                for name, row in found.items():
+                    print(f"  {name:44}{row['ms']:8.1f}{row['ms'] / base:10.2f}{row['bytes'] / 1e6:10.1f}", flush=True)
+                ratios.append(found["engine"]["ms"] / base)
+        if not args.no_peaks:
+            show_peaks(args, size)
     print(f"engine: {math.exp(statistics.fmean(map(math.log, ratios))):.2f}")
 
 

@@ -75,12 +75,14 @@ class Adapter(ABC):
         "write_params": "write_params",
         "unit_is_unsharded": "sharded_state",
         "reshard": "manual_unshard",
+        "unshard_async": "async_unshard",
         "wrap_again": "wrap_again",
         "reducer": "reducer",
         "reduce_scatter_bucketer": "bucketing",
         "chunk_pool": "chunk_pool",
         "mesh_collectives": "mesh",
         "redistribution_cost": "mesh",
+        "run_ranks": "sim_ranks",
     }
     """Optional method to the flag that overriding it declares. A base class for adapters adds its own hooks."""
 
@@ -211,6 +213,10 @@ class Adapter(ABC):
         """Free a unit's full parameters now, wherever the training step is. Declares `manual_unshard`."""
         raise NotImplementedError
 
+    def unshard_async(self, fqn: str) -> Any:
+        """Begin to gather a unit's full parameters; returns what has a `wait`. Collective. Declares `async_unshard`."""
+        raise NotImplementedError
+
     def wrap_again(self) -> None:
         """Wrap the wrapped module once more, as a careless caller would: an implementation refuses."""
         raise NotImplementedError
@@ -254,6 +260,15 @@ class Adapter(ABC):
         What bringing a tensor of that (full) shape to another layout takes, in microseconds, infinite if it cannot be.
 
         Not collective. Declares `mesh`.
+        """
+        raise NotImplementedError
+
+    def run_ranks(self, world_size: int, function: Callable[[int], Any]) -> list[Any]:
+        """
+        What `function(rank)` returns on each of `world_size` ranks that are simulated in this process, in order.
+
+        Each has a default group whose backend is for CPU tensors, and random numbers of its own. An exception of a rank
+        ends all, and is raised. Not collective. Declares `sim_ranks`.
         """
         raise NotImplementedError
 

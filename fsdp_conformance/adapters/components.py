@@ -6,6 +6,7 @@ The components of an engine, as the suite drives them: what optional methods of 
     chunk_pool                flat storage that is sharded over a group, and the blocks that it is gathered into
     mesh_collectives          what ranks along one axis of a DeviceMesh tell each other
     redistribution_cost       what bringing a tensor from one layout on a mesh to another takes
+    run_ranks                 ranks that are simulated in one process
 
 Protocols only: an engine's own class is handed out where it fits, and a few lines around it where it does not. Where a
 method is to raise, any exception will do; its text is shown in the report. Shapes are those of tensors on the rank's
@@ -161,6 +162,12 @@ class ChunkStorage(Protocol):
     def statistics(self) -> ShardStatistics:
         """Those of the valid elements of this rank's shard. Raises before the first reduction."""
 
+    def pair(self, partner: Any) -> None:
+        """Let another chunk of the pool have the master values. Raises for one of another layout. Again: no effect."""
+
+    def update_from_partner(self) -> None:
+        """From now on a gather brings the values that the partner's shard has now, cast."""
+
 
 class TensorLayout(NamedTuple):
     """Where the parts of a tensor are."""
@@ -188,8 +195,14 @@ class PoolUse(NamedTuple):
 class ChunkPool(Protocol):
     """Blocks of one size and dtype, and the chunks that are gathered into them."""
 
-    def chunk(self, numel: int, dtype: torch.dtype, group: ProcessGroup | None = None) -> ChunkStorage:
-        """An empty chunk. Raises for a size that the group does not divide. Collective."""
+    def chunk(
+        self, numel: int, dtype: torch.dtype, group: ProcessGroup | None = None, *, fused: bool = False
+    ) -> ChunkStorage:
+        """
+        An empty chunk. Raises for a size that the group does not divide. Collective.
+
+        `fused`: it has a block of its own for good, in place of the pool's, and is never released (ZeRO-2).
+        """
 
     def use(self) -> PoolUse:
         """The counters."""

@@ -22,7 +22,8 @@ from fsdp_conformance.adapters.names import OriginalNames
 from fsdp_conformance.adapters.sharded import full_copy, state_tensors
 from fsdp_conformance.adapters.torch_like import compute_device
 from fsdp_conformance.config import InitMode, Offload, Plan
-from fsdp_conformance.errors import Unsupported
+from fsdp_conformance.errors import EnvironmentUnavailable, Unsupported
+from fsdp_conformance.harness import rank_scheduler
 
 
 class DeepSpeedZeRO(Adapter):
@@ -76,6 +77,11 @@ class DeepSpeedZeRO(Adapter):
         self.refuse_undeclared(plan)
         if plan.device != "cpu":
             raise Unsupported("init_before", f"the adapter sets DeepSpeed up for the CPU, not for {plan.device}")
+        if rank_scheduler.current() is not None:
+            raise EnvironmentUnavailable(
+                "DeepSpeed keeps its groups once per process, so that simulated ranks would share them: "
+                "use --ranks processes"
+            )
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_conformance
 from fsdp_conformance.adapters.sharded import anywhere, full_copy
-from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, submodules
+from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, submodules, torch_dtype
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
 from fsdp_conformance.engine import sharding_strategy as engine
 from fsdp_conformance.engine.fully_shard import ShardingOptions, fully_shard
@@ -71,6 +70,10 @@ class Reference(TorchAdapter):
             "sync_module_states",
             "cpu_offload_params",
             "mixed_precision",
+            "mp_per_unit",
+            "mp_reduce",
+            "mp_buffers",
+            "mp_eval_full",
             "prefetch_backward",
             "prefetch_forward",
             "prefetch_explicit",
@@ -107,6 +110,7 @@ class Reference(TorchAdapter):
         options = self._options(model, plan)
         for fqn in all_units(plan):
             given = self._local(options) if fqn in plan.local_units else options
+            given = given | {"mixed_precision": _precision(plan, fqn)}
             if "+" in fqn:
                 fully_shard(submodules(model, fqn.split("+")), ShardingOptions(**given))
             else:
@@ -120,6 +124,9 @@ class Reference(TorchAdapter):
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return self._root.no_sync()
+
+    def no_all_reduce(self) -> AbstractContextManager[Any]:
+        return self._root.no_all_reduce()
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         return self._root.clip_grad_norm_(max_norm, norm_type)
@@ -162,6 +169,9 @@ class Reference(TorchAdapter):
     def unshard(self, fqn: str) -> None:
         self._unit(fqn).unshard()
 
+    def unshard_async(self, fqn: str) -> Any:
+        return self._unit(fqn).unshard(async_op=True)
+
     def reshard(self, fqn: str) -> None:
         self._unit(fqn).reshard()
 
@@ -191,6 +201,7 @@ class Reference(TorchAdapter):
             "sharding_strategy": strategy,
             "backward_prefetch": _PREFETCH[plan.backward_prefetch],
             "forward_prefetch": plan.forward_prefetch,
+            "mixed_precision": _precision(plan, ""),
             "sync_module_states": plan.sync_module_states,
             "cpu_offload": engine.CPUOffload(
                 offload_params=plan.offload is not Offload.OFF, pin_memory=plan.offload is Offload.CPU_PINNED
@@ -201,8 +212,6 @@ class Reference(TorchAdapter):
                 None if isinstance(plan.reshard_after_forward, bool) else plan.reshard_after_forward
             ),
         }
-        if plan.param_dtype is not None:
-            options["mixed_precision"] = engine.MixedPrecision(param_dtype=getattr(torch, plan.param_dtype))
         if plan.device_id is not None or (self.device.type != "cpu" and plan.init_mode is InitMode.NEVER):
             # How a model that nobody moves gets to its device.
             options["device_id"] = self.device
@@ -227,6 +236,16 @@ class Reference(TorchAdapter):
                 for key, child in list(parent._modules.items()):
                     if child is module:
                         setattr(parent, key, wrapped)
+
+
+def _precision(plan: Plan, unit: str) -> engine.MixedPrecision:
+    return engine.MixedPrecision(
+        param_dtype=torch_dtype(plan.dtype_of(unit)),
+        reduce_dtype=torch_dtype(plan.reduce_dtype),
+        buffer_dtype=torch_dtype(plan.buffer_dtype),
+        cast_forward_inputs=unit in dict(plan.unit_dtypes),
+        full_precision_in_eval=plan.full_precision_in_eval,
+    )
 
 
 def auto_wrap_policy(model: nn.Module, plan: Plan) -> WrapPolicy | None:

@@ -7,8 +7,8 @@ Training is that of the data-parallel mode, which uses the first of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ from fsdp_conformance.engine.reduce_scatter_bucketer import ReduceScatterBuckete
 from fsdp_conformance.engine.shard_dim_all_to_all import shard_dim_all_to_all
 from fsdp_conformance.engine.tensor_meta import check_tensor_meta
 from fsdp_conformance.engine.uneven_shards import chunk_sizes, pad_tensor, split_shards, unpad_tensor
+from fsdp_conformance.harness.simulated_ranks import run_ranks
 
 
 class ReferenceComponents(ReferenceDataParallel):
@@ -49,6 +50,8 @@ class ReferenceComponents(ReferenceDataParallel):
 
     name: ClassVar[str] = "reference-components"
     link: ClassVar[LinkSpec] = LINKS["nvlink"]
+    ranks_timeout_s: ClassVar[float] = 30.0
+    """For simulated ranks, which see by themselves that they wait in vain."""
     """Of every axis, for costs."""
 
     def reduce_scatter_bucketer(self, cap_bytes: float) -> Bucketer:
@@ -65,6 +68,9 @@ class ReferenceComponents(ReferenceDataParallel):
     ) -> float:
         links = [self.link] * source.mesh.ndim
         return redistribution_cost_us(shape, dtype, Layout(*source), Layout(*target), links)
+
+    def run_ranks(self, world_size: int, function: Callable[[int], Any]) -> list[Any]:
+        return run_ranks(world_size, function, timeout_s=self.ranks_timeout_s)
 
 
 class EngineChunk:
@@ -114,6 +120,12 @@ class EngineChunk:
     def reduce(self) -> Tensor:
         return self.chunk.reduce().wait()
 
+    def pair(self, partner: Any) -> None:
+        self.chunk.pair(engine_chunk(partner))
+
+    def update_from_partner(self) -> None:
+        self.chunk.update_from_partner()
+
     def statistics(self) -> ShardStatistics:
         found = self.chunk.statistics
         if found is None:
@@ -130,8 +142,13 @@ class EnginePool:
         self.group = ChunkGroup(self.pool)
         self.schedule(None)
 
-    def chunk(self, numel: int, dtype: torch.dtype, group: ProcessGroup | None = None) -> ChunkStorage:
-        return EngineChunk(self.group.open(numel, dtype, group, config=ChunkConfig(block=BlockKind.PUBLIC)), self.group)
+    def chunk(
+        self, numel: int, dtype: torch.dtype, group: ProcessGroup | None = None, *, fused: bool = False
+    ) -> ChunkStorage:
+        if fused:
+            self.pool.allocate_private([(numel, dtype)])
+        block = BlockKind.PRIVATE if fused else BlockKind.PUBLIC
+        return EngineChunk(self.group.open(numel, dtype, group, config=ChunkConfig(block=block)), self.group)
 
     def use(self) -> PoolUse:
         counters = self.pool.counters

@@ -11,9 +11,11 @@ not declared, and its own error shows as Unsupported.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -25,8 +27,18 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
 from fsdp_conformance.adapters.sharded import anywhere, full_copy, full_gradients
-from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, refusal, submodules
+from fsdp_conformance.adapters.torch_like import (
+    TorchAdapter,
+    all_units,
+    hybrid_shape,
+    refusal,
+    submodules,
+    torch_dtype,
+)
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
+
+#: Read by torch when a module is wrapped; there is no argument for it.
+_FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 
 _STRATEGIES = {
     Sharding.FULL: ShardingStrategy.FULL_SHARD,
@@ -75,6 +87,10 @@ class TorchFSDP1(TorchAdapter):
             "sync_module_states",
             "cpu_offload_params",
             "mixed_precision",
+            "mp_per_unit",
+            "mp_reduce",
+            "mp_buffers",
+            "mp_eval_full",
             "prefetch_backward",
             "prefetch_forward",
             "shared_params",
@@ -121,9 +137,13 @@ class TorchFSDP1(TorchAdapter):
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         options = self._options(model, plan)
-        with refusal("sync_module_states", ValueError, when=plan.sync_module_states and self.device.type == "cpu"):
+        with (
+            refusal("sync_module_states", ValueError, when=plan.sync_module_states and self.device.type == "cpu"),
+            patch.dict(os.environ, {_FULL_PRECISION_IN_EVAL: "1" if plan.full_precision_in_eval else "0"}),
+        ):
             for fqn in all_units(plan):
-                self._wrap_unit(model, fqn, options, local=fqn in plan.local_units)
+                given = options | {"mixed_precision": _precision(plan, fqn)}
+                self._wrap_unit(model, fqn, given, local=fqn in plan.local_units)
             if "" in plan.local_units:
                 options = self._own_group(options)
             return FullyShardedDataParallel(model, auto_wrap_policy=auto_wrap_policy(model, plan), **options)
@@ -207,7 +227,7 @@ class TorchFSDP1(TorchAdapter):
         return self.model
 
     def _options(self, model: nn.Module, plan: Plan) -> dict[str, Any]:
-        """The arguments that all units of the tree share: FSDP1 demands equal ones."""
+        """The root's arguments. But for the precision all units of the tree share them: FSDP1 demands equal ones."""
         strategy = _STRATEGIES.get(plan.sharding, self.strategy)
         if plan.reshard_after_forward is False:
             strategy = _KEPT.get(strategy, strategy)
@@ -216,12 +236,11 @@ class TorchFSDP1(TorchAdapter):
             "use_orig_params": True,
             "backward_prefetch": _PREFETCH[plan.backward_prefetch],
             "forward_prefetch": plan.forward_prefetch,
+            "mixed_precision": _precision(plan, ""),
             "sync_module_states": plan.sync_module_states,
             "cpu_offload": CPUOffload(offload_params=plan.offload is not Offload.OFF),
             "ignored_modules": submodules(model, plan.ignored) or None,
         }
-        if plan.param_dtype is not None:
-            options["mixed_precision"] = MixedPrecision(param_dtype=getattr(torch, plan.param_dtype))
         if self.device.type == "cpu" or plan.device_id is not None or plan.init_mode is InitMode.NEVER:
             # On the CPU FSDP1 insists on an accelerator otherwise; and it is how a model that nobody moves gets there.
             options["device_id"] = self.device
@@ -286,6 +305,18 @@ class TorchFSDP1HybridShard(TorchFSDP1):
     name: ClassVar[str] = "torch-fsdp1-hybrid-shard"
     strategy: ClassVar[ShardingStrategy] = ShardingStrategy.HYBRID_SHARD
     declines: ClassVar[frozenset[str]] = frozenset({"zero3", "zero2", "no_shard", "reshard_after_forward"})
+
+
+def _precision(plan: Plan, unit: str) -> MixedPrecision | None:
+    param_dtype = torch_dtype(plan.dtype_of(unit))
+    if (param_dtype, plan.reduce_dtype, plan.buffer_dtype) == (None, None, None):
+        return None
+    return MixedPrecision(
+        param_dtype=param_dtype,
+        reduce_dtype=torch_dtype(plan.reduce_dtype),
+        buffer_dtype=torch_dtype(plan.buffer_dtype),
+        cast_forward_inputs=unit in dict(plan.unit_dtypes),
+    )
 
 
 def default_replicas(world_size: int) -> int:

@@ -15,7 +15,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, refusal, submodules
+from fsdp_conformance.adapters.torch_like import (
+    TorchAdapter,
+    all_units,
+    hybrid_shape,
+    refusal,
+    submodules,
+    torch_dtype,
+)
 from fsdp_conformance.config import Offload, Plan, Sharding
 from fsdp_conformance.errors import Unsupported
 
@@ -41,6 +48,8 @@ class TorchFSDP2(TorchAdapter):
             "init_after",
             "init_never",
             "mixed_precision",
+            "mp_per_unit",
+            "mp_reduce",
             "cast_after_init",
             "cpu_offload_params",
             "prefetch_explicit",
@@ -71,8 +80,9 @@ class TorchFSDP2(TorchAdapter):
             for unit in all_units(plan):
                 modules = submodules(model, unit.split("+"))
                 target: Any = modules if len(modules) > 1 else modules[0]
-                fully_shard(target, **(local if unit in plan.local_units else options))
-            fully_shard(model, **(local if "" in plan.local_units else options))
+                given = local if unit in plan.local_units else options
+                fully_shard(target, **given, mp_policy=_precision(plan, unit))
+            fully_shard(model, **(local if "" in plan.local_units else options), mp_policy=_precision(plan, ""))
         if plan.forward_prefetch:
             _prefetch_in_order(model)
         if plan.explicit_prefetch:
@@ -82,6 +92,9 @@ class TorchFSDP2(TorchAdapter):
     def no_sync(self) -> AbstractContextManager[Any]:
         return _deferred(cast(FSDPModule, self.model))
 
+    def no_all_reduce(self) -> AbstractContextManager[Any]:
+        return _replicas_deferred(cast(FSDPModule, self.model))
+
     def unit_is_unsharded(self, fqn: str) -> bool:
         (unit,) = submodules(self.model, [fqn])
         parameters = list(_own_parameters(unit))
@@ -89,6 +102,9 @@ class TorchFSDP2(TorchAdapter):
 
     def unshard(self, fqn: str) -> None:
         self._unit(fqn).unshard()
+
+    def unshard_async(self, fqn: str) -> Any:
+        return self._unit(fqn).unshard(async_op=True)
 
     def reshard(self, fqn: str) -> None:
         self._unit(fqn).reshard()
@@ -104,8 +120,6 @@ class TorchFSDP2(TorchAdapter):
         options: dict[str, Any] = {"mesh": self._mesh(plan), "reshard_after_forward": reshard_after_forward(plan)}
         if plan.offload is not Offload.OFF:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=plan.offload is Offload.CPU_PINNED)
-        if plan.param_dtype is not None:
-            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=getattr(torch, plan.param_dtype))
         if plan.shard_dim:
             options["shard_placement_fn"] = lambda parameter: _placement(parameter, plan.shard_dim)
         if plan.ignored:
@@ -128,6 +142,12 @@ class TorchFSDP2(TorchAdapter):
         return mesh["own"]
 
 
+def _precision(plan: Plan, unit: str) -> MixedPrecisionPolicy:
+    return MixedPrecisionPolicy(
+        param_dtype=torch_dtype(plan.dtype_of(unit)), reduce_dtype=torch_dtype(plan.reduce_dtype)
+    )
+
+
 def reshard_after_forward(plan: Plan) -> bool | int | None:
     """
     What to pass to `fully_shard`.
@@ -147,6 +167,16 @@ def _deferred(root: FSDPModule) -> Iterator[None]:
         yield
     finally:
         root.set_requires_gradient_sync(True)
+
+
+@contextmanager
+def _replicas_deferred(root: FSDPModule) -> Iterator[None]:
+    """Gradients are reduced over the shard group alone until a backward outside."""
+    root.set_requires_all_reduce(False)
+    try:
+        yield
+    finally:
+        root.set_requires_all_reduce(True)
 
 
 def _placement(parameter: nn.Parameter, dim: int) -> Shard | None:

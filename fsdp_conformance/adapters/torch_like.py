@@ -38,7 +38,7 @@ class TorchAdapter(Adapter):
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"cpu_compute", "init_before", "clip_grad_norm", "orig_params"})
-    optional: ClassVar[Mapping[str, str]] = {"no_sync": "no_sync"}
+    optional: ClassVar[Mapping[str, str]] = {"no_sync": "no_sync", "no_all_reduce": "hsdp_defer_allreduce"}
 
     model: nn.Module
     """The wrapped module."""
@@ -58,6 +58,10 @@ class TorchAdapter(Adapter):
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """Entered around micro-batches whose gradients must not be reduced yet. Declares `no_sync`."""
+        raise NotImplementedError
+
+    def no_all_reduce(self) -> AbstractContextManager[Any]:
+        """Entered around micro-batches that must not be reduced over the replicas. Declares `hsdp_defer_allreduce`."""
         raise NotImplementedError
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
@@ -84,7 +88,9 @@ class TorchAdapter(Adapter):
         self._make_optimizer()
 
     def microbatch(self, last: bool, *, reduced: bool = True) -> AbstractContextManager[Any]:
-        return nullcontext() if reduced else self.no_sync()
+        if not reduced:
+            return self.no_sync()
+        return self.no_all_reduce() if self.plan.defer_all_reduce and not last else nullcontext()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
@@ -155,6 +161,12 @@ def compute_device(plan: Plan) -> torch.device:
     if device.type == "cpu" or index is not None:
         return device
     return torch.device(device.type, torch.get_device_module(device.type).current_device())
+
+
+def torch_dtype(name: str | None) -> torch.dtype | None:
+    """The dtype that a plan names."""
+    found: torch.dtype | None = None if name is None else getattr(torch, name)
+    return found
 
 
 def hybrid_shape(plan: Plan, world_size: int) -> tuple[int, int]:

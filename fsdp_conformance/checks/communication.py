@@ -43,6 +43,7 @@ __all__ = [
     "groups_used",
     "no_collectives",
     "owning_units",
+    "reductions_in",
     "schedule_digests",
     "steady_schedule",
     "wire_volume",
@@ -71,6 +72,8 @@ def collective_counts(history: TrainingHistory, workload: Workload, plan: Plan, 
     Collectives per step of full, gradient, hybrid or no sharding (R062, R063, R064).
 
     Each unit runs once per forward, and no evaluation lies before a forward: parameters may stay gathered from one.
+
+    Micro-batches multiply what is not deferred.
 
     With n units that own trainable parameters: n all-gathers in forward; n in backward, or n - 1 where the root stays
     gathered, or none where all do; n reduce-scatters; nothing else but the all-reduces of hybrid sharding and of a
@@ -207,6 +210,21 @@ def frozen_reductions(history: TrainingHistory, workload: Workload, plan: Plan, 
     return tally.result()
 
 
+def reductions_in(history: TrainingHistory, dtype: str, *, requirement: str) -> CheckResult:
+    """Gradients travel in `dtype` in every step, e.g. "bfloat16" (R083)."""
+    tally = Tally("dtype of reductions", requirement, rank=history.rank)
+    for step in history.steps:
+        reduced = gradient_reductions(in_step(history, step.step))
+        wrong = [record for record in reduced if record.dtype.removeprefix("torch.") != dtype]
+        tally.expect(
+            bool(reduced) and not wrong,
+            f"{len(wrong)} of {len(reduced)} reductions of gradients are in another dtype ({lines(wrong)}), but all "
+            f"should be in {dtype}",
+            elements=max(len(reduced), 1), step=step.step, phase="reduce", expected=dtype, call=sites(wrong),
+        )  # fmt: skip
+    return tally.result()
+
+
 def schedule_digests(history: TrainingHistory) -> dict[str, str]:
     """
     {"schedule step 0": digest} over phase, op, bytes, dtype and group size of the collectives of training and eval.
@@ -257,7 +275,8 @@ def _sharded_rules(step: StepRecord, units: SizedUnits, plan: Plan) -> list[_Rul
         _Rule(Op.REDUCE_SCATTER, TRAINING, reductions, reductions),
     ]
     if plan.replicas > 1:
-        rules.append(_Rule(Op.ALL_REDUCE, ("forward", "backward"), reductions, reductions))
+        over_replicas = trained if plan.defer_all_reduce else reductions
+        rules.append(_Rule(Op.ALL_REDUCE, ("forward", "backward"), over_replicas, over_replicas))
     return rules
 
 

@@ -89,6 +89,10 @@ class Reference(ABC):
         """What a training forward that is followed by a backward goes through."""
         return replica.module
 
+    def call_in_eval(self, replica: Replica) -> Callable[..., Any]:
+        """What a forward in eval mode goes through."""
+        return replica.module
+
     def accumulate(self, replica: Replica, reduced: bool) -> AbstractContextManager[Any]:
         """Entered around forward and backward of a micro-batch."""
         return nullcontext()
@@ -195,7 +199,7 @@ class Reference(ABC):
         batch = self._batch(replica, step, 0)
         replica.module.eval()
         with torch.no_grad():
-            replica.history.eval_outputs.append(noted(replica.module(*batch.args, **batch.kwargs)))
+            replica.history.eval_outputs.append(noted(self.call_in_eval(replica)(*batch.args, **batch.kwargs)))
         replica.module.train()
 
     def _batch(self, replica: Replica, step: int, micro: int) -> Batch:

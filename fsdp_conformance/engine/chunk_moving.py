@@ -21,6 +21,27 @@ def moved_chunk(chunk: Chunk, pool: MemoryPool, dtype: torch.dtype, *, config: C
 
     Raises ChunkStateError if `chunk` is open.
     """
+    twin = _unfilled(chunk, pool, dtype, config)
+    twin._shard = torch.zeros(
+        twin.layout.shard_numel, dtype=dtype, device=twin.shard_device, pin_memory=twin.pins_memory
+    )
+    return twin
+
+
+def sharing_chunk(chunk: Chunk, *, config: ChunkConfig) -> Chunk:
+    """
+    A chunk with the very shard of `chunk`, which is gathered and reduced by another `config`.
+
+    Not both may be unsharded, or have gradients, at once: nothing orders one after the other. Raises ChunkStateError
+    if `chunk` is open.
+    """
+    twin = _unfilled(chunk, chunk.pool, chunk.dtype, config)
+    twin._shard = chunk.shard
+    return twin
+
+
+def _unfilled(chunk: Chunk, pool: MemoryPool, dtype: torch.dtype, config: ChunkConfig) -> Chunk:
+    """A sharded chunk with the layout of `chunk`, and no shard yet."""
     if chunk.state is ChunkState.OPEN:
         raise ChunkStateError("the chunk is OPEN, but should be closed", where=f"moving {chunk!r}")
     twin = Chunk(
@@ -31,7 +52,6 @@ def moved_chunk(chunk: Chunk, pool: MemoryPool, dtype: torch.dtype, *, config: C
         twin.states.add()
         twin.tensors.append(torch.empty(0))
     # From open to sharded, as close() goes, but without the whole chunk in between.
-    twin._shard = _zero_shard(twin)
     twin._go(ChunkState.SHARDED)
     return twin
 
@@ -60,9 +80,3 @@ def gather_parts(chunk: Chunk, part: Tensor, group: ProcessGroup, *, after: Any)
     streams = chunk.pool.streams
     with streams.on(streams.gather):
         streams.keep(part)
-
-
-def _zero_shard(chunk: Chunk) -> Tensor:
-    return torch.zeros(
-        chunk.layout.shard_numel, dtype=chunk.dtype, device=chunk.shard_device, pin_memory=chunk.pins_memory
-    )

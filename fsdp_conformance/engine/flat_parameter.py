@@ -14,6 +14,7 @@ averaged with the rest, so a rank whose peers run another unit finds it out with
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -22,22 +23,13 @@ from torch.distributed import ProcessGroup
 
 from fsdp_conformance.engine.chunk import Chunk
 from fsdp_conformance.engine.chunk_gathering import Gathering, start_all_gather
-from fsdp_conformance.engine.chunk_moving import gather_parts, lasting_views
+from fsdp_conformance.engine.chunk_moving import gather_parts, lasting_views, sharing_chunk
 from fsdp_conformance.engine.chunk_reduction import Reduction
 from fsdp_conformance.engine.chunk_state import ChunkState, TensorState
-from fsdp_conformance.engine.errors import (
-    ExecutionOrderError,
-    ParameterMoved,
-    ParameterReplaced,
-)
+from fsdp_conformance.engine.errors import ParameterMoved, ParameterReplaced
 from fsdp_conformance.engine.order_watch import OrderWatch
 from fsdp_conformance.engine.unit_member import Member
-
-#: Tags are below it, so that bfloat16 holds them exactly.
-_NUM_TAGS = 251
-
-#: Between two tags; what sixteen bits lose in an average is less.
-_TAG_TOLERANCE = 0.3
+from fsdp_conformance.engine.unit_tag import averaged_tag, check_tag
 
 #: States that a tensor passes through on its way to the reduction.
 _TO_REDUCTION = (TensorState.COMPUTE, TensorState.HOLD_AFTER_BWD, TensorState.READY_FOR_REDUCE)
@@ -89,7 +81,14 @@ class FlatParameter:
         # What this rank keeps after forward where it reshards to a smaller group: 1D, numel // group size.
         self._part: Tensor | None = None
         self._reduction: Reduction | None = None
+        # Sums over the shard group that wait for the replicas: 1D, like the shard, in the dtype of the reduction.
+        self._partial: Tensor | None = None
+        self._defers_replicas = False
         self._used: list[bool] = []
+        self.is_full_precision = False
+        """Whether it computes and reduces in the parameters' own dtype, whatever its chunk was configured for."""
+        # Over the same shard, in the other precision.
+        self._other: Chunk | None = None
         self.take_chunk(chunk)
         self._follow_flags()
 
@@ -116,9 +115,30 @@ class FlatParameter:
         )
         self._tag_gradient: Tensor | None = None
         if self.tag is not None:
-            # Its sum over ranks has to be exact in the dtype of the reduction, too.
-            self._averaged_tag = self.tag if chunk.reduce_dtype.itemsize > 2 else self.tag % 16
+            self._averaged_tag = averaged_tag(self.tag, chunk.reduce_dtype)
             self._tag_gradient = torch.tensor(float(self._averaged_tag), device=chunk.pool.device)
+
+    @property
+    def configured_chunk(self) -> Chunk:
+        """The storage as it was configured."""
+        return self._other if self.is_full_precision and self._other is not None else self.chunk
+
+    @property
+    def is_lowered(self) -> bool:
+        """Whether it was configured to compute or to reduce in another dtype than the parameters' own."""
+        chunk = self.configured_chunk
+        return chunk.compute_dtype is not chunk.dtype or chunk.reduce_dtype is not chunk.dtype
+
+    def use_full_precision(self, full: bool) -> None:
+        """Compute and reduce in the parameters' own dtype from now on, or as configured. Nothing may be on its way."""
+        # Uploads of the shard that are on their way end before those of the next gather, which is waited for.
+        self.release()
+        other = self._other
+        if other is None:
+            other = sharing_chunk(self.chunk, config=replace(self.chunk.config, compute_dtype=None, reduce_dtype=None))
+        self._other = self.chunk
+        self.take_chunk(other)
+        self.is_full_precision = full
 
     # --- what the modules see ----------------------------------------------------------------------------------------
 
@@ -214,6 +234,7 @@ class FlatParameter:
         if kind != (self.chunk.shard.device, self.chunk.dtype):
             self.release()
             self.take_chunk(self._move_chunk(self, *kind))
+            self._other, self.is_full_precision = None, False
         self.chunk.wait_shard_reads()
         with torch.no_grad():
             for member, part, value in zip(self.members, self.parts, values, strict=True):
@@ -266,7 +287,7 @@ class FlatParameter:
         if gathering is not self._checked:
             self._checked = gathering
             if self.tag is not None and self.chunk.pool.device.type == "cpu":
-                self._check_tag(self.chunk.views[-1], self.tag, "gathered")
+                check_tag(self.chunk.views[-1], self.tag, "gathered", name=self.name)
             elif self.tag is not None and not self.is_whole:
                 watch.note(self.name, self.tag, self.chunk.views[-1])
 
@@ -297,6 +318,11 @@ class FlatParameter:
         """Whether gradients wait for a reduction."""
         return self.chunk.has_gradients or any(leaf.grad is not None for leaf in self.leaves)
 
+    @property
+    def has_partial(self) -> bool:
+        """Whether sums over the shard group wait to be reduced over the replicas."""
+        return self._partial is not None
+
     def accumulate(self) -> None:
         """Collect the gradients of the leaves in the buffer, in the dtype of the reduction; they are reduced later."""
         if not self._reduces_nothing and any(leaf.grad is not None for leaf in self.leaves):
@@ -304,24 +330,29 @@ class FlatParameter:
             self.chunk.gradients.put_all([leaf.grad for leaf in self.leaves] + tag)
             self._drop_leaf_gradients()
 
-    def start_reduction(self, hook: ReductionHook | None = None) -> None:
+    def start_reduction(self, hook: ReductionHook | None = None, *, all_reduce: bool = True) -> None:
         """
         Begin to average what was collected over the ranks. Parameters without a gradient count as zero.
 
-        `hook` reduces in place of it.
+        `hook` reduces in place of it. With `all_reduce=False` replicas are left for the next reduction: what is reduced
+        over the shard group waits here.
         """
         if self._reduces_nothing:
             return
         chunk = self.chunk
         if self._reduction is not None:
             self.finish_reduction()
-        tag: list[Tensor | None] = [] if self.tag is None else [self._tag_gradient]
+        self._defers_replicas = not all_reduce and chunk.num_replicas > 1
+        # The tag is averaged once, with the replicas.
+        tag: list[Tensor | None] = [] if self.tag is None else [None if self._defers_replicas else self._tag_gradient]
         buffer = chunk.gradients
         buffer.put_all([leaf.grad for leaf in self.leaves] + tag)
         self._drop_leaf_gradients()
-        self._used = buffer.present[: len(self.members)]
+        used = buffer.present[: len(self.members)]
+        before = self._used if self.has_partial else [False] * len(used)
+        self._used = [now or earlier for now, earlier in zip(used, before, strict=True)]
         for index, member in enumerate(self.members):
-            if member.parameter.requires_grad and not self._used[index]:
+            if member.parameter.requires_grad and not used[index]:
                 # Negative zeros add up to one only if no rank has anything else: then it was used nowhere.
                 buffer.view(index).fill_(-0.0)
         if hook is not None:
@@ -329,7 +360,10 @@ class FlatParameter:
             return
         for state in _TO_REDUCTION:
             chunk.move_all(state)
-        self._reduction = chunk.reduce(release=False, async_op=True)
+        partial, self._partial = self._partial, None
+        self._reduction = chunk.reduce(
+            release=False, async_op=True, partial=partial, all_reduce=not self._defers_replicas
+        )
 
     @torch.no_grad()
     def _reduce_by(self, hook: ReductionHook) -> None:
@@ -359,6 +393,9 @@ class FlatParameter:
         reduction, self._reduction = self._reduction, None
         if reduction is None:
             return []
+        if self._defers_replicas:
+            self._partial = reduction.wait()
+            return []
         return self._deliver(reduction.wait())
 
     def _deliver(self, shard: Tensor) -> list[nn.Parameter]:
@@ -366,7 +403,7 @@ class FlatParameter:
         layout = self.chunk.layout
         parts = layout.views(shard) if self.is_whole else layout.shard_views(shard)
         if self.tag is not None and self.chunk.pool.device.type == "cpu" and parts[-1].numel():
-            self._check_tag(parts[-1], self._averaged_tag, "averaged")
+            check_tag(parts[-1], self._averaged_tag, "averaged", name=self.name)
         got = []
         gradients = []
         for member, used, part in zip(self.members, self._used, parts, strict=False):
@@ -414,7 +451,7 @@ class FlatParameter:
     def reset(self) -> None:
         """Drop what an interrupted step has left."""
         self._drop_leaf_gradients()
-        self._reduction = self._checked = self._part = None
+        self._reduction = self._checked = self._part = self._partial = None
         self.chunk.reset()
 
     def _hand_over(self) -> list[nn.Parameter]:
@@ -431,15 +468,6 @@ class FlatParameter:
     def _drop_leaf_gradients(self) -> None:
         for leaf in self.leaves:
             leaf.grad = None
-
-    def _check_tag(self, tag: Tensor, expected: int, what: str) -> None:
-        found = tag.item()
-        if not abs(found - expected) <= _TAG_TOLERANCE:
-            raise ExecutionOrderError(
-                f"unit {found:g} was {what}, but should be {expected}: {self.name}",
-                where=f"{self.name}, rank {torch.distributed.get_rank()}",
-                hint="All ranks must run the same units in the same order.",
-            )
 
 
 def _leaf(original: nn.Parameter, view: Tensor) -> nn.Parameter:
@@ -464,8 +492,3 @@ def _add_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tenso
             added.append(gradient)
     if existing:
         torch._foreach_add_(existing, added)
-
-
-def tag_of(ordinal: int) -> int:
-    """The tag of the unit of that number."""
-    return ordinal % _NUM_TAGS + 1

@@ -12,7 +12,6 @@ and backward of its unit modules see it whole. `FullyShardedDataParallel` is the
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,7 @@ from fsdp_conformance.engine.materialisation import materialise
 from fsdp_conformance.engine.sharded_unit import ForeignParameter, ShardedUnit
 from fsdp_conformance.engine.sharding_groups import sharding_groups
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_conformance.engine.training_state import TrainingState
+from fsdp_conformance.engine.unit_buffers import UnitBuffers
 from fsdp_conformance.engine.unit_construction import (
     OwnedTensors,
     OwnerRegistry,
@@ -37,10 +36,11 @@ from fsdp_conformance.engine.unit_construction import (
     synchronise,
     verify_unit,
 )
+from fsdp_conformance.engine.unit_hooks import UnitHooks
 from fsdp_conformance.engine.unit_member import Member
 from fsdp_conformance.engine.unit_recipe import UnitRecipe, copied_unit, next_ordinal
 from fsdp_conformance.engine.unit_schedule import UnitSchedule
-from fsdp_conformance.errors import ConfigError, Unsupported
+from fsdp_conformance.errors import ConfigError
 
 _WHERE = "fully_shard"
 
@@ -114,8 +114,8 @@ def fully_shard(module: nn.Module | Sequence[nn.Module], options: ShardingOption
     """
     Make a module a unit of its own. Collective.
 
-    Several modules make one unit, which is gathered when one of them runs. Raises ConfigError for options and modules
-    that do not fit, Unsupported for parameters that cannot be sharded.
+    Several modules make one unit, which is gathered when one of them runs. They cannot be copied or pickled any more.
+    Raises ConfigError for options and modules that do not fit, Unsupported for parameters that cannot be sharded.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     silent = [type(one).__name__ for one in modules if not has_forward(one)]
@@ -124,7 +124,9 @@ def fully_shard(module: nn.Module | Sequence[nn.Module], options: ShardingOption
             [f"module is a {each}, which has no forward, but should have one" for each in silent], where=_WHERE
         )
     unit = make_unit(modules, options or ShardingOptions())
-    _install_hooks(modules, unit)
+    for one in modules:
+        mark_unit(one, unit)
+    UnitHooks(modules, unit)
     return unit
 
 
@@ -170,6 +172,7 @@ def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> Sharded
     unit = ShardedUnit(
         recipe.flat_parameters(found.members),
         recipe=recipe,
+        buffers=UnitBuffers(found.buffer_places, recipe.mixed_precision.buffer_dtype),
         reshard_after_forward=options.sharding_strategy.reshards_after_forward,
         foreign=found.foreign,
     )
@@ -261,41 +264,6 @@ def _join_shared(found: OwnedTensors, inner: Sequence[ShardedUnit]) -> list[Memb
         for use in sharing[id(member.parameter)]:
             member.places += use.places
     return joined
-
-
-def _install_hooks(modules: Sequence[nn.Module], unit: ShardedUnit) -> None:
-    """Let the schedule be told when the modules of a unit run. Several are one forward, inside of an outer unit's."""
-    waiting: set[int] = set()
-
-    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if unit.state is TrainingState.FORWARD and id(module) in waiting:
-            return None
-        if len(modules) > 1 and unit.schedule.is_in_forward:
-            waiting.update(id(each) for each in modules)
-        return unit.schedule.before_forward(unit, (args, kwargs), training=module.training)
-
-    def refuse_shards(_: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if not keep_vars and not all(flat.is_whole for flat in unit.flats):
-            raise Unsupported(
-                "full_state_dict", f"state_dict() of {unit.label} has shards: use full_state_dict or sharded_state_dict"
-            )
-
-    def after(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-        waiting.discard(id(module))
-        if output is None and sys.exc_info()[0] is not None:
-            waiting.clear()
-            unit.schedule.forward_failed(unit)
-        elif waiting and unit.state is TrainingState.FORWARD:
-            unit.schedule.watch(unit, output)
-        else:
-            waiting.clear()
-            unit.schedule.after_forward(unit, output)
-
-    for one in modules:
-        mark_unit(one, unit)
-        one.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
-        one.register_forward_hook(after, always_call=True)
-        one.register_state_dict_pre_hook(refuse_shards)  # type: ignore[no-untyped-call]
 
 
 def _check_modules(modules: Sequence[nn.Module]) -> None:

@@ -48,6 +48,7 @@ from fsdp_conformance.engine.sharded_unit import ShardedUnit
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_conformance.engine.training_state import TrainingState
 from fsdp_conformance.engine.unit_report import communication_plan, memory_report
+from fsdp_conformance.engine.unshard_handle import UnshardHandle
 from fsdp_conformance.engine.wrap_policy import WrapPolicy, wrap_submodules
 from fsdp_conformance.errors import ConfigError, Unsupported
 
@@ -185,6 +186,24 @@ class FullyShardedDataParallel(nn.Module):
             for unit, sync in zip(units, before, strict=True):
                 unit.sync_gradients = sync
 
+    @contextmanager
+    def no_all_reduce(self) -> Iterator[None]:
+        """
+        Backward in here reduces over the shard group alone; the next one outside reduces the sum over the replicas.
+
+        Holds for this unit and those inside it, and makes no difference but under hybrid strategies. Takes a shard in
+        memory, where `no_sync` takes a whole unit.
+        """
+        units = self.units
+        before = [unit.all_reduces for unit in units]
+        try:
+            for unit in units:
+                unit.all_reduces = False
+            yield
+        finally:
+            for unit, all_reduces in zip(units, before, strict=True):
+                unit.all_reduces = all_reduces
+
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """
         Scale the gradients of all parameters so that their norm is at most `max_norm`. Collective.
@@ -218,9 +237,16 @@ class FullyShardedDataParallel(nn.Module):
 
     # --- by hand -----------------------------------------------------------------------------------------------------
 
-    def unshard(self) -> None:
-        """Gather this unit's parameters now; its modules see them whole until `reshard`, or a step. Collective."""
-        self.unit.schedule.unshard(self.unit)
+    def unshard(self, async_op: bool = False) -> UnshardHandle:
+        """
+        Gather this unit's parameters now; its modules see them whole until `reshard`, or a step. Collective.
+
+        With `async_op` they do from when the handle was waited for.
+        """
+        handle = self.unit.schedule.unshard(self.unit)
+        if not async_op:
+            handle.wait()
+        return handle
 
     def reshard(self) -> None:
         """Free this unit's whole parameters now, also between forward and backward: they are gathered again."""
@@ -249,7 +275,7 @@ class FullyShardedDataParallel(nn.Module):
         With `keep_vars`, what the optimizer has, under the names of wrappers. Raises Unsupported if it is asked by a
         module around it, which has shards to give: use `full_state_dict` or `sharded_state_dict` on that.
         """
-        if destination is not None and not keep_vars and not all(flat.is_whole for flat in self.unit.flats):
+        if destination is not None and not keep_vars and not self.unit.is_as_wrapped:
             raise Unsupported("full_state_dict", "state_dict() of a module around units: use full_state_dict on it")
         if destination is not None or keep_vars:
             raw: dict[str, Any] = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)

@@ -28,9 +28,10 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False, offload_to_c
 
     `rank0_only`: ranks of a shard group other than its first get an empty dict. `offload_to_cpu`: copies on the CPU.
     """
-    values: dict[int, Tensor] = {}
+    units = units_below(module)
+    values = _restored_buffers(units, offload_to_cpu)
     keeps = True
-    for flat in _settled(units_below(module)):
+    for flat in _settled(units):
         payload = flat.gathered()
         keeps = keeps and (not rank0_only or flat.chunk.layout.rank == 0)
         if keeps:
@@ -88,8 +89,9 @@ def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
     For torch.distributed.checkpoint, which can load it at another number of ranks. Collective: shards of a flat
     parameter are no rows, so each unit is gathered for a moment. 0-dim parameters are given in full.
     """
-    values: dict[int, Tensor] = {}
-    for flat in _settled(units_below(module)):
+    units = units_below(module)
+    values = _restored_buffers(units, offload=False)
+    for flat in _settled(units):
         mesh = mesh_of(flat)
         payload = flat.gathered()
         for member, view in zip(flat.members, flat.chunk.layout.views(payload), strict=False):
@@ -135,6 +137,12 @@ def _settled(units: Sequence[ShardedUnit]) -> Iterator[FlatParameter]:
         unit.check_idle("state dict")
         unit.follow_users()
         yield from unit.flats
+
+
+def _restored_buffers(units: Sequence[ShardedUnit], offload: bool) -> dict[int, Tensor]:
+    """Buffers that are in low precision, in the dtype that they had, by id."""
+    found = {key: value for unit in units for key, value in unit.buffers.in_own_dtype().items()}
+    return {key: value.cpu() if offload else value for key, value in found.items()}
 
 
 def _value(value: Any, values: Mapping[int, Tensor], offload: bool) -> Any:

@@ -19,6 +19,7 @@ from torch.autograd import profiler
 from fsdp_conformance.engine.errors import SharedAcrossUnits, TrainingStateError
 from fsdp_conformance.engine.flat_parameter import FlatParameter, ReductionHook
 from fsdp_conformance.engine.training_state import TRAINING_TRANSITIONS, TrainingState
+from fsdp_conformance.engine.unit_buffers import UnitBuffers
 from fsdp_conformance.engine.unit_member import Member, Place
 from fsdp_conformance.errors import Unsupported
 
@@ -48,11 +49,13 @@ class ShardedUnit:
         flats: Sequence[FlatParameter],
         *,
         recipe: UnitRecipe,
+        buffers: UnitBuffers,
         reshard_after_forward: bool,
         foreign: Mapping[int, ForeignParameter],
     ) -> None:
         self.flats = list(flats)
         self.recipe = recipe
+        self.buffers = buffers
         self.name = ""
         """Its FQN from the outermost unit that is known."""
         self.device = recipe.device
@@ -68,6 +71,8 @@ class ShardedUnit:
         self.state = TrainingState.IDLE
         self.sync_gradients = True
         """Whether gradients are reduced in backward; else they are collected on this rank."""
+        self.all_reduces = True
+        """Whether gradients that are reduced in backward are reduced over the replicas, too; else that waits."""
         self.num_expected = 0
         """How many of its forwards of this iteration still wait for their backward."""
         self.is_held = False
@@ -82,6 +87,9 @@ class ShardedUnit:
         self.communication_hook: ReductionHook | None = None
         """What reduces in place of the average."""
         self._sees_leaves = False
+        self.is_full_precision = False
+        """Whether it computes in the parameters' own dtype, whatever its policy says: asked for in eval mode."""
+        self._raised_buffers = False
 
     # --- state -------------------------------------------------------------------------------------------------------
 
@@ -114,6 +122,11 @@ class ShardedUnit:
         return any(flat.is_unsharded for flat in self.flats)
 
     @property
+    def is_as_wrapped(self) -> bool:
+        """Whether modules have what they had when they were wrapped: whole parameters, buffers in their own dtype."""
+        return all(flat.is_whole for flat in self.flats) and not self.buffers.are_cast
+
+    @property
     def is_kept(self) -> bool:
         """Whether it stays unsharded from one micro-batch to the next, as long as nobody writes its parameters."""
         return not self.reshard_after_forward and not self.sync_gradients
@@ -132,6 +145,11 @@ class ShardedUnit:
     def has_gradients(self) -> bool:
         """Whether gradients wait to be reduced."""
         return any(flat.has_gradients for flat in self.flats)
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether gradients that were reduced over the shard group wait to be reduced over the replicas."""
+        return any(flat.has_partial for flat in self.flats)
 
     def span(self, phase: str) -> AbstractContextManager[Any]:
         """A span with the phase and the unit's FQN, where a profiler looks."""
@@ -175,16 +193,43 @@ class ShardedUnit:
                 flat.finish_gather(self.schedule.order)
         self.show_leaves()
 
+    def use_full_precision(self, full: bool) -> None:
+        """
+        Compute and reduce in the parameters' own dtype, with the buffers' own, from now on; or as configured.
+
+        Raises TrainingStateError while gradients of the other precision wait to be reduced.
+        """
+        if full:
+            self.buffers.restore()
+        else:
+            self.buffers.lower()
+        changing = [flat for flat in self.flats if flat.is_lowered and flat.is_full_precision != full]
+        if changing and (self.has_gradients or self.has_partial):
+            raise TrainingStateError(
+                f"{self.label} goes {'to' if full else 'from'} full precision while gradients wait to be reduced, but "
+                "should stay in training mode, or in eval mode, until they are",
+                where="forward",
+            )
+        for flat in changing:
+            flat.use_full_precision(full)
+        self.is_full_precision = full
+
+    def check_precision(self, full: bool) -> None:
+        """Raise TrainingStateError in the backward of a forward in another precision: its values are gone."""
+        if full != self.is_full_precision:
+            raise TrainingStateError(
+                f"{self.label} had {'full' if full else 'low'} precision in the forward, and has another now, but "
+                "should stay in training mode, or in eval mode, from a forward to its backward",
+                where="backward",
+            )
+
     def show_full_precision(self) -> None:
         """
         Gather in the parameters' own dtype, and let modules see that until `show_originals`. Collective.
 
-        Raises Unsupported where a graph would be kept.
+        For a forward without a graph: what a training step has begun is not touched.
         """
-        if torch.is_grad_enabled():
-            raise Unsupported(
-                "mp_eval_full", f"{self.label} is in eval mode and keeps a graph: full precision there is for no_grad"
-            )
+        self._raised_buffers = self.buffers.restore()
         with self.span("all_gather"):
             for flat in self.flats:
                 views = flat.chunk.layout.views(flat.gathered())
@@ -204,6 +249,9 @@ class ShardedUnit:
             self._sees_leaves = False
             for flat in self.flats:
                 flat.register_originals()
+        if self._raised_buffers:
+            self._raised_buffers = False
+            self.buffers.lower()
 
     def reshard(self) -> None:
         """Free whole parameters."""
@@ -250,10 +298,10 @@ class ShardedUnit:
     def start_reduction(self) -> list[FlatParameter]:
         """Begin to reduce the gradients of this backward, and what was kept before. Returns what is on its way."""
         self.took_part = False
-        started = [flat for flat in self.flats if flat.is_trained or flat.has_gradients]
+        started = [flat for flat in self.flats if flat.is_trained or flat.has_gradients or flat.has_partial]
         with self.span("reduce_scatter"):
             for flat in started:
-                flat.start_reduction(self.communication_hook)
+                flat.start_reduction(self.communication_hook, all_reduce=self.all_reduces)
         return started
 
     def reset(self) -> None:

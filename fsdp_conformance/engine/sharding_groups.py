@@ -92,25 +92,23 @@ def part_group(groups: ShardingGroups, size: int) -> ProcessGroup:
     ranks = dist.get_process_group_ranks(whole)
     first = whole.rank() // size * size
     members = tuple(ranks[first : first + size])
-    world = dist.group.WORLD
-    found = _part_groups.get(members)
-    if found is None or found[0] is not world:
-        group = cast(ProcessGroup, dist.new_group(list(members), use_local_synchronization=True))
-        found = _part_groups[members] = (world, group)
-    return found[1]
+    return _group_of(members)
 
 
 def _own_group() -> ProcessGroup:
-    """A group of this rank alone; made once for each default group."""
+    """A group of this rank alone."""
+    return _group_of((dist.get_rank(),))
+
+
+def _group_of(members: tuple[int, ...]) -> ProcessGroup:
+    """The group of these global ranks, this rank among them; made once for each default group."""
     world = dist.group.WORLD
-    found = _own_groups.get(id(world))
+    found = _groups.get((id(world), members))
     if found is None or found[0] is not world:
-        rank = dist.get_rank()
-        group = cast(ProcessGroup, dist.new_group([rank], use_local_synchronization=True))
-        found = _own_groups[id(world)] = (world, group)
+        group = cast(ProcessGroup, dist.new_group(list(members), use_local_synchronization=True))
+        found = _groups[id(world), members] = (world, group)
     return found[1]
 
 
-#: With the default group that they were made in.
-_own_groups: dict[int, tuple[object, ProcessGroup]] = {}
-_part_groups: dict[tuple[int, ...], tuple[object, ProcessGroup]] = {}
+#: With the default group that they were made in: ranks that are threads have one each.
+_groups: dict[tuple[int, tuple[int, ...]], tuple[object, ProcessGroup]] = {}

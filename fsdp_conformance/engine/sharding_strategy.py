@@ -57,23 +57,28 @@ class CPUOffload:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MixedPrecision:
     """
-    In which dtypes a unit computes and reduces. Shards, their gradients, optimizer state and buffers keep their own.
+    In which dtypes a unit computes and reduces. Shards, their gradients and optimizer state keep their own.
+
+    Each unit has its own policy. As in torch's FullyShardedDataParallel inputs of the unit that is entered first are
+    cast, and those of units inside it on request only.
     """
 
     param_dtype: torch.dtype | None = None
     """Of unsharded parameters and of the all-gather; None: the parameters' own."""
     reduce_dtype: torch.dtype | None = None
     """Of the reduction, and of what is accumulated before it; None: `param_dtype`."""
+    buffer_dtype: torch.dtype | None = None
+    """Of floating-point buffers from the unit's first forward on; None: their own. State dicts restore them to that."""
     cast_forward_inputs: bool = False
     """Whether a unit casts floating-point inputs of its forward to `param_dtype`."""
     cast_root_forward_inputs: bool = True
     """Whether the unit that is entered first casts them."""
     full_precision_in_eval: bool = False
-    """Whether a unit in eval mode computes in the parameters' own dtype, and casts nothing. For no_grad alone."""
+    """Whether a unit in eval mode computes, and reduces, in the parameters' own dtype, and casts nothing."""
 
     def __post_init__(self) -> None:
         problems = []
-        for name in ("param_dtype", "reduce_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "buffer_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not dtype.is_floating_point:
                 problems.append(f"{name}={dtype}, but should be a floating-point dtype, or None")

@@ -35,6 +35,8 @@ class OwnedTensors:
 
     members: list[Member] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
+    buffer_places: list[tuple[dict[str, Tensor | None], str]] = field(default_factory=list)
+    """Where modules have them: a registry and a key."""
     foreign: dict[int, ForeignParameter] = field(default_factory=dict)
     """Parameters that other units have, by id, with places outside of those."""
 
@@ -67,6 +69,7 @@ def owned_tensors(
             else:
                 members[id(parameter)] = Member(fqn, parameter, [place])
         buffers.update({id(buffer): buffer for buffer in module._buffers.values() if buffer is not None})
+        found.buffer_places += [(module._buffers, key) for key in module._buffers]
     found.members = list(members.values())
     found.buffers = list(buffers.values())
     return found

@@ -15,12 +15,13 @@ from fsdp_conformance.engine.chunk import Chunk
 from fsdp_conformance.engine.chunk_config import ChunkConfig
 from fsdp_conformance.engine.chunk_moving import forget_tensors, moved_chunk
 from fsdp_conformance.engine.errors import ParameterMoved
-from fsdp_conformance.engine.flat_parameter import FlatParameter, tag_of
+from fsdp_conformance.engine.flat_parameter import FlatParameter
 from fsdp_conformance.engine.memory_pool import MemoryPool
 from fsdp_conformance.engine.sharded_unit import ShardedUnit
 from fsdp_conformance.engine.sharding_groups import ShardingGroups, part_group
 from fsdp_conformance.engine.sharding_strategy import CPUOffload, MixedPrecision
 from fsdp_conformance.engine.unit_member import Member
+from fsdp_conformance.engine.unit_tag import tag_of
 
 #: Bytes that tensors of a large unit are aligned to: what vector units and tensor cores read at once.
 _ALIGN_BYTES = 16
@@ -138,7 +139,7 @@ def copied_unit(unit: ShardedUnit, memo: Mapping[int, Any]) -> ShardedUnit:
     flats = []
     for flat in unit.flats:
         members = [member.copied(memo) for member in flat.members]
-        old = flat.chunk
+        old = flat.configured_chunk
         chunk = moved_chunk(old, old.pool, old.dtype, config=old.config)
         chunk.shard.copy_(old.shard)
         flats.append(
@@ -151,7 +152,13 @@ def copied_unit(unit: ShardedUnit, memo: Mapping[int, Any]) -> ShardedUnit:
                 part_group=flat.part_group,
             )
         )
-    twin = ShardedUnit(flats, recipe=unit.recipe, reshard_after_forward=unit.reshard_after_forward, foreign={})
+    twin = ShardedUnit(
+        flats,
+        recipe=unit.recipe,
+        buffers=unit.buffers.copied(memo),
+        reshard_after_forward=unit.reshard_after_forward,
+        foreign={},
+    )
     twin.communication_hook = unit.communication_hook
     return twin
 

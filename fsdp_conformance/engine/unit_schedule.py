@@ -29,6 +29,7 @@ from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch
 from fsdp_conformance.engine.structures import has_unknown, tensors_in
 from fsdp_conformance.engine.training_state import TrainingState
 from fsdp_conformance.engine.unit_inputs import Arguments, placed_inputs, watch_outputs, watched_inputs
+from fsdp_conformance.engine.unshard_handle import UnshardHandle
 
 #: Reductions on their way at once where waiting holds the host: each keeps a buffer of a whole unit.
 MAX_REDUCTIONS = 2
@@ -86,7 +87,7 @@ class UnitSchedule:
         """
         Unshard, and prepare the inputs. Collective. `training`: the mode that the unit's module is in.
 
-        Raises Unsupported for a unit that is to compute in full precision in eval, and to keep a graph.
+        Raises TrainingStateError if the mode asks for another precision while gradients wait to be reduced.
         """
         if _in_own_backward(unit):
             # Recomputed by a checkpoint: all is there.
@@ -98,9 +99,11 @@ class UnitSchedule:
         unit.move(TrainingState.FORWARD)
         self._stack.append(unit)
         with unit.span("before_forward"):
-            if not training and unit.mixed_precision.full_precision_in_eval:
+            full = not training and unit.mixed_precision.full_precision_in_eval
+            if full and not torch.is_grad_enabled():
                 unit.show_full_precision()
                 return self._placed(unit, arguments) if entering else arguments
+            unit.use_full_precision(full)
             self._note_begin(unit)
             unit.start_unshard(self._written)
             for ahead in self._ahead_in_forward(unit):
@@ -133,7 +136,7 @@ class UnitSchedule:
         if self._is_recomputing(unit):
             unit.keeps_graph = unit.keeps_graph or any(tensor.requires_grad for tensor in tensors_in(output))
             return
-        unit.keeps_graph |= watch_outputs(output, partial(self.before_backward, unit))
+        unit.keeps_graph |= watch_outputs(output, partial(self.before_backward, unit, unit.is_full_precision))
         if unit.is_trained and has_unknown(output):
             unit.keeps_graph = True
             if not unit.is_held:
@@ -208,6 +211,8 @@ class UnitSchedule:
 
     def _prepared(self, unit: ShardedUnit, arguments: Arguments, *, entering: bool) -> Arguments:
         precision = unit.mixed_precision
+        if unit.is_full_precision:
+            return self._placed(unit, arguments) if entering else arguments
         casts = precision.cast_root_forward_inputs if entering else precision.cast_forward_inputs
         dtype = precision.param_dtype if casts else None
         if not entering and dtype is None:
@@ -240,12 +245,12 @@ class UnitSchedule:
 
     # --- by hand -----------------------------------------------------------------------------------------------------
 
-    def unshard(self, unit: ShardedUnit) -> None:
-        """Gather a unit now, and let its modules see whole parameters. Collective."""
+    def unshard(self, unit: ShardedUnit) -> UnshardHandle:
+        """Begin to gather a unit now; its modules see whole parameters when the handle was waited for. Collective."""
         if self.is_idle:
             unit.follow_users()
         unit.start_unshard(None)
-        unit.finish_unshard()
+        return UnshardHandle(unit)
 
     def reshard(self, unit: ShardedUnit) -> None:
         """Free a unit's whole parameters now. Raises TrainingStateError in its forward or backward."""
@@ -257,9 +262,12 @@ class UnitSchedule:
 
     # --- backward ----------------------------------------------------------------------------------------------------
 
-    def before_backward(self, unit: ShardedUnit) -> None:
-        """A gradient of an output of the unit is there: unshard. Collective."""
+    def before_backward(self, unit: ShardedUnit, full: bool = False) -> None:
+        """
+        A gradient of an output of the unit is there: unshard. Collective. `full`: the forward was in full precision.
+        """
         self._begin_backward()
+        unit.check_precision(full)
         if unit.state is TrainingState.BACKWARD:
             return
         for flat in unit.flats:
@@ -358,7 +366,7 @@ class UnitSchedule:
         for unit in dict.fromkeys([*ended, *units]):
             if not unit.is_kept:
                 unit.reshard()
-            if unit.took_part or unit.has_gradients:
+            if unit.took_part or unit.has_gradients or (unit.all_reduces and unit.has_partial):
                 self._reduce(unit)
         while self._reductions:
             self._finish_oldest()

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from fsdp_conformance.harness import rank_scheduler
+
 #: Cycles of one calibration sleep: near a millisecond at the clock rates of today's devices (1 to 2 GHz).
 _CALIBRATION_CYCLES = 1_000_000
 _CALIBRATION_RUNS = 3
@@ -19,13 +21,16 @@ def pause(milliseconds: float, device_type: str) -> None:
     Let `milliseconds` pass before what is issued next.
 
     On a device that can sleep (CUDA, ROCm) its current stream is held up and the host goes on, so that a missing wait
-    between streams shows; elsewhere the host sleeps.
+    between streams shows; elsewhere the host sleeps, or lets the other ranks go on if it shares a process with them.
     """
     device = _sleeping_device(device_type)
-    if device is None:
-        time.sleep(milliseconds / 1000)
-    else:
+    scheduler = rank_scheduler.current()
+    if device is not None:
         device._sleep(round(milliseconds * _cycles_per_ms(device_type)))
+    elif scheduler is not None:
+        scheduler.pause(milliseconds / 1000)
+    else:
+        time.sleep(milliseconds / 1000)
 
 
 def calibrate(device_type: str) -> None:

@@ -102,7 +102,7 @@ class Meeting:
             if contribution is not None and not contribution.is_there and self._suffices(rank, contribution)
         ]
         # All results before the first is written: an output may lie in an input.
-        results = [_RESULTS[contribution.op](self.brought, rank) for rank, contribution in waiting]
+        results = [RESULTS[contribution.op](self.brought, rank) for rank, contribution in waiting]
         for (_, contribution), values in zip(waiting, results, strict=True):
             for output, value in zip(contribution.outputs, values, strict=True):
                 _write(output, value)
@@ -171,7 +171,7 @@ def _all_gathered(brought: Brought, rank: int) -> list[Tensor]:
     return [tensor for one in brought for tensor in one.inputs]
 
 
-def _reduce_scattered(brought: Brought, rank: int) -> list[Tensor]:
+def reduce_scattered(brought: Brought, rank: int) -> list[Tensor]:
     own = brought[rank]
     if len(own.inputs) > len(own.outputs):
         return [_reduced([one.inputs[rank] for one in brought], own.reduce_op)]
@@ -210,10 +210,10 @@ def _exchanged(brought: Brought, rank: int) -> list[Tensor]:
     return [torch.cat(rows)]
 
 
-_RESULTS: Final[dict[Op, Callable[[Brought, int], list[Tensor]]]] = {
+RESULTS: Final[dict[Op, Callable[[Brought, int], list[Tensor]]]] = {
     Op.ALL_REDUCE: _all_reduced,
     Op.REDUCE: _reduced_at_root,
-    Op.REDUCE_SCATTER: _reduce_scattered,
+    Op.REDUCE_SCATTER: reduce_scattered,
     Op.ALL_GATHER: _all_gathered,
     Op.BROADCAST: _broadcast,
     Op.SCATTER: _scattered,

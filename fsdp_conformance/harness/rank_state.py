@@ -5,32 +5,33 @@ from __future__ import annotations
 import importlib
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-#: Names that are bound anew in every rank, and what they are bound to at first.
-_NAMES: Final[dict[tuple[str, str], Any]] = {
-    ("fsdp_conformance.harness.collective_log", "_log"): None,
-    ("fsdp_conformance.harness.rank", "_current"): None,
+from fsdp_conformance.harness.collective_log import CollectiveLog
+
+#: Names that are bound anew in every rank, and what makes their first values.
+_NAMES: Final[dict[tuple[str, str], Callable[[], Any]]] = {
+    # Without a trace: the file that the environment names belongs to the process.
+    ("fsdp_conformance.harness.collective_log", "_log"): CollectiveLog,
+    ("fsdp_conformance.harness.rank", "_current"): lambda: None,
 }
 
 
 class RankState:
     """
     The state of one rank: random numbers of torch's CPU generator, numpy and Python, variables of the environment,
-    default dtype, and `names`, module-level names of this package or of an implementation, with their first values.
+    default dtype, and module-level names of this package.
 
     It begins as a copy of the process's, so that all ranks begin alike.
     """
 
-    def __init__(
-        self, variables: Mapping[str, str] | None = None, names: Mapping[tuple[str, str], Any] | None = None
-    ) -> None:
+    def __init__(self, variables: Mapping[str, str] | None = None) -> None:
         self._variables = dict(variables or {})
-        self._values = {**_NAMES, **(names or {})}
+        self._values = {place: make() for place, make in _NAMES.items()}
         self._save_random()
 
     def save(self) -> None:

@@ -113,6 +113,7 @@ def simulated_world(states: Sequence[RankState]) -> Iterator[RankScheduler]:
     rank_scheduler.use(scheduler)
     try:
         with ExitStack() as stack:
+            own.save()
             stack.callback(own.restore)
             isolate(True)
             stack.callback(isolate, False)

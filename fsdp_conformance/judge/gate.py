@@ -96,6 +96,9 @@ def _not_run(
         if why:
             record = empty_record(case, settings.implementation, settings.device)
     place = places[record.device]
+    if settings.ranks == "simulated" and case.processes:
+        record.measurements["absent"] = ["processes"]
+        return decided(record, Verdict.NOT_RUN_ENV, f"needs ranks that are processes: {case.processes}")
     absent = [name for name in case.environment if name not in place.present]
     if absent:
         reason = f"needs {', '.join(absent)}, which this machine does not have" + (f"; {why}" if why else "")
@@ -128,6 +131,8 @@ def empty_record(
         words.append(f"--implementation {implementation}")
     if device != "cpu":
         words.append(f"--device {device}")
+    if ranks == "simulated":
+        words.append("--ranks simulated")
     return CaseRecord(
         case=case.id,
         requirements=list(case.requirements),

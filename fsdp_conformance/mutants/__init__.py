@@ -15,11 +15,14 @@ that fails none of them proves nothing. Standard library only; the classes are i
     misuse          what should be refused is accepted; what should survive the wrap is lost
     streams         a wait is missing, memory is freed in flight, a copy is read too early
     memory          something full, or something more every step, is held where it should not be
+    precision       policies that are ignored in part, inputs whose gradients get lost
     reducer         components: what shares a bucket, when it is reduced, what hooks may do
     bucketer        components: which reduce-scatters are coalesced, and who gets what
     chunks          components: chunks, the states of their tensors, and the blocks of their pool
+    chunk_kinds     components: chunks with a block of their own, and pairs of chunks
     mesh            components: collectives along a mesh, which ranks they reach and what becomes of uneven shards
     cost            components: what redistributions on a mesh cost
+    ranks           components: simulated ranks, whose values they mix and what they do not notice
 """
 
 from __future__ import annotations
@@ -67,6 +70,10 @@ _ALL = [
         ),
         "optimizer-steps-every-microbatch": (
             "StepsEveryMicroBatch", "R092", "The optimizer steps after each micro-batch.",
+        ),
+        "all-reduces-every-micro-batch": (
+            "AllReducesEveryMicroBatch", "R097",
+            "The all-reduce over the replicas is done for every micro-batch, deferred or not.",
         ),
         "ignores-no-sync": ("IgnoresNoSync", "R065", "Deferred micro-batches are reduced all the same."),
         "second-backward-lost": ("SecondBackwardLost", "R156", "The second backward of a forward adds nothing."),
@@ -137,6 +144,10 @@ _ALL = [
         ),
         "prefetches-fewer": (
             "PrefetchesFewer", "R077", "The last unit of an explicit prefetch list is left out.",
+        ),
+        "async-unshard-does-nothing": (
+            "AsyncUnshardDoesNothing", "R079",
+            "The handle of an asynchronous unshard waits for nothing, and nothing is gathered.",
         ),
         "ignores-reshard": ("IgnoresReshard", "R063", "Parameters are resharded after forward, asked for or not."),
     }),
@@ -261,6 +272,24 @@ _ALL = [
         ),
         ("accelerator",),
     )),
+    *mutants_of("precision", {
+        "ignores-param-dtype": (
+            "IgnoresParamDtype", "R084", "Computes in the dtype that parameters are kept in, asked for another or not.",
+        ),
+        "ignores-reduce-dtype": (
+            "IgnoresReduceDtype", "R083", "Gradients are accumulated and reduced in the dtype that was computed in.",
+        ),
+        "one-policy-for-all-units": (
+            "OnePolicyForAllUnits", "R087", "Every unit computes in one unit's dtype, and so does the root.",
+        ),
+        "buffers-not-cast": ("BuffersNotCast", "R132", "A policy for buffers is accepted and does nothing."),
+        "low-precision-in-eval": (
+            "LowPrecisionInEval", "R089", "Full precision in evaluation is accepted and does nothing.",
+        ),
+        "rounds-inputs-outside-of-autograd": (
+            "RoundsInputsOutsideOfAutograd", "R088", "Inputs are cast where autograd does not look.",
+        ),
+    }),
     *COMPONENT_MUTANTS,
 ]  # fmt: skip
 

@@ -179,3 +179,10 @@ class PaddingInTheNorm(SeamFSDP2):
         norm = super().clip(max_norm, norm_type)
         padding = torch.empty(self.world_size)
         return norm + 0.0 * padding.sum()
+
+
+class AllReducesEveryMicroBatch(SeamFSDP2):
+    """The all-reduce over the replicas is done for every micro-batch, deferred or not."""
+
+    def no_all_reduce(self) -> AbstractContextManager[Any]:
+        return nullcontext()

@@ -3,46 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_conformance.adapters.components import ChunkPool, ChunkStorage, PoolBlock, PoolUse, ShardStatistics
-from fsdp_conformance.adapters.reference_components import EngineChunk, EnginePool, ReferenceComponents, engine_chunk
+from fsdp_conformance.adapters.components import ChunkStorage, PoolBlock, PoolUse, ShardStatistics
+from fsdp_conformance.adapters.reference_components import EngineChunk, engine_chunk
 from fsdp_conformance.engine.chunk import Chunk
 from fsdp_conformance.engine.chunk_fetcher import FifoScheduler, NextUseScheduler
 from fsdp_conformance.engine.chunk_state import TENSOR_TRANSITIONS, TensorState
 from fsdp_conformance.engine.errors import ChunkFull, IllegalTransition, PoolExhausted
 from fsdp_conformance.engine.memory_pool import Block
-
-
-class _SeamPool(EnginePool):
-    """The engine's, whose chunks can be of another class."""
-
-    chunk_class: type[EngineChunk] = EngineChunk
-
-    def __init__(self, num_blocks: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(num_blocks, numel, dtype, device)
-        self.chunks: list[EngineChunk] = []
-
-    def chunk(self, numel: int, dtype: torch.dtype, group: ProcessGroup | None = None) -> ChunkStorage:
-        self.chunks.append(self.chunk_class(engine_chunk(super().chunk(numel, dtype, group)), self.group))
-        return self.chunks[-1]
-
-
-class SeamChunks(ReferenceComponents):
-    """The engine's chunks and pool, or subclasses of them."""
-
-    pool: ClassVar[type[_SeamPool]] = _SeamPool
-    chunk_class: ClassVar[type[EngineChunk]] = EngineChunk
-
-    def chunk_pool(self, num_blocks: int, numel: int, dtype: torch.dtype, device: torch.device) -> ChunkPool:
-        pool = self.pool(num_blocks, numel, dtype, device)
-        pool.chunk_class = self.chunk_class
-        return pool
-
+from fsdp_conformance.mutants.chunk_seams import SeamChunks, SeamPool
 
 # --- filling ---------------------------------------------------------------------------------------------------------
 
@@ -109,8 +82,10 @@ class RefusedTensorTakesRoom(SeamChunks):
     chunk_class = _Wasting
 
 
-class _RoundingPool(_SeamPool):
-    def chunk(self, numel: int, dtype: torch.dtype, group: ProcessGroup | None = None) -> ChunkStorage:
+class _RoundingPool(SeamPool):
+    def chunk(
+        self, numel: int, dtype: torch.dtype, group: ProcessGroup | None = None, *, fused: bool = False
+    ) -> ChunkStorage:
         return EngineChunk(Chunk(self.pool, numel // 2 * 2, dtype, group), self.group)
 
 
@@ -348,7 +323,7 @@ class NormBeforeTheMean(SeamChunks):
     chunk_class = _Local
 
 
-class _OneRank(_SeamPool):
+class _OneRank(SeamPool):
     def statistics(self) -> ShardStatistics:
         found = [chunk.statistics() for chunk in self.chunks]
         return ShardStatistics(sum(one.squared_norm for one in found), any(one.overflow for one in found))
@@ -360,7 +335,7 @@ class TotalOfOneRank(SeamChunks):
     pool = _OneRank
 
 
-class _OneChunk(_SeamPool):
+class _OneChunk(SeamPool):
     def statistics(self) -> ShardStatistics:
         self.group.chunks = self.group.chunks[-1:]
         return super().statistics()
@@ -408,7 +383,7 @@ class OverflowUnseen(SeamChunks):
 # --- the pool --------------------------------------------------------------------------------------------------------
 
 
-class _Miscounting(_SeamPool):
+class _Miscounting(SeamPool):
     failed = 0
 
     def lease(self) -> PoolBlock:
@@ -429,7 +404,7 @@ class MiscountsWhenEmpty(SeamChunks):
     pool = _Miscounting
 
 
-class _TakingAll(_SeamPool):
+class _TakingAll(SeamPool):
     def give_back(self, block: PoolBlock) -> None:
         if isinstance(block, Block) and self.pool.is_leased(block):
             super().give_back(block)
@@ -441,7 +416,7 @@ class DoubleReturnAccepted(SeamChunks):
     pool = _TakingAll
 
 
-class _Untyped(_SeamPool):
+class _Untyped(SeamPool):
     def lease(self) -> PoolBlock:
         block = self.pool.lease_public()
         block.payload = block.payload.view(torch.uint8)
@@ -459,7 +434,7 @@ class _NewestFirst(FifoScheduler):
         return leaving[-1]
 
 
-class _EvictingNewest(_SeamPool):
+class _EvictingNewest(SeamPool):
     def schedule(self, uses: Sequence[ChunkStorage] | None) -> None:
         super().schedule(uses)
         self.fetcher.scheduler = _NewestFirst()
@@ -476,7 +451,7 @@ class _NearestFirst(NextUseScheduler):
         return min(leaving, key=self.next_use)
 
 
-class _EvictingNearest(_SeamPool):
+class _EvictingNearest(SeamPool):
     def schedule(self, uses: Sequence[ChunkStorage] | None) -> None:
         super().schedule(uses)
         if uses is not None:
@@ -489,7 +464,7 @@ class EvictsTheNearestUse(SeamChunks):
     pool = _EvictingNearest
 
 
-class _Unplanned(_SeamPool):
+class _Unplanned(SeamPool):
     def schedule(self, uses: Sequence[ChunkStorage] | None) -> None:
         super().schedule(None)
 

@@ -78,6 +78,9 @@ COMPONENT_MUTANTS = [
             "HookResultDropped", "R170", "A hook is called, and the rank's own gradients are kept.",
         ),
         "any-hook-accepted": ("AnyHookAccepted", "R170", "Hooks are not looked at, and the last one counts."),
+        "any-hook-result-accepted": (
+            "AnyHookResultAccepted", "R170", "What a hook returns is dropped without a word where it does not fit.",
+        ),
         "always-divides-by-all": (
             "AlwaysDividesByAll", "R171", "Ranks without inputs count in the divisor, asked for or not.",
         ),
@@ -176,6 +179,16 @@ COMPONENT_MUTANTS = [
             "IgnoresNextUse", "R181", "Chunks leave first in, first out, whatever is known of their next use.",
         ),
     }),
+    *mutants_of("chunk_kinds", {
+        "fused-takes-a-pool-block": (
+            "FusedTakesAPoolBlock", "R179", "A fused chunk is gathered into a block of the pool like others.",
+        ),
+        "fused-is-released": ("FusedIsReleased", "R179", "The release of a fused chunk is accepted."),
+        "partner-never-read": (
+            "PartnerNeverRead", "R179", "What the optimizer wrote to the partner's shard stays there.",
+        ),
+        "pairs-anything": ("PairsAnything", "R179", "Chunks of different layouts become partners."),
+    }),
     *mutants_of("mesh", {
         "first-axis-always": ("FirstAxisAlways", "R182", "Every collective runs along the first axis."),
         "source-of-the-world": (
@@ -257,5 +270,20 @@ COMPONENT_MUTANTS = [
         "first-axis-only": ("FirstAxisOnly", "R184", "What happens along the other axes of a mesh costs nothing."),
         "counts-elements": ("CountsElements", "R184", "Elements are counted, whatever their dtype."),
         "every-tensor-alike": ("EveryTensorAlike", "R184", "The cost does not depend on the size of the tensor."),
+    }),
+    *mutants_of("ranks", {
+        "averages-by-two": ("AveragesByTwo", "R186", "An average is the sum over two, however many the ranks are."),
+        "first-part-for-all": ("FirstPartForAll", "R186", "Every rank gets the first part of a reduce-scatter."),
+        "gathers-in-reverse": ("GathersInReverse", "R186", "An all-gather has the last rank's part first."),
+        "first-rank-is-root": ("FirstRankIsRoot", "R186", "A broadcast comes from the first rank, whatever its root."),
+        "exchanges-nothing": ("ExchangesNothing", "R186", "Each rank keeps its own parts of an all-to-all."),
+        "averages-over-the-world": (
+            "AveragesOverTheWorld", "R186", "A sub-group's average is over the ranks of the world.",
+        ),
+        "takes-what-is-there": ("TakesWhatIsThere", "R186", "A work is over before the peers have come."),
+        "common-random-numbers": ("CommonRandomNumbers", "R186", "All ranks draw from one sequence."),
+        "mismatch-unnoticed": ("MismatchUnnoticed", "R186", "What ranks call is not compared."),
+        "failure-unnoticed": ("FailureUnnoticed", "R186", "A rank that raises, and its peers, have returned nothing."),
+        "trains-otherwise": ("TrainsOtherwise", "R187", "What is added up is the first rank's alone."),
     }),
 ]  # fmt: skip

@@ -424,6 +424,25 @@ class AnyHookAccepted(SeamReducer):
     wrapper = _AnyHookAccepted
 
 
+class _AnyHookResultAccepted(_SeamDataParallel):
+    def register_comm_hook(self, state: Any, hook: Callable[[Any, Any], Any]) -> None:
+        def forgiving(state: Any, bucket: Any) -> Any:
+            result, own = hook(state, bucket), bucket.buffer()
+            value = result.wait() if isinstance(result, torch.futures.Future) else result
+            fits = isinstance(value, Tensor) and (value.shape, value.dtype) == (own.shape, own.dtype)
+            kept: torch.futures.Future[Tensor] = torch.futures.Future()
+            kept.set_result(value if fits else own)
+            return kept
+
+        super().register_comm_hook(state, forgiving)
+
+
+class AnyHookResultAccepted(SeamReducer):
+    """What a hook returns is dropped without a word where it does not fit."""
+
+    wrapper = _AnyHookResultAccepted
+
+
 # --- uneven inputs ---------------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -122,3 +123,10 @@ class IgnoresReshard(SeamFSDP2):
         reshard = None if plan.reshard_after_forward is False else plan.reshard_after_forward
         sharding = Sharding.FULL if plan.sharding is Sharding.GRAD_OPTIM else plan.sharding
         return replace(plan, sharding=sharding, reshard_after_forward=reshard)
+
+
+class AsyncUnshardDoesNothing(SeamFSDP2):
+    """The handle of an asynchronous unshard waits for nothing, and nothing is gathered."""
+
+    def unshard_async(self, fqn: str) -> Any:
+        return SimpleNamespace(wait=lambda: None)

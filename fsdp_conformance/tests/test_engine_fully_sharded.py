@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -18,7 +20,6 @@ from fsdp_conformance.engine.fully_shard import fully_shard
 from fsdp_conformance.engine.fully_sharded import FullyShardedDataParallel
 from fsdp_conformance.engine.gradient_scaler import ShardedGradScaler
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
-from fsdp_conformance.errors import Unsupported
 from fsdp_conformance.tests.sharded_ranks import (
     LEARNING_RATE,
     WIDTH,
@@ -222,6 +223,47 @@ class TestSteps(ShardedTestCase):
             for (_, mine), theirs in zip(full_params(subject).items(), reference.parameters(), strict=True):
                 torch.testing.assert_close(mine, theirs.detach())
 
+    def test_replicas_that_wait(self) -> None:
+        """
+        What is reduced without the replicas is reduced over them by the next backward, whatever that one uses.
+
+        Shard groups of one rank: the two ranks are replicas.
+        """
+        for policy in (None, MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)):
+            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+            options: dict[str, Any] = {
+                "sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh, "mixed_precision": policy
+            }  # fmt: skip
+            expected, subject = sharded(chain(), **options), sharded(chain(), **options)
+            for model, deferred in ((expected, nullcontext), (subject, subject.no_all_reduce)):
+                with deferred():
+                    model(batch(self.rank)).float().sum().backward()
+                    if model is subject:
+                        self.assertEqual([None] * 8, [parameter.grad for parameter in model.parameters()])
+                with model.no_sync():
+                    model(batch(self.rank, 1)).float().sum().backward()
+                # The last backward runs one unit alone.
+                model.module.get_submodule("0")(batch(self.rank, 2)).float().sum().backward()
+            for (name, wanted), got in zip(expected.named_parameters(), subject.parameters(), strict=True):
+                self.assertEqual(wanted.grad, got.grad, rtol=0, atol=0, msg=name)
+
+    def test_gathered_by_hand(self) -> None:
+        """A handle gives whole parameters once, before the first forward, too; a unit that nobody runs is freed."""
+        model = nn.Sequential(Stage(), nn.Hardtanh(), Stage(WIDTH, 3))
+        subject = sharded(copy.deepcopy(model), units=["0", "1", "2"])
+        wrappers = [each for each in subject.modules() if isinstance(each, FullyShardedDataParallel)]
+        handles = [wrapper.unshard(async_op=True) for wrapper in wrappers]
+        for handle in [*handles, *handles]:
+            handle.wait()
+        for (name, expected), got in zip(model.named_parameters(), subject.parameters(), strict=True):
+            self.assertTrue(torch.equal(expected, got), msg=name)
+        late = wrappers[1].unshard(async_op=True)
+        wrappers[1].reshard()
+        late.wait()
+        self.assertFalse(wrappers[1].unit.is_unsharded)
+        self.train(subject, steps=1)
+        self.assertEqual([], [unit.label for unit in subject.units if unit.is_unsharded])
+
     def test_overflow_on_one_rank(self) -> None:
         """An infinite gradient in one rank's shard skips the step on all, and lowers the scale everywhere."""
         subject = sharded(chain())
@@ -268,55 +310,6 @@ class TestOutputs(ShardedTestCase):
                 model, units=["0", "1", "2", "3"], sharding_strategy=strategy, step=forward_sum
             )
             self.assertEqual([], [unit.label for unit in subject.units if unit.is_unsharded])
-
-
-class TestPrecision(ShardedTestCase):
-    """Low precision while unsharded."""
-
-    def test_dtypes(self) -> None:
-        """Forward computes in bfloat16; shards and their gradients stay float32, and are reduced in what was asked."""
-        for reduce_dtype in (None, torch.float32):
-            policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-            subject = sharded(chain(), mixed_precision=policy)
-            self.schedule()
-            output = subject(batch(self.rank))
-            self.assertEqual(torch.bfloat16, output.dtype)
-            output.float().sum().backward()
-            for parameter in subject.parameters():
-                self.assertEqual(torch.float32, parameter.dtype)
-                assert parameter.grad is not None, "every parameter was used"
-                self.assertEqual(torch.float32, parameter.grad.dtype)
-            wire = "bfloat16" if reduce_dtype is None else "float32"
-            reductions = [line for line in self.schedule() if "reduce_scatter" in line]
-            self.assertTrue(reductions and all(wire in line for line in reductions), msg=str(reductions))
-
-    def test_accumulates_in_the_dtype_of_the_reduction(self) -> None:
-        """Micro-batches that are not reduced add up in float32: 257 times one is not 256."""
-        model = nn.Linear(1, 1, bias=False)
-        subject = FullyShardedDataParallel(
-            model, mixed_precision=MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        )
-        x = torch.ones(1, 1)
-        with subject.no_sync():
-            for _ in range(256):
-                subject(x).sum().backward()
-        subject(x).sum().backward()
-        gradients = [p.grad for p in subject.parameters() if p.grad is not None and p.grad.numel()]
-        self.assertEqual([257.0] * len(gradients), [gradient.item() for gradient in gradients])
-
-    def test_full_precision_in_eval(self) -> None:
-        """In eval mode, on request, a unit computes in float32; training goes on in bfloat16. A graph is refused."""
-        policy = MixedPrecision(param_dtype=torch.bfloat16, full_precision_in_eval=True)
-        model = chain()
-        plain = copy.deepcopy(model)
-        subject = sharded(model, mixed_precision=policy)
-        subject.eval()
-        with torch.no_grad():
-            self.assertTrue(torch.equal(plain(batch(self.rank)), subject(batch(self.rank))))
-        with self.assertRaises(Unsupported):
-            subject(batch(self.rank))
-        subject.train()
-        self.assertEqual(torch.bfloat16, subject(batch(self.rank)).dtype)
 
 
 class TestReports(ShardedTestCase):

@@ -67,6 +67,18 @@ class TestOnSim(OnSim):
         for offload in (False, True):
             self.assert_same(deferred, mixed_precision=policy, cpu_offload=CPUOffload(offload_params=offload))
 
+    def test_full_precision_in_eval(self) -> None:
+        """Steps in training mode, in eval mode, and evaluations between them, offloaded or not."""
+        policy = MixedPrecision(
+            param_dtype=torch.bfloat16,
+            buffer_dtype=torch.bfloat16,
+            cast_forward_inputs=True,
+            full_precision_in_eval=True,
+        )
+        for offload in (False, True):
+            options = {"mixed_precision": policy, "cpu_offload": CPUOffload(offload_params=offload)}
+            self.assert_same(in_both_modes, build=_buffered, **options)
+
     def test_small_parameters_that_stay(self) -> None:
         """Biases are replicated beside sharded weights."""
         self.assert_same(plain, persist_numel=WIDTH)
@@ -80,6 +92,11 @@ class TestOnSim(OnSim):
         for ranks in (1, 2):
             self.assert_same(plain, reshard_after_forward=ranks)
             self.assert_same(deferred, reshard_after_forward=ranks)
+
+    def test_gathers_by_hand(self) -> None:
+        """Gathers that a user starts, and waits for or not."""
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+            self.assert_same(by_hand, sharding_strategy=strategy)
 
     def test_after_an_exception(self) -> None:
         """A backward that raised leaves nothing behind."""
@@ -110,6 +127,14 @@ class TestOnSim(OnSim):
 
 def _recomputed(reentrant: bool) -> nn.Module:
     return nn.Sequential(_Recomputed(nn.Sequential(Stage(), Stage()), reentrant=reentrant), Stage(WIDTH, 3))
+
+
+def _buffered() -> nn.Module:
+    model = chain()
+    for number, stage in enumerate(model.children()):
+        stage.register_buffer("factor", torch.tensor(1 + 2.0**-12 * number))
+        stage.register_forward_hook(lambda module, _, output: (output * module.factor).to(output.dtype))
+    return model
 
 
 def _sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -161,6 +186,33 @@ def deferred(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
             _backward(model, pair[0])
         _backward(model, pair[1])
         model.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_hand(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """Steps before which units are gathered: one is waited for, one is not, one is resharded while it arrives."""
+    optimizer = _sgd(model)
+    wrappers = [each for each in model.modules() if isinstance(each, FullyShardedDataParallel)]
+    for x in inputs:
+        handles = [wrapper.unshard(async_op=True) for wrapper in wrappers]
+        wrappers[-1].reshard()
+        for handle in (handles[0], handles[-1]):
+            handle.wait()
+        _backward(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_both_modes(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """Steps in turns in training mode and in eval mode, after a forward in the other, with an evaluation inside."""
+    optimizer = _sgd(model)
+    for number, x in enumerate(inputs):
+        model.train(number % 2 == 1)(x)
+        loss = model.train(number % 2 == 0)(x.requires_grad_()).float().sum()
+        with torch.no_grad():
+            model.eval()(x)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 

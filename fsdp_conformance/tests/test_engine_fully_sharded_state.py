@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 from typing import Any
 
 import torch
@@ -191,6 +193,19 @@ class TestRefusals(ShardedTestCase):
             outer.inner = wrapped if isinstance(wrapped, nn.Module) else inner
             with self.assertRaisesRegex(Unsupported, "full_state_dict"):
                 outer.state_dict()
+
+    def test_copies_of_modules_sharded_in_place(self) -> None:
+        """A copy and a pickle are refused, and the message says what to do; a wrapper is refused as a pickle alone."""
+        model = chain()
+        fully_shard(model[0])
+        fully_shard(model)
+        with self.assertRaisesRegex(Unsupported, "wrap it in FullyShardedDataParallel"):
+            copy.deepcopy(model)
+        for subject in (model, sharded(chain())):
+            with self.assertRaisesRegex(Unsupported, "state.dict"):
+                pickle.dumps(subject)
+            with self.assertRaisesRegex(Unsupported, "state.dict"):
+                torch.save(subject, io.BytesIO())
 
     def test_order(self) -> None:
         """Ranks that run different units of one size raise, naming the unit."""

@@ -87,15 +87,18 @@ ON_ACCELERATORS = {
 }  # fmt: skip
 #: Defects in what only the cases that name them ask for: the kill matrix shows that they are found.
 BY_CASES = {
+    "all-reduces-every-micro-batch", "async-unshard-does-nothing",
     "manual-reshard-does-nothing", "persistent-not-reduced", "prefetches-fewer", "replicated-gradients",
     "shows-its-own-parameters", "swaps-prefetch",
     "all-reduces-over-shard-group", "divides-by-shard-group-only", "divides-by-replicas-only",
     "all-reduces-the-full-gradient", "all-reduces-in-pieces", "synchronises-inside-shard-groups",
 }  # fmt: skip
-#: Wrong components: training does not use them, and cases drive them alone.
+#: Wrong precision: a plain run asks for none. Wrong components: training does not use them, and cases drive them alone.
 BY_CASES |= {
     name for name, known in MUTANTS.items()
-    if known.spec.split(":")[0].rpartition(".")[2] in {"reducer", "bucketer", "chunks", "mesh", "cost"}
+    if known.spec.split(":")[0].rpartition(".")[2] in {
+        "precision", "reducer", "bucketer", "chunks", "chunk_kinds", "mesh", "cost", "ranks"
+    }
 }  # fmt: skip
 
 

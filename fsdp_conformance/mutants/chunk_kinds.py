@@ -1,0 +1,58 @@
+"""Chunks with a block of their own, and pairs of chunks: whose block is it, and whose values."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed import ProcessGroup
+
+from fsdp_conformance.adapters.components import ChunkStorage
+from fsdp_conformance.adapters.reference_components import EngineChunk, engine_chunk
+from fsdp_conformance.mutants.chunk_seams import SeamChunks, SeamPool
+
+
+class _Sharing(SeamPool):
+    def chunk(
+        self, numel: int, dtype: torch.dtype, group: ProcessGroup | None = None, *, fused: bool = False
+    ) -> ChunkStorage:
+        return super().chunk(numel, dtype, group, fused=fused and dtype is not torch.float32)
+
+
+class FusedTakesAPoolBlock(SeamChunks):
+    """A fused chunk is gathered into a block of the pool like others."""
+
+    pool = _Sharing
+
+
+class _Releasing(EngineChunk):
+    def release(self) -> None:
+        if not self.chunk.is_fused:
+            super().release()
+
+
+class FusedIsReleased(SeamChunks):
+    """The release of a fused chunk is accepted."""
+
+    chunk_class = _Releasing
+
+
+class _Alone(EngineChunk):
+    def update_from_partner(self) -> None:
+        return
+
+
+class PartnerNeverRead(SeamChunks):
+    """What the optimizer wrote to the partner's shard stays there."""
+
+    chunk_class = _Alone
+
+
+class _Pairing(EngineChunk):
+    def pair(self, partner: ChunkStorage) -> None:
+        self.chunk.partner = engine_chunk(partner)
+        self.chunk.partner.partner = self.chunk
+
+
+class PairsAnything(SeamChunks):
+    """Chunks of different layouts become partners."""
+
+    chunk_class = _Pairing

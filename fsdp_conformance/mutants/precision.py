@@ -1,0 +1,60 @@
+"""Wrong precision: policies that are ignored in part, inputs whose gradients get lost."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_conformance.config import Plan
+from fsdp_conformance.mutants.base import SeamFSDP2
+
+
+class IgnoresParamDtype(SeamFSDP2):
+    """Computes in the dtype that parameters are kept in, asked for another or not."""
+
+    def prepare(self, model: nn.Module, plan: Plan) -> Plan:
+        return replace(plan, param_dtype=None)
+
+
+class IgnoresReduceDtype(SeamFSDP2):
+    """Gradients are accumulated and reduced in the dtype that was computed in."""
+
+    def prepare(self, model: nn.Module, plan: Plan) -> Plan:
+        return replace(plan, reduce_dtype=None)
+
+
+class OnePolicyForAllUnits(SeamFSDP2):
+    """Every unit computes in one unit's dtype, and so does the root."""
+
+    def prepare(self, model: nn.Module, plan: Plan) -> Plan:
+        dtypes = [dtype for _, dtype in plan.unit_dtypes]
+        return replace(plan, unit_dtypes=(), param_dtype="bfloat16" if "bfloat16" in dtypes else plan.param_dtype)
+
+
+class BuffersNotCast(SeamFSDP2):
+    """A policy for buffers is accepted and does nothing."""
+
+    capabilities: ClassVar[frozenset[str]] = frozenset({"mp_buffers"})
+
+
+class LowPrecisionInEval(SeamFSDP2):
+    """Full precision in evaluation is accepted and does nothing."""
+
+    capabilities: ClassVar[frozenset[str]] = frozenset({"mp_eval_full"})
+
+
+class RoundsInputsOutsideOfAutograd(SeamFSDP2):
+    """Inputs are cast where autograd does not look."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        dtype = None if self.plan.param_dtype is None else getattr(torch, self.plan.param_dtype)
+        return super().forward(*(_rounded(arg, dtype) for arg in args), **kwargs)
+
+
+def _rounded(value: Any, dtype: torch.dtype | None) -> Any:
+    if dtype is None or not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return value.detach().to(dtype)

@@ -1,0 +1,170 @@
+"""Simulated ranks that are wrong: whose values they mix, what they share, and what they do not notice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fsdp_conformance.adapters.reference_components import ReferenceComponents
+from fsdp_conformance.errors import RankFailed
+from fsdp_conformance.harness import meeting
+from fsdp_conformance.harness.rank_state import RankState
+from fsdp_conformance.history.collective import Op
+
+
+@contextmanager
+def _replaced(owner: Any, values: Mapping[Any, Any]) -> Iterator[None]:
+    """Members of a mapping, or attributes of an object, are others inside."""
+    if isinstance(owner, dict):
+        before = {name: owner[name] for name in values}
+        owner.update(values)
+    else:
+        before = {name: getattr(owner, name) for name in values}
+        for name, value in values.items():
+            setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if isinstance(owner, dict):
+            owner.update(before)
+        else:
+            for name, value in before.items():
+                setattr(owner, name, value)
+
+
+class SeamRanks(ReferenceComponents):
+    """Simulated ranks with one part exchanged."""
+
+    def parts(self) -> tuple[Any, Mapping[Any, Any]]:
+        """What is exchanged, and its members."""
+        raise NotImplementedError
+
+    def run_ranks(self, world_size: int, function: Callable[[int], Any]) -> list[Any]:
+        with _replaced(*self.parts()):
+            return super().run_ranks(world_size, function)
+
+
+class WrongResult(SeamRanks):
+    """One collective gives something else."""
+
+    op: ClassVar[Op]
+
+    def result(self, brought: Any, rank: int, right: list[Tensor]) -> list[Tensor]:
+        """What a rank gets instead of `right`."""
+        raise NotImplementedError
+
+    def parts(self) -> tuple[Any, Mapping[Any, Any]]:
+        before = meeting.RESULTS[self.op]
+        return meeting.RESULTS, {
+            self.op: lambda brought, rank: self.result(brought, rank, before(brought, rank)),
+        }
+
+
+class AveragesByTwo(WrongResult):
+    """An average is the sum over two, however many the ranks are."""
+
+    op = Op.ALL_REDUCE
+
+    def result(self, brought: Any, rank: int, right: list[Tensor]) -> list[Tensor]:
+        is_average = brought[rank].reduce_op == "AVG"
+        return [tensor * len(brought) / 2.0 for tensor in right] if is_average else right
+
+
+class TrainsOtherwise(WrongResult):
+    """What is added up is the first rank's alone."""
+
+    op = Op.ALL_REDUCE
+
+    def result(self, brought: Any, rank: int, right: list[Tensor]) -> list[Tensor]:
+        return [tensor.clone() for tensor in brought[0].inputs]
+
+
+class FirstPartForAll(WrongResult):
+    """Every rank gets the first part of a reduce-scatter."""
+
+    op = Op.REDUCE_SCATTER
+
+    def result(self, brought: Any, rank: int, right: list[Tensor]) -> list[Tensor]:
+        return meeting.reduce_scattered(brought, 0)
+
+
+class GathersInReverse(WrongResult):
+    """An all-gather has the last rank's part first."""
+
+    op = Op.ALL_GATHER
+
+    def result(self, brought: Any, rank: int, right: list[Tensor]) -> list[Tensor]:
+        return right[::-1] if len(right) > 1 else right
+
+
+class FirstRankIsRoot(WrongResult):
+    """A broadcast comes from the first rank, whatever its root."""
+
+    op = Op.BROADCAST
+
+    def result(self, brought: Any, rank: int, right: list[Tensor]) -> list[Tensor]:
+        return right if brought[0] is None else list(brought[0].inputs)
+
+
+class ExchangesNothing(WrongResult):
+    """Each rank keeps its own parts of an all-to-all."""
+
+    op = Op.ALL_TO_ALL
+
+    def result(self, brought: Any, rank: int, right: list[Tensor]) -> list[Tensor]:
+        own = brought[rank].inputs[0].reshape(-1)
+        return [own.repeat(right[0].numel())[: right[0].numel()]]
+
+
+class AveragesOverTheWorld(WrongResult):
+    """A sub-group's average is over the ranks of the world."""
+
+    op = Op.ALL_REDUCE
+
+    def result(self, brought: Any, rank: int, right: list[Tensor]) -> list[Tensor]:
+        if brought[rank].reduce_op != "AVG":
+            return right
+        return [tensor * len(brought) / torch.distributed.get_world_size() for tensor in right]
+
+
+class TakesWhatIsThere(SeamRanks):
+    """A work is over before the peers have come."""
+
+    def parts(self) -> tuple[Any, Mapping[Any, Any]]:
+        from fsdp_conformance.harness.simulated_group import SimulatedWork
+
+        return SimulatedWork, {"wait": lambda work, *_: True}
+
+
+class CommonRandomNumbers(SeamRanks):
+    """All ranks draw from one sequence."""
+
+    def parts(self) -> tuple[Any, Mapping[Any, Any]]:
+        return RankState, {"restore": lambda state: None}
+
+
+class MismatchUnnoticed(SeamRanks):
+    """What ranks call is not compared."""
+
+    def parts(self) -> tuple[Any, Mapping[Any, Any]]:
+        return meeting.Contribution, {"agreed": property(lambda contribution: ())}
+
+    def run_ranks(self, world_size: int, function: Callable[[int], Any]) -> list[Any]:
+        try:
+            return super().run_ranks(world_size, function)
+        except RankFailed as error:
+            raise RuntimeError("a rank failed") from error
+
+
+class FailureUnnoticed(ReferenceComponents):
+    """A rank that raises, and its peers, have returned nothing."""
+
+    def run_ranks(self, world_size: int, function: Callable[[int], Any]) -> list[Any]:
+        try:
+            return super().run_ranks(world_size, function)
+        except RankFailed:
+            return [None] * world_size
