@@ -104,7 +104,7 @@ class SideBySide(CubeTestCase):
 
     def assert_same(self, expected: Mapping[str, Tensor | None], got: Mapping[str, Tensor | None], what: str) -> None:
         self.assertEqual(sorted(expected), sorted(got), what)
-        self.assertTrue(expected, what)
+        self.assertTrue(expected, msg=what)
         for name, value in expected.items():
             mine = got[name]
             self.assertIsNotNone(mine, f"{what} {name}")
