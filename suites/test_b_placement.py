@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.checks import communication
 from fsdp_conformance.config import InitMode, Offload
 from fsdp_conformance.fixtures import buffers, models, probes, shapes
+from fsdp_conformance.fixtures.recipes import with_values
 from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.workload import Regime
 
 
 class InitModes(ConformanceTestCase):
@@ -144,7 +144,7 @@ class InitModes(ConformanceTestCase):
     def test_written_after_wrap(self, world_size: int) -> None:
         """Values written in place after the wrap and before the first forward are what trains."""
         workload = probes.exact_nested()
-        changed = _with_values(workload, lambda value: value.neg())
+        changed = with_values(workload, lambda value: value.neg())
         values = {name: tensor.detach().clone() for name, tensor in changed.build(self.rank).named_parameters()}
         run = self.train(workload, on_setup=lambda adapter: adapter.write_params(values))
         self.check_parity(run, changed)
@@ -160,7 +160,7 @@ class InitModes(ConformanceTestCase):
     def test_synchronised_at_init(self, world_size: int) -> None:
         """With sync-at-init the parameters and buffers of every rank are those of the first rank."""
         workload = buffers.batch_norm()
-        divergent = _with_values(workload, lambda value: value + self.rank)
+        divergent = with_values(workload, lambda value: value + self.rank)
         run = self.train(divergent, self.plan(workload, sync_module_states=True))
         self.check_parity(run, replace(workload, build=lambda rank: workload.build(0)))
         self.check_same_on_every_rank(run, "R020")
@@ -176,7 +176,7 @@ class InitModes(ConformanceTestCase):
     def test_sync_of_a_cpu_module(self) -> None:
         """Synchronising a module on the CPU without a usable device raises on every rank instead of hanging."""
         workload = probes.exact_mlp()
-        divergent = _with_values(workload, lambda value: value + self.rank)
+        divergent = with_values(workload, lambda value: value + self.rank)
         plan = self.plan(workload, init_mode=InitMode.NEVER, sync_module_states=True)
         with self.refusal("R021", "sync_module_states with a module on the CPU") as outcome:
             run = self.train(divergent, plan)
@@ -231,16 +231,3 @@ class InitModes(ConformanceTestCase):
         with self.refusal("R024", "every rank has a group of its own although the launcher started two"):
             workload = models.wide_mlp()
             self.train(workload, self.plan(workload, local_units=("",)))
-
-
-def _with_values(workload: Workload, change: Callable[[Tensor], Tensor]) -> Workload:
-    """The workload whose initial parameters and floating buffers are `change`d."""
-
-    def build(rank: int) -> nn.Module:
-        model = workload.build(rank)
-        with torch.no_grad():
-            for tensor in [*model.parameters(), *model.buffers()]:
-                tensor.copy_(change(tensor))
-        return model
-
-    return replace(workload, build=build)

@@ -45,6 +45,9 @@ def _owner(filename: str) -> str:
         return "harness"
     if filename.startswith(_TORCH):
         return "torch"
+    # Whoever is deprecated is called through a wrapper, which torch takes from there.
+    if os.path.basename(filename) == "typing_extensions.py":
+        return "stdlib"
     # site-packages may lie below the standard library's folder; "<string>" and the like have no file to point to.
     if filename.startswith("<") or (filename.startswith(_STDLIB) and "site-packages" not in filename):
         return "stdlib"

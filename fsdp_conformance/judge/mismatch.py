@@ -14,18 +14,20 @@ from fsdp_conformance.outcome import RankExit
 
 #: `#14 issued all_gather 29184B float32 SUM [0,1] at unit.py:212 in unshard (forward, step 0)`
 _LINE = re.compile(
-    r"#\d+ issued (?P<call>[a-z_]+(?: \d+B \S+)?(?: [A-Z]+)?) (?P<group>\[[^\]]*\])"
+    r"#(?P<seq>\d+) (?P<state>issued|closed) (?P<call>[a-z_]+(?: \d+B \S+)?(?: [A-Z]+)?) (?P<group>\[[^\]]*\])"
     r"(?: at (?P<site>.*?))?(?: \([^)]*\))?$"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """A collective that has not come back."""
+    """A collective that has not come back, or (`is_last`) after whose return nothing was called any more."""
 
     rank: int
+    seq: str
     call: str
     site: str
+    is_last: bool
 
     def __str__(self) -> str:
         return f"rank {self.rank} called {self.call}" + (f" at {self.site}" if self.site else "")
@@ -38,17 +40,32 @@ def differing_calls(exits: Iterable[RankExit]) -> str:
         for group, found in _first_open(end).items():
             by_group.setdefault(group, []).append(found)
     for group, waiting in by_group.items():
-        other = next((one for one in waiting if one.call != waiting[0].call), None)
+        other = next((one for one in waiting if _differs(one, waiting[0])), None)
         if other is not None:
             return f"the ranks of group {group} called different collectives: {waiting[0]}, {other}"
     return ""
 
 
+def _differs(one: _Open, other: _Open) -> bool:
+    # A collective that came back may be one that the other rank had called, too: then it has another number there.
+    return one.call != other.call and (not (one.is_last or other.is_last) or one.seq == other.seq)
+
+
 def _first_open(end: RankExit) -> dict[str, _Open]:
-    """By group, the first collective of a rank that has not come back."""
+    """
+    By group, the first collective of a rank that has not come back.
+
+    If all have, the last of all: a collective that ends with its deadline comes back as well.
+    """
     found: dict[str, _Open] = {}
-    for line in end.last_collectives:
-        match = _LINE.match(line.strip())
-        if match is not None:
-            found.setdefault(match["group"], _Open(end.rank, match["call"], match["site"] or ""))
+    matches = [match for line in end.last_collectives if (match := _LINE.match(line.strip())) is not None]
+    for match in matches:
+        if match["state"] == "issued":
+            found.setdefault(match["group"], _open(end.rank, match, is_last=False))
+    if matches and not found:
+        found[matches[-1]["group"]] = _open(end.rank, matches[-1], is_last=True)
     return found
+
+
+def _open(rank: int, match: re.Match[str], *, is_last: bool) -> _Open:
+    return _Open(rank, match["seq"], match["call"], match["site"] or "", is_last)

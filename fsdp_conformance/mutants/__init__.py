@@ -11,6 +11,7 @@ that fails none of them proves nothing. Standard library only; the classes are i
     values          parameters and buffers that are not what they should be
     unused          None, zero and garbage; frozen and shared parameters
     schedule        collectives that should not be there, or are too large, too early, on the wrong group
+    hybrid          hybrid sharding: the reduction over replicas, and what replicas begin with
     misuse          what should be refused is accepted; what should survive the wrap is lost
     streams         a wait is missing, memory is freed in flight, a copy is read too early
     memory          something full, or something more every step, is held where it should not be
@@ -149,6 +150,31 @@ _ALL = [
             "The handle of an asynchronous unshard waits for nothing, and nothing is gathered.",
         ),
         "ignores-reshard": ("IgnoresReshard", "R063", "Parameters are resharded after forward, asked for or not."),
+    }),
+    *mutants_of("hybrid", {
+        "all-reduces-over-shard-group": (
+            "AllReducesOverShardGroup", "R151",
+            "Under hybrid sharding shards are all-reduced over the shard group, whose ranks hold different ones.",
+        ),
+        "divides-by-shard-group-only": (
+            "DividesByShardGroupOnly", "R151",
+            "Under hybrid sharding gradients are divided by the size of the shard group, and summed over replicas.",
+        ),
+        "divides-by-replicas-only": (
+            "DividesByReplicasOnly", "R151",
+            "Under hybrid sharding gradients are divided by the number of replicas, and summed over the shard group.",
+        ),
+        "all-reduces-the-full-gradient": (
+            "AllReducesTheFullGradient", "R151",
+            "Under hybrid sharding the all-reduce over replicas carries as much as the gradient that was scattered.",
+        ),
+        "all-reduces-in-pieces": (
+            "AllReducesInPieces", "R151", "Under hybrid sharding a unit's shard is all-reduced in pieces.",
+        ),
+        "synchronises-inside-shard-groups": (
+            "SynchronisesInsideShardGroups", "R152",
+            "Sync at init broadcasts the values of the first rank of each shard group.",
+        ),
     }),
     *mutants_of("misuse", {
         "accepts-containers": ("AcceptsContainers", "R055", "A container without forward is accepted as a unit."),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import random
+import re
 import threading
 import unittest
 from pathlib import Path
@@ -22,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_conformance.errors import ConfigError, RankRaised, RankTimedOut
-from fsdp_conformance.harness import rank_scheduler
+from fsdp_conformance.harness import process_group, rank_scheduler
 from fsdp_conformance.harness.simulated_ranks import run_ranks
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.tests.simulator_collectives import PROGRAMS, Outputs, Values, differences
@@ -325,6 +326,43 @@ def test_a_skip() -> None:
     _, result = _end("test_skips")
 
     assert ["not today"] == [reason for _, reason in result.skipped]
+
+
+class Mismatched(ShardedTrainingTestCase):
+    """Two ranks that call different collectives. Not collected: the test below runs it on both kinds of ranks."""
+
+    __test__ = False
+    world_size = 2
+    case_timeout_s = 12.0
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_processes()
+
+    def init_rank(self) -> None:
+        super().init_rank()
+        process_group.register_recording_backend()
+        self.start_process_group(process_group.BACKEND)
+
+    def step(self) -> None:
+        if self.rank == 0:
+            dist.all_reduce(torch.ones(3))
+        else:
+            dist.all_gather([torch.empty(30), torch.empty(30)], torch.ones(30))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("simulated", [False, True])
+def test_a_mismatch_is_diagnosed_on_both_kinds_of_ranks(simulated: bool) -> None:
+    """A hang whose text names both calls with their lines."""
+    case, result = Mismatched("step"), unittest.TestResult()
+    case.simulated_ranks = simulated
+    case.run(result)
+
+    (text,) = [text for _, text in [*result.errors, *result.failures]]
+    assert "timed out in a collective" in text or "had not reported when it was ended" in text
+    assert re.search(r"rank 0 called all_reduce\S* .*at test_harness_simulated_ranks.py:\d+ in step", text), text
+    assert re.search(r"rank 1 called all_gather\S* .*at test_harness_simulated_ranks.py:\d+ in step", text), text
 
 
 # --- engines ---

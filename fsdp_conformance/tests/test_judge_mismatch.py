@@ -30,6 +30,17 @@ def test_two_calls_in_one_group() -> None:
     )
 
 
+def test_calls_that_ended_with_their_deadline() -> None:
+    """The last of each rank, if it has the same number; a rank that has left one out called nothing else."""
+    gather, reduce, barrier = "all_gather 96B float32 [0,1]", "all_reduce 96B float32 SUM [0,1]", "barrier [0,1]"
+
+    assert differing_calls([_exit(0, f"#4 closed {gather}"), _exit(1, f"#4 closed {reduce}")])
+    assert differing_calls([_exit(0, f"#4 issued {gather}"), _exit(1, f"#4 closed {reduce}")])
+    assert not differing_calls(
+        [_exit(0, f"#3 closed {barrier}", f"#4 closed {gather}"), _exit(1, f"#3 closed {barrier}")]
+    )
+
+
 def test_same_calls_and_other_groups() -> None:
     """Equal calls, calls in different groups, and a rank that has issued nothing are no mismatch."""
     same = "#4 issued all_gather 96B float32 [0,1] at engine.py:21 in unshard (forward, step 0)"

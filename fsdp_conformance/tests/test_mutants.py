@@ -22,14 +22,15 @@ from torch import nn
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import ENVIRONMENTS
-from fsdp_conformance.config import Sharding
+from fsdp_conformance.config import RunSettings, Sharding
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.mutants import MUTANTS
 from fsdp_conformance.mutants.base import SeamDDP, SeamFSDP2
-from fsdp_conformance.selftest import bound_cases
+from fsdp_conformance.selftest import bound_case, bound_cases, run_case
 from fsdp_conformance.tests.adapter_ranks import RankTestCase
 from fsdp_conformance.tests.adapter_workloads import PLAIN, RICH, build
+from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload import Regime, Workload
 
 #: Wrong numbers: mutant to workload, regime, fields of the plan, and a word that a divergence has.
@@ -89,6 +90,8 @@ BY_CASES = {
     "all-reduces-every-micro-batch", "async-unshard-does-nothing",
     "manual-reshard-does-nothing", "persistent-not-reduced", "prefetches-fewer", "replicated-gradients",
     "shows-its-own-parameters", "swaps-prefetch",
+    "all-reduces-over-shard-group", "divides-by-shard-group-only", "divides-by-replicas-only",
+    "all-reduces-the-full-gradient", "all-reduces-in-pieces", "synchronises-inside-shard-groups",
 }  # fmt: skip
 #: Wrong precision: a plain run asks for none. Wrong components: training does not use them, and cases drive them alone.
 BY_CASES |= {
@@ -128,6 +131,16 @@ def test_the_registry_imports_no_torch() -> None:
     code = "import sys; import fsdp_conformance.mutants; print('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("case", ["R151/parity-2x2-ws4", "R151/collectives-2x2-ws4"])
+def test_the_hybrid_base_is_right(case: str) -> None:
+    """The engine that wrong hybrid sharding is made of passes what its mutants fail."""
+    record = run_case(
+        bound_case(case), "fsdp_conformance.mutants.hybrid:HookedHybrid", base=RunSettings(ranks="simulated")
+    )
+
+    assert (Verdict.PASS, []) == (record.verdict, list(record.findings)), record.reason
 
 
 class Numbers(RankTestCase):

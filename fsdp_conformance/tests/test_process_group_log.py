@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import typing_extensions
 from torch.distributed import ProcessGroup
 
 from fsdp_conformance.errors import ConfigError
@@ -81,6 +82,17 @@ def test_call_site_is_the_callers_line() -> None:
 
     assert f"test_process_group_log.py:{line} in <lambda>" == record.site
     assert "test_call_site_is_the_callers_line" in call_site()
+
+
+def test_call_site_behind_a_deprecation() -> None:
+    """The wrapper of a deprecated function is nobody's line."""
+    namespace = {"call_site": call_site}
+    code = compile(  # as if it were a line of that file
+        "found = call_site()", typing_extensions.__file__, "exec"
+    )
+    exec(code, namespace)
+
+    assert "typing_extensions" not in str(namespace["found"])
 
 
 def test_trace_tells_issued_from_closed(tmp_path: Path) -> None:

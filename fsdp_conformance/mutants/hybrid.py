@@ -1,0 +1,101 @@
+"""Wrong hybrid sharding: the second reduction, over the replicas, and what replicas begin with."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_conformance.config import Plan, Sharding
+from fsdp_conformance.mutants.base import SeamFSDP2
+
+
+class HookedHybrid(SeamFSDP2):
+    """
+    Hybrid sharding by FSDP2's hook: sharded over the shard group, each unit's shard all-reduced by hand; itself right.
+
+    Shards of a unit come as one flat tensor, padded, so that they have the same size on every rank.
+    """
+
+    def shard_group(self) -> ProcessGroup:
+        """The ranks that this one shards with."""
+        return self._hybrid_mesh.get_group("shard")
+
+    def replica_group(self) -> ProcessGroup:
+        """The ranks that hold the same shard."""
+        return self._hybrid_mesh.get_group("replicate")
+
+    def reduce_over_replicas(self, shard: Tensor) -> None:
+        """Average a unit's shard, already averaged over the shard group, in place."""
+        dist.all_reduce(shard, group=self.replica_group())
+        shard /= self.replica_group().size()
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        wrapped = super().wrap(model, plan)
+        if plan.sharding is Sharding.HYBRID:
+            for module in wrapped.modules():
+                if isinstance(module, FSDPModule):
+                    module.set_all_reduce_hook(self.reduce_over_replicas)
+        return wrapped
+
+    def _mesh(self, plan: Plan) -> DeviceMesh:
+        mesh = super()._mesh(plan)
+        if plan.sharding is not Sharding.HYBRID:
+            return mesh
+        self._hybrid_mesh = mesh
+        return mesh["shard"]
+
+
+class AllReducesOverShardGroup(HookedHybrid):
+    """Under hybrid sharding shards are all-reduced over the shard group, whose ranks hold different ones."""
+
+    def reduce_over_replicas(self, shard: Tensor) -> None:
+        dist.all_reduce(shard, group=self.shard_group())
+        shard /= self.shard_group().size()
+
+
+class DividesByShardGroupOnly(HookedHybrid):
+    """Under hybrid sharding gradients are divided by the size of the shard group, and summed over replicas."""
+
+    def reduce_over_replicas(self, shard: Tensor) -> None:
+        dist.all_reduce(shard, group=self.replica_group())
+
+
+class DividesByReplicasOnly(HookedHybrid):
+    """Under hybrid sharding gradients are divided by the number of replicas, and summed over the shard group."""
+
+    def reduce_over_replicas(self, shard: Tensor) -> None:
+        super().reduce_over_replicas(shard)
+        shard *= self.shard_group().size()
+
+
+class AllReducesTheFullGradient(HookedHybrid):
+    """Under hybrid sharding the all-reduce over replicas carries as much as the gradient that was scattered."""
+
+    def reduce_over_replicas(self, shard: Tensor) -> None:
+        full = shard.repeat(self.shard_group().size())
+        super().reduce_over_replicas(full)
+        shard.copy_(full[: shard.numel()])
+
+
+class AllReducesInPieces(HookedHybrid):
+    """Under hybrid sharding a unit's shard is all-reduced in pieces."""
+
+    def reduce_over_replicas(self, shard: Tensor) -> None:
+        for piece in shard.chunk(2):
+            super().reduce_over_replicas(piece)
+
+
+class SynchronisesInsideShardGroups(SeamFSDP2):
+    """Sync at init broadcasts the values of the first rank of each shard group."""
+
+    def synchronise(self, model: nn.Module) -> None:
+        # The values that every rank has, and of them those of the shard group's first.
+        first = self.rank - self.rank % (self.world_size // self.plan.replicas)
+        for tensor in [*model.parameters(), *model.buffers()]:
+            values = [torch.empty_like(tensor) for _ in range(self.world_size)]
+            dist.all_gather(values, tensor.detach())
+            tensor.detach().copy_(values[first])
