@@ -53,11 +53,13 @@ def largest_world(implementation: str, options: Sequence[str]) -> int:
     return max(case.world_size for case in selection.selected(load_profile(settings.profile), settings))
 
 
-def words_of(kind: str, world_size: int) -> list[str]:
-    """The beginning of the command line of a run on that kind of ranks."""
+def words_of(kind: str, world_size: int, logs: Path) -> list[str]:
+    """The beginning of the command line of a run on that kind of ranks. `logs` is for torchrun's agent."""
     command = ["fsdp_conformance", "run", "--ranks", kind]
     if kind == "torchrun":
         agent = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
+        # Left to itself, the agent makes a directory that nobody removes.
+        agent += ["--log-dir", str(logs)]
         return [sys.executable, "-m", *agent, "-m", *command]
     return [sys.executable, "-m", *command]
 
@@ -126,7 +128,7 @@ def _row(first: str, cells: Iterable[str]) -> str:
 
 
 def compare(argv: Sequence[str], directory: Path) -> int:
-    """Run, and print the table. `directory` takes the run files where no other is named. Returns the exit status."""
+    """Run, and print the table. `directory` takes what is not kept. Returns the exit status."""
     parsed, options = parse(argv)
     kinds = kinds_of(parsed.ranks)
     world_size = largest_world(parsed.implementation, options)
@@ -137,7 +139,7 @@ def compare(argv: Sequence[str], directory: Path) -> int:
         workers = ["-n", parsed.workers] if parsed.workers and kind != "torchrun" else []
         status = run(
             [
-                *words_of(kind, world_size),
+                *words_of(kind, world_size, directory / "logs"),
                 *("--implementation", parsed.implementation, "--report", str(report / kind)),
                 *workers,
                 *options,
