@@ -136,7 +136,7 @@ PROGRAMS: dict[str, Callable[[int, int], list[Tensor]]] = {
 _WRONG = {
     "all-reduce": "averages-by-two",
     "reduce-scatter": "first-part-for-all",
-    "all-gather": "gathers-in-reverse",
+    "all-gather": "last-part-first",
     "from-each-root": "first-rank-is-root",
     "all-to-all": "exchanges-nothing",
     "sub-groups": "averages-over-the-world",

@@ -30,7 +30,7 @@ from __future__ import annotations
 from fsdp_conformance.mutants.component_mutants import COMPONENT_MUTANTS
 from fsdp_conformance.mutants.mutant import Mutant, mutants_of
 
-_ALL = [
+ALL: list[Mutant] = [
     *mutants_of("gradients", {
         "sum-instead-of-mean": ("SumInsteadOfMean", "R003", "Gradients are the sum over ranks."),
         "averaged-twice": ("AveragedTwice", "R003", "Gradients are divided by the number of ranks twice."),
@@ -293,5 +293,5 @@ _ALL = [
     *COMPONENT_MUTANTS,
 ]  # fmt: skip
 
-#: Every known-wrong implementation by name.
-MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in _ALL}
+#: Every known-wrong implementation by name. Two of one name would be one, and its cases would judge the other.
+MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in ALL}

@@ -274,7 +274,7 @@ COMPONENT_MUTANTS = [
     *mutants_of("ranks", {
         "averages-by-two": ("AveragesByTwo", "R186", "An average is the sum over two, however many the ranks are."),
         "first-part-for-all": ("FirstPartForAll", "R186", "Every rank gets the first part of a reduce-scatter."),
-        "gathers-in-reverse": ("GathersInReverse", "R186", "An all-gather has the last rank's part first."),
+        "last-part-first": ("LastPartFirst", "R186", "An all-gather has the last rank's part first."),
         "first-rank-is-root": ("FirstRankIsRoot", "R186", "A broadcast comes from the first rank, whatever its root."),
         "exchanges-nothing": ("ExchangesNothing", "R186", "Each rank keeps its own parts of an all-to-all."),
         "averages-over-the-world": (

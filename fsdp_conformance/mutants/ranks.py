@@ -92,7 +92,7 @@ class FirstPartForAll(WrongResult):
         return meeting.reduce_scattered(brought, 0)
 
 
-class GathersInReverse(WrongResult):
+class LastPartFirst(WrongResult):
     """An all-gather has the last rank's part first."""
 
     op = Op.ALL_GATHER

@@ -9,6 +9,7 @@ and does not count them again after a fork.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import pickle
 import select
@@ -177,6 +178,7 @@ def _report(function: Callable[[], Any], writer: int) -> NoReturn:
     text = "the child ended without a word"
     try:
         torch.set_num_threads(1)  # a thread pool of the parent is not there
+        gc.freeze()  # what the parent has imported is nobody's garbage
         device.activate()
         function()
         checker.expect_clean() if checker.num_hazards() else None

@@ -25,7 +25,7 @@ from fsdp_conformance.case import ENVIRONMENTS
 from fsdp_conformance.config import RunSettings, Sharding
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.mutants import MUTANTS
+from fsdp_conformance.mutants import ALL, MUTANTS
 from fsdp_conformance.mutants.base import SeamDDP, SeamFSDP2
 from fsdp_conformance.selftest import bound_case, bound_cases, run_case
 from fsdp_conformance.tests.adapter_ranks import RankTestCase
@@ -104,6 +104,13 @@ BY_CASES |= {
 
 def mutant(name: str) -> type[Adapter]:
     return registry.load(MUTANTS[name].spec)
+
+
+def test_names_are_unique() -> None:
+    """Cases name mutants, so no two have one name."""
+    names = [known.name for known in ALL]
+
+    assert len(set(names)) == len(names)
 
 
 def test_every_mutant_is_tested_here() -> None:
