@@ -263,6 +263,8 @@ class RunSettings:
     report_dir: str | None = None
     ranks: str = "processes"
     """What a rank is: a member of RANKS."""
+    num_workers: int = 0
+    """How many workers torchrun has started; 0 where ranks are not its."""
     reuse_ranks: bool = False
     """Keep ranks alive across cases: quick, and refused for a certificate."""
     deadline_scale: float = 1.0

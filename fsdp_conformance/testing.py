@@ -90,6 +90,8 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         super().setUp()
         settings = run_settings.current()
         worker = TorchrunWorker.from_environment(os.environ) if settings.ranks == "torchrun" else None
+        if worker is not None:
+            settings = replace(settings, num_workers=worker.world_size)
         self._began = time.monotonic()
         description = registry.describe_once(settings.implementation)
         gated = self._gated(description, settings)

@@ -96,6 +96,10 @@ def _not_run(
         if why:
             record = empty_record(case, settings.implementation, settings.device)
     place = places[record.device]
+    if settings.num_workers and case.world_size > settings.num_workers:
+        record.measurements["absent"] = ["workers"]
+        reason = f"needs {case.world_size} ranks, but torchrun has started {settings.num_workers} workers"
+        return decided(record, Verdict.NOT_RUN_ENV, reason)
     if settings.ranks == "simulated" and case.processes:
         record.measurements["absent"] = ["processes"]
         return decided(record, Verdict.NOT_RUN_ENV, f"needs ranks that are processes: {case.processes}")

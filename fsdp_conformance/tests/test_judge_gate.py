@@ -116,6 +116,27 @@ def test_a_world_that_does_not_fit_is_not_run() -> None:
     assert gated({}, devices=2, device="cuda") is None
 
 
+def test_a_world_larger_than_torchruns_is_not_run() -> None:
+    """Each rank needs a worker of its own."""
+    record = gated({"world_size": 4}, ranks="torchrun", num_workers=2)
+
+    assert record is not None
+    assert record.verdict is Verdict.NOT_RUN_ENV
+    assert record.reason == "needs 4 ranks, but torchrun has started 2 workers"
+    assert gated({"world_size": 2}, ranks="torchrun", num_workers=2) is None
+
+
+def test_a_case_that_needs_processes_is_not_simulated() -> None:
+    """It says why; on processes it runs."""
+    fields = {"processes": "signals end all ranks of a process"}
+    record = gated(fields, ranks="simulated")
+
+    assert record is not None
+    assert record.verdict is Verdict.NOT_RUN_ENV
+    assert record.reason == "needs ranks that are processes: signals end all ranks of a process"
+    assert gated(fields) is None
+
+
 def test_the_record_says_how_to_run_the_case_again() -> None:
     """The line names the implementation, the device where it is not the CPU, and the case."""
     record = gated({}, world_sizes=(3,), device="cuda", implementation="my.py:Mine")
