@@ -147,6 +147,15 @@ _WRONG = {
 class Collectives(ConformanceTestCase):
     """Beside processes that do the same."""
 
+    def failure_of(self, world_size: int, body: Callable[[int], object]) -> str:
+        """What simulated ranks raise that run `body`; empty if nothing."""
+        adapter = self.subject()
+        try:
+            adapter.run_ranks(world_size, body)
+        except Exception as error:  # noqa: BLE001 - any exception will do; its text is what counts
+            return str(error)
+        return ""
+
     @conformance_case(
         "R186",
         chapter="AE",
@@ -205,12 +214,7 @@ class Collectives(ConformanceTestCase):
             else:
                 dist.all_reduce(torch.ones(3))
 
-        adapter = self.subject()
-        text = ""
-        try:
-            adapter.run_ranks(2, body)
-        except Exception as error:  # noqa: BLE001 - any exception will do; its text is what counts
-            text = str(error)
+        text = self.failure_of(2, body)
         self.expect(
             "all_gather" in text and "all_reduce" in text,
             "R186",
@@ -228,12 +232,7 @@ class Collectives(ConformanceTestCase):
                 raise ValueError("no more shards")
             dist.barrier()
 
-        adapter = self.subject()
-        text = ""
-        try:
-            adapter.run_ranks(4, body)
-        except Exception as error:  # noqa: BLE001 - any exception will do; its text is what counts
-            text = str(error)
+        text = self.failure_of(4, body)
         self.expect("no more shards" in text, "R186", f"error={text!r}, but should be rank 2's: no more shards")
 
 

@@ -13,15 +13,15 @@ import contextlib
 import importlib.util
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 
 from fsdp_conformance import __version__
 from fsdp_conformance.cli import building, messages, report_dir, selection, torchrun
 from fsdp_conformance.cli.arguments import settings_of
 from fsdp_conformance.cli.progress import Display, Progress, RunFileTail, display_for
 from fsdp_conformance.cli.pytest_process import INTERRUPT_S, PytestProcess, command
+from fsdp_conformance.cli.signals import caught
 from fsdp_conformance.cli.status import Status
 from fsdp_conformance.cli.survey import Survey, survey
 from fsdp_conformance.config import SIMULATED, RunSettings
@@ -46,7 +46,7 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the cases that were asked for. Returns the exit status."""
     settings = settings_of(arguments)
     if settings.ranks == "torchrun":
-        return torchrun.main(arguments, settings)
+        return torchrun.main(arguments, settings, run)
     return run(arguments, settings)
 
 
@@ -143,22 +143,6 @@ def _follow(
         if running:
             time.sleep(_LOOK_S)
     tail.close()
-
-
-@contextlib.contextmanager
-def caught() -> Iterator[list[int]]:
-    """A list that grows with the signals that come, instead of an exception in the middle of whatever is done."""
-    signals: list[int] = []
-
-    def note(signum: int, frame: FrameType | None) -> None:
-        signals.append(signum)
-
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _conclude(report: Path, profile: Profile, pytest: PytestProcess, *, signum: int) -> tuple[int, str]:

@@ -12,10 +12,11 @@ import json
 import os
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
-from fsdp_conformance.cli import run
 from fsdp_conformance.cli.pytest_process import PytestProcess, command
+from fsdp_conformance.cli.signals import caught
 from fsdp_conformance.cli.status import Status
 from fsdp_conformance.cli.survey import survey
 from fsdp_conformance.config import RunSettings, TorchrunWorker
@@ -27,8 +28,12 @@ ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _LOOK_S = 0.1
 
 
-def main(arguments: argparse.Namespace, settings: RunSettings) -> int:
-    """Run the cases with the other workers. Returns the exit status, which is 0 for all workers but the first."""
+def main(arguments: argparse.Namespace, settings: RunSettings, run: Callable[..., int]) -> int:
+    """
+    Run the cases with the other workers; `run` is what the first one does.
+
+    Returns the exit status, which is 0 for all workers but the first.
+    """
     worker = TorchrunWorker.from_environment(os.environ)
     if arguments.workers is not None:
         raise ConfigError(
@@ -38,7 +43,7 @@ def main(arguments: argparse.Namespace, settings: RunSettings) -> int:
     try:
         if worker.rank:
             return _follow(arguments, settings)
-        return run.run(arguments, settings, tell=_tell_torchrun)
+        return run(arguments, settings, tell=_tell_torchrun)
     except ConformanceError as error:
         _tell_torchrun(str(error))
         raise
@@ -51,7 +56,7 @@ def _follow(arguments: argparse.Namespace, settings: RunSettings) -> int:
         report = Path(directory)
         words = command(settings, report=report, workers=None, suites=arguments.suites)
         with (
-            run.caught() as signals,
+            caught() as signals,
             PytestProcess(words, log=report / "pytest.log", description=found.description.to_json()) as pytest,
         ):
             while pytest.running():

@@ -176,15 +176,8 @@ class FullyShardedDataParallel(nn.Module):
 
         Holds for this unit and those inside it.
         """
-        units = self.units
-        before = [unit.sync_gradients for unit in units]
-        try:
-            for unit in units:
-                unit.sync_gradients = False
+        with self._switched_off("sync_gradients"):
             yield
-        finally:
-            for unit, sync in zip(units, before, strict=True):
-                unit.sync_gradients = sync
 
     @contextmanager
     def no_all_reduce(self) -> Iterator[None]:
@@ -194,15 +187,20 @@ class FullyShardedDataParallel(nn.Module):
         Holds for this unit and those inside it, and makes no difference but under hybrid strategies. Takes a shard in
         memory, where `no_sync` takes a whole unit.
         """
-        units = self.units
-        before = [unit.all_reduces for unit in units]
+        with self._switched_off("all_reduces"):
+            yield
+
+    @contextmanager
+    def _switched_off(self, switch: str) -> Iterator[None]:
+        """A switch of this unit and those inside it is off inside."""
+        before = [(unit, getattr(unit, switch)) for unit in self.units]
         try:
-            for unit in units:
-                unit.all_reduces = False
+            for unit, _ in before:
+                setattr(unit, switch, False)
             yield
         finally:
-            for unit, all_reduces in zip(units, before, strict=True):
-                unit.all_reduces = all_reduces
+            for unit, value in before:
+                setattr(unit, switch, value)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """

@@ -70,13 +70,11 @@ class Meeting:
 
         `names` are the group's ranks as people know them.
         """
-        for other, present in enumerate(self.brought):
-            if present is not None and present.agreed != contribution.agreed:
-                mine, theirs = (
-                    f"rank {names[rank]} called {contribution.call}",
-                    f"rank {names[other]} called {present.call}",
-                )
-                return f"{mine}, but {theirs}: {_difference(present, contribution)} differ"
+        # The others were compared with the first.
+        other, first = next(((at, one) for at, one in enumerate(self.brought) if one is not None), (rank, contribution))
+        if first.agreed != contribution.agreed:
+            mine, theirs = f"rank {names[rank]} called {contribution.call}", f"rank {names[other]} called {first.call}"
+            return f"{mine}, but {theirs}: {_difference(first, contribution)} differ"
         if contribution.op in _ROOTED and _sends(contribution, rank):
             contribution.inputs = tuple(tensor.detach().clone() for tensor in contribution.inputs)
         self.brought[rank] = contribution
@@ -101,8 +99,14 @@ class Meeting:
             for rank, contribution in enumerate(self.brought)
             if contribution is not None and not contribution.is_there and self._suffices(rank, contribution)
         ]
-        # All results before the first is written: an output may lie in an input.
-        results = [RESULTS[contribution.op](self.brought, rank) for rank, contribution in waiting]
+        # All results before the first is written: an output may lie in an input. What is the same for all is made once.
+        common: dict[int, list[Tensor]] = {}
+        results = []
+        for rank, contribution in waiting:
+            form = len(contribution.outputs) if contribution.op in _COMMON else -1 - rank
+            if form not in common:
+                common[form] = RESULTS[contribution.op](self.brought, rank)
+            results.append(common[form])
         for (_, contribution), values in zip(waiting, results, strict=True):
             for output, value in zip(contribution.outputs, values, strict=True):
                 _write(output, value)
@@ -123,6 +127,9 @@ def _write(output: Tensor, value: Tensor) -> None:
     elif output.data_ptr() != value.data_ptr():
         output.data.copy_(value.reshape(output.shape))
 
+
+#: Collectives that give every rank the same, in one tensor or in one for each rank.
+_COMMON: Final = frozenset({Op.ALL_REDUCE, Op.ALL_GATHER})
 
 #: Collectives in which a rank that only gives need not wait.
 _ROOTED: Final = frozenset({Op.BROADCAST, Op.SCATTER, Op.GATHER, Op.REDUCE})

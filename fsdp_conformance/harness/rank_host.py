@@ -75,8 +75,11 @@ def _run_case(starts: Sequence[RankStart], pipe: Connection) -> int:
         scheduler.on_turn = lambda rank: os.pwrite(note, b"%6d" % rank, 0)
         for thread in start_ranks(scheduler, body):
             thread.join()
+    # A rank that raised or skipped has said so in its report.
     reported = {0, rank_process.ERROR_EXIT_CODE}
-    return next((code for code in codes.values() if code not in reported and code < 64), 0)
+    return next(
+        (code for code in codes.values() if code not in reported and rank_process.skip_message(code) is None), 0
+    )
 
 
 @dataclass(slots=True)

@@ -144,11 +144,10 @@ class RankScheduler:
     def _pass_on(self, rank: int) -> None:
         """Give the turn to the next rank that can go on; returns when it is this rank's turn again."""
         following = self._following(rank)
-        if following in (rank, None):
+        if following is None or following == rank:
             return
-        seat = self._seats[rank]
-        seat.state.save()
-        self._seats[following or 0].turn.release()
+        self._seats[rank].state.save()
+        self._seats[following].turn.release()
         self._await_turn(rank)
 
     def _await_turn(self, rank: int) -> None:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import random
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from fsdp_conformance.harness.collective_log import CollectiveLog
+from fsdp_conformance.harness import collective_log, rank
 
 #: Names that are bound anew in every rank, and what makes their first values.
-_NAMES: Final[dict[tuple[str, str], Callable[[], Any]]] = {
+_NAMES: Final[dict[tuple[ModuleType, str], Callable[[], Any]]] = {
     # Without a trace: the file that the environment names belongs to the process.
-    ("fsdp_conformance.harness.collective_log", "_log"): CollectiveLog,
-    ("fsdp_conformance.harness.rank", "_current"): lambda: None,
+    (collective_log, "_log"): collective_log.CollectiveLog,
+    (rank, "_current"): lambda: None,
 }
 
 
@@ -40,7 +40,7 @@ class RankState:
         for name in self._variables:
             self._variables[name] = os.environ.get(name, "")
         for module, name in self._values:
-            self._values[module, name] = getattr(importlib.import_module(module), name)
+            self._values[module, name] = getattr(module, name)
 
     def restore(self) -> None:
         """Make it the process's."""
@@ -51,7 +51,7 @@ class RankState:
             torch.set_default_dtype(self._dtype)
         os.environ.update(self._variables)
         for (module, name), value in self._values.items():
-            setattr(importlib.import_module(module), name, value)
+            setattr(module, name, value)
 
     def _save_random(self) -> None:
         self._torch = torch.get_rng_state()

@@ -7,8 +7,8 @@ Each rank has a world of torch.distributed of its own, whose groups communicate 
 numbers of its own, and whatever else `rank_state` keeps apart. The ranks take turns (`rank_scheduler`), so a run is the
 same each time, and no rank waits for a deadline in vain.
 
-What ranks that are processes do not share, and these do: modules and their globals (an implementation may name those
-that must be a rank's own), warnings, the allocator of the CPU, and their end: a signal ends all of them.
+What ranks that are processes do not share, and these do: modules and their globals, warnings, the allocator of
+the CPU, and their end: a signal ends all of them.
 Autograd runs in the thread that calls `backward`, as for torch's own tests with threads.
 """
 
@@ -27,7 +27,6 @@ from typing import Any, Final, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.rendezvous
 from torch._C import _distributed_c10d
 
 from fsdp_conformance.errors import ConfigError, RankRaised, RankTimedOut

@@ -33,7 +33,7 @@ _CONNECT_S = 60.0
 #: Ranks whose workers did not come to a case.
 _lost: set[int] = set()
 
-_LOST = (
+_SILENCE = (
     "nothing was heard of the worker of this rank before the case's deadline: its host, or the agent on it, may be gone"
 )
 
@@ -131,5 +131,11 @@ def _store(worker: TorchrunWorker) -> Store:
 
 def _never_heard_of(rank: int) -> RankExit:
     return RankExit(
-        rank=rank, pid=None, exitcode=None, time=time.monotonic(), reported=False, ended_by_controller=True, stack=_LOST
+        rank=rank,
+        pid=None,
+        exitcode=None,
+        time=time.monotonic(),
+        reported=False,
+        ended_by_controller=True,
+        stack=_SILENCE,
     )

@@ -9,7 +9,7 @@ import sys
 import time
 import unittest
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -21,6 +21,7 @@ from fsdp_conformance.harness.attribution import Attribution, Ending, attribute
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.outcome import RankExit, RankReport
+from fsdp_conformance.tests.started_ranks import StartedRanks
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +43,7 @@ class Seen(NamedTuple):
         return [item.ending for item in self.found.endings]
 
 
-class Faulty(ShardedTrainingTestCase):
+class Faulty(StartedRanks):
     """Three ranks, one of which misbehaves. Not collected: the tests below run its methods one by one."""
 
     __test__ = False
@@ -52,18 +53,6 @@ class Faulty(ShardedTrainingTestCase):
     @property
     def world_size(self) -> int:
         return 3
-
-    def setUp(self) -> None:
-        super().setUp()
-        self._spawn_processes()
-
-    def init_rank(self) -> None:
-        super().init_rank()
-        self.start_process_group()
-
-    def conclude(self, reports: Any, exits: Any) -> None:
-        self.seen = reports, exits
-        super().conclude(reports, exits)
 
     def test_what_set_up_says_counts(self) -> None:
         groups = [distributed.distributed_c10d._get_default_group(), distributed.new_group([0, 1, 2])]

@@ -12,13 +12,13 @@ from torch import distributed
 
 from fsdp_conformance.harness.collective_log import log
 from fsdp_conformance.harness.rank_pool import pool
-from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
+from fsdp_conformance.tests.started_ranks import StartedRanks
 
 PATIENCE_S = 60.0
 POLL_S = 0.01
 
 
-class Reused(ShardedTrainingTestCase):
+class Reused(StartedRanks):
     """Cases on ranks that are kept. Not collected."""
 
     __test__ = False
@@ -28,18 +28,6 @@ class Reused(ShardedTrainingTestCase):
     @property
     def world_size(self) -> int:
         return 2
-
-    def setUp(self) -> None:
-        super().setUp()
-        self._spawn_processes()
-
-    def init_rank(self) -> None:
-        super().init_rank()
-        self.start_process_group()
-
-    def conclude(self, reports: Any, exits: Any) -> None:
-        self.seen = reports, exits
-        super().conclude(reports, exits)
 
     def test_sums(self) -> None:
         tensor = torch.full((2,), float(self.rank + 1))

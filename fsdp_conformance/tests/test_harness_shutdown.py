@@ -16,14 +16,14 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.outcome import RankExit, RankReport
+from fsdp_conformance.tests.started_ranks import StartedRanks
 
 #: Runs of the case that died at shutdown about once in twenty when ranks ended through Python's finalization.
 NUM_RUNS = 8
 
 
-class Leaving(ShardedTrainingTestCase):
+class Leaving(StartedRanks):
     """Three ranks. Not collected."""
 
     __test__ = False
@@ -33,17 +33,8 @@ class Leaving(ShardedTrainingTestCase):
     def world_size(self) -> int:
         return 3
 
-    def setUp(self) -> None:
-        super().setUp()
-        self._spawn_processes()
-
-    def init_rank(self) -> None:
-        super().init_rank()
-        self.start_process_group()
-
     def conclude(self, reports: Any, exits: Any) -> None:
         self.moments = [json.loads(path.read_text()) for path in sorted(Path(self.file_name).parent.glob("moments*"))]
-        self.seen = reports, exits
         super().conclude(reports, exits)
 
     def test_all_three_engines(self) -> None:

@@ -27,6 +27,7 @@ from fsdp_conformance.harness import process_group, rank_scheduler
 from fsdp_conformance.harness.simulated_ranks import run_ranks
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.tests.simulator_collectives import PROGRAMS, Outputs, Values, differences
+from fsdp_conformance.tests.started_ranks import StartedRanks
 
 #: Generous: everything below takes seconds on a free machine.
 TIMEOUT_S = 150.0
@@ -40,20 +41,12 @@ class WholeValues(Values):
         return torch.randint(1, 5, shape, generator=generator).to(self.dtype).to(self.device)
 
 
-class Collectives(ShardedTrainingTestCase):
+class Collectives(StartedRanks):
     """Every program of collectives on three ranks, whose outputs go into files."""
 
     __test__ = False
     world_size = 3
     case_timeout_s = 120.0
-
-    def setUp(self) -> None:
-        super().setUp()
-        self._spawn_processes()
-
-    def init_rank(self) -> None:
-        super().init_rank()
-        self.start_process_group()
 
     def run_programs(self) -> None:
         outputs = {name: program(WholeValues("cpu")) for name, program in PROGRAMS.items()}
@@ -245,25 +238,13 @@ def test_refusals() -> None:
         run_ranks(2, lambda rank: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND), timeout_s=TIMEOUT_S)
 
 
-class Ends(ShardedTrainingTestCase):
+class Ends(StartedRanks):
     """Three simulated ranks, one of which ends badly. Not collected: the tests below run its methods one by one."""
 
     __test__ = False
     simulated_ranks = True
     world_size = 3
     case_timeout_s = 40.0
-
-    def setUp(self) -> None:
-        super().setUp()
-        self._spawn_processes()
-
-    def init_rank(self) -> None:
-        super().init_rank()
-        self.start_process_group()
-
-    def conclude(self, reports: Any, exits: Any) -> None:
-        self.seen = reports, exits
-        super().conclude(reports, exits)
 
     def test_clean(self) -> None:
         self.assertEqual(str(self.rank), os.environ["RANK"])
@@ -328,19 +309,15 @@ def test_a_skip() -> None:
     assert ["not today"] == [reason for _, reason in result.skipped]
 
 
-class Mismatched(ShardedTrainingTestCase):
+class Mismatched(StartedRanks):
     """Two ranks that call different collectives. Not collected: the test below runs it on both kinds of ranks."""
 
     __test__ = False
     world_size = 2
     case_timeout_s = 12.0
 
-    def setUp(self) -> None:
-        super().setUp()
-        self._spawn_processes()
-
     def init_rank(self) -> None:
-        super().init_rank()
+        ShardedTrainingTestCase.init_rank(self)
         process_group.register_recording_backend()
         self.start_process_group(process_group.BACKEND)
 
