@@ -11,9 +11,9 @@ from typing import Any
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.simulator import build
-from fsdp_conformance.tests.stream_ranks import run_on_ranks
-from fsdp_conformance.tests.stream_study import ALL, Job, outcome_of, reference, study
-from fsdp_conformance.tests.stream_trainings import TRAININGS, Training
+from studies.stream_ranks import run_on_ranks
+from studies.stream_study import ALL, Job, outcome_of, reference, study
+from studies.stream_trainings import TRAININGS, Training
 
 #: Trainings of one launch.
 BATCH = 30

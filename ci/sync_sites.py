@@ -18,9 +18,9 @@ from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.simulator import build
 from fsdp_conformance.simulator.sync_sites import site_from_id
-from fsdp_conformance.tests.stream_ranks import run_on_ranks
-from fsdp_conformance.tests.stream_study import Job, study
-from fsdp_conformance.tests.stream_trainings import TRAININGS
+from studies.stream_ranks import run_on_ranks
+from studies.stream_study import Job, study
+from studies.stream_trainings import TRAININGS
 
 LIST = Path(__file__).parent / "sync-sites.toml"
 

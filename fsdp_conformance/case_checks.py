@@ -29,7 +29,7 @@ from fsdp_conformance.checks.references import Kind, References, train_reference
 from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.config import SIMULATED, Plan
 from fsdp_conformance.errors import EnvironmentUnavailable, RequirementFailed, SuiteError
-from fsdp_conformance.harness import process_group
+from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.outcome import CheckCount, Finding, RankReport
 from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload

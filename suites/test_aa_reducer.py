@@ -14,7 +14,7 @@ from fsdp_conformance.adapters.components import GradientReducer, ReducerOptions
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.fixtures.coded import SHAPES, Coded, mean_code, position_code, rank_code
-from fsdp_conformance.harness import process_group
+from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.testing import ConformanceTestCase
 

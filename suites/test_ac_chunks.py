@@ -12,7 +12,7 @@ from torch import Tensor
 from fsdp_conformance.adapters.components import TENSOR_STATES, ChunkPool, ChunkStorage, PoolUse
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.fixtures.coded import position_code
-from fsdp_conformance.harness import process_group
+from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.testing import ConformanceTestCase
 

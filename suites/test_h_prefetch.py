@@ -10,7 +10,7 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.config import BackwardPrefetch, Plan, Sharding
 from fsdp_conformance.fixtures import deep, shapes
-from fsdp_conformance.harness import process_group
+from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Workload

@@ -36,9 +36,9 @@ from torch.distributed import fsdp as torch_fsdp
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_conformance.engine.fully_sharded import FullyShardedDataParallel
+from fsdp_conformance.engine.fully_sharded.wrap_policy import ClassPolicy
+from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
 from fsdp_conformance.engine.sharding_strategy import CPUOffload, MixedPrecision
-from fsdp_conformance.engine.wrap_policy import ClassPolicy
 
 VOCABULARY = 256
 TOKENS = (4, 32)

@@ -28,17 +28,17 @@ from engine import TOKENS, VOCABULARY, Block, Model, step
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_conformance.engine.collective_cost import all_reduce_us, reduce_scatter_us
-from fsdp_conformance.engine.device_spec import GIB, DeviceSpec
-from fsdp_conformance.engine.fully_sharded import FullyShardedDataParallel
-from fsdp_conformance.engine.link_fit import LinkFit
-from fsdp_conformance.engine.link_spec import Cluster, LinkSpec
-from fsdp_conformance.engine.plan_candidate import Candidate, PlanOptions
-from fsdp_conformance.engine.plan_text import candidate_name
-from fsdp_conformance.engine.plan_unit import PlanUnit, blocks_of_lists, plan_units
-from fsdp_conformance.engine.planner import decide
+from fsdp_conformance.engine.fully_sharded.wrap_policy import ClassPolicy
+from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
 from fsdp_conformance.engine.sharding_strategy import ShardingStrategy
-from fsdp_conformance.engine.wrap_policy import ClassPolicy
+from fsdp_conformance.planner.collective_cost import all_reduce_us, reduce_scatter_us
+from fsdp_conformance.planner.device_spec import GIB, DeviceSpec
+from fsdp_conformance.planner.link_fit import LinkFit
+from fsdp_conformance.planner.link_spec import Cluster, LinkSpec
+from fsdp_conformance.planner.plan_candidate import Candidate, PlanOptions
+from fsdp_conformance.planner.plan_text import candidate_name
+from fsdp_conformance.planner.plan_unit import PlanUnit, blocks_of_lists, plan_units
+from fsdp_conformance.planner.planner import decide
 
 #: Name to width and number of blocks: 12 x width^2 elements a block.
 SIZES = {"1M": (128, 5), "10M": (320, 8)}

@@ -23,7 +23,7 @@ from fsdp_conformance.adapters.sharded import full_copy, state_tensors
 from fsdp_conformance.adapters.torch_like import compute_device
 from fsdp_conformance.config import InitMode, Offload, Plan
 from fsdp_conformance.errors import EnvironmentUnavailable, Unsupported
-from fsdp_conformance.harness import rank_scheduler
+from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 
 
 class DeepSpeedZeRO(Adapter):

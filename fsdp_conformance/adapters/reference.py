@@ -15,10 +15,10 @@ from fsdp_conformance.adapters.sharded import anywhere, full_copy
 from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, submodules, torch_dtype
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
 from fsdp_conformance.engine import sharding_strategy as engine
-from fsdp_conformance.engine.fully_shard import ShardingOptions, fully_shard
-from fsdp_conformance.engine.fully_sharded import FullyShardedDataParallel
-from fsdp_conformance.engine.optimizer_state import full_optimizer_state
-from fsdp_conformance.engine.wrap_policy import ClassPolicy, SizePolicy, WrapPolicy
+from fsdp_conformance.engine.fully_sharded.fully_shard import ShardingOptions, fully_shard
+from fsdp_conformance.engine.fully_sharded.optimizer_state import full_optimizer_state
+from fsdp_conformance.engine.fully_sharded.wrap_policy import ClassPolicy, SizePolicy, WrapPolicy
+from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
 
 _STRATEGIES = {
     Sharding.DEFAULT: engine.ShardingStrategy.FULL_SHARD,

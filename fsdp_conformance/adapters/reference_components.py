@@ -26,23 +26,23 @@ from fsdp_conformance.adapters.components import (
     TensorLayout,
 )
 from fsdp_conformance.adapters.reference_data_parallel import ReferenceDataParallel
-from fsdp_conformance.engine.bucket_assignment import MIB
-from fsdp_conformance.engine.chunk import Chunk
-from fsdp_conformance.engine.chunk_config import ChunkConfig
-from fsdp_conformance.engine.chunk_fetcher import ChunkFetcher, ChunkScheduler, FifoScheduler, NextUseScheduler
-from fsdp_conformance.engine.chunk_group import ChunkGroup
-from fsdp_conformance.engine.chunk_state import ChunkState, TensorState
+from fsdp_conformance.engine.bucketing.bucket_assignment import MIB
+from fsdp_conformance.engine.bucketing.reduce_scatter_bucketer import ReduceScatterBucketer
+from fsdp_conformance.engine.chunks.chunk import Chunk
+from fsdp_conformance.engine.chunks.config import ChunkConfig
+from fsdp_conformance.engine.chunks.fetcher import ChunkFetcher, ChunkScheduler, FifoScheduler, NextUseScheduler
+from fsdp_conformance.engine.chunks.group import ChunkGroup
+from fsdp_conformance.engine.chunks.memory_pool import Block, BlockKind, MemoryPool
+from fsdp_conformance.engine.chunks.state import ChunkState, TensorState
 from fsdp_conformance.engine.errors import ChunkStateError, PoolError
-from fsdp_conformance.engine.link_spec import LINKS, LinkSpec
-from fsdp_conformance.engine.memory_pool import Block, BlockKind, MemoryPool
-from fsdp_conformance.engine.mesh_collectives import mesh_broadcast, mesh_scatter
-from fsdp_conformance.engine.mesh_gathering import mesh_all_gather, mesh_reduce_scatter
-from fsdp_conformance.engine.redistribution_cost import Layout, redistribution_cost_us
-from fsdp_conformance.engine.reduce_scatter_bucketer import ReduceScatterBucketer
-from fsdp_conformance.engine.shard_dim_all_to_all import shard_dim_all_to_all
-from fsdp_conformance.engine.tensor_meta import check_tensor_meta
-from fsdp_conformance.engine.uneven_shards import chunk_sizes, pad_tensor, split_shards, unpad_tensor
-from fsdp_conformance.harness.simulated_ranks import run_ranks
+from fsdp_conformance.engine.mesh.collectives import mesh_broadcast, mesh_scatter
+from fsdp_conformance.engine.mesh.gathering import mesh_all_gather, mesh_reduce_scatter
+from fsdp_conformance.engine.mesh.shard_dim_all_to_all import shard_dim_all_to_all
+from fsdp_conformance.engine.mesh.tensor_meta import check_tensor_meta
+from fsdp_conformance.engine.mesh.uneven_shards import chunk_sizes, pad_tensor, split_shards, unpad_tensor
+from fsdp_conformance.harness.simulated_ranks.ranks import run_ranks
+from fsdp_conformance.planner.link_spec import LINKS, LinkSpec
+from fsdp_conformance.planner.redistribution_cost import Layout, redistribution_cost_us
 
 
 class ReferenceComponents(ReferenceDataParallel):

@@ -17,8 +17,8 @@ import fsdp_conformance
 from fsdp_conformance.adapters.components import Assignment, GradientReducer, ReducerOptions
 from fsdp_conformance.adapters.torch_like import TorchAdapter, submodules
 from fsdp_conformance.config import InitMode, Plan
-from fsdp_conformance.engine.bucket_assignment import MIB, bucket_assignment
-from fsdp_conformance.engine.data_parallel import DataParallel
+from fsdp_conformance.engine.bucketing.bucket_assignment import MIB, bucket_assignment
+from fsdp_conformance.engine.data_parallel.data_parallel import DataParallel
 
 
 class ReferenceDataParallel(TorchAdapter):

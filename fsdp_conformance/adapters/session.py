@@ -42,7 +42,7 @@ from fsdp_conformance.adapters.watch import Watch, watch_for
 from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import ConfigError, Unsupported
 from fsdp_conformance.faults.fault import Fault
-from fsdp_conformance.harness import process_group
+from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.memory import MemoryMark, Point
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
 from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload

@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_conformance.cli.surveyor import machine_here
 from fsdp_conformance.errors import ConformanceError
-from fsdp_conformance.harness.forkserver import server_for
+from fsdp_conformance.harness.processes.forkserver import server_for
 
 #: World sizes that collectives are tried on, as far as devices go.
 WORLD_SIZES = (2, 4)

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fsdp_conformance.cli import messages
-from fsdp_conformance.engine.device_spec import DEVICES, GIB
-from fsdp_conformance.engine.link_spec import LINKS, LinkSpec
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.planner.device_spec import DEVICES, GIB
+from fsdp_conformance.planner.link_spec import LINKS, LinkSpec
 
 _BYTES = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)")

@@ -16,9 +16,9 @@ from typing import Any
 from fsdp_conformance.cli import messages
 from fsdp_conformance.cli.plan_order import PlanOrder, order_from_json
 from fsdp_conformance.cli.status import Status
-from fsdp_conformance.engine.device_spec import DEVICES
-from fsdp_conformance.engine.link_spec import Cluster
 from fsdp_conformance.errors import ConformanceError, UsageError
+from fsdp_conformance.planner.device_spec import DEVICES
+from fsdp_conformance.planner.link_spec import Cluster
 
 _EXAMPLE = "model, (one rank's inputs)"
 
@@ -34,9 +34,9 @@ def main(arguments: list[str]) -> int:
 
 def _plan(order: PlanOrder) -> int:
     # Torch comes in with these, and only here.
-    from fsdp_conformance.engine import plan_model
-    from fsdp_conformance.engine.plan_text import decision_text, size_words
-    from fsdp_conformance.engine.planner import decide
+    from fsdp_conformance.planner import plan_model
+    from fsdp_conformance.planner.plan_text import decision_text, size_words
+    from fsdp_conformance.planner.planner import decide
 
     units, options = plan_model.counted(
         _builder(order.model), order.units, compute_dtype=order.compute_dtype, utilisation=order.utilisation

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_conformance.engine.agreement import texts_unless_equal
 from fsdp_conformance.engine.errors import StructureMismatch
+from fsdp_conformance.engine.mesh.agreement import texts_unless_equal
 
 #: How many problems an error lists.
 PROBLEMS_LISTED = 20

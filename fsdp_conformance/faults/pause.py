@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fsdp_conformance.harness import rank_scheduler
+from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 
 #: Cycles of one calibration sleep: near a millisecond at the clock rates of today's devices (1 to 2 GHz).
 _CALIBRATION_CYCLES = 1_000_000

@@ -15,7 +15,7 @@ from torch import distributed
 
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import EnvironmentUnavailable
-from fsdp_conformance.harness.forkserver import environment
+from fsdp_conformance.harness.processes.forkserver import environment
 
 #: Backends of accelerators, for torch versions without `get_default_backend_for_device`.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "hpu": "hccl", "mps": "gloo"}

@@ -20,7 +20,7 @@ import torch
 import torch.distributed.constants
 
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.harness.collective_trace import TRACE_VARIABLE
+from fsdp_conformance.harness.recording.collective_trace import TRACE_VARIABLE
 
 #: cuBLAS is deterministic only with a workspace of a fixed size (docs of torch.use_deterministic_algorithms).
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"

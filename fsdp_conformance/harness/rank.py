@@ -51,14 +51,15 @@ from fsdp_conformance.errors import (
     Unsupported,
     UsageError,
 )
-from fsdp_conformance.harness import preload, torchrun
-from fsdp_conformance.harness.collective_log import log
 from fsdp_conformance.harness.environment import (
     Determinism,
     apply_collective_timeout,
     apply_variables,
     quoted_variables,
 )
+from fsdp_conformance.harness.processes import preload
+from fsdp_conformance.harness.recording.collective_log import log
+from fsdp_conformance.harness.torchrun import worker as torchrun
 from fsdp_conformance.outcome import RankError, RankReport
 
 #: Exit code of a rank whose report carries an error; MultiProcessTestCase.TEST_ERROR_EXIT_CODE.

@@ -35,9 +35,9 @@ from fsdp_conformance.harness import attribution, devices
 from fsdp_conformance.harness import rank as rank_process
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
-from fsdp_conformance.harness.launcher import Launch, LaunchOrder, launch
+from fsdp_conformance.harness.processes.launcher import Launch, LaunchOrder, launch
 from fsdp_conformance.harness.torch_testing import MultiProcessTestCase
-from fsdp_conformance.harness.torchrun import CaseMeeting
+from fsdp_conformance.harness.torchrun.worker import CaseMeeting
 from fsdp_conformance.judge.mismatch import differing_calls
 from fsdp_conformance.outcome import RankError, RankExit, RankReport
 

@@ -8,7 +8,7 @@ With the variable below torch asks NVML. Whoever needs these modules takes them 
 
 from __future__ import annotations
 
-from fsdp_conformance.harness.forkserver import environment
+from fsdp_conformance.harness.processes.forkserver import environment
 
 with environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
     from torch.testing._internal import common_distributed, common_fsdp, common_utils

@@ -13,8 +13,8 @@ from torch.distributed import ProcessGroup
 
 from fsdp_conformance.adapters.components import Bucketer
 from fsdp_conformance.adapters.reference_components import ReferenceComponents
-from fsdp_conformance.engine.bucket_assignment import MIB
-from fsdp_conformance.engine.reduce_scatter_bucketer import Callback, Pending, ReduceScatterBucketer, _Bucket
+from fsdp_conformance.engine.bucketing.bucket_assignment import MIB
+from fsdp_conformance.engine.bucketing.reduce_scatter_bucketer import Callback, Pending, ReduceScatterBucketer, _Bucket
 
 Inputs = Sequence[Tensor] | Tensor
 

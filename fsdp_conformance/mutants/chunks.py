@@ -10,11 +10,11 @@ from torch.distributed import ProcessGroup
 
 from fsdp_conformance.adapters.components import ChunkStorage, PoolBlock, PoolUse, ShardStatistics
 from fsdp_conformance.adapters.reference_components import EngineChunk, engine_chunk
-from fsdp_conformance.engine.chunk import Chunk
-from fsdp_conformance.engine.chunk_fetcher import FifoScheduler, NextUseScheduler
-from fsdp_conformance.engine.chunk_state import TENSOR_TRANSITIONS, TensorState
+from fsdp_conformance.engine.chunks.chunk import Chunk
+from fsdp_conformance.engine.chunks.fetcher import FifoScheduler, NextUseScheduler
+from fsdp_conformance.engine.chunks.memory_pool import Block
+from fsdp_conformance.engine.chunks.state import TENSOR_TRANSITIONS, TensorState
 from fsdp_conformance.engine.errors import ChunkFull, IllegalTransition, PoolExhausted
-from fsdp_conformance.engine.memory_pool import Block
 from fsdp_conformance.mutants.chunk_seams import SeamChunks, SeamPool
 
 # --- filling ---------------------------------------------------------------------------------------------------------

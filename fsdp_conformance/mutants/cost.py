@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from fsdp_conformance.adapters.components import TensorLayout
 from fsdp_conformance.adapters.reference_components import ReferenceComponents
-from fsdp_conformance.engine.link_spec import LinkSpec
+from fsdp_conformance.planner.link_spec import LinkSpec
 
 #: What is charged where nothing should be.
 _CHARGE_US = 3.0

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from fsdp_conformance.adapters.reference_components import ReferenceComponents
 from fsdp_conformance.errors import RankFailed
-from fsdp_conformance.harness import meeting
-from fsdp_conformance.harness.rank_state import RankState
+from fsdp_conformance.harness.simulated_ranks import meeting
+from fsdp_conformance.harness.simulated_ranks.state import RankState
 from fsdp_conformance.history.collective import Op
 
 
@@ -135,7 +135,7 @@ class TakesWhatIsThere(SeamRanks):
     """A work is over before the peers have come."""
 
     def parts(self) -> tuple[Any, Mapping[Any, Any]]:
-        from fsdp_conformance.harness.simulated_group import SimulatedWork
+        from fsdp_conformance.harness.simulated_ranks.group import SimulatedWork
 
         return SimulatedWork, {"wait": lambda work, *_: True}
 

@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.harness.deadlines import Deadlines
-from fsdp_conformance.harness.forkserver import STOP_TIMEOUT_S, WarmServer
+from fsdp_conformance.harness.processes.forkserver import STOP_TIMEOUT_S, WarmServer
 
 #: What the warm process imports for the ranks: what training scripts use, and what torch itself imports late (dynamo,
 #: with the first step of an optimizer). Not torch's test harness: it changes what a process may do.
@@ -129,9 +129,9 @@ class ScriptLaunch:
         """Fork the ranks. Raises EnvironmentUnavailable if the warm process cannot start."""
         # These import torch, which the warm process does at the same time.
         from fsdp_conformance.harness import rank
-        from fsdp_conformance.harness.launcher import fork_ranks
-        from fsdp_conformance.harness.leftovers import remove_orphans, shared_memory
-        from fsdp_conformance.harness.supervisor import Seat, Supervisor
+        from fsdp_conformance.harness.processes.launcher import fork_ranks
+        from fsdp_conformance.harness.processes.leftovers import remove_orphans, shared_memory
+        from fsdp_conformance.harness.processes.supervisor import Seat, Supervisor
 
         self._resources.callback(remove_orphans, shared_memory())
         directory = Path(
@@ -206,7 +206,7 @@ def torchrun_variables(rank: int, world_size: int, *, port: int, run_id: str) ->
 def _launch_order(order: ScriptOrder, directory: Path, port: int) -> Any:
     """The order in the harness's words."""
     from fsdp_conformance.harness.environment import Determinism
-    from fsdp_conformance.harness.launcher import LaunchOrder
+    from fsdp_conformance.harness.processes.launcher import LaunchOrder
 
     return LaunchOrder(
         module="fsdp_conformance.simulator.script",

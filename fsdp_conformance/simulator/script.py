@@ -25,8 +25,8 @@ from typing import Any, cast
 
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness import rank as rank_process
-from fsdp_conformance.harness.collective_log import CollectiveObserver, log
-from fsdp_conformance.harness.process_group import register_recording_backend
+from fsdp_conformance.harness.recording.collective_log import CollectiveObserver, log
+from fsdp_conformance.harness.recording.process_group import register_recording_backend
 from fsdp_conformance.outcome import RankError
 from fsdp_conformance.simulator import observe
 from fsdp_conformance.simulator.launch import OBSERVED_SUFFIX, ScriptOrder, ScriptPayload, torchrun_variables

@@ -16,7 +16,8 @@ from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.harness import rank_scheduler, simulated_ranks
+from fsdp_conformance.harness.simulated_ranks import ranks as simulated_ranks
+from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 from fsdp_conformance.simulator import build, device, process_group
 
 __all__ = ["MAX_RANKS", "enable", "run_ranks"]

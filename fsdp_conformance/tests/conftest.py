@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from fsdp_conformance.tests import simulator_process
+from fsdp_conformance.tests.simulator import simulator_process
 
 
 def pytest_configure() -> None:

@@ -1,0 +1,104 @@
+"""A function on ranks of its own: forked from a warm process, with a process group, ended with what they were asked."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+from fsdp_conformance import errors
+from fsdp_conformance.harness import devices
+from fsdp_conformance.harness import rank as rank_process
+from fsdp_conformance.harness.attribution import attribute
+from fsdp_conformance.harness.deadlines import Deadlines
+from fsdp_conformance.harness.environment import Determinism
+from fsdp_conformance.harness.processes.launcher import LaunchOrder, launch
+
+#: What every rank imports anyway.
+_PRELOAD = ("torch.distributed.fsdp", "torch._dynamo", "studies.stream_runs")
+
+
+def run_on_ranks(
+    function: Callable[..., Any],
+    *args: Any,
+    world_size: int,
+    device_type: str,
+    timeout_s: float = 120.0,
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """
+    What `function(rank, device, *args)` returns on each rank, in a process group of them all; something JSON-able.
+
+    The function is at a module's top level. Raises RankRaised with the first rank's traceback, RankDied or
+    RankTimedOut.
+    """
+    with tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True) as directory:
+        order = LaunchOrder(
+            module=__name__,
+            qualname=Asked.__qualname__,
+            test_name=function.__qualname__,
+            file_name=str(Path(directory) / "store"),
+            directory=Path(directory),
+            world_size=world_size,
+            device_type=device_type,
+            deadlines=Deadlines.nested(timeout_s),
+            determinism=Determinism(algorithms="off"),
+            variables=dict(environment or {}),
+            preload=(*devices.preload(device_type), *_PRELOAD),
+            preload_environment=dict(devices.preload_environment(device_type)),
+            payload=(function, args),
+            imports_main=function.__module__ == "__main__",
+        )
+        launched = launch(order)
+        try:
+            reports, exits = launched.wait()
+        finally:
+            launched.close()
+    found = attribute(reports, exits)
+    if found.first is not None:
+        report, end = reports[found.first.rank], exits[found.first.rank]
+        if report is not None and report.error is not None:
+            raise errors.RankRaised(f"{found.headline}\n{report.error.traceback}", rank=found.first.rank)
+        kind = errors.RankTimedOut if found.is_hang else errors.RankDied
+        raise kind(f"{found.headline}\n{end.stack}\n{end.output}".rstrip(), rank=found.first.rank)
+    return [report.measurements["answer"] for report in reports if report is not None]
+
+
+class Asked:
+    """The rank's side."""
+
+    @classmethod
+    def _run(cls, rank: int, test_name: str, file_name: str, pipe: Connection, **kwargs: Any) -> None:
+        run = rank_process.running()
+        function, args = run.payload
+        try:
+            device = devices.device_of(run.start.device_type, rank)
+            devices.use_device(device)
+            distributed.init_process_group(
+                devices.backend_for(run.start.device_type),
+                init_method=f"file://{file_name}",
+                rank=rank,
+                world_size=run.start.world_size,
+                timeout=timedelta(seconds=run.start.collective_timeout_s),
+            )
+            answer = function(rank, device, *args)
+            json.dumps(answer)
+            run.report.measurements["answer"] = answer
+        except Exception as error:  # noqa: BLE001 - whatever it raised is the answer
+            run.note(error, rank_process.describe_error(error))
+        run.speak()
+        run.wait_for_goodbye()
+        rank_process.destroy_process_group()
+
+
+def synchronized(device: torch.device) -> None:
+    """The host waits for everything on the device."""
+    if device.type != "cpu":
+        torch.get_device_module(device.type).synchronize(device)

@@ -1,0 +1,127 @@
+"""One training of `stream_trainings` on one rank: the loop, without a look at any value before its end."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from studies.stream_engines import ENGINES, Engine, side_stream
+from studies.stream_models import batch, chunked_loss, loss_of
+from studies.stream_trainings import Training
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a training gives, as text and numbers that can be compared and sent."""
+
+    losses: list[str] = field(default_factory=list)
+    """Of each micro-batch, exact (`float.hex`)."""
+    parameters: dict[str, str] = field(default_factory=dict)
+    """A digest of what this rank holds of each parameter at the end."""
+    seconds: list[float] = field(default_factory=list)
+    """Of each step, from one look at the clock to the next; nothing is waited for in between."""
+
+    def differences(self, other: Outcome) -> list[str]:
+        """What is not the same, in words."""
+        found = [
+            f"loss {i}: {a} and {b}" for i, (a, b) in enumerate(zip(self.losses, other.losses, strict=True)) if a != b
+        ]
+        if self.parameters.keys() != other.parameters.keys():
+            return [*found, f"parameters {sorted(self.parameters)} and {sorted(other.parameters)}"]
+        return found + [name for name in self.parameters if self.parameters[name] != other.parameters[name]]
+
+
+def run(
+    training: Training,
+    device: torch.device,
+    rank: int,
+    *,
+    look: Callable[[], Any] = nullcontext,
+    prepared: Callable[[Engine], Any] = lambda engine: nullcontext(),
+    steps: int | None = None,
+) -> Outcome:
+    """
+    Train, and return what came out.
+
+    `look` makes the context in which values are read at the end. `prepared(engine)` makes the context of the loop,
+    after the model is wrapped.
+    """
+    torch.manual_seed(7)
+    steps = training.steps if steps is None else steps
+    engine = ENGINES[training.engine](training, device, rank)
+    data = [
+        [
+            _on_device(training, device, batch(training.model, step=step, micro=micro, rank=rank))
+            for micro in range(training.micro_batches)
+        ]
+        for step in range(steps)
+    ]
+    losses: list[Tensor] = []
+    outcome = Outcome()
+    stream = side_stream(device) if "side-stream" in training else nullcontext()
+    with prepared(engine), sdpa_kernel(SDPBackend.MATH), stream, engine.iteration():
+        for step in range(steps):
+            began = time.perf_counter()
+            for micro in range(training.micro_batches):
+                is_last = micro == training.micro_batches - 1
+                with engine.micro_batch(is_last=is_last):
+                    engine.before_forward(step)
+                    losses.append(_forward_backward(engine, data[step][micro]))
+            if training.clip is not None:
+                engine.clip(training.clip)
+            engine.step()
+            engine.zero_grad()
+            engine.after_step(step)
+            if "eval-between" in training:
+                losses.append(_evaluate(engine, data[step][0]))
+            outcome.seconds.append(time.perf_counter() - began)
+    with look(), torch.no_grad():
+        outcome.losses = [float(loss).hex() for loss in losses]
+        for name, value in _local_values(engine.model).items():
+            contiguous = value.detach().to("cpu").contiguous()
+            outcome.parameters[name] = hashlib.sha256(
+                contiguous.flatten().view(torch.uint8).numpy().tobytes()
+            ).hexdigest()[:16]
+    return outcome
+
+
+def _forward_backward(engine: Engine, data: Any) -> Tensor:
+    if "grouped-head" in engine.training:
+        return chunked_loss(engine.model, engine.model(*data.inputs), data.target)
+    loss = loss_of(engine.model(*data.inputs), data.target)
+    if "two-forwards" in engine.training:
+        loss = loss + loss_of(engine.model(*(0.5 * given for given in data.inputs)), data.target)
+    engine.backward(loss)
+    return loss.detach()
+
+
+def _evaluate(engine: Engine, data: Any) -> Tensor:
+    engine.model.eval()
+    with torch.no_grad():
+        loss = loss_of(engine.model(*data.inputs), data.target)
+    engine.model.train()
+    return loss
+
+
+def _on_device(training: Training, device: torch.device, data: Any) -> Any:
+    """A batch where the loop wants it: moved before the loop, because moving is a wait of the host."""
+    inputs_device = device
+    if "inputs-elsewhere" in training and device.type != "cpu":
+        inputs_device = torch.device(
+            device.type, (device.index + 1) % torch.get_device_module(device.type).device_count()
+        )
+    return type(data)(tuple(given.to(inputs_device) for given in data.inputs), data.target.to(device))
+
+
+def _local_values(model: nn.Module) -> dict[str, Tensor]:
+    """What this rank holds of each parameter and buffer."""
+    named = (*model.named_parameters(), *model.named_buffers())
+    return {name: getattr(value, "_local_tensor", value) for name, value in named}

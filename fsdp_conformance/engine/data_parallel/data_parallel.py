@@ -1,0 +1,494 @@
+"""
+Replicated training: every rank holds the whole module, and gradients are averaged in backward.
+
+    model = DataParallel(module)
+    for batch in batches:
+        loss(model(batch)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+In the shape that users of torch's DistributedDataParallel know, and with its contract, except where that lets a run go
+on with wrong numbers:
+
+  - parameters that are frozen or thawed between iterations are left out or taken in;
+  - the wrapped module may be moved or cast (`model.to(...)`); a parameter that is replaced is refused;
+  - two forwards and then two backwards, or several backwards of one forward, are averaged each;
+  - ranks whose parameters differ raise all of them, naming the parameters;
+  - after an exception in backward, on all ranks, training can go on with the next forward.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.profiler import record_function
+from torch.distributed import ProcessGroup
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.nn import parameter as nn_parameter
+from torch.utils import _python_dispatch
+
+from fsdp_conformance.engine.bucketing.broadcast import broadcast
+from fsdp_conformance.engine.bucketing.bucket_assignment import DEFAULT_LIMITS, MIB
+from fsdp_conformance.engine.data_parallel.communication_hook import Hook
+from fsdp_conformance.engine.data_parallel.join import DataParallelJoinHook, RollCall, agreed_rank
+from fsdp_conformance.engine.data_parallel.reducer import Reducer
+from fsdp_conformance.engine.data_parallel.reducer_config import ReducerConfig
+from fsdp_conformance.engine.errors import ParameterReplaced
+from fsdp_conformance.engine.flat_collectives import resolve_group
+from fsdp_conformance.engine.structures import tensors_in, with_tensors
+from fsdp_conformance.engine.verification import verify_parameters
+from fsdp_conformance.errors import ConfigError, Unsupported
+
+_preserve_version_counter: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+
+
+class _Place(NamedTuple):
+    """Where a parameter is registered."""
+
+    registry: dict[str, nn.Parameter | None]
+    key: str
+    name: str
+    parameter: nn.Parameter
+
+
+class DataParallel(nn.Module, Joinable):
+    """
+    A module whose gradients are averaged over the ranks of a group. Making one is collective.
+
+    Parameters and buffers of the group's first rank are sent to the others at the start. Buffers are sent again before
+    a forward that follows a synchronised one (once for several micro-batches under `no_sync`), as
+    DistributedDataParallel does. State dicts have the names of the wrapper: `module.` stands before the module's own.
+
+    Raises ConfigError for options out of range and for a module on several devices, Unsupported for parameters that
+    cannot be averaged, and StructureMismatch, on every rank, where ranks hold different parameters.
+    """
+
+    module: nn.Module
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroup | None = None,
+        *,
+        device_id: int | torch.device | None = None,
+        find_unused_parameters: bool = False,
+        static_graph: bool = False,
+        gradient_as_bucket_view: bool = False,
+        broadcast_buffers: bool = True,
+        bucket_cap_mb: float | Sequence[float] | None = None,
+        ignored_names: Collection[str] = (),
+        sync_module_states: bool = True,
+    ) -> None:
+        """
+        `process_group`: the default group where it is None. `device_id`: the module is moved to this device, and so are
+        the inputs of every forward; an int is an index of the current accelerator. `bucket_cap_mb`: the limit of a
+        bucket in MiB, or those of the first, second, ... bucket, the last repeating; None: a first bucket of 1 and then
+        25. `ignored_names`: parameters and buffers that stay this rank's own. `sync_module_states=False`: nothing is
+        sent at the start; parameters must be equal already. The other options are those of `ReducerConfig`.
+        """
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        self.module = module
+        self.process_group: ProcessGroup = resolve_group(process_group)
+        self._config = ReducerConfig(
+            bucket_limits=_limits(bucket_cap_mb),
+            find_unused_parameters=find_unused_parameters,
+            static_graph=static_graph,
+            gradient_as_bucket_view=gradient_as_bucket_view,
+        )
+        self._broadcast_buffers = broadcast_buffers
+        self._ignored_names = frozenset(ignored_names)
+        self._options: dict[str, Any] = {
+            "device_id": device_id,
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "broadcast_buffers": broadcast_buffers,
+            "bucket_cap_mb": bucket_cap_mb,
+            "ignored_names": tuple(ignored_names),
+        }
+        self._input_device = None if device_id is None else _device(device_id)
+        if self._input_device is not None:
+            module.to(self._input_device)
+        self._synchronise = True
+        self._buffers_due = True
+        self._divide_by_initial_world_size = True
+        self._hook: tuple[Any, Hook] | None = None
+        # The reducer, and how many reductions it had made, at the last forward under no_sync.
+        self._deferred_at: tuple[Reducer, int] | None = None
+        self._reducer: Reducer | None = None
+        self._note_parameters()
+        _check(self.module, self._ignored_names, self._managed)
+        self._device = self._input_device or torch.device("cpu")
+        self._renew_reducer(verify=sync_module_states)
+        if sync_module_states:
+            tensors: list[Tensor] = [parameter for _, parameter in self._managed]
+            broadcast([*tensors, *self._current_buffers()], self.process_group)
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward. Collective where buffers are sent or buckets rebuilt."""
+        with record_function("DataParallel::before_forward"):
+            keeps_graph = torch.is_grad_enabled()
+            self._before_forward(keeps_graph)
+            if self._input_device is not None:
+                move = partial(Tensor.to, device=self._input_device, non_blocking=True)
+                args, kwargs = with_tensors((args, kwargs), move)
+        output = self.module(*args, **kwargs)
+        with record_function("DataParallel::after_forward"):
+            self._buffers_due = keeps_graph and self._synchronise
+            if keeps_graph:
+                self.reducer.prepare_for_backward(tensors_in(output), synchronise=self._synchronise)
+                if not self._synchronise:
+                    self._deferred_at = (self.reducer, self.reducer.reductions)
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """
+        The backward of a forward that runs in here adds to this rank's gradients and reduces nothing.
+
+        The next synchronised backward averages what has been accumulated.
+        """
+        before, self._synchronise = self._synchronise, False
+        try:
+            yield
+        finally:
+            self._synchronise = before
+
+    def register_comm_hook(self, state: Any, hook: Hook) -> None:
+        """Let `hook(state, bucket)` reduce: see `Reducer.register_comm_hook`."""
+        self.reducer.register_comm_hook(state, hook)
+        self._hook = (state, hook)
+
+    def reset(self) -> None:
+        """
+        Drop a reduction that was begun and cannot end. Called by the next forward itself after an exception.
+
+        All ranks must have issued the same collectives, as they have if the exception was raised on each at the same
+        place; otherwise a new process group is needed.
+        """
+        self.reducer.reset()
+
+    @property
+    def reducer(self) -> Reducer:
+        """What averages the gradients; another one after parameters were frozen, thawed, moved or cast."""
+        assert self._reducer is not None, "made in the constructor"
+        return self._reducer
+
+    def _before_forward(self, keeps_graph: bool) -> None:
+        sends_buffers = self._buffers_due and self._broadcast_buffers and bool(self._buffer_places)
+        roll: RollCall | None = None
+        if self._join_config.enable:
+            Join.notify_join_context(self)
+            roll = RollCall(
+                self.process_group,
+                self._device,
+                present=True,
+                keeps_graph=keeps_graph,
+                synchronises=keeps_graph and self._synchronise,
+                broadcasts=sends_buffers,
+            )
+        if keeps_graph:
+            self._follow_changes()
+            self.reducer.prepare_for_forward()
+            counts = None if roll is None or self._divide_by_initial_world_size else partial(_number_present, roll)
+            self.reducer.set_divisor(counts)
+        if sends_buffers:
+            self._send_buffers(roll.present[-1] if roll is not None else 0)
+
+    def _send_buffers(self, source: int) -> None:
+        buffers = self._current_buffers()
+        # A graph of an earlier forward may have saved them; what it needs is the same on every rank or nobody's.
+        with _preserve_version_counter(tuple(buffers)):
+            broadcast(buffers, self.process_group, source=source)
+
+    def _current_buffers(self) -> list[Tensor]:
+        """The buffers as they are registered now: a forward may have replaced them."""
+        return [buffer for registry, key in self._buffer_places if (buffer := registry.get(key)) is not None]
+
+    def __getattr__(self, name: str) -> Any:
+        """
+        The module's own attributes, as long as they are data.
+
+        Methods and submodules are not: what they compute goes past the wrapper, and the gradients of their backward
+        stay on this rank. Who wants that says `.module`.
+        """
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "module" or not hasattr(self.module, name):
+                raise
+        value = getattr(self.module, name)
+        if callable(value):
+            raise AttributeError(
+                f"{name} of {type(self.module).__name__} is called through .module: it goes past DataParallel, so the "
+                "gradients of its backward stay on this rank until a forward of the wrapper is reduced"
+            )
+        return value
+
+    def __getitem__(self, key: Any) -> Any:
+        """The item of the module, where that is a container."""
+        return cast(Any, self.module)[key]
+
+    # --- what may change between iterations --------------------------------------------------------------------------
+
+    def _note_parameters(self) -> None:
+        """Where parameters and buffers are, each under the first of its names."""
+        places: dict[int, _Place] = {}
+        buffers: dict[int, tuple[dict[str, Tensor | None], str]] = {}
+        self._sparse: set[str] = set()
+        for path, owner in self.module.named_modules():
+            for key, parameter in owner._parameters.items():
+                name = f"{path}.{key}" if path else key
+                if parameter is None or name in self._ignored_names:
+                    continue
+                place = places.setdefault(id(parameter), _Place(owner._parameters, key, name, parameter))
+                if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)) and owner.sparse:
+                    self._sparse.add(place.name)
+            for key, buffer in owner._buffers.items():
+                if buffer is not None and (f"{path}.{key}" if path else key) not in self._ignored_names:
+                    buffers.setdefault(id(buffer), (owner._buffers, key))
+        self._places = list(places.values())
+        self._buffer_places = list(buffers.values())
+        self._managed = [(place.name, place.parameter) for place in self._places]
+
+    def _follow_changes(self) -> None:
+        """Make the reducer fit what the parameters are now. Collective if anything changed, the same on every rank."""
+        replaced = [place.name for place in self._places if place.registry.get(place.key) is not place.parameter]
+        if replaced:
+            raise ParameterReplaced(
+                f"{', '.join(replaced)} is another parameter than the one that was wrapped, but should be the same",
+                where="DataParallel.forward",
+                hint="Wrap the module again.",
+            )
+        reduced = self._keeps_frozen and not self._has_deferred()
+        if reduced or self._traits() != self._noted_traits:
+            if self._join_config.enable:
+                raise Unsupported("frozen_dynamic", "parameters were frozen, thawed, moved or cast inside of join()")
+            self.reducer.expect_finished()
+            self._renew_reducer(verify=True)
+
+    def _has_deferred(self) -> bool:
+        """Whether gradients of this step have not been reduced yet, judged as every rank does."""
+        return self._reducer is not None and self._deferred_at == (self._reducer, self._reducer.reductions)
+
+    def _traits(self) -> list[tuple[bool, torch.dtype, torch.device]]:
+        return [(parameter.requires_grad, parameter.dtype, parameter.device) for _, parameter in self._managed]
+
+    def _renew_reducer(self, *, verify: bool) -> None:
+        """A reducer for the parameters that have, or will get, gradients to be averaged. Collective with `verify`."""
+        before = self._reducer
+        kept: frozenset[str] = frozenset()
+        used: list[str] = []
+        if before is not None:
+            used = before.used_names()
+            if self._has_deferred():
+                kept = frozenset(before.names)  # frozen now, but their gradients of this step were not reduced yet
+            before.close()
+        if self._managed:
+            self._device = self._managed[0][1].device
+        if verify:
+            verify_parameters(self._managed, self.process_group, device=self._device)
+        named = [(name, parameter) for name, parameter in self._managed if parameter.requires_grad or name in kept]
+        self._reducer = Reducer(
+            named, self.process_group, config=self._config, sparse=self._sparse & {name for name, _ in named}
+        )
+        self._reducer.mark_used(used)
+        if kept:
+            self._deferred_at = (self._reducer, 0)
+        self._keeps_frozen = any(not parameter.requires_grad for _, parameter in named)
+        if self._hook is not None:
+            self._reducer.register_comm_hook(*self._hook)
+        self._noted_traits = self._traits()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataParallel:
+        """
+        Move or cast: `.to()`, `.double()`. Nothing is communicated: one rank alone may do it, to save a model.
+
+        Where the objects of parameters change with it, or their traits, the next forward makes another reducer.
+        """
+        before = [parameter for _, parameter in self._managed]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._note_parameters()
+        after = [parameter for _, parameter in self._managed]
+        if any(old is not new for old, new in zip(before, after, strict=True)):
+            self._noted_traits = []
+        if self._input_device is not None and self._managed:
+            self._input_device = self._managed[0][1].device
+        return self
+
+    # --- uneven inputs -----------------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """
+        A context for ranks with different numbers of inputs, as DistributedDataParallel's `join`.
+
+        A rank that leaves the loop early contributes zeros until the others have left it too; then all take over the
+        model of one that left last. Gradients are divided by the size of the group, or else by the number of ranks that
+        still have inputs. With `throw_on_early_termination` every rank raises as soon as one has none left.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """For torch's `Join`: `divide_by_initial_world_size` is read, other options are other joinables'."""
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return DataParallelJoinHook(self)
+
+    @property
+    def join_device(self) -> torch.device:
+        """Where the context communicates from."""
+        return self._device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """The group that the context communicates over."""
+        return self.process_group
+
+    def shadow_iteration(self) -> None:
+        """Take part in one iteration of the ranks that still have inputs. Collective."""
+        roll = RollCall(self.process_group, self._device, present=False)
+        if roll.keeps_graph:
+            self.reducer.rebuild()
+        if roll.broadcasts:
+            self._send_buffers(roll.present[-1])
+        self._buffers_due = roll.keeps_graph and roll.synchronises
+        if roll.synchronises:
+            self.reducer.shadow_backward()
+
+    def adopt_last_model(self, *, is_last: bool) -> None:
+        """Take over the model of a rank that joined last, and end the context. Collective."""
+        source = agreed_rank(self.process_group, self._device, candidate=is_last)
+        tensors: list[Tensor] = [parameter for _, parameter in self._managed]
+        broadcast(tensors, self.process_group, source=source)
+        if self._broadcast_buffers:
+            self._send_buffers(source)
+        self._join_config = self._join_config._replace(enable=False)
+        self._divide_by_initial_world_size = True
+
+    # --- copies ------------------------------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
+        """A wrapper of a copy of the module, on the same group. Nothing is communicated."""
+        self._refuse_copy()
+        return _restored(type(self), copy.deepcopy(self.module, memo), self._options, self.training, self.process_group)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For pickle: the module and the options; it comes back on the default group. Nothing is communicated."""
+        self._refuse_copy()
+        if self.process_group is not dist.group.WORLD:
+            raise Unsupported("copyable", "a DataParallel on another group than the default one cannot be pickled")
+        return _restored, (type(self), self.module, self._options, self.training)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return self.__reduce__()
+
+    def __copy__(self) -> DataParallel:
+        raise Unsupported("copyable", "two wrappers cannot share one module: use copy.deepcopy")
+
+    def _refuse_copy(self) -> None:
+        if self._hook is not None:
+            raise Unsupported(
+                "copyable", "a DataParallel with a communication hook cannot be copied: its state is one rank's"
+            )
+
+
+def _restored(
+    kind: type[DataParallel],
+    module: nn.Module,
+    options: dict[str, Any],
+    training: bool,
+    process_group: ProcessGroup | None = None,
+) -> DataParallel:
+    """A wrapper as it was when it was copied."""
+    wrapper = kind(module, process_group, **options, sync_module_states=False)
+    wrapper.training = training
+    return wrapper
+
+
+def _number_present(roll: RollCall) -> int:
+    return len(roll.present)
+
+
+def _limits(bucket_cap_mb: float | Sequence[float] | None) -> tuple[int, ...]:
+    """Bucket limits in bytes."""
+    if bucket_cap_mb is None:
+        return DEFAULT_LIMITS
+    caps = [bucket_cap_mb] if isinstance(bucket_cap_mb, (int, float)) else list(bucket_cap_mb)
+    if not caps or min(caps) < 0:
+        raise ConfigError(
+            [f"bucket_cap_mb={bucket_cap_mb}, but should be one or more numbers of MiB, none negative"], where=_WHERE
+        )
+    return tuple(int(cap * MIB) for cap in caps)
+
+
+def _device(device_id: int | torch.device) -> torch.device:
+    """The device meant, with an index where its type has several."""
+    if isinstance(device_id, int):
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is None:
+            raise ConfigError(
+                [f"device_id={device_id}, but should be a torch.device: there is no accelerator"], where=_WHERE
+            )
+        return torch.device(accelerator.type, device_id)
+    index: int | None = device_id.index
+    if device_id.type == "cpu" or index is not None:
+        return device_id
+    return torch.device(device_id.type, torch.get_device_module(device_id.type).current_device())
+
+
+def _check(module: nn.Module, ignored: Collection[str], managed: Sequence[tuple[str, nn.Parameter]]) -> None:
+    """Raise for a module that cannot be replicated, with every reason."""
+    wrapped = [name or "the module itself" for name, child in module.named_modules() if isinstance(child, _WRAPPERS)]
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    problems = []
+    if getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in vars(module):
+        problems.append(f"module is a {type(module).__name__}, which has no forward, but should have one")
+    if wrapped:
+        problems.append(f"{', '.join(wrapped)} averages gradients already, but should be wrapped once")
+    if set(ignored) - known:
+        problems.append(f"ignored_names={sorted(set(ignored) - known)}, but should be names of parameters or buffers")
+    devices: dict[str, list[str]] = {}
+    for name, parameter in managed:
+        devices.setdefault(str(parameter.device), []).append(name)
+    if len(devices) > 1:
+        where = "; ".join(f"{', '.join(names[:3])} on {device}" for device, names in devices.items())
+        problems.append(f"parameters are on {len(devices)} devices ({where}), but should be on one")
+    if "meta" in devices:
+        problems.append(f"{', '.join(devices['meta'][:3])} are on the meta device, but should have values")
+    if problems:
+        raise ConfigError(problems, where=_WHERE)
+    lazy = [name for name, parameter in managed if _is_lazy(parameter)]
+    if lazy:
+        raise Unsupported("meta_init", f"{', '.join(lazy)} have no shape yet: run a forward first")
+    foreign = [name for name, parameter in managed if _is_subclass(parameter)]
+    if foreign:
+        raise Unsupported(
+            "tp", f"{', '.join(foreign)} are tensor subclasses (DTensor), which cannot be averaged as they are"
+        )
+
+
+#: Untyped: to mypy no parameter is either.
+_is_lazy: Callable[[Any], bool] = nn_parameter.is_lazy
+_is_subclass: Callable[[Any], bool] = _python_dispatch.is_traceable_wrapper_subclass
+_WHERE = "DataParallel"
+_WRAPPERS = (DataParallel, nn.parallel.DistributedDataParallel)

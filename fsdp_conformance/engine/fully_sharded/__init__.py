@@ -1,0 +1,35 @@
+"""
+The fully sharded module: parameters, gradients and optimizer state of each unit are sharded over a group.
+
+    wrapper              `FullyShardedDataParallel`, the class that users wrap a module in
+    fully_shard          `fully_shard(module)`: the same without a wrapper, by hooks
+    wrap_policy          which submodules become units of their own
+
+    unit                 a unit and its walk through the states of a training step
+    schedule             when each unit is gathered, resharded and reduced
+    training_state       the states of a unit and the legal moves between them
+    hooks                the module hooks that tell the schedule what runs
+    inputs               moving and casting a unit's inputs and outputs
+    buffers              a unit's floating-point buffers under a precision policy
+    unshard_handle       what a user waits on after unsharding by hand
+    order_watch          detects ranks that run different units
+    tag                  the unit's number, sent along with its parameters and gradients
+
+    flat_parameter       the parameters of one unit and dtype on one chunk
+    member               one parameter: the optimizer's object and the places where modules find it
+    recipe               how parameters are laid out on chunks, also when they move
+    construction         from a module to a unit
+    materialisation      parameters on the meta device get memory and values
+    sharding_groups      the group to shard over and the group to replicate over
+
+    full_parameters      `summon_full_params`
+    gradient_norm        the norm of all gradients, and clipping by it
+    gradient_scaler      a gradient scaler whose skipped steps agree across ranks
+    model_state          state dicts of the module, full and sharded
+    optimizer_state      state dicts of the optimizer, full and sharded
+    report               a summary of what each unit holds and sends
+"""
+
+from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
+
+__all__ = ["FullyShardedDataParallel"]

@@ -1,0 +1,164 @@
+"""
+State of an optimizer over sharded parameters: in full by name, or sharded for torch.distributed.checkpoint, and back.
+
+A state dict has {"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}. Tensors as large as the
+rank's part of their parameter are sharded with it; others (step counters) are the same on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_conformance.engine.errors import StructureMismatch
+from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
+from fsdp_conformance.engine.fully_sharded.fully_shard import units_below
+from fsdp_conformance.engine.fully_sharded.model_state import as_dtensor, mesh_of, original_names
+from fsdp_conformance.engine.verification import agree_on_text
+
+
+@torch.no_grad()
+def full_optimizer_state(
+    module: nn.Module, optimizer: Optimizer, *, rank0_only: bool = False, offload_to_cpu: bool = False
+) -> dict[str, Any]:
+    """
+    The state in full. Collective.
+
+    `rank0_only`: ranks of a shard group other than its first get tensors of no parameter. Raises StructureMismatch on
+    every rank if ranks have state for different parameters.
+    """
+
+    def whole(flat: FlatParameter, view: Tensor) -> Tensor | None:
+        if rank0_only and flat.chunk.layout.rank != 0:
+            return None
+        return view.to("cpu" if offload_to_cpu else view.device, copy=True)
+
+    return _state_dict(module, optimizer, whole)
+
+
+@torch.no_grad()
+def sharded_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The state with DTensors, sharded along the first dim of their parameters. Collective."""
+    return _state_dict(module, optimizer, lambda flat, view: as_dtensor(view, mesh_of(flat)))
+
+
+@torch.no_grad()
+def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """
+    Take over a full or sharded state dict, saved with any number of ranks and any units. Collective for a sharded one.
+
+    Parameters that it does not have keep no state. Raises StructureMismatch naming parameters that are unknown.
+    """
+    names = original_names(module)
+    by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names}
+    unknown = sorted(set(state["state"]) - set(by_name))
+    if unknown:
+        raise StructureMismatch(
+            f"state of {', '.join(unknown)}, but should be of parameters of the optimizer", where="load_optimizer_state"
+        )
+    homes = {id(m.parameter): (flat, i) for flat in _flats(module) for i, m in enumerate(flat.members)}
+    positions = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
+    loaded: dict[int, dict[str, Any]] = {}
+    for name, entries in state["state"].items():
+        parameter = by_name[name]
+        flat, index = homes.get(id(parameter), (None, 0))
+        loaded[positions[id(parameter)]] = {
+            key: _own_part(flat, index, value) if isinstance(value, Tensor) else value for key, value in entries.items()
+        }
+    groups = _loaded_groups(optimizer, state, by_name, positions)
+    optimizer.load_state_dict({"state": loaded, "param_groups": groups})
+
+
+def _state_dict(
+    module: nn.Module, optimizer: Optimizer, finish: Callable[[FlatParameter, Tensor], Tensor | None]
+) -> dict[str, Any]:
+    names = original_names(module)
+    found: dict[str, dict[str, Any]] = {}
+    for flat in _flats(module):
+        found |= _state_of(flat, optimizer, names, finish)
+    for parameter, entries in optimizer.state.items():
+        # Parameters of no unit, as they are.
+        name = names.get(id(parameter))
+        if name is not None and name not in found and id(parameter) not in _owned(module):
+            found[name] = dict(entries)
+    groups = [
+        {**{key: value for key, value in group.items() if key != "params"}}
+        | {"params": [names[id(p)] for p in group["params"] if id(p) in names]}
+        for group in optimizer.param_groups
+    ]
+    return {"state": {name: found[name] for name in names.values() if name in found}, "param_groups": groups}
+
+
+def _state_of(
+    flat: FlatParameter,
+    optimizer: Optimizer,
+    names: Mapping[int, str],
+    finish: Callable[[FlatParameter, Tensor], Tensor | None],
+) -> dict[str, dict[str, Any]]:
+    """State of the parameters of one chunk. One all-gather for each kind of tensor."""
+    chunk = flat.chunk
+    states = [optimizer.state.get(member.parameter, {}) for member in flat.members]
+    sharded = [
+        {key for key, value in entries.items() if isinstance(value, Tensor) and value.shape == part.shape}
+        for entries, part in zip(states, flat.parts, strict=True)
+    ]
+    # A step counter of a parameter of one element has its shape on no rank but one.
+    sharded = [{key for key in keys if key != "step"} for keys in sharded]
+    known = [sorted(map(str, entries)) for entries in states]
+    agree_on_text(repr(known), chunk.group, device=chunk.pool.device, what=f"optimizer state of {flat.name}")
+    found: dict[str, dict[str, Any]] = {
+        names[id(member.parameter)]: {key: value for key, value in entries.items() if key not in keys}
+        for member, entries, keys in zip(flat.members, states, sharded, strict=True)
+        if entries
+    }
+    for key in sorted({key for keys in sharded for key in keys}):
+        dtype = next(entries[key].dtype for entries, keys in zip(states, sharded, strict=True) if key in keys)
+        shard = torch.zeros(chunk.layout.shard_numel, dtype=dtype, device=chunk.shard_device)
+        parts = chunk.layout.views(shard) if flat.is_whole else chunk.layout.shard_views(shard)
+        for entries, keys, part in zip(states, sharded, parts, strict=False):
+            if key in keys:
+                part.copy_(entries[key])
+        views = chunk.layout.views(flat.gathered(shard))
+        for member, keys, view in zip(flat.members, sharded, views, strict=False):
+            if key in keys:
+                value = finish(flat, view)
+                if value is not None:
+                    found[names[id(member.parameter)]][key] = value
+    return found
+
+
+def _own_part(flat: FlatParameter | None, index: int, value: Tensor) -> Tensor:
+    """This rank's part of a whole state tensor; what is not as large as the parameter is the same everywhere."""
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    if flat is None or value.shape != flat.members[index].shape or (value.dim() == 0):
+        return value.clone()
+    return flat.part_of(index, value).to(flat.chunk.shard_device, copy=True)
+
+
+def _loaded_groups(
+    optimizer: Optimizer, state: Mapping[str, Any], by_name: Mapping[str, nn.Parameter], positions: Mapping[int, int]
+) -> list[dict[str, Any]]:
+    """The optimizer's groups with the hyper-parameters that the saved ones had for the same parameters."""
+    saved = {name: group for group in state.get("param_groups", ()) for name in group["params"]}
+    names = {id(parameter): name for name, parameter in by_name.items()}
+    groups = []
+    for group in optimizer.param_groups:
+        known = [saved[names[id(p)]] for p in group["params"] if names.get(id(p)) in saved]
+        settings = {key: value for key, value in (known[0] if known else group).items() if key != "params"}
+        groups.append({**settings, "params": [positions[id(p)] for p in group["params"]]})
+    return groups
+
+
+def _flats(module: nn.Module) -> Iterator[FlatParameter]:
+    for unit in units_below(module):
+        yield from unit.flats
+
+
+def _owned(module: nn.Module) -> set[int]:
+    return {id(member.parameter) for flat in _flats(module) for member in flat.members}

@@ -1,0 +1,401 @@
+"""
+The schedule of a tree of units: when each is gathered, resharded and reduced.
+
+    enter        the outermost forward: what users changed is taken over; the optimizer's writes are ordered before
+    forward      gather a unit (and the next one ahead), compute, reshard
+    backward     gather it again (and the one before it ahead), compute, reduce, reshard
+    end          when backward returns: what is left is reduced, originals have their gradients, nothing is unsharded
+
+A unit's backward begins with the gradient of an output, and ends when the gradients of all its inputs are there; the
+gradients of its parameters are then complete, because autograd prefers to accumulate. A unit whose inputs need no
+gradient ends with the backward as a whole. Which parameters were used plays no part: all ranks reduce the same units
+in the same order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from functools import partial
+from typing import Any
+
+import torch
+
+from fsdp_conformance.engine.errors import TrainingStateError
+from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
+from fsdp_conformance.engine.fully_sharded.inputs import Arguments, placed_inputs, watch_outputs, watched_inputs
+from fsdp_conformance.engine.fully_sharded.order_watch import OrderWatch
+from fsdp_conformance.engine.fully_sharded.training_state import TrainingState
+from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit, post_accumulate_hooks
+from fsdp_conformance.engine.fully_sharded.unshard_handle import UnshardHandle
+from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch
+from fsdp_conformance.engine.structures import has_unknown, tensors_in
+
+#: Reductions on their way at once where waiting holds the host: each keeps a buffer of a whole unit.
+MAX_REDUCTIONS = 2
+
+
+class UnitSchedule:
+    """The schedule of some units. Knows them, but does not keep them."""
+
+    def __init__(
+        self,
+        *,
+        backward_prefetch: BackwardPrefetch | None,
+        forward_prefetch: bool,
+    ) -> None:
+        self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
+        self._units: list[weakref.ref[ShardedUnit]] = []
+        self._stack: list[ShardedUnit] = []
+        self._in_backward = False
+        self._written: Any = None
+        # Units by their place in `_units`, in the order in which their forwards began and ended.
+        self._began: list[int] = []
+        self._began_before: list[int] = []
+        self._ended: list[int] = []
+        self._cursor = 0
+        self._reductions: deque[FlatParameter] = deque()
+        self.order = OrderWatch()
+        """Looks whether peers run the same units."""
+
+    # --- units -------------------------------------------------------------------------------------------------------
+
+    @property
+    def units(self) -> list[ShardedUnit]:
+        """The units, inner ones before those around them."""
+        return [unit for reference in self._units if (unit := reference()) is not None]
+
+    def add(self, unit: ShardedUnit) -> None:
+        """Let a unit be scheduled here."""
+        unit.index, unit.schedule = len(self._units), self
+        self._units.append(weakref.ref(unit))
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no unit is in a forward or a backward."""
+        return not self._stack and not self._in_backward
+
+    @property
+    def is_in_forward(self) -> bool:
+        """Whether a unit is in its forward."""
+        return bool(self._stack)
+
+    # --- forward -----------------------------------------------------------------------------------------------------
+
+    def before_forward(self, unit: ShardedUnit, arguments: Arguments, *, training: bool = True) -> Arguments:
+        """
+        Unshard, and prepare the inputs. Collective. `training`: the mode that the unit's module is in.
+
+        Raises TrainingStateError if the mode asks for another precision while gradients wait to be reduced.
+        """
+        if _in_own_backward(unit):
+            # Recomputed by a checkpoint: all is there.
+            self._unshard(unit)
+            return arguments
+        if not self._stack and not _inside_backward():
+            self._enter()
+        entering = not self._stack
+        unit.move(TrainingState.FORWARD)
+        self._stack.append(unit)
+        with unit.span("before_forward"):
+            full = not training and unit.mixed_precision.full_precision_in_eval
+            if full and not torch.is_grad_enabled():
+                unit.show_full_precision()
+                return self._placed(unit, arguments) if entering else arguments
+            unit.use_full_precision(full)
+            self._note_begin(unit)
+            unit.start_unshard(self._written)
+            for ahead in self._ahead_in_forward(unit):
+                ahead.start_unshard(self._written)
+            unit.finish_unshard()
+            arguments = self._prepared(unit, arguments, entering=entering)
+            if not self._is_recomputing(unit):
+                arguments = watched_inputs(arguments, partial(self.after_backward, unit))
+        return arguments
+
+    def after_forward(self, unit: ShardedUnit, output: Any) -> None:
+        """Watch the outputs, and reshard."""
+        if _in_own_backward(unit):
+            return
+        self.watch(unit, output)
+        while True:
+            # Above it may be units of several modules, of which some did not run.
+            left = self._stack.pop()
+            if left not in self._stack:
+                self._close(left)
+            if left is unit:
+                break
+        if not self._stack and not _inside_backward():
+            self._leave()
+
+    def watch(self, unit: ShardedUnit, output: Any) -> None:
+        """Let the backward of some outputs of a unit begin the unit's backward."""
+        if not torch.is_grad_enabled():
+            return
+        if self._is_recomputing(unit):
+            unit.keeps_graph = unit.keeps_graph or any(tensor.requires_grad for tensor in tensors_in(output))
+            return
+        unit.keeps_graph |= watch_outputs(output, partial(self.before_backward, unit, unit.is_full_precision))
+        if unit.is_trained and has_unknown(output):
+            unit.keeps_graph = True
+            if not unit.is_held:
+                unit.is_held = True
+                for flat in unit.flats:
+                    flat.watch_leaves(partial(self._note_gradient, unit))
+
+    def _close(self, unit: ShardedUnit) -> None:
+        """A unit's forward is over: reshard it, unless its backward will need it, and soon."""
+        with unit.span("after_forward"):
+            recomputing = self._is_recomputing(unit)
+            keeps_graph, unit.keeps_graph = unit.keeps_graph, False
+            unit.num_expected += keeps_graph and not recomputing
+            self._ended.append(unit.index)
+            unit.move(TrainingState.IDLE)
+            unit.show_originals()
+            entered = not self._stack and not _inside_backward()
+            if not keeps_graph:
+                unit.reshard()
+            elif unit.reshard_after_forward and not (recomputing or entered or unit.is_held):
+                unit.reshard_until_backward()
+
+    def forward_failed(self, unit: ShardedUnit) -> None:
+        """An exception came out of the unit's forward: what it and the units inside have begun is undone."""
+        if _in_own_backward(unit):
+            return
+        while self._stack:
+            failed = self._stack.pop()
+            if failed.state is TrainingState.FORWARD:
+                failed.move(TrainingState.IDLE)
+                failed.show_originals()
+                # A checkpoint stops its recomputation with an exception: what it saved is needed at once.
+                if not _inside_backward():
+                    failed.reshard()
+            if failed is unit:
+                break
+        if not self._stack and not _inside_backward():
+            self._leave()
+
+    def _enter(self) -> None:
+        """An iteration begins, or a micro-batch of one."""
+        self.recover_if_interrupted()
+        self.order.judge()
+        units = self.units
+        self._began, self._began_before, self._ended = [], self._began, []
+        for unit in units:
+            unit.follow_users()
+            unit.num_expected = 0
+        # What the optimizer has written is ordered before every gather of this iteration, and nothing later is.
+        self._written = next((flat.chunk.pool.streams.record() for unit in units for flat in unit.flats), None)
+
+    def _note_begin(self, unit: ShardedUnit) -> None:
+        place = len(self._began)
+        self._began.append(unit.index)
+        if self._began_before[place : place + 1] != [unit.index]:
+            self.order.is_on = True
+        for flat in unit.flats:
+            flat.note_forward()
+
+    def _leave(self) -> None:
+        """The outermost forward is over: what was gathered ahead and not reached is not kept."""
+        ran = set(self._ended)
+        for unit in self.units:
+            if unit.is_unsharded and unit.index not in ran and unit.state is TrainingState.IDLE and not unit.is_kept:
+                unit.reshard()
+            if not torch.is_grad_enabled():
+                unit.finish_reads()
+        if not torch.is_grad_enabled():
+            self.order.judge()
+            self.order.is_on = False
+        self._cursor = len(self._ended)
+
+    def _prepared(self, unit: ShardedUnit, arguments: Arguments, *, entering: bool) -> Arguments:
+        precision = unit.mixed_precision
+        if unit.is_full_precision:
+            return self._placed(unit, arguments) if entering else arguments
+        casts = precision.cast_root_forward_inputs if entering else precision.cast_forward_inputs
+        dtype = precision.param_dtype if casts else None
+        if not entering and dtype is None:
+            return arguments
+        return self._placed(unit, arguments, dtype)
+
+    def _placed(self, unit: ShardedUnit, arguments: Arguments, dtype: torch.dtype | None = None) -> Arguments:
+        """Inputs where the unit computes; one without parameters computes where the others do."""
+        owner = unit if unit.flats else next((each for each in self.units if each.flats), None)
+        return arguments if owner is None else placed_inputs(arguments, owner.device, dtype)
+
+    def _ahead_in_forward(self, unit: ShardedUnit) -> list[ShardedUnit]:
+        if unit.ahead_in_forward is not None:
+            return [each for reference in unit.ahead_in_forward if (each := reference()) is not None]
+        if not self.forward_prefetch or _inside_backward():
+            return []
+        place = len(self._began)  # of the next one, if all is as in the last iteration
+        if self._began_before[place - 1 : place] != [unit.index]:
+            return []
+        return self._at(self._began_before[place : place + 1])
+
+    def _is_recomputing(self, unit: ShardedUnit) -> bool:
+        """
+        Whether a forward inside of backward repeats one whose graph is there.
+
+        Then the hooks of that one do all. A reentrant checkpoint had no graph: its forward in backward is the one that
+        counts.
+        """
+        return unit.num_expected > 0 and _inside_backward()
+
+    # --- by hand -----------------------------------------------------------------------------------------------------
+
+    def unshard(self, unit: ShardedUnit) -> UnshardHandle:
+        """Begin to gather a unit now; its modules see whole parameters when the handle was waited for. Collective."""
+        if self.is_idle:
+            unit.follow_users()
+        unit.start_unshard(None)
+        return UnshardHandle(unit)
+
+    def reshard(self, unit: ShardedUnit) -> None:
+        """Free a unit's whole parameters now. Raises TrainingStateError in its forward or backward."""
+        if unit.state is not TrainingState.IDLE:
+            raise TrainingStateError(
+                f"the unit is {unit.state.name}, but should be IDLE", where=f"reshard of {unit.label}"
+            )
+        unit.reshard()
+
+    # --- backward ----------------------------------------------------------------------------------------------------
+
+    def before_backward(self, unit: ShardedUnit, full: bool = False) -> None:
+        """
+        A gradient of an output of the unit is there: unshard. Collective. `full`: the forward was in full precision.
+        """
+        self._begin_backward()
+        unit.check_precision(full)
+        if unit.state is TrainingState.BACKWARD:
+            return
+        for flat in unit.flats:
+            flat.check_unwritten()
+        unit.move(TrainingState.BACKWARD)
+        unit.took_part = True
+        with unit.span("before_backward"):
+            self._unshard(unit, ahead=self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
+
+    def _note_gradient(self, unit: ShardedUnit) -> None:
+        """A parameter of a held unit has its gradient: the unit takes part, whatever was seen of its outputs."""
+        self._begin_backward()
+        unit.took_part = True
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            _call_at_end(self._end_backward)
+
+    def after_backward(self, unit: ShardedUnit) -> None:
+        """The gradients of all inputs of the unit are there: reduce, and reshard. Collective."""
+        unit.num_expected -= 1
+        done = unit.num_expected <= 0
+        with unit.span("after_backward"):
+            unit.move(TrainingState.IDLE)
+            unit.show_originals()
+            # Before the buffer of the gradients is leased: the two are never there together.
+            if unit.reshard_after_forward or (done and unit.sync_gradients):
+                unit.reshard()
+            if done:
+                self._reduce(unit)
+            if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
+                for ahead in self._ahead_in_backward(unit):
+                    ahead.start_unshard(self._written)
+
+    def recover(self) -> None:
+        """
+        Be as between two steps, after an exception in forward or backward.
+
+        All ranks must have issued the same collectives, as they have if the exception was raised on each at the same
+        place. Gradients that were reduced before it stay: drop them with zero_grad.
+        """
+        self._stack.clear()
+        self._reductions.clear()
+        self._in_backward = False
+        self.order.forget()
+        for unit in self.units:
+            unit.reset()
+
+    def recover_if_interrupted(self) -> None:
+        """`recover`, if an exception ended a backward."""
+        if self._in_backward and not _inside_backward():
+            self.recover()
+
+    def _unshard(self, unit: ShardedUnit, *, ahead: bool = False) -> None:
+        unit.start_unshard(self._written)
+        if ahead or unit.ahead_in_backward is not None:
+            for target in self._ahead_in_backward(unit):
+                target.start_unshard(self._written)
+        unit.finish_unshard()
+
+    def _ahead_in_backward(self, unit: ShardedUnit) -> list[ShardedUnit]:
+        """The units whose backward is expected next: those that ended before it in forward, or those that it lists."""
+        if unit.ahead_in_backward is not None:
+            return [each for reference in unit.ahead_in_backward if (each := reference()) is not None]
+        place = min(self._cursor, len(self._ended)) - 1
+        while place >= 0 and self._ended[place] != unit.index:
+            place -= 1
+        if place < 0:
+            return []
+        self._cursor = place
+        while place > 0:
+            place -= 1
+            found = self._at(self._ended[place : place + 1])
+            if found and found[0].flats and found[0] is not unit:
+                return found
+        return []
+
+    def _reduce(self, unit: ShardedUnit) -> None:
+        if not unit.sync_gradients:
+            unit.accumulate()
+            return
+        for flat in self._reductions:
+            flat.advance()
+        while self._reductions and len(self._reductions) >= MAX_REDUCTIONS and not unit.runs_ahead:
+            self._finish_oldest()
+        self._reductions += unit.start_reduction()
+
+    def _finish_oldest(self) -> None:
+        post_accumulate_hooks(self._reductions.popleft().finish_reduction())
+
+    def _end_backward(self) -> None:
+        """Backward is over. Collective."""
+        units = self.units
+        ended = self._at(reversed(self._ended))
+        for unit in dict.fromkeys([*ended, *units]):
+            if not unit.is_kept:
+                unit.reshard()
+            if unit.took_part or unit.has_gradients or (unit.all_reduces and unit.has_partial):
+                self._reduce(unit)
+        while self._reductions:
+            self._finish_oldest()
+        for unit in units:
+            unit.state = TrainingState.IDLE
+            if not unit.is_kept:
+                unit.reshard()
+            unit.finish_reads()
+        for pool in {flat.chunk.pool for unit in units for flat in unit.flats}:
+            if pool.streams.exist:
+                # Its allocator keeps memory for the next step. The CPU's does not, and fresh pages are dear.
+                pool.trim()
+        self._in_backward = False
+        self.order.judge()
+        self.order.is_on = False
+
+    def _at(self, indices: Any) -> list[ShardedUnit]:
+        found = (self._units[index]() for index in indices)
+        return [unit for unit in found if unit is not None]
+
+
+def _in_own_backward(unit: ShardedUnit) -> bool:
+    """A unit that an exception has left in its backward is not in it any more."""
+    return unit.state is TrainingState.BACKWARD and _inside_backward()
+
+
+def _inside_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _call_at_end(function: Any) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(function)

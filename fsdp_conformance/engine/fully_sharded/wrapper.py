@@ -1,0 +1,383 @@
+"""
+The fully sharded module: parameters, gradients and optimizer state of a module, sharded over the ranks of a group.
+
+    model = FullyShardedDataParallel(module, auto_wrap_policy=ClassPolicy({Block}))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for batch in batches:
+        loss(model(batch)).backward()
+        model.clip_grad_norm_(1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+In the shape that users of torch's FullyShardedDataParallel know (with `use_orig_params`): parameters keep their objects
+and names. Gradients are averages over all ranks; sum losses, not means of means, where ranks' batches differ in size.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import _IncompatibleKeys
+
+from fsdp_conformance.engine.errors import TrainingStateError
+from fsdp_conformance.engine.fully_sharded import full_parameters
+from fsdp_conformance.engine.fully_sharded.flat_parameter import ReductionHook
+from fsdp_conformance.engine.fully_sharded.fully_shard import (
+    UNIT,
+    ShardingOptions,
+    clean_unit_name,
+    copy_unit,
+    make_unit,
+    mark_unit,
+    unit_of,
+    units_below,
+)
+from fsdp_conformance.engine.fully_sharded.gradient_norm import clip_gradients
+from fsdp_conformance.engine.fully_sharded.model_state import full_state_dict, load_full_state_dict
+from fsdp_conformance.engine.fully_sharded.report import communication_plan, memory_report
+from fsdp_conformance.engine.fully_sharded.training_state import TrainingState
+from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
+from fsdp_conformance.engine.fully_sharded.unshard_handle import UnshardHandle
+from fsdp_conformance.engine.fully_sharded.wrap_policy import WrapPolicy, wrap_submodules
+from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_conformance.errors import ConfigError, Unsupported
+
+_WHERE = "FullyShardedDataParallel"
+_INNER = "_fsdp_wrapped_module"
+
+
+class FullyShardedDataParallel(nn.Module):
+    """
+    A module that is one unit, with the units inside it. Making one is collective.
+
+    Raises ConfigError for options out of range and for a module on several devices, Unsupported for parameters that
+    cannot be sharded.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = None,
+        *,
+        device_mesh: DeviceMesh | None = None,
+        sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
+        cpu_offload: CPUOffload | bool | None = None,
+        auto_wrap_policy: WrapPolicy | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        forward_prefetch: bool = False,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        persist_numel: int = 0,
+        reshard_after_forward: int | None = None,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = True,
+    ) -> None:
+        """
+        `process_group`: the default group for None; a shard group and a replica group for hybrid strategies.
+        `device_mesh`: in its place; one axis, or a replica axis and a shard axis. `auto_wrap_policy`: which submodules
+        become units of their own, with these options. `forward_prefetch`: whether the next unit of the last iteration
+        is gathered ahead in forward. `ignored_modules`: they stay this rank's own. `param_init_fn`: gives values to a
+        module that was on the meta device; None: its `reset_parameters`. `device_id`: where the unit computes, and
+        where its parameters and buffers are moved; None: where they are. `sync_module_states`: parameters and buffers
+        are taken from the first rank of the group. `persist_numel`: parameters of at most so many elements stay whole.
+        `reshard_after_forward`: between forward and backward parameters are sharded over so many ranks, not the group.
+
+        `limit_all_gathers` and `use_orig_params` are there for callers of torch's: the memory that gathers may take is
+        ordered by streams, so the host is never held back; and there is no other way than original parameters.
+        """
+        super().__init__()
+        if not use_orig_params:
+            raise Unsupported("orig_params", "use_orig_params=False: parameters keep their objects here")
+        options = ShardingOptions(
+            process_group=process_group,
+            device_mesh=device_mesh,
+            sharding_strategy=sharding_strategy,
+            cpu_offload=cpu_offload,
+            backward_prefetch=backward_prefetch,
+            forward_prefetch=forward_prefetch,
+            mixed_precision=mixed_precision,
+            ignored_modules=None if ignored_modules is None else tuple(ignored_modules),
+            param_init_fn=param_init_fn,
+            device_id=device_id,
+            sync_module_states=sync_module_states,
+            persist_numel=persist_numel,
+            reshard_after_forward=reshard_after_forward,
+        )
+        if auto_wrap_policy is not None:
+            wrap_submodules(
+                module,
+                auto_wrap_policy,
+                wrap=lambda child: _wrapped(child, options),
+                is_unit=lambda child: unit_of(child) is not None,
+                ignored=options.ignored_modules or (),
+            )
+        self._forward_methods: set[str] = set()
+        self.unit = make_unit([module], options)
+        mark_unit(self, self.unit)
+        setattr(self, _INNER, module)
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    @property
+    def module(self) -> nn.Module:
+        """The module that was wrapped."""
+        return cast(nn.Module, self._modules[_INNER])
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward. Collective."""
+        return self._call(self.module, *args, **kwargs)
+
+    def register_forward_method(self, name: str) -> None:
+        """
+        Let a method of the module be a forward, too: in it parameters are whole, and its outputs lead to a backward.
+
+        Inside the forward of an outer unit every method of the module's class is one by itself. Raises ConfigError if
+        there is no such method.
+        """
+        method = getattr(self.module, name, None)
+        if not callable(method):
+            raise ConfigError([f"name={name!r}, but should be a method of {type(self.module).__name__}"], where=_WHERE)
+        self._forward_methods.add(name)
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call something of the module as a forward."""
+        unit, schedule = self.unit, self.unit.schedule
+        try:
+            args, kwargs = schedule.before_forward(unit, (args, kwargs), training=self.training)
+            output = function(*args, **kwargs)
+        except BaseException:
+            schedule.forward_failed(unit)
+            raise
+        schedule.after_forward(unit, output)
+        return output
+
+    @property
+    def units(self) -> list[ShardedUnit]:
+        """Its unit and those inside, inner ones first."""
+        return units_below(self)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """
+        Backward in here adds to this rank's gradients and reduces nothing; the next one outside reduces it all.
+
+        Holds for this unit and those inside it.
+        """
+        with self._switched_off("sync_gradients"):
+            yield
+
+    @contextmanager
+    def no_all_reduce(self) -> Iterator[None]:
+        """
+        Backward in here reduces over the shard group alone; the next one outside reduces the sum over the replicas.
+
+        Holds for this unit and those inside it, and makes no difference but under hybrid strategies. Takes a shard in
+        memory, where `no_sync` takes a whole unit.
+        """
+        with self._switched_off("all_reduces"):
+            yield
+
+    @contextmanager
+    def _switched_off(self, switch: str) -> Iterator[None]:
+        """A switch of this unit and those inside it is off inside."""
+        before = [(unit, getattr(unit, switch)) for unit in self.units]
+        try:
+            for unit, _ in before:
+                setattr(unit, switch, False)
+            yield
+        finally:
+            for unit, value in before:
+                setattr(unit, switch, value)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """
+        Scale the gradients of all parameters so that their norm is at most `max_norm`. Collective.
+
+        Returns their norm before, 0-dimensional, the same on every rank of the group. Raises TrainingStateError on a
+        unit inside another one.
+        """
+        self._check_outermost("clip_grad_norm_")
+        return clip_gradients(self.units, self.module, max_norm, norm_type)
+
+    def recover(self) -> None:
+        """
+        Be as between two steps, after an exception in forward or backward. The next forward calls it by itself.
+
+        All ranks must have issued the same collectives before it.
+        """
+        self.unit.schedule.recover()
+
+    def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
+        """
+        Let `hook(state, gradient, shard)` reduce in place of the average, in every unit: no more is divided.
+
+        `gradient`: 1D, all gradients of a unit in the reduction's dtype, padded; `shard`: 1D, to be written: this
+        rank's part of their sum or mean. Raises TrainingStateError on an inner unit, Unsupported for hybrid strategies.
+        """
+        self._check_outermost("register_comm_hook")
+        if any(unit.recipe.groups.replica is not None and unit.recipe.groups.shard.size() > 1 for unit in self.units):
+            raise Unsupported("comm_hook", "a communication hook with two groups: hybrid strategies have none")
+        for unit in self.units:
+            unit.communication_hook = ReductionHook(state, hook)
+
+    # --- by hand -----------------------------------------------------------------------------------------------------
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle:
+        """
+        Gather this unit's parameters now; its modules see them whole until `reshard`, or a step. Collective.
+
+        With `async_op` they do from when the handle was waited for.
+        """
+        handle = self.unit.schedule.unshard(self.unit)
+        if not async_op:
+            handle.wait()
+        return handle
+
+    def reshard(self) -> None:
+        """Free this unit's whole parameters now, also between forward and backward: they are gathered again."""
+        self.unit.schedule.reshard(self.unit)
+
+    def set_forward_prefetch(self, wrappers: Iterable[FullyShardedDataParallel]) -> None:
+        """Gather these units ahead in this one's forward, in place of what `forward_prefetch` says."""
+        self.unit.ahead_in_forward = [weakref.ref(wrapper.unit) for wrapper in wrappers]
+
+    def set_backward_prefetch(self, wrappers: Iterable[FullyShardedDataParallel]) -> None:
+        """Gather these units ahead in this one's backward, in place of what `backward_prefetch` says."""
+        self.unit.ahead_in_backward = [weakref.ref(wrapper.unit) for wrapper in wrappers]
+
+    def _check_outermost(self, where: str) -> None:
+        if len(self.unit.schedule.units) > len(self.units):
+            raise TrainingStateError(
+                f"{self.unit.label} is inside another unit, but should be the outermost one", where=where
+            )
+
+    # --- state -------------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
+        """
+        Every parameter and persistent buffer in full, under original names: `model_state.full_state_dict`. Collective.
+
+        With `keep_vars`, what the optimizer has, under the names of wrappers. Raises Unsupported if it is asked by a
+        module around it, which has shards to give: use `full_state_dict` or `sharded_state_dict` on that.
+        """
+        if destination is not None and not keep_vars and not self.unit.is_as_wrapped:
+            raise Unsupported("full_state_dict", "state_dict() of a module around units: use full_state_dict on it")
+        if destination is not None or keep_vars:
+            raw: dict[str, Any] = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+            return raw
+        return {f"{prefix}{name}": value for name, value in full_state_dict(self).items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Write a full state dict: `model_state.load_full_state_dict`. Raises Unsupported for `assign`."""
+        if assign:
+            raise Unsupported("full_state_dict", "assign=True: parameters are views of shards, and stay so")
+        missing, unexpected = load_full_state_dict(self, state_dict, strict=strict)
+        return _IncompatibleKeys(missing, unexpected)
+
+    def memory_report(self) -> str:
+        """What each unit holds now, in bytes: a line for each, and one for all."""
+        return memory_report(self.units)
+
+    def plan(self) -> str:
+        """What each unit will gather and reduce in a step: a line for each."""
+        return communication_plan(self.units)
+
+    # --- access ------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    @contextmanager
+    def summon_full_params(
+        module: nn.Module,
+        recurse: bool = True,
+        writeback: bool = True,
+        rank0_only: bool = False,
+        offload_to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> Iterator[None]:
+        """
+        A context in which modules have whole parameters: see `full_parameters.summon_full_params`. Collective.
+
+        `recurse`: those of units inside `module`, too.
+        """
+        own = unit_of(module)
+        units = units_below(module) if recurse or own is None else [own]
+        with full_parameters.summon_full_params(
+            units, writeback=writeback, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads
+        ):
+            yield
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
+        """Call `fn` on every module, with whole parameters. Collective; raises inside of `summon_full_params`."""
+        with self.summon_full_params(self):
+            _apply_below(self, fn)
+        return self
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Under original names; after an exception in backward, too, those that the optimizer has."""
+        self.unit.schedule.recover_if_interrupted()
+        for name, parameter in super().named_parameters(*args, **kwargs):
+            yield clean_unit_name(name), parameter
+
+    def __getattr__(self, name: str) -> Any:
+        """The module's own attributes. A method that is a forward comes as one: see `register_forward_method`."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == _INNER:
+                raise
+        value = getattr(self.module, name)
+        if inspect.ismethod(value) and value.__self__ is self.module and self._is_forward(name):
+            return partial(self._call, value)
+        return value
+
+    def _is_forward(self, name: str) -> bool:
+        """Whether a method is called as a forward: by request, or where every rank calls it, inside of an outer one."""
+        if name in self._forward_methods:
+            return True
+        unit = self.unit
+        inside = unit.schedule.is_in_forward and unit.state is TrainingState.IDLE
+        return inside and not name.startswith("_") and not hasattr(nn.Module, name)
+
+    def __getitem__(self, key: Any) -> Any:
+        """The item of the module, where that is a container."""
+        return cast(Any, self.module)[key]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
+        """A wrapper of a copy of the module, with shards of its own and no gradients. Nothing is communicated."""
+        twin = type(self).__new__(type(self))
+        nn.Module.__init__(twin)
+        memo[id(self)] = twin
+        own = {key: value for key, value in vars(self).items() if key not in ("unit", UNIT, "_modules")}
+        twin.__dict__.update(copy.deepcopy(own, memo))
+        twin.add_module(_INNER, copy.deepcopy(self.module, memo))
+        twin.unit = copy_unit(self.unit, [twin.module], memo)
+        mark_unit(twin, twin.unit)
+        return twin
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        raise Unsupported("copyable", "a sharded module cannot be pickled: save its state dict")
+
+
+def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
+    """As `nn.Module.apply`, past the `apply` of wrappers inside."""
+    for child in module.children():
+        _apply_below(child, fn)
+    fn(module)
+
+
+def _wrapped(module: nn.Module, options: ShardingOptions) -> FullyShardedDataParallel:
+    """A submodule in a wrapper with the options of the outer one."""
+    return FullyShardedDataParallel(module, **{name: getattr(options, name) for name in options.__dataclass_fields__})

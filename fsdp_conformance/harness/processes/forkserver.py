@@ -1,0 +1,460 @@
+"""
+Warm ranks: processes forked from a server that has torch and the case modules imported already.
+
+The server is `multiprocessing`'s own forkserver, with three differences. It preloads through `harness.preload`, whose
+failures are not silent. Its children do not import the controller's `__main__` again (pytest's console script costs
+0.5 s per rank), unless the test class lives there. And a longer preload list does not start from nothing: the first
+server forks another one, which imports only what is new.
+
+The server never initialises CUDA: a forked child cannot use a driver that its parent started. Importing
+torch.testing._internal.common_utils asks `torch.cuda.is_available()`, which starts the driver unless
+PYTORCH_NVML_BASED_CUDA_CHECK=1 makes torch ask NVML; so the server has that variable. `preload.cuda_initialised_by`
+names the module that started the driver all the same, and a rank refuses to run under it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import io
+import json
+import multiprocessing.connection
+import multiprocessing.context
+import multiprocessing.forkserver
+import multiprocessing.popen_forkserver
+import multiprocessing.process
+import multiprocessing.reduction
+import multiprocessing.spawn
+import multiprocessing.util
+import os
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.harness.processes import preload, socket_directory
+
+#: Set for the server, so that importing libraries starts no thread there: a fork copies the calling thread alone.
+SERVER_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "NUMEXPR_NUM_THREADS": "1",
+    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    # Read when torch.testing is imported: otherwise its TestCase adds four lines about torch's repository to every
+    # exception.
+    "PYTORCH_PRINT_REPRO_ON_FAILURE": "0",
+}
+
+#: How long the first rank waits for the server's imports. They take 5 s on two idle cores; an engine adds its own.
+START_TIMEOUT_S = 300.0
+
+#: How often a wait for the first fork looks whether the server still lives.
+_SLICE_S = 0.5
+
+#: A server that has not ended this long after it was asked to is killed.
+STOP_TIMEOUT_S = 5.0
+
+#: Servers kept at the same time, one per environment: each holds 300 MB.
+MAX_SERVERS = 3
+
+
+class WarmServer(multiprocessing.forkserver.ForkServer):
+    """A forkserver with a preload list and an environment of its own."""
+
+    def __init__(self, modules: Iterable[str], environment: Mapping[str, str]) -> None:
+        super().__init__()
+        self.modules = tuple(modules)
+        self.environment = dict(environment)
+        self.set_forkserver_preload([preload.__name__])
+        # The base class's own, whose types its stubs leave out.
+        self._lock: threading.Lock = threading.Lock()
+        self._forkserver_pid: int | None = None
+        self._forkserver_address: str | None = None
+        self._forkserver_alive_fd: int | None = None
+        self._owner = os.getpid()
+        self._log: IO[str] | None = None
+        self._log_path = Path()
+        self._last_words = ""
+
+    def ensure_running(self) -> None:
+        """Start the server unless it runs. Returns at once; the first fork waits for the imports."""
+        socket_directory.prepare()
+        if self._forkserver_pid is None or self._has_ended():
+            self._open_log()
+        orders = {"modules": self.modules, "sys_path": absolute_sys_path(), "log": str(self._log_path)}
+        with environment({**SERVER_ENVIRONMENT, **self.environment, preload.ORDERS_VARIABLE: json.dumps(orders)}):
+            super().ensure_running()
+
+    def log_tail(self) -> str:
+        """The end of what the server wrote to stdout and stderr."""
+        if self._log is None:
+            return self._last_words
+        self._log.seek(0)
+        return self._log.read()[-2000:]
+
+    def _open_log(self) -> None:
+        """A new file for the server's output. The server removes its name: it must not outlive a killed controller."""
+        self._close_log()
+        descriptor, path = tempfile.mkstemp(prefix="fsdp-conformance-warm-", suffix=".log")
+        self._log, self._log_path = os.fdopen(descriptor, "r", errors="replace"), Path(path)
+
+    def _close_log(self) -> None:
+        if self._log is not None:
+            self._last_words = self.log_tail()
+            self._log.close()
+            self._log_path.unlink(missing_ok=True)
+            self._log = None
+
+    def retire(self) -> None:
+        """Ask the server to end. It does so when the last process forked from it has ended."""
+        if self._forkserver_alive_fd is not None and self._owner == os.getpid():
+            os.close(self._forkserver_alive_fd)
+            self._forkserver_alive_fd = None
+
+    def reap(self) -> bool:
+        """Whether a retired server has ended; does not wait."""
+        pid = self._forkserver_pid
+        if pid is not None:
+            try:
+                if os.waitpid(pid, os.WNOHANG)[0] == 0:
+                    return False
+            except ChildProcessError:
+                pass
+            self._forget()
+        return True
+
+    def is_lost(self) -> bool:
+        """Whether a server that should run has ended. Does not wait; a lost server is started again by its next use."""
+        if not self._has_ended():
+            return False
+        self.retire()
+        return self.reap()
+
+    def _has_ended(self) -> bool:
+        if self._forkserver_pid is None:
+            return True
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT  # leaves it to be reaped
+        try:
+            return os.waitid(os.P_PID, self._forkserver_pid, flags) is not None
+        except ChildProcessError:
+            return True
+
+    def kill(self) -> None:
+        """End a retired server that did not end by itself."""
+        if self._forkserver_pid is not None:
+            os.kill(self._forkserver_pid, signal.SIGKILL)
+            os.waitpid(self._forkserver_pid, 0)
+            self._forget()
+
+    def _forget(self) -> None:
+        self._forkserver_pid = None
+        address, self._forkserver_address = self._forkserver_address, None
+        if address is not None and not multiprocessing.util.is_abstract_socket_namespace(address):
+            Path(address).unlink(missing_ok=True)
+        self._close_log()
+
+
+class GrownServer(WarmServer):
+    """A forkserver forked from another one, with more modules imported."""
+
+    def __init__(self, base: WarmServer, modules: Iterable[str]) -> None:
+        super().__init__(modules, base.environment)
+        self._base = base
+        self._process: WarmProcess | None = None
+
+    def connect_to_new_process(self, fds: Any) -> Any:
+        """As the base class's; a server that has just died, and whose parent has not said so yet, is started again."""
+        try:
+            return super().connect_to_new_process(fds)
+        except (ConnectionRefusedError, ConnectionResetError):
+            with self._lock:
+                self.retire()
+                self._forget()
+                self._process = None
+            return super().connect_to_new_process(fds)
+
+    def ensure_running(self) -> None:
+        """Start the server unless it runs."""
+        socket_directory.prepare()
+        with self._lock:
+            if self._process is not None and self._process.exitcode is None:
+                return
+            if self._process is not None:
+                self.retire()
+                self._forget()
+            with socket.socket(socket.AF_UNIX) as listener:
+                address = multiprocessing.connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+                listener.bind(address)
+                if not multiprocessing.util.is_abstract_socket_namespace(address):
+                    os.chmod(address, 0o600)
+                listener.listen()
+                alive_r, alive_w = os.pipe()
+                try:
+                    self._process = WarmProcess(
+                        self._base,
+                        target=_serve,
+                        args=(_Descriptor(listener.fileno()), _Descriptor(alive_r), self.modules, absolute_sys_path()),
+                        name="fsdp-conformance-warm",
+                    )
+                    self._process.start()
+                except BaseException:
+                    os.close(alive_w)
+                    raise
+                finally:
+                    os.close(alive_r)
+            self._forkserver_address = address
+            self._forkserver_alive_fd = alive_w
+            self._forkserver_pid = self._process.pid
+
+    def log_tail(self) -> str:
+        """The end of what the servers wrote to stdout and stderr: the base's log is this one's too."""
+        return self._base.log_tail()
+
+    def reap(self) -> bool:
+        """Whether a retired server has ended; does not wait."""
+        if self._process is not None:
+            if self._process.exitcode is None:
+                return False
+            self._process = None
+            self._forget()
+        return True
+
+    def _has_ended(self) -> bool:
+        return self._process is None or self._process.exitcode is not None
+
+    def kill(self) -> None:
+        """End a retired server that did not end by itself."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join(STOP_TIMEOUT_S)
+            self._process = None
+            self._forget()
+
+
+class _Descriptor:
+    """A file descriptor that is handed to a process while it is being started."""
+
+    def __init__(self, fd: int) -> None:
+        self._duplicate = multiprocessing.reduction.DupFd(fd)
+
+    def detach(self) -> int:
+        return int(self._duplicate.detach())
+
+
+class WarmPopen(multiprocessing.popen_forkserver.Popen):
+    """Starts a process from a WarmServer, without the controller's `__main__`."""
+
+    _fds: list[int]
+    """Descriptors for the child, gathered while its arguments are pickled."""
+
+    def _launch(self, process_obj: WarmProcess) -> None:
+        buffer = io.BytesIO()
+        multiprocessing.context.set_spawning_popen(self)
+        try:
+            multiprocessing.reduction.dump(preparation_data(process_obj), buffer)
+            multiprocessing.reduction.dump(process_obj, buffer)
+        finally:
+            multiprocessing.context.set_spawning_popen(None)
+        server = process_obj.server
+        self.sentinel, data_w = server.connect_to_new_process(self._fds)
+        # The child watches the duplicate: it becomes readable when the controller has ended.
+        alive_w = os.dup(data_w)
+        self.finalizer = multiprocessing.util.Finalize(self, _close_all, (alive_w, self.sentinel))
+        try:
+            with open(data_w, "wb", closefd=True) as pipe:
+                pipe.write(buffer.getbuffer())
+            _await_fork(self.sentinel, server)
+            self.pid = multiprocessing.forkserver.read_signed(self.sentinel)
+        except (EOFError, BrokenPipeError) as error:
+            raise EnvironmentUnavailable(_server_text(server, "ended")) from error
+
+
+def _await_fork(sentinel: int, server: WarmServer) -> None:
+    """Wait until the server has forked, which it does after its imports."""
+    deadline = time.monotonic() + START_TIMEOUT_S
+    # A request that a server has not taken when it ends need not be refused by the kernel (gVisor's keeps it): hence
+    # the slices.
+    while not multiprocessing.connection.wait([sentinel], _SLICE_S):
+        if server.is_lost():
+            raise EOFError("the server has ended")
+        if time.monotonic() > deadline:
+            raise EnvironmentUnavailable(_server_text(server, f"forked nothing in {START_TIMEOUT_S:.0f} s"))
+
+
+def _server_text(server: WarmServer, what: str) -> str:
+    return (
+        f"the warm process {what} while it imported {', '.join(server.modules)}. "
+        f"Its output ends with:\n{server.log_tail()}"
+    )
+
+
+def _close_all(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+class WarmProcess(multiprocessing.context.ForkServerProcess):
+    """
+    A process forked from a WarmServer.
+
+    It is a daemon for the controller, so that a controller that ends does not wait for a rank that hangs; in the
+    process itself the flag is taken back, so that a rank can have children.
+    """
+
+    _start_method = None  # type: ignore[assignment]  # the child's default start method stays what the controller's is
+
+    def __init__(self, server: WarmServer, *, imports_main: bool = False, **kwargs: Any) -> None:
+        super().__init__(daemon=True, **kwargs)
+        self.server = server
+        self.imports_main = imports_main
+
+    def _Popen(self, process_obj: Any) -> WarmPopen:  # type: ignore[override]  # noqa: N802
+        return WarmPopen(process_obj)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "server"}
+
+    def run(self) -> None:
+        """Called in the child."""
+        self._config["daemon"] = False  # type: ignore[attr-defined]
+        super().run()
+
+
+def preparation_data(process: WarmProcess) -> dict[str, Any]:
+    """
+    What the child is told before it unpickles its target.
+
+    As `multiprocessing.spawn.get_preparation_data`, but `__main__` is named only if the child needs it, and asking
+    does not fix the controller's own start method.
+    """
+    if process.imports_main:
+        return multiprocessing.spawn.get_preparation_data(process.name)
+    data: dict[str, Any] = {
+        "name": process.name,
+        "authkey": multiprocessing.process.current_process().authkey,
+        "sys_path": absolute_sys_path(),
+        "sys_argv": sys.argv,
+        "orig_dir": multiprocessing.process.ORIGINAL_DIR,  # type: ignore[attr-defined]
+        "dir": os.getcwd(),
+    }
+    start_method = multiprocessing.get_start_method(allow_none=True)
+    if start_method is not None:
+        data["start_method"] = start_method
+    return data
+
+
+def absolute_sys_path() -> list[str]:
+    """sys.path without the empty entry, which means another directory in another process."""
+    return [entry or os.getcwd() for entry in sys.path]
+
+
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """os.environ with these variables set, for as long as the block runs."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _serve(listener: _Descriptor, alive: _Descriptor, modules: tuple[str, ...], sys_path: list[str]) -> None:
+    """The body of a grown server."""
+    sys.path[:] = sys_path
+    preload.load(modules)
+    multiprocessing.forkserver.main(listener.detach(), alive.detach(), None)  # type: ignore[arg-type]
+
+
+class _Servers:
+    """The servers of this process: a base per environment, and at most one grown from each."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bases: dict[frozenset[tuple[str, str]], WarmServer] = {}
+        self._grown: dict[frozenset[tuple[str, str]], GrownServer] = {}
+        self._retired: list[WarmServer] = []
+
+    def get(self, modules: Iterable[str], variables: Mapping[str, str]) -> WarmServer:
+        key = frozenset(variables.items())
+        wanted = tuple(dict.fromkeys(name for name in modules if name != "__main__"))
+        with self._lock:
+            self._retired = [server for server in self._retired if not server.reap()]
+            base = self._bases.pop(key, None)
+            if base is None:
+                if len(self._bases) >= MAX_SERVERS:
+                    self._retire(next(iter(self._bases)))
+                base = WarmServer((*preload.BASE, *preload.OPTIONAL, *wanted), variables)
+            self._bases[key] = base  # the most recently used one is last
+            missing = tuple(name for name in wanted if name not in base.modules)
+            if not missing:
+                return base
+            grown = self._grown.get(key)
+            if grown is None or not set(missing) <= set(grown.modules):
+                if grown is not None:
+                    grown.retire()
+                    self._retired.append(grown)
+                known = grown.modules if grown is not None else ()
+                grown = self._grown[key] = GrownServer(base, dict.fromkeys((*known, *missing)))
+            return grown
+
+    def _retire(self, key: frozenset[tuple[str, str]]) -> None:
+        # The grown server first: it keeps its base alive.
+        for server in (self._grown.pop(key, None), self._bases.pop(key, None)):
+            if server is not None:
+                server.retire()
+                self._retired.append(server)
+
+    def stop(self) -> None:
+        with self._lock:
+            for key in list(self._bases):
+                self._retire(key)
+            deadline = time.monotonic() + STOP_TIMEOUT_S
+            while self._retired and time.monotonic() < deadline:
+                self._retired = [server for server in self._retired if not server.reap()]
+                time.sleep(0.005 if self._retired else 0)
+            for server in self._retired:
+                server.kill()
+            self._retired = []
+
+
+_servers = _Servers()
+_start_lock = threading.Lock()
+
+
+def server_for(modules: Iterable[str] = (), variables: Mapping[str, str] | None = None) -> WarmServer:
+    """
+    The server that has `modules` (names, or paths of files) imported under the environment `variables`.
+
+    The first call for an environment names what its base server imports; later calls that name more get a server
+    grown from it, and the one grown before is retired.
+    """
+    return _servers.get(modules, variables or {})
+
+
+def start_process(
+    target: Callable[..., None], *args: Any, server: WarmServer, name: str, imports_main: bool = False
+) -> WarmProcess:
+    """A running process that calls `target(*args)`. Raises EnvironmentUnavailable if the server cannot fork it."""
+    process = WarmProcess(server, imports_main=imports_main, target=target, args=args, name=name)
+    process.start()
+    return process
+
+
+def stop_servers() -> None:
+    """End every server of this process. A later `server_for` starts new ones."""
+    _servers.stop()
+
+
+atexit.register(stop_servers)

@@ -1,0 +1,174 @@
+"""
+The log of a rank's collectives: what was issued, in which phase of training, from which line of code.
+
+There is one log per process, `log()`. The recording process groups write to it; training loops label what they do with
+`phase`; checks read `records`. Whoever wants to see a collective while it happens, or to interfere with it, adds a
+`CollectiveObserver` to `observers`: faults work that way.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from fsdp_conformance.harness.recording.call_site import call_site
+from fsdp_conformance.harness.recording.collective_trace import TRACE_VARIABLE, CollectiveTrace
+from fsdp_conformance.history.collective import CollectiveRecord, Op
+
+
+class Traffic(NamedTuple):
+    """What a collective's arguments say."""
+
+    op: Op
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    nbytes: int
+    """Of the unsharded side."""
+    dtype: str
+    device: str
+    reduce_op: str
+    num_tensors: int
+
+
+class CollectiveObserver:
+    """
+    Sees every collective of this rank as it is issued, and may interfere. Subclass it and override what is needed.
+
+    Observers are called in the order of `CollectiveLog.observers`, in the thread that issues the collective, which on
+    an accelerator may be autograd's. What an observer raises goes to the caller, as if the backend had raised it.
+    """
+
+    def before(self, record: CollectiveRecord, group: ProcessGroup) -> None:
+        """Called before the collective is issued: the place to delay it, to refuse it, or to end the process."""
+
+    def wrap_work(
+        self, record: CollectiveRecord, work: Work, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+    ) -> Work:
+        """
+        Called after the collective was issued; what it returns is given to the caller in place of `work`.
+
+        A wrapper is a subclass of `torch.distributed.Work` with `wait` and `get_future`: C++ callers use only these
+        two. It must keep `work`. `inputs` and `outputs` are the caller's own tensors (the same ones for an in-place
+        collective): that is where a result can be held back, poisoned until `wait`, or checked for having been
+        written too early.
+        """
+        return work
+
+    def after(self, record: CollectiveRecord, work: Work | None) -> None:
+        """Called last, with the Work that the caller gets; None where the collective has none."""
+
+
+class CollectiveLog:
+    """The collectives of one rank, in the order in which it issued them."""
+
+    def __init__(self, trace: CollectiveTrace | None = None) -> None:
+        self.records: list[CollectiveRecord] = []
+        self.observers: list[CollectiveObserver] = []
+        self._trace = trace
+        self._numbers = itertools.count()
+        self._phase = ""
+        self._step: int | None = None
+
+    @contextmanager
+    def phase(self, name: str, step: int | None = None) -> Iterator[None]:
+        """
+        Label the collectives issued inside: setup, forward, backward, step, eval, observe.
+
+        Phases nest; the innermost name counts, and a phase without a step keeps that of the outer one. The label
+        belongs to the process, not to the thread: on an accelerator, backward runs in threads of its own.
+        """
+        outer = self._phase, self._step
+        self._phase, self._step = name, self._step if step is None else step
+        try:
+            yield
+        finally:
+            self._phase, self._step = outer
+
+    @property
+    def label(self) -> tuple[str, int | None]:
+        """The phase and the step that the next record gets."""
+        return self._phase, self._step
+
+    def schedule(self) -> list[str]:
+        """One line per collective, in order: what has to be equal on all ranks of a group."""
+        return [record.line() for record in self.records]
+
+    def clear(self) -> None:
+        """Forget the records. Observers stay, and numbering goes on."""
+        self.records.clear()
+
+    def trace_to(self, path: str | os.PathLike[str] | None) -> None:
+        """Keep the last collectives in a file from now on; None ends that."""
+        if self._trace is not None:
+            self._trace.close()
+        self._trace = CollectiveTrace(path) if path is not None else None
+
+    def note(
+        self, name: str, group: tuple[int, ...], traffic: Traffic, label: tuple[str, int | None] | None = None
+    ) -> CollectiveRecord:
+        """Add the record of a collective that is being issued."""
+        phase, step = label or self.label
+        record = CollectiveRecord(
+            seq=next(self._numbers),
+            op=traffic.op,
+            name=name,
+            group=group,
+            nbytes=traffic.nbytes,
+            dtype=traffic.dtype,
+            device=traffic.device,
+            reduce_op=traffic.reduce_op,
+            num_tensors=traffic.num_tensors,
+            step=step,
+            phase=phase,
+            site=call_site(),
+        )
+        self.records.append(record)
+        return record
+
+    def carry_out(
+        self,
+        name: str,
+        group: ProcessGroup,
+        ranks: tuple[int, ...],
+        traffic: Traffic,
+        issue: Callable[[], Work | None],
+    ) -> Work | None:
+        """Record a collective, tell the observers, issue it, and return what its caller is to wait for."""
+        record = self.note(name, ranks, traffic)
+        if self._trace is not None:
+            self._trace.issued(record)
+        observers = tuple(self.observers)
+        for observer in observers:
+            observer.before(record, group)
+        work = issue()
+        if work is not None:
+            for observer in observers:
+                work = observer.wrap_work(record, work, traffic.inputs, traffic.outputs)
+        for observer in observers:
+            observer.after(record, work)
+        if self._trace is not None:
+            self._trace.follow(record, work)
+        return work
+
+
+_log: CollectiveLog | None = None
+
+
+def log() -> CollectiveLog:
+    """
+    This process's log.
+
+    It is made at the first call, not at import: a forked rank inherits imported modules, and learns the name of its
+    trace file (the environment variable FSDP_CONFORMANCE_COLLECTIVE_TRACE) only afterwards.
+    """
+    global _log
+    if _log is None:
+        path = os.environ.get(TRACE_VARIABLE)
+        _log = CollectiveLog(CollectiveTrace(path) if path else None)
+    return _log

@@ -1,0 +1,224 @@
+"""
+Process groups that record every collective, in place of torch's own, with nothing else changed.
+
+`register_recording_backend()` puts `RecordingProcessGroup` where torch makes its process groups, and makes
+"conformance" a name for the backends that belong to the device (gloo for the CPU, on CUDA gloo and NCCL). From then
+on every group of the process is recorded: the default one, `new_group`, the dimensions of a device mesh, splits, and
+groups for which the implementation names a backend itself. The backends underneath are torch's, and so is what they
+say of themselves: `dist.get_backend()` answers "gloo", not "conformance", because implementations choose collectives
+by it (all-to-all on gloo, averaging on NCCL, a new group for gloo next to CUDA).
+
+Seen: whatever Python calls on a group, and what C++ calls through it (DDP's reducer, functional collectives, DTensor).
+Not seen: C++ that goes to a backend directly, or that calls a method which torch does not let Python override
+(`all_gather_into_tensor_out`, an inductor op). `harness.dispatch_recorder` is a second, independent witness.
+Compiled code is outside: dynamo accepts no Python subclass as a process group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+from torch.distributed import ProcessGroup, Work, distributed_c10d
+
+from fsdp_conformance.errors import ConfigError, SuiteError
+from fsdp_conformance.harness.recording.collective_calls import METHODS, traffic_of
+from fsdp_conformance.harness.recording.collective_log import CollectiveLog, CollectiveObserver, log
+
+__all__ = [
+    "BACKEND",
+    "CollectiveLog",
+    "CollectiveObserver",
+    "RecordingProcessGroup",
+    "is_recording",
+    "log",
+    "register_recording_backend",
+    "require_recording",
+    "unregister_recording_backend",
+]
+
+#: What to give `init_process_group` as backend: resolved to the device's own backends.
+BACKEND = "conformance"
+
+
+#: Makes what carries out the collectives of a group, of its store, rank, size and itself; None: torch's own.
+_carrier: Callable[[Store, int, int, ProcessGroup], ProcessGroup] | None = None
+
+
+def carry_with(carrier: Callable[[Store, int, int, ProcessGroup], ProcessGroup] | None) -> None:
+    """Let `carrier` make the twins of groups that are recorded from now on; None: torch's own process groups again."""
+    global _carrier
+    _carrier = carrier
+
+
+class _AnyProcessGroup(type(ProcessGroup)):  # type: ignore[misc]
+    """
+    The metaclass that lets `isinstance(group, RecordingProcessGroup)` be true of every process group.
+
+    torch's own module asks `isinstance(group, ProcessGroup)` through the name that is replaced here, and groups made
+    elsewhere (by C++, by a simulation) must still answer yes. `is_recording` tells who really records.
+    """
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, ProcessGroup)
+
+
+class TwinnedProcessGroup(ProcessGroup):
+    """
+    A process group with a twin that has the same backends, and is a plain one.
+
+    A method that is overridden in Python cannot be called on the group itself, because C++ would find the override.
+    Both are complete, so that what torch asks of a group beside collectives (backends by device, names, bound device,
+    timeouts, coalescing, abort, shutdown) is answered by torch's own code.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, twin: ProcessGroup | None = None) -> None:
+        # The constructor with a store makes a C++ object that Python cannot override (torch 2.13: "construction failed:
+        # returned holder-wrapped instance is not an alias instance"), so the store is kept by the twin alone.
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._twin = twin or ProcessGroup(store, rank, size)
+
+    def get_group_store(self) -> Store:
+        """The store that this group was made with."""
+        return self._twin.get_group_store()
+
+    def _register_backend(self, device: torch.device, backend_type: Any, backend: Any) -> None:
+        super()._register_backend(device, backend_type, backend)
+        self._twin._register_backend(device, backend_type, backend)
+
+    def _set_default_backend(self, backend_type: Any) -> None:
+        super()._set_default_backend(backend_type)
+        self._twin._set_default_backend(backend_type)
+
+    def _set_group_name(self, name: Any) -> None:
+        super()._set_group_name(name)
+        self._twin._set_group_name(name)
+
+    def _set_group_desc(self, desc: str) -> None:
+        super()._set_group_desc(desc)
+        self._twin._set_group_desc(desc)
+
+
+class RecordingProcessGroup(TwinnedProcessGroup, metaclass=_AnyProcessGroup):
+    """
+    A process group that notes each collective in `log()` and hands it on to its twin.
+
+    C++ that goes past Python lands on the same backends.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        super().__init__(store, rank, size, _carrier(store, rank, size, self) if _carrier is not None else None)
+        self._ranks: tuple[int, ...] | None = None
+
+    def split_group(self, *args: Any, **kwargs: Any) -> ProcessGroup | None:
+        """A part of this group, recorded as this one is."""
+        part = self._twin.split_group(*args, **kwargs)
+        return _recorded_group(part) if part is not None else None
+
+    def merge_remote_group(self, *args: Any, **kwargs: Any) -> ProcessGroup:
+        """This group and a remote one together, recorded as this one is."""
+        return _recorded_group(self._twin.merge_remote_group(*args, **kwargs))
+
+    def global_ranks(self) -> tuple[int, ...]:
+        """The group's members as global ranks."""
+        if self._ranks is None:
+            if self not in distributed_c10d._world.pg_group_ranks:
+                return tuple(range(self.size()))  # Not registered yet: torch is still making the group.
+            self._ranks = tuple(dist.get_process_group_ranks(self))
+        return self._ranks
+
+
+def _recorded(name: str) -> Callable[..., Work | None]:
+    """The method `name`, recorded."""
+
+    def method(self: RecordingProcessGroup, *args: Any, **kwargs: Any) -> Work | None:
+        issue = getattr(self._twin, name)
+        return log().carry_out(
+            name,
+            self,
+            self.global_ranks(),
+            traffic_of(name, args, kwargs, self.size()),
+            lambda: issue(*args, **kwargs),
+        )
+
+    method.__name__ = name
+    method.__qualname__ = f"RecordingProcessGroup.{name}"
+    return method
+
+
+for _name in METHODS:
+    # C++ looks a method up under its newer and then its older name, so exactly the names that this torch has are
+    # defined.
+    if hasattr(ProcessGroup, _name):
+        setattr(RecordingProcessGroup, _name, _recorded(_name))
+
+
+def _recorded_group(group: ProcessGroup) -> RecordingProcessGroup:
+    """A recording group on the backends of a group that C++ has made."""
+    recording = RecordingProcessGroup(group.get_group_store(), group.rank(), group.size())
+    for device in group._device_types:
+        backend = group._get_backend(device)
+        backend_type = distributed_c10d.Backend.backend_type_map.get(backend.name(), ProcessGroup.BackendType.CUSTOM)
+        recording._register_backend(device, backend_type, backend)
+        recording._set_default_backend(backend_type)
+    recording._set_group_name(group.group_name)
+    recording._set_group_desc(group.group_desc)
+    recording.bound_device_id = group.bound_device_id
+    return recording
+
+
+def register_recording_backend(device_type: str = "cpu") -> None:
+    """
+    Record every process group that this process makes from now on, and make BACKEND mean the backends of `device_type`.
+
+    On an accelerator BACKEND serves CPU tensors too. May be called again, also for another device. Raises ConfigError
+    for a device type that torch knows no backend for, and SuiteError if a process group is already up that is not
+    recorded.
+    """
+    if dist.is_initialized():
+        require_recording()
+    setattr(distributed_c10d.Backend, BACKEND.upper(), _backends(device_type))
+    if BACKEND not in distributed_c10d.Backend.backend_list:
+        distributed_c10d.Backend.backend_list.append(BACKEND)
+    distributed_c10d.ProcessGroup = RecordingProcessGroup  # type: ignore[misc]
+
+
+def unregister_recording_backend() -> None:
+    """Leave torch as it was found. Groups that are recorded stay so."""
+    distributed_c10d.ProcessGroup = ProcessGroup  # type: ignore[misc]
+    if BACKEND in distributed_c10d.Backend.backend_list:
+        distributed_c10d.Backend.backend_list.remove(BACKEND)
+        delattr(distributed_c10d.Backend, BACKEND.upper())
+
+
+def is_recording(group: ProcessGroup | None = None) -> bool:
+    """Whether the collectives of a group (default: the default group) are recorded."""
+    return type(group or dist.group.WORLD) is RecordingProcessGroup
+
+
+def require_recording(group: ProcessGroup | None = None) -> None:
+    """
+    Raise SuiteError unless the group (default: the default group) is recorded.
+
+    To be asked after `init_process_group`: should torch come to make its groups in another way, then nothing would be
+    seen, and faults would never strike.
+    """
+    if not is_recording(group):
+        raise SuiteError(
+            f"the process group is a {type(group or dist.group.WORLD).__name__}, but should be a RecordingProcessGroup "
+            "[require_recording]. Call register_recording_backend() before init_process_group()."
+        )
+
+
+def _backends(device_type: str) -> str:
+    """The backend string for a device: "gloo", or "cpu:gloo,cuda:nccl"."""
+    known = distributed_c10d.Backend.default_device_backend_map
+    if device_type not in known:
+        raise ConfigError(
+            [f"device_type={device_type!r}, but should have a backend in torch: {', '.join(sorted(known))}"],
+            where="register_recording_backend",
+        )
+    return known["cpu"] if device_type == "cpu" else f"cpu:{known['cpu']},{device_type}:{known[device_type]}"

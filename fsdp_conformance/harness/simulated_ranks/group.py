@@ -1,0 +1,329 @@
+"""
+The process group of simulated ranks: what `ProcessGroup` is between processes, between threads that take turns.
+
+Collectives on the CPU meet in memory (`meeting`), those on other devices go to the backend that is registered for the
+device. A call does not block; `Work.wait` lets the other ranks run. A rank that calls something else than its peers is
+told so, with both calls and their lines, and so are the peers; where no rank can go on, each is told what all wait for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
+from torch.distributed import DistBackendError, ProcessGroup, Work, distributed_c10d
+
+from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.harness.recording import process_group
+from fsdp_conformance.harness.recording.call_site import call_site
+from fsdp_conformance.harness.recording.collective_calls import METHODS, traffic_of
+from fsdp_conformance.harness.recording.collective_log import Traffic
+from fsdp_conformance.harness.recording.process_group import TwinnedProcessGroup
+from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
+from fsdp_conformance.harness.simulated_ranks.meeting import Channel, Contribution, Meeting, require_reduction
+from fsdp_conformance.history.collective import Op
+
+
+@dataclass(slots=True)
+class _Shared:
+    """What the ranks of one group have in common."""
+
+    ranks: tuple[int, ...]
+    """The members as global ranks."""
+    open: dict[int, Meeting] = field(default_factory=dict)
+    """By number: the collectives that a rank has yet to come to."""
+    channels: dict[tuple[int, int, int], Channel] = field(default_factory=lambda: defaultdict(Channel))
+    """By sender, receiver and tag."""
+    last: dict[int, tuple[int, str]] = field(default_factory=dict)
+    """By rank: its latest collective and the number of it."""
+    failure: str = ""
+
+    @property
+    def name(self) -> str:
+        """For people: "[0, 2]"."""
+        return str(list(self.ranks))
+
+
+class SimulatedWork(Work):
+    """A collective of one rank, under way."""
+
+    def __init__(self, group: SimulatedProcessGroup, contribution: Contribution, describe: Callable[[], str]) -> None:
+        super().__init__()
+        self._shared = group.shared
+        self._contribution = contribution
+        self._describe = describe
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Let the other ranks run until the result is there."""
+        rank_scheduler.running().wait_until(self._is_over, self._describe)
+        if not self._contribution.is_there:
+            raise DistBackendError(self._shared.failure)
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether the result is there. Lets the other ranks run, so that one may ask again and again."""
+        if not self._is_over():
+            rank_scheduler.running().give_way()
+        return self._is_over()
+
+    def is_success(self) -> bool:
+        """Whether the result is there."""
+        return self._contribution.is_there
+
+    def result(self) -> list[Tensor]:
+        """The outputs."""
+        return list(self._contribution.outputs)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """
+        A future that has its value: C++ may wait for it, and would keep the turn for ever.
+
+        So who works with futures (DDP's reducer) does not overlap.
+        """
+        self.wait()
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        future.set_result(self.result())
+        return future
+
+    def _is_over(self) -> bool:
+        return self._contribution.is_there or bool(self._shared.failure)
+
+
+class SimulatedProcessGroup(TwinnedProcessGroup):
+    """
+    A rank's part in a group of simulated ranks. `outer` is the group that users hold, if that is another one.
+
+    Its twin has the backends of devices other than the CPU.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, outer: ProcessGroup | None = None) -> None:
+        super().__init__(store, rank, size)
+        self._outer = weakref.ref(outer or self)
+        self._joined: _Shared | None = None
+        self._issued = 0
+
+    def shutdown(self) -> None:
+        """Nothing to shut down: the backend of the CPU is everybody's, others end with the group."""
+
+    def abort(self) -> None:
+        """As `shutdown`."""
+
+    @property
+    def shared(self) -> _Shared:
+        """What is common to the group's ranks. Found at its first collective, when torch knows its members."""
+        if self._joined is None:
+            outer = self._outer()
+            members = distributed_c10d._world.pg_group_ranks.get(outer) if outer is not None else None
+            ranks = tuple(members) if members else tuple(range(self.size()))
+            self._joined = _world().join(str(self.group_name), ranks, self.rank())
+        return self._joined
+
+    def meet(self, traffic: Traffic, *, root: int = 0, sizes: tuple[int, ...] | None = None) -> Work:
+        """Take part in a collective on the CPU."""
+        contribution = self._contribution(traffic, root, sizes)
+        shared = self.shared
+        if shared.failure:
+            raise DistBackendError(f"{contribution.call} after a failure: {shared.failure}")
+        self._issued += 1
+        number = self._issued
+        meeting = shared.open.setdefault(number, Meeting(self.size()))
+        shared.last[self.rank()] = number, contribution.call
+        difference = meeting.join(self.rank(), contribution, shared.ranks)
+        if difference:
+            shared.failure = f"mismatch in collective {number} of group {shared.name}: {difference}"
+            raise DistBackendError(shared.failure)
+        if meeting.is_complete:
+            del shared.open[number]
+        return SimulatedWork(self, contribution, lambda: self._describe(number, contribution, meeting))
+
+    def pass_on(self, traffic: Traffic, peer: int, tag: int) -> Work:
+        """Send to a peer, or receive from one."""
+        contribution = self._contribution(traffic, 0, None)
+        shared = self.shared
+        if contribution.op is Op.SEND:
+            channel = shared.channels[self.rank(), peer, tag]
+            channel.sent.append(contribution.inputs[0].detach().clone())
+            contribution.is_there = True
+        else:
+            channel = shared.channels[peer, self.rank(), tag]
+            channel.expected.append(contribution)
+        shared.failure = channel.deliver() or shared.failure
+        return SimulatedWork(
+            self,
+            contribution,
+            lambda: f"{contribution.call}; rank {shared.ranks[peer]} of group {shared.name} has not sent it",
+        )
+
+    def sender(self, tag: int) -> int:
+        """The peer that has sent something to this rank; waits until there is one."""
+        channels = self.shared.channels
+
+        def senders() -> list[int]:
+            return [key[0] for key, one in channels.items() if key[1:] == (self.rank(), tag) and one.sent]
+
+        rank_scheduler.running().wait_until(lambda: bool(senders()), lambda: "a message from any rank")
+        return senders()[0]
+
+    def _contribution(self, traffic: Traffic, root: int, sizes: tuple[int, ...] | None) -> Contribution:
+        counted = traffic.inputs or traffic.outputs
+        if traffic.reduce_op:
+            require_reduction(traffic.reduce_op, counted)
+        what = [f"{sum(tensor.numel() for tensor in counted)} {traffic.dtype}"] if counted else []
+        words = ", ".join([traffic.reduce_op] * bool(traffic.reduce_op) + what)
+        contribution = Contribution(
+            op=traffic.op,
+            call=f"{traffic.op.value}({words}) at {call_site()}",
+            inputs=traffic.inputs,
+            outputs=traffic.outputs,
+            reduce_op=traffic.reduce_op,
+            root=root,
+            sizes=sizes,
+        )
+        if traffic.op is Op.SCATTER and self.rank() != contribution.root:
+            contribution.inputs = ()  # Only the root's list counts.
+        return contribution
+
+    def _describe(self, number: int, contribution: Contribution, meeting: Meeting) -> str:
+        there = []
+        for rank in meeting.missing():
+            latest = self.shared.last.get(rank)
+            at = f"at collective {latest[0]}, {latest[1]}" if latest else "at none yet"
+            there.append(f"rank {self.shared.ranks[rank]} ({at})")
+        return f"{contribution.call}, collective {number} of group {self.shared.name}; not there: {', '.join(there)}"
+
+
+def _method(name: str) -> Callable[..., Work | None]:
+    """The method `name` of a group of simulated ranks."""
+
+    def method(self: SimulatedProcessGroup, *args: Any, **kwargs: Any) -> Work | None:
+        rank_scheduler.running().require_going()
+        traffic = traffic_of(name, args, kwargs, self.size())
+        options = [*args, *kwargs.values()]
+        if not _is_on_cpu(traffic, options):
+            work: Work | None = getattr(self._twin, name)(*args, **kwargs)
+            return work
+        if traffic.op in (Op.SEND, Op.RECV):
+            peer, tag = (self.sender(args[-1]), args[-1]) if name == "recv_anysource" else args[1:3]
+            return self.pass_on(traffic, peer, tag)
+        work = self.meet(traffic, root=_root(options, kwargs), sizes=_split_sizes(name, args, kwargs))
+        if name == "monitored_barrier":
+            work.wait()
+            return None
+        return work
+
+    method.__name__ = name
+    method.__qualname__ = f"SimulatedProcessGroup.{name}"
+    return method
+
+
+for _name in METHODS:
+    if hasattr(ProcessGroup, _name):
+        setattr(SimulatedProcessGroup, _name, _method(_name))
+
+
+def _is_on_cpu(traffic: Traffic, options: Sequence[Any]) -> bool:
+    if traffic.device:
+        return traffic.device == "cpu"
+    # A barrier: of the device that it names, if it names one.
+    devices = [getattr(option, "device", None) for option in options]
+    return all(device is None or torch.device(device).type == "cpu" for device in devices)
+
+
+def _root(options: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """The root in an options struct, or as an argument of its own; 0 where there is none."""
+    for option in options:
+        if hasattr(option, "rootRank"):
+            return int(option.rootRank)
+    numbers = [option for option in options if type(option) is int]
+    return int(kwargs.get("root", numbers[0] if numbers else 0))
+
+
+def _split_sizes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """How an all-to-all of single tensors divides its input, empty for equal parts; None for other collectives."""
+    if name not in ("alltoall_base", "all_to_all_single"):
+        return None
+    given = args[3] if len(args) > 3 else kwargs.get("input_split_sizes", ())
+    return tuple(given)
+
+
+class _Groups:
+    """The groups of one set of simulated ranks."""
+
+    def __init__(self) -> None:
+        self._shared: dict[tuple[str, tuple[int, ...], int], _Shared] = {}
+        self._joined: dict[tuple[str, tuple[int, ...], int], int] = defaultdict(int)
+
+    def join(self, name: str, ranks: tuple[int, ...], rank: int) -> _Shared:
+        """
+        What the rank `rank` of the group `name` of these ranks shares with its peers.
+
+        Ranks may count their groups apart, so that two groups have one name: their members are part of it. And a name
+        may come again after its group was destroyed: the n-th time that a rank joins is the n-th group.
+        """
+        time = self._joined[name, ranks, rank]
+        self._joined[name, ranks, rank] += 1
+        key = (name, ranks, time)
+        if key not in self._shared:
+            self._shared[key] = _Shared(ranks)
+        return self._shared[key]
+
+
+_groups: _Groups | None = None
+
+
+def _world() -> _Groups:
+    if _groups is None:
+        raise SuiteError("a group of simulated ranks is used outside of run_ranks")
+    return _groups
+
+
+class _GlooOfOne(type):
+    """The metaclass of what stands for `ProcessGroupGloo` where torch makes a group's backend."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, ProcessGroupGloo)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> ProcessGroupGloo:
+        """A backend of one rank and without a thread: gloo proper would connect each rank with each."""
+        options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+        options._devices, options._threads = [_gloo_device()], 0
+        return ProcessGroupGloo(HashStore(), 0, 1, options)
+
+
+class _Gloo(metaclass=_GlooOfOne):
+    """
+    What each group gets for gloo. It holds what torch keeps in a group's backend, such as its name; nobody communicates
+    through it. What went past Python to it would never come back, and be seen.
+    """
+
+
+@functools.cache
+def _gloo_device() -> Any:
+    return ProcessGroupGloo.create_default_device()
+
+
+@contextlib.contextmanager
+def simulated_groups() -> Iterator[None]:
+    """Process groups that are made inside are groups of simulated ranks; recording ones record those."""
+    global _groups
+    group, gloo = distributed_c10d.ProcessGroup, distributed_c10d.ProcessGroupGloo
+    _groups = _Groups()
+    process_group.carry_with(SimulatedProcessGroup)
+    if group is ProcessGroup:
+        distributed_c10d.ProcessGroup = SimulatedProcessGroup  # type: ignore[misc]
+    distributed_c10d.ProcessGroupGloo = _Gloo  # type: ignore[misc,assignment]
+    try:
+        yield
+    finally:
+        distributed_c10d.ProcessGroup, distributed_c10d.ProcessGroupGloo = group, gloo  # type: ignore[misc]
+        process_group.carry_with(None)
+        _groups = None

@@ -1,0 +1,76 @@
+"""Two ranks with recorded process groups, in which tests of adapters and mutants train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fsdp_conformance.adapters import registry, session
+from fsdp_conformance.adapters.base import Adapter
+from fsdp_conformance.config import Plan
+from fsdp_conformance.harness.recording import process_group
+from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
+from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN, Reference, differences
+from fsdp_conformance.workload import Regime, Workload
+
+
+class RankTestCase(ShardedTrainingTestCase):
+    """Every test method runs in two ranks."""
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_processes()
+
+    def init_rank(self) -> None:
+        super().init_rank()
+        process_group.register_recording_backend(self.device_type)
+        self.start_process_group(process_group.BACKEND)
+
+    def run_training(
+        self,
+        subject: str | type[Adapter] | Adapter,
+        workload: Workload = PLAIN,
+        regime: Regime | None = None,
+        *,
+        on_setup: Callable[[Adapter], object] | None = None,
+        faults: Any = (),
+        **plan: Any,
+    ) -> TrainingHistory:
+        """Train; `plan` are fields of the plan, of which the workload gives the rest."""
+        regime = regime or Regime()
+        if isinstance(subject, str):
+            subject = registry.load(subject)
+        return session.train(
+            subject() if isinstance(subject, type) else subject,
+            workload,
+            session.plan_for(workload, regime, Plan(**plan)),
+            regime,
+            rank=self.rank,
+            world_size=self.world_size,
+            on_setup=on_setup,
+            faults=faults,
+        )
+
+    def divergences(
+        self, history: TrainingHistory, workload: Workload = PLAIN, regime: Regime | None = None
+    ) -> list[str]:
+        """Where the history is not what a plain loop gives."""
+        reference = Reference(workload, regime or Regime(), world_size=self.world_size)
+        return differences(history, reference, rank=self.rank)
+
+    def assert_trains(
+        self,
+        subject: str | type[Adapter] | Adapter,
+        workload: Workload = PLAIN,
+        regime: Regime | None = None,
+        **plan: Any,
+    ) -> TrainingHistory:
+        """Train, and fail unless losses, gradients and parameters are those of a plain loop."""
+        history = self.run_training(subject, workload, regime, **plan)
+        self.assertEqual([], self.divergences(history, workload, regime), f"{subject} {regime} {plan}")
+        return history

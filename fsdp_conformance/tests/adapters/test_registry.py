@@ -1,0 +1,196 @@
+"""An implementation is found by entry point, module or file, and what cannot be found is explained."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp_conformance import settings
+from fsdp_conformance.adapters import registry
+from fsdp_conformance.config import RunSettings
+from fsdp_conformance.errors import AdapterError, AdapterNotFound
+from fsdp_conformance.tests.adapters import example_adapter
+
+ADAPTER = """
+from fsdp_conformance.adapters.torch_like import TorchAdapter
+
+class {name}(TorchAdapter):
+    name = "{name}"
+    environment = {environment}
+
+    @classmethod
+    def version(cls):
+        import os
+        return os.environ.get("MY_ENGINE", "unset")
+
+    def wrap(self, model, plan):
+        return model
+"""
+
+
+def adapter_file(directory: Path, *names: str, extra: str = "", environment: str = "{}") -> Path:
+    """A file with an adapter of each name."""
+    file = directory / "my_adapter.py"
+    file.write_text(extra + "".join(ADAPTER.format(name=name, environment=environment) for name in names))
+    return file
+
+
+def test_entry_points() -> None:
+    """The bundled implementations are named by entry points."""
+    assert {"torch-ddp", "torch-fsdp1", "torch-fsdp2", "deepspeed-zero3"} <= set(registry.names())
+    assert registry.load("torch-fsdp2").__name__ == "TorchFSDP2"
+
+
+def test_modules() -> None:
+    """`package.module:Class`, and a module that has one adapter without `:Class`."""
+    assert registry.load("fsdp_conformance.tests.adapters.example_adapter:MyFSDP").display_name() == "my-fsdp"
+    assert registry.load("fsdp_conformance.tests.adapters.example_adapter").__name__ == "MyFSDP"
+
+
+def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A path, absolute or not, with the class or, if it is the only one, without; the same class each time."""
+    file = adapter_file(tmp_path, "Mine")
+    monkeypatch.chdir(tmp_path)
+
+    loaded = registry.load(f"{file}:Mine")
+
+    assert loaded.__name__ == "Mine"
+    assert registry.load("my_adapter.py") is loaded
+
+
+def test_a_file_finds_its_neighbours(tmp_path: Path) -> None:
+    """The file's directory is searched last, so that it shadows nothing."""
+    (tmp_path / "my_neighbour_engine.py").write_text("ANSWER = 42\n")
+    (tmp_path / "json.py").write_text("raise RuntimeError('shadowed')\n")
+    file = adapter_file(tmp_path, "Mine", extra="import json\nimport my_neighbour_engine\n")
+
+    assert registry.load(str(file)).__name__ == "Mine"
+    assert sys.path[-1] == str(tmp_path)
+    sys.path.remove(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("torch-fsdp3", r"implementation='torch-fsdp3', but should be .*Did you mean 'torch-fsdp\d' or .*Installed: "),
+        ("", "implementation='', but should be"),
+        (
+            "no_such_package.module:Class",
+            "module 'no_such_package.module' cannot be imported: .*Install 'no_such_package'",
+        ),
+        (
+            "fsdp_conformance.adapters.torch_fsdp2:TorchFSDP3",
+            "'TorchFSDP3' is not in .*torch_fsdp2.py.*Did you mean 'Torch",
+        ),
+        ("fsdp_conformance.adapters.torch_fsdp1", "has 4 adapters, but should be told which one: .*:TorchFSDP1NoShard"),
+        ("fsdp_conformance.errors", "errors.py has no adapter, but should have a class derived from"),
+        ("nowhere/my_adapter.py:Mine", "'nowhere/my_adapter.py' does not exist, but should be the adapter's file"),
+        ("nowhere/my_adapter", "a file's name should end in .py"),
+    ],
+)
+def test_what_is_not_found(spec: str, message: str) -> None:
+    """The message says what was given, where was looked, what is close, and what to do."""
+    with pytest.raises(AdapterNotFound, match=message):
+        registry.load(spec)
+
+
+def test_a_misspelt_file_names_its_neighbours(tmp_path: Path) -> None:
+    """The Python files of the directory are listed, the closest first."""
+    adapter_file(tmp_path, "Mine")
+
+    with pytest.raises(AdapterNotFound, match=r"Did you mean 'my_adapter.py'\? Python files there: my_adapter.py"):
+        registry.load(str(tmp_path / "my_adaptr.py"))
+
+
+def test_a_file_that_raises_is_quoted_with_its_line(tmp_path: Path) -> None:
+    """What the file raised, and where; a second try imports it again."""
+    file = adapter_file(tmp_path, "Mine", extra="\n1 / 0\n")
+
+    with pytest.raises(AdapterNotFound, match=r"ZeroDivisionError: division by zero .*my_adapter.py:2"):
+        registry.load(str(file))
+    adapter_file(tmp_path, "Mine")
+    assert registry.load(str(file)).__name__ == "Mine"
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("fsdp_conformance.config:Plan", "derives from object, but should derive from .*adapters.base.Adapter"),
+        ("fsdp_conformance.adapters.base:ModelFn", "is .*Callable.*, but should be a class derived from Adapter"),
+        ("fsdp_conformance.adapters.torch_like:TorchAdapter", r"does not write wrap\(\), but should"),
+    ],
+)
+def test_what_is_no_adapter(spec: str, message: str) -> None:
+    """Something is there and it is no adapter: that is the adapter's fault, not the name's."""
+    with pytest.raises(AdapterError, match=message):
+        registry.load(spec)
+
+
+def test_descriptions_are_json() -> None:
+    """A description survives JSON, and has what a controller asks for."""
+    described = registry.describe_here(f"{example_adapter.__file__}:MyFSDP")
+
+    assert registry.description_from_json(json.loads(json.dumps(described.to_json()))) == described
+    assert described.name == "my-fsdp"
+    assert described.source == example_adapter.__file__
+    assert {"zero3", "no_sync", "cpu_compute"} <= set(described.capabilities)
+    assert described.capabilities == tuple(sorted(described.capabilities))
+    # Somebody else's module is not imported by the warm process.
+    assert described.preload == ()
+    assert "fsdp_conformance.adapters.torch_fsdp2" in registry.describe_here("torch-fsdp2").preload
+
+
+def test_flags_that_a_device_lacks() -> None:
+    """FSDP1 broadcasts at init and offloads on accelerators alone."""
+    described = registry.describe_here("torch-fsdp1")
+
+    assert {"sync_module_states", "cpu_offload_params"} <= described.declared("cuda")
+    assert described.declared("cuda") - described.declared("cpu") == {"sync_module_states", "cpu_offload_params"}
+
+
+def test_describe_in_a_process_of_its_own(tmp_path: Path) -> None:
+    """The environment is applied before the version is asked, and nothing of it stays in this process."""
+    file = adapter_file(tmp_path, "Mine", environment="{'MY_ENGINE': '7.1'}")
+
+    described = registry.describe(f"{file}:Mine")
+
+    assert (described.version, described.environment) == ("7.1", {"MY_ENGINE": "7.1"})
+    assert not any(name.startswith("fsdp_conformance_adapter_my_adapter") and "Mine" in vars(module)
+                   and vars(module)["__file__"] == str(file) for name, module in list(sys.modules.items()))  # fmt: skip
+    with pytest.raises(AdapterNotFound, match="Did you mean 'Mine'"):
+        registry.describe(f"{file}:Mime")
+    with pytest.raises(AdapterError, match=r"does not write wrap\(\)"):
+        registry.describe("fsdp_conformance.adapters.torch_like:TorchAdapter")
+
+
+def test_an_absent_engine_is_said_so(tmp_path: Path) -> None:
+    """The adapter is there and its engine is not: what to install, and where."""
+    file = adapter_file(tmp_path, "Mine")
+    file.write_text(file.read_text().replace("import os\n", "import no_such_engine\n"))
+
+    with pytest.raises(
+        AdapterNotFound, match=r"engine of 'Mine' cannot be imported: .*no_such_engine.*Install it into"
+    ):
+        registry.describe_here(str(file))
+
+
+def test_a_description_that_was_handed_over_is_not_asked_again() -> None:
+    """Under pytest-xdist the controller asks once for all workers."""
+    before, known = settings.current(), registry.AdapterDescription(spec="theirs:Class", name="theirs", version="1")
+    try:
+        settings.use(RunSettings(implementation="theirs:Class"), known.to_json())
+
+        assert registry.describe_once("theirs:Class") == known
+    finally:
+        settings.use(before)
+
+
+def test_the_registry_imports_no_torch() -> None:
+    """A controller that lists implementations does not pay for torch."""
+    code = "import sys; from fsdp_conformance.adapters import registry; registry.names(); print('torch' in sys.modules)"
+
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

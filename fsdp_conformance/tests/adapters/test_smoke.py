@@ -1,0 +1,130 @@
+"""The smoke run finds every way in which an adapter at work can break the protocol, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from fsdp_conformance.adapters import registry
+from fsdp_conformance.adapters.smoke import SmokeResult, merge, smoke
+from fsdp_conformance.adapters.smoke_checks import CHECKS
+from fsdp_conformance.errors import AdapterNotFound
+from fsdp_conformance.outcome import RankExit, RankReport
+from fsdp_conformance.tests.adapters import example_adapter, wrong_adapters
+
+pytestmark = pytest.mark.slow
+
+#: Class in wrong_adapters to the check that finds it and what it says.
+FINDINGS = {
+    "PrefixedNames": ("ADAPTER-03", r"full_params\(\) misses 'body.0.bias', .* and has 'module.*wrapper's prefix"),
+    "MissingName": ("ADAPTER-03", r"full_params\(\) misses 'head.bias', but should have the names"),
+    "ShardsForFull": ("ADAPTER-03", r"has shape \(4, 5\), but should be in full, \(7, 5\); these are rows 0 to 3"),
+    "FlatForFull": ("ADAPTER-03", r"has shape \(6,\), .* these are elements 0 to 5 of the flattened one"),
+    "DTensorsForFull": ("ADAPTER-03", r"is a DTensor, but should be a plain tensor: full_tensor\(\)"),
+    "WrongDtype": ("ADAPTER-03", r"is torch.float64, but should be torch.float32"),
+    "RequiresGrad": ("ADAPTER-03", r"requires a gradient, but should be detached"),
+    "WrongDevice": ("ADAPTER-03", r"is on meta, but should be on the CPU"),
+    "ListForDict": ("ADAPTER-03", r"full_params\(\) returned list, but should return a dict"),
+    "DiffersOnRanks": ("ADAPTER-03", r"full_params\(\) differs between ranks in 'body.0.bias', .* the same everywhere"),
+    "LiveStorage": ("ADAPTER-03", r"gives live storage of 'body.0.weight'.*writing into them changed the model"),
+    "StaleWrites": ("ADAPTER-03", r"write_params\(\) did not change 'body.0.weight'"),
+    "GradsOfOtherNames": ("ADAPTER-04", r"full_grads\(\) misses 'body.0.bias', .* None where there is none"),
+    "LocalGradients": ("ADAPTER-04", r"full_grads\(\) differs between ranks .* reduced gradient is asked"),
+    "NoContextManager": ("ADAPTER-04", r"microbatch\(\) returned NoneType, but should return a context manager"),
+    "ForwardWithoutGraph": ("ADAPTER-04", r"forward\(\) returned a tensor without a graph"),
+    "StepStepsNothing": ("ADAPTER-05", r"step\(\) changed no parameter, but should step the optimizer"),
+    "StaleOptimizer": ("ADAPTER-05", r"step\(\) changed no parameter, .* hold the parameters of the wrapped model\?"),
+    "KeepsGradients": ("ADAPTER-05", r"step\(\) left gradients of 'body.0.weight', .* should drop them"),
+    "ReturnsNorms": ("ADAPTER-05", r"step\(\) returned Tensor of shape \(3,\), but should return a scalar"),
+    "ClonesForLocal": ("ADAPTER-06", r"local_tensors\(\)\['params'\] has new storage at every call"),
+    "FullForLocal": ("ADAPTER-06", r"local_tensors\(\)\['params'\] has new storage at every call"),
+    "NoOptimState": ("ADAPTER-06", r"local_tensors\(\) has no 'optim', but should have 'params' and 'optim'"),
+    "DTensorsForLocal": ("ADAPTER-06", r"\['params'\] has DTensors, but should have their to_local\(\)"),
+    "RaisesInSetup": ("ADAPTER-02", r"wrap\(\) raised KeyError: 'no such unit' \[.*wrong_adapters.py:\d+\]"),
+    "RaisesOnOneRank": ("ADAPTER-04", r"full_grads\(\) raised ValueError: rank 1 is different .*\[rank 1\]"),
+    "ReturnsNothingFromWrap": ("ADAPTER-02", r"wrap returned NoneType, but should return the wrapped nn.Module"),
+    "CudaOnly": ("ADAPTER-02", r"cpu_compute not declared, but should be: the ranks compute on cpu"),
+    "MisspeltFlags": ("ADAPTER-01", r"names 'zero_3', but should name flags .* did you mean 'zero3'"),
+}  # fmt: skip
+
+
+def results_of(name: str) -> dict[str, SmokeResult]:
+    # Ranks that part wait for each other until the deadline of a collective, 60 % of this.
+    timeout_s = 15.0 if name == "RaisesOnOneRank" else 40.0
+    return {result.check: result for result in smoke(f"{wrong_adapters.__name__}:{name}", timeout_s=timeout_s)}
+
+
+@pytest.mark.parametrize("spec", [name for name in registry.names() if name.startswith("torch-")])
+def test_right_adapters_pass(spec: str) -> None:
+    """Six checks, all run, no problems."""
+    results = smoke(spec)
+
+    assert [result.check for result in results] == list(CHECKS)
+    assert [(result.problems, result.not_run) for result in results] == [((), "")] * len(CHECKS)
+
+
+def test_the_example_passes() -> None:
+    """An adapter in a file, as a user has it."""
+    assert [result.problems for result in smoke(f"{example_adapter.__file__}:MyFSDP")] == [()] * len(CHECKS)
+
+
+@pytest.mark.parametrize("name", FINDINGS)
+def test_a_wrong_adapter_is_found(name: str) -> None:
+    """The right check says what is wrong, and what was asked for; those before it have nothing to say."""
+    check, pattern = FINDINGS[name]
+
+    results = results_of(name)
+
+    assert any(re.search(pattern, problem) for problem in results[check].problems), results[check].problems
+    assert [earlier for earlier in CHECKS if earlier < check and results[earlier].problems] == []
+
+
+def test_what_depends_on_a_problem_is_not_run() -> None:
+    """Without a setup nothing else can be told, and the results say so."""
+    results = results_of("RaisesInSetup")
+
+    assert [check for check in CHECKS if results[check].not_run] == [
+        "ADAPTER-03",
+        "ADAPTER-04",
+        "ADAPTER-05",
+        "ADAPTER-06",
+    ]
+    assert results["ADAPTER-03"].not_run == "ADAPTER-02 found problems, on which this depends"
+
+
+def test_all_problems_at_once() -> None:
+    """Every parameter with a wrong shape is named, not the first alone."""
+    assert len(results_of("FlatForFull")["ADAPTER-03"].problems) >= 5
+
+
+def test_a_rank_that_dies() -> None:
+    """What was found before is kept, the death is a problem of the check that was running, and the run ends."""
+    results = results_of("DiesInStep")
+
+    assert results["ADAPTER-04"].problems == ()
+    assert "rank 1" in results["ADAPTER-05"].problems[0]
+    assert results["ADAPTER-06"].not_run == "the ranks had ended"
+
+
+def test_an_adapter_that_cannot_be_loaded() -> None:
+    """That is no result but an error of the user's words."""
+    with pytest.raises(AdapterNotFound, match="'NoSuchAdapter' is not in"):
+        smoke(f"{wrong_adapters.__name__}:NoSuchAdapter")
+
+
+def test_results_are_json_and_ranks_are_merged() -> None:
+    """A problem that all ranks have is said once; one that some have says whose it is."""
+
+    def report(rank: int, *problems: str) -> RankReport:
+        mine = [{"check": check, "title": "", "problems": [], "not_run": "", "done": True} for check in CHECKS]
+        mine[2]["problems"] = list(problems)
+        return RankReport(rank=rank, measurements={"smoke": mine})
+
+    exits = [RankExit(rank=rank, pid=1, exitcode=0, time=0.0, reported=True) for rank in range(2)]
+
+    merged = merge([report(0, "everywhere", "here"), report(1, "everywhere")], exits)
+
+    assert merged[2].problems == ("everywhere", "here [rank 0]")
+    assert json.loads(json.dumps(merged[2].to_json()))["problems"] == ["everywhere", "here [rank 0]"]

@@ -1,0 +1,268 @@
+"""Counts and digests of collectives: silent on a right schedule, and each damage is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fsdp_conformance.checks import communication
+from fsdp_conformance.checks.result import CheckResult
+from fsdp_conformance.config import Plan, Sharding
+from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.history.collective import CollectiveRecord, Op
+from fsdp_conformance.tests.checks.schedules import (
+    PLAN,
+    STAIRCASE,
+    collective,
+    full_sharding,
+    history,
+    messages,
+    plan_of,
+    replicated,
+)
+from fsdp_conformance.tests.checks.schedules import (
+    STAIRCASE_BYTES as BYTES,
+)
+
+
+def counts(records: Sequence[CollectiveRecord], plan: Plan = PLAN) -> CheckResult:
+    """R062 on two ranks."""
+    return communication.collective_counts(history(records), STAIRCASE, plan, requirement="R062")
+
+
+def test_full_sharding_is_six_gathers_twice_and_six_scatters() -> None:
+    """Six units own parameters: nothing is found, and two steps of five comparisons are counted."""
+    result = counts(full_sharding(STAIRCASE, PLAN))
+
+    assert result.findings == []
+    assert result.count.comparisons == 10
+
+
+def test_the_root_may_stay_gathered() -> None:
+    """n - 1 all-gathers in backward are as right as n; n - 2 are not."""
+    records = full_sharding(STAIRCASE, PLAN)
+    without_root = [r for r in records if not (r.phase == "backward" and r.op is Op.ALL_GATHER and r.nbytes == 216)]
+    without_two = [r for r in without_root if not (r.phase == "backward" and r.op is Op.ALL_GATHER and r.nbytes == 280)]
+
+    assert counts(without_root).findings == []
+    assert messages(counts(without_two)) == ["all_gather=4 in backward, but should be 5 to 6"]
+
+
+def test_list_form_and_single_form_count_alike() -> None:
+    """An all-gather of a list of tensors is one collective."""
+    records = [replace(r, num_tensors=2, name="allgather") for r in full_sharding(STAIRCASE, PLAN)]
+
+    assert counts(records).findings == []
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        (collective(Op.ALL_GATHER, 280), "all_gather=7 in forward, but should be 6"),
+        (collective(Op.ALL_GATHER, 280, phase="step"), "all_gather=1 in step, but should be 0"),
+        (collective(Op.REDUCE_SCATTER, 280, phase="backward"), "reduce_scatter=7, but should be 6"),
+        (
+            collective(Op.ALL_REDUCE, 4, phase="backward"),
+            "1 other collectives (backward all_reduce 4B float32 [0,1]), but should be 0",
+        ),
+        (
+            collective(Op.BROADCAST, 216),
+            "1 other collectives (forward broadcast 216B float32 [0,1]), but should be 0",
+        ),
+    ],
+)
+def test_an_extra_collective_is_reported(extra: CollectiveRecord, expected: str) -> None:
+    """One more of any op is named, in every step but the first."""
+    records = [*full_sharding(STAIRCASE, PLAN), *(replace(extra, step=step) for step in range(3))]
+    result = counts(records)
+
+    assert messages(result) == [expected]
+    assert [finding.step for finding in result.findings] == [1, 2]
+    assert result.findings[0].requirement == "R062"
+
+
+def test_the_first_step_is_not_counted() -> None:
+    """One-time checks of the first iteration are another requirement's."""
+    records = [*full_sharding(STAIRCASE, PLAN), collective(Op.ALL_GATHER, 280, step=0)]
+
+    assert counts(records).findings == []
+
+
+def test_one_step_is_too_few() -> None:
+    """A history of one step cannot be judged."""
+    with pytest.raises(SuiteError, match="steps=1, but should be at least 2"):
+        communication.collective_counts(history([], steps=1), STAIRCASE, PLAN, requirement="R062")
+
+
+def test_a_missing_scatter_is_reported() -> None:
+    """All-reduce and slice in place of a reduce-scatter shows as two findings."""
+    records = [
+        replace(r, op=Op.ALL_REDUCE) if r.op is Op.REDUCE_SCATTER and r.nbytes == 280 else r
+        for r in full_sharding(STAIRCASE, PLAN)
+    ]
+
+    assert messages(counts(records)) == [
+        "reduce_scatter=5, but should be 6",
+        "1 other collectives (backward all_reduce 280B float32 [0,1]), but should be 0",
+    ]
+
+
+def test_the_norm_of_clipping_is_no_extra() -> None:
+    """An all-reduce in the step is allowed where the engine returned a norm, and only there."""
+    records = [
+        *full_sharding(STAIRCASE, PLAN), *(collective(Op.ALL_REDUCE, 4, step=s, phase="step") for s in range(3))
+    ]  # fmt: skip
+    clipped = history(records)
+    for step in clipped.steps:
+        step.grad_norm = torch.tensor(1.0)
+
+    assert communication.collective_counts(clipped, STAIRCASE, PLAN, requirement="R062").findings == []
+    assert len(counts(records).findings) == 2
+
+
+def test_gradient_sharding_gathers_in_forward_alone() -> None:
+    """ZeRO-2 keeps parameters: an all-gather in backward is reported."""
+    plan = plan_of(STAIRCASE, Sharding.GRAD_OPTIM)
+    kept = full_sharding(STAIRCASE, plan, kept=True)
+
+    assert counts(kept, plan).findings == []
+    assert messages(counts(full_sharding(STAIRCASE, plan), plan)) == ["all_gather=6 in backward, but should be 0"]
+
+
+def test_no_sharding_is_all_reduce_of_everything() -> None:
+    """Without sharding one bucket is right; a gather is not, nor half of the gradients, nor a scatter."""
+    plan = plan_of(STAIRCASE, Sharding.NONE)
+
+    assert counts(replicated(BYTES), plan).findings == []
+    assert messages(counts(replicated(BYTES // 2), plan)) == [
+        f"{BYTES // 2} B all-reduced, but should be at least {BYTES} B: every gradient"
+    ]
+    assert messages(counts(full_sharding(STAIRCASE, plan, kept=True), plan))[:2] == [
+        "all_gather=6, but should be 0",
+        "reduce_scatter=6, but should be 0",
+    ]
+
+
+def test_hybrid_sharding_all_reduces_each_unit_once() -> None:
+    """Two replicas of two ranks: n all-reduces more, no less."""
+    plan = plan_of(STAIRCASE, Sharding.HYBRID, replicas=2)
+    records = full_sharding(STAIRCASE, plan, group=(0, 1), replicas=(0, 2))
+    right = history(records, world_size=4)
+    silent = history([r for r in records if r.op is not Op.ALL_REDUCE], world_size=4)
+
+    assert communication.collective_counts(right, STAIRCASE, plan, requirement="R062").findings == []
+    assert messages(communication.collective_counts(silent, STAIRCASE, plan, requirement="R062")) == [
+        "all_reduce=0, but should be 6"
+    ]
+
+
+def test_a_degree_without_a_promise_is_the_suites_mistake() -> None:
+    """The engine's own default has no counts to hold it to."""
+    with pytest.raises(SuiteError, match="sharding=default, but should be full"):
+        counts([], plan_of(STAIRCASE, Sharding.DEFAULT))
+
+
+# --- deferred reduction -----------------------------------------------------------------------------------------------
+
+
+def deferred(records: Sequence[CollectiveRecord], plan: Plan) -> CheckResult:
+    """R065 over two micro-batches."""
+    return communication.deferred_counts(history(records, micro_batches=2), STAIRCASE, plan, requirement="R065")
+
+
+def test_deferred_micro_batches_reduce_nothing() -> None:
+    """The step reduces once: as many bytes as without accumulation, after the last forward."""
+    plan = plan_of(STAIRCASE, Sharding.DEFAULT, defer_reduction=True)
+
+    assert deferred(full_sharding(STAIRCASE, plan, micro_batches=2), plan).findings == []
+    assert deferred(replicated(BYTES), plan).findings == []
+
+
+def test_reducing_every_micro_batch_is_reported() -> None:
+    """An engine that ignores the deferral reduces twice the bytes, half of them too early."""
+    plan = plan_of(STAIRCASE, Sharding.DEFAULT, defer_reduction=True)
+    eager = full_sharding(STAIRCASE, plan_of(STAIRCASE), micro_batches=2)
+
+    assert messages(deferred(eager, plan)) == [
+        "12512 B of gradients reduced over 2 micro-batches, but should be reduced once: 6256 to 9384 B",
+        "6 of 12 gradient reductions come before the last micro-batch's forward, but should be 0",
+    ]
+    assert len(deferred(replicated(2 * BYTES), plan).findings) == 2
+
+
+def test_reducing_nothing_at_all_is_reported() -> None:
+    """Deferral of the last micro-batch, too, leaves the ranks apart."""
+    plan = plan_of(STAIRCASE, Sharding.DEFAULT, defer_reduction=True)
+    silent = [r for r in full_sharding(STAIRCASE, plan, micro_batches=2) if r.op is not Op.REDUCE_SCATTER]
+
+    assert messages(deferred(silent, plan)) == [
+        "0 B of gradients reduced over 2 micro-batches, but should be reduced once: 6256 to 9384 B"
+    ]
+
+
+def test_reducing_the_first_micro_batch_alone_is_reported() -> None:
+    """The right number of bytes at the wrong time."""
+    plan = plan_of(STAIRCASE, Sharding.DEFAULT, defer_reduction=True)
+    right = history(full_sharding(STAIRCASE, plan, micro_batches=2), micro_batches=2).collectives
+    per_step = len(right) // 3
+    early = [
+        replace(r, seq=0) for step in range(3)
+        for r in sorted(right[step * per_step : (step + 1) * per_step], key=lambda r: r.op is not Op.REDUCE_SCATTER)
+    ]  # fmt: skip
+
+    assert messages(deferred(early, plan)) == [
+        "6 of 6 gradient reductions come before the last micro-batch's forward, but should be 0"
+    ]
+
+
+def test_gradient_sharding_gathers_once_under_deferral() -> None:
+    """ZeRO-2 keeps parameters over a deferred backward: a second pass of gathers is reported."""
+    plan = plan_of(STAIRCASE, Sharding.GRAD_OPTIM, defer_reduction=True)
+    twice = full_sharding(STAIRCASE, plan, micro_batches=2, kept=True)
+    first = {id(r) for step in range(3) for r in [r for r in twice if r.step == step and r.phase == "forward"][:6]}
+    once = [r for r in twice if r.phase != "forward" or id(r) in first]
+
+    assert deferred(once, plan).findings == []
+    assert messages(deferred(twice, plan)) == [
+        (
+            "12512 B gathered over 2 micro-batches, but should be at most 9384 B: "
+            "parameters stay gathered after a deferred backward"
+        )
+    ]
+
+
+# --- digests ----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_schedules_have_equal_digests() -> None:
+    """Whatever the site, the method and the ranks of the group are."""
+    ours = history(full_sharding(STAIRCASE, PLAN, group=(0, 1)))
+    theirs = history([replace(r, site="x.py:1 in y", name="z", group=(2, 3)) for r in ours.collectives])
+
+    assert list(communication.schedule_digests(ours)) == [f"schedule step {step}" for step in range(3)]
+    assert communication.schedule_digests(ours) == communication.schedule_digests(theirs)
+
+
+@pytest.mark.parametrize(
+    "change", [{"op": Op.ALL_REDUCE}, {"nbytes": 284}, {"dtype": "bfloat16"}, {"phase": "step"}, {"group": (0, 1, 2)}]
+)
+def test_another_schedule_has_another_digest(change: dict[str, object]) -> None:
+    """Op, bytes, dtype, phase and group size of every collective count; only its step's digest changes."""
+    ours = history(full_sharding(STAIRCASE, PLAN))
+    other = history(ours.collectives)
+    index = next(index for index, record in enumerate(other.collectives) if record.step == 1)
+    other.collectives[index] = replace(other.collectives[index], **change)  # type: ignore[arg-type]
+    one, two = communication.schedule_digests(ours), communication.schedule_digests(other)
+
+    assert [label for label in one if one[label] != two[label]] == ["schedule step 1"]
+
+
+def test_the_order_counts() -> None:
+    """The same collectives in another order are another sequence."""
+    ours = history(full_sharding(STAIRCASE, PLAN))
+    swapped = history([*ours.collectives[1::-1], *ours.collectives[2:]])
+
+    assert communication.schedule_digests(ours) != communication.schedule_digests(swapped)

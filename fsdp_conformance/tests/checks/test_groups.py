@@ -1,0 +1,98 @@
+"""Groups of collectives: the declared ones pass, any other is reported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from fsdp_conformance.checks.groups import groups_used, replica_group, shard_group
+from fsdp_conformance.checks.result import CheckResult
+from fsdp_conformance.config import Plan, Sharding
+from fsdp_conformance.fixtures import experts
+from fsdp_conformance.history.collective import CollectiveRecord, Op
+from fsdp_conformance.tests.checks.schedules import (
+    PLAN,
+    STAIRCASE,
+    collective,
+    full_sharding,
+    history,
+    messages,
+    plan_of,
+    replicated,
+)
+from fsdp_conformance.tests.checks.schedules import (
+    STAIRCASE_BYTES as BYTES,
+)
+
+
+def test_shard_groups_are_blocks_and_replica_groups_are_strides() -> None:
+    """Rank 4 of 6 in 2 replicas shards with 3 and 5 and reduces with 1; in 3 replicas with 5, and with 0 and 2."""
+    assert shard_group(4, 6, 2) == (3, 4, 5)
+    assert replica_group(4, 6, 2) == (1, 4)
+    assert shard_group(4, 6, 3) == (4, 5)
+    assert replica_group(4, 6, 3) == (0, 2, 4)
+
+
+def grouped(records: Sequence[CollectiveRecord], plan: Plan, **fields: int) -> CheckResult:
+    """R069 on the staircase."""
+    return groups_used(history(records, **fields), STAIRCASE, plan, requirement="R069")
+
+
+def test_hybrid_groups() -> None:
+    """Gathers in the shard group and all-reduces in the replica group pass; over the world they are reported."""
+    plan = plan_of(STAIRCASE, Sharding.HYBRID, replicas=2)
+    right = full_sharding(STAIRCASE, plan, group=(2, 3), replicas=(0, 2))
+    world = (0, 1, 2, 3)
+    everywhere = [replace(r, group=world) if r.op is Op.ALL_GATHER else r for r in right]
+
+    assert grouped(right, plan, world_size=4, rank=2).findings == []
+    assert messages(grouped(everywhere, plan, world_size=4, rank=2)) == [
+        "12 of 12 all_gather run over [0,1,2,3], but should be over [2,3]"
+    ]
+
+
+def test_replicas_that_are_never_reduced_are_reported() -> None:
+    """A shard group of one rank whose engine reduces over it alone leaves the replicas apart."""
+    plan = plan_of(STAIRCASE, Sharding.HYBRID, replicas=2)
+
+    assert messages(grouped(replicated(BYTES, group=(0,)), plan)) == [
+        "1 of 1 all_reduce run over [0], but should be over [0,1]",
+        "no gradient is reduced over the replica group [0,1], but every one should be",
+    ]
+    assert grouped(replicated(BYTES), plan).findings == []
+
+
+def test_without_sub_groups_only_the_world() -> None:
+    """A sub-group that nobody asked for is reported."""
+    part = [replace(r, group=(0, 1)) for r in full_sharding(STAIRCASE, PLAN, group=(0, 1, 2, 3))]
+
+    assert grouped(full_sharding(STAIRCASE, PLAN), PLAN).findings == []
+    assert len(grouped(part, PLAN, world_size=4).findings) == 6
+
+
+def test_resharding_to_a_smaller_group_gathers_there() -> None:
+    """With an int the second gather may run over the block of that many ranks, and over no other one."""
+    plan = plan_of(STAIRCASE, reshard_after_forward=2)
+    records = full_sharding(STAIRCASE, plan, group=(0, 1, 2, 3))
+    smaller = [replace(r, group=(2, 3)) if (r.phase, r.op) == ("backward", Op.ALL_GATHER) else r for r in records]
+
+    assert grouped(smaller, plan, world_size=4, rank=3).findings == []
+    assert len(grouped(smaller, plan, world_size=4, rank=0).findings) == 3
+
+
+def test_an_expert_over_the_world_is_reported() -> None:
+    """The shared units of 2048 bytes pass; with the expert's 1152 there is too much in every pass."""
+    workload = experts.mixture_of_experts()
+    plan = plan_of(workload, Sharding.DEFAULT)
+    right = full_sharding(workload, plan)
+    own = [collective(Op.ALL_REDUCE, 1152, step=step, phase="backward", group=(0,)) for step in range(3)]
+    wrong = [*right, *(replace(r, op=op, group=(0, 1)) for r in own for op in (Op.ALL_GATHER, Op.REDUCE_SCATTER))]
+
+    def judged(records: Sequence[CollectiveRecord]) -> CheckResult:
+        return groups_used(history(records), workload, plan, requirement="R069")
+
+    assert judged([*right, *own]).findings == []
+    assert messages(judged(wrong)) == [
+        "3248 B gathered over more than one rank, but should be at most 2672 B: without the 1152 B of module.2",
+        "3248 B reduced over more than one rank, but should be at most 2672 B: without the 1152 B of module.2",
+    ]

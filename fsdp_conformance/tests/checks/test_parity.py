@@ -1,0 +1,463 @@
+"""Parity speaks where a history differs, names the first divergence, and is silent on correct histories."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from expecttest import TestCase
+
+from fsdp_conformance.checks import parity
+from fsdp_conformance.checks.references import References
+from fsdp_conformance.checks.result import CheckResult
+from fsdp_conformance.errors import NothingCompared, SuiteError
+from fsdp_conformance.fixtures import buffers, models, probes, structures, workload_by_name, workload_names
+from fsdp_conformance.fixtures.transformer import transformer
+from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.outcome import Finding, RankReport
+from fsdp_conformance.tests.checks.reference_runs import damaged, gradient, implementation_run, references_of
+from fsdp_conformance.workload import Regime
+
+Damage = Callable[[TrainingHistory], None]
+
+
+def _findings(history: TrainingHistory, references: References, **options: bool) -> list[Finding]:
+    return parity.first_divergence(parity.parity(history, references, **options))  # type: ignore[arg-type]
+
+
+def _told(finding: Finding) -> str:
+    """What a person reads, field by field."""
+    lines = [f"{finding.requirement} ({finding.check}): {finding.message}", finding.where()]
+    for name in ("got", "expected", "ratio", "ulps", "bound", "differing", "elements", "call", "likely"):
+        value = getattr(finding, name)
+        if value is not None:
+            lines.append(f"{name}: {value:g}" if isinstance(value, float) else f"{name}: {value}")
+    # expecttest writes ASCII only.
+    return "\n".join(lines).replace("·", "|")
+
+
+@pytest.mark.parametrize("name", workload_names())
+def test_correct_histories_pass(name: str) -> None:
+    """A float32 run in another order of reduction is at parity with every workload, and much was compared."""
+    references = references_of(workload_by_name(name))
+
+    results = parity.parity(implementation_run(references), references)
+
+    assert [finding.sentence() for result in results for finding in result.findings] == []
+    assert [result.inconclusive for result in results if result.inconclusive] == []
+    assert all(result.count.comparisons > 0 for result in results)
+    assert sum(result.count.elements for result in results) > 5
+
+
+@pytest.mark.parametrize("name", ["norm-mlp", "transformer", "batch-norm", "tiny", "uneven"])
+def test_correct_histories_pass_under_adam(name: str) -> None:
+    """So do ten steps of Adam, where a gradient that is zero but for rounding moves its parameter at random."""
+    references = references_of(workload_by_name(name), Regime(optimizer="adam", steps=10))
+
+    results = parity.parity(implementation_run(references), references)
+
+    assert [finding.sentence() for result in results for finding in result.findings] == []
+    assert [result.inconclusive for result in results if result.inconclusive] == []
+
+
+def _scale_gradients(factor: float) -> Damage:
+    def damage(history: TrainingHistory) -> None:
+        for record in history.steps:
+            for grad in (record.grads or {}).values():
+                if grad is not None:
+                    grad.mul_(factor)
+
+    return damage
+
+
+def _one_element(history: TrainingHistory) -> None:
+    gradient(history, 1, "stages.1.linear.weight")[2, 3] += 0.0625
+
+
+def _bias_of_a_norm(history: TrainingHistory) -> None:
+    gradient(history, 2, "blocks.1.norm.bias").mul_(1 + 2e-3)
+
+
+def _late_parameter(history: TrainingHistory) -> None:
+    history.steps[2].params["head.bias"][0] += 0.25
+
+
+def _missing_name(history: TrainingHistory) -> None:
+    for record in history.steps:
+        del record.params["head.bias"]
+
+
+def _added_name(history: TrainingHistory) -> None:
+    history.steps[0].params["_fsdp_wrapped_module.head.bias"] = torch.zeros(3)
+
+
+def _shard(history: TrainingHistory) -> None:
+    history.steps[0].params["head.weight"] = history.steps[0].params["head.weight"][:1]
+
+
+def _half(history: TrainingHistory) -> None:
+    history.steps[0].params["head.weight"] = history.steps[0].params["head.weight"].half()
+
+
+def _none(history: TrainingHistory) -> None:
+    grads = history.steps[0].grads
+    assert grads is not None
+    grads["head.bias"] = None
+
+
+def _nan(history: TrainingHistory) -> None:
+    gradient(history, 0, "head.weight")[2, 6] = float("nan")
+
+
+def _loss(history: TrainingHistory) -> None:
+    history.steps[1].losses[0].add_(0.5)
+
+
+def _initial(history: TrainingHistory) -> None:
+    history.initial_params["head.bias"].zero_()
+
+
+@pytest.mark.parametrize(
+    ("damage", "check", "step", "fqn"),
+    [
+        (_scale_gradients(4.0), "gradient parity", 0, "stages.0.linear.weight"),
+        (_one_element, "gradient parity", 1, "stages.1.linear.weight"),
+        (_late_parameter, "parameter parity", 2, "head.bias"),
+        (_missing_name, "parameter parity", 0, "head.bias"),
+        (_added_name, "parameter parity", 0, "_fsdp_wrapped_module.head.bias"),
+        (_shard, "parameter parity", 0, "head.weight"),
+        (_half, "parameter parity", 0, "head.weight"),
+        (_none, "gradient parity", 0, "head.bias"),
+        (_nan, "gradient parity", 0, "head.weight"),
+        (_loss, "loss parity", 1, "micro-batch 0"),
+        (_initial, "initial parity", None, "head.bias"),
+    ],
+)
+def test_damage_is_found(damage: Damage, check: str, step: int | None, fqn: str) -> None:
+    """The first finding names the oracle, the step and the tensor that were damaged."""
+    references = references_of(probes.exact_long())
+    history = damaged(implementation_run(references))
+
+    damage(history)
+
+    first = _findings(history, references)[0]
+    assert (first.check, first.step, first.fqn, first.rank) == (check, step, fqn, 1)
+
+
+def test_a_small_difference_of_one_norm_is_found() -> None:
+    """Two thousandths in the gradient of one LayerNorm bias are beyond the calibrated bound, and nothing else is."""
+    references = references_of(models.norm_mlp(), Regime(optimizer="adam"))
+    history = damaged(implementation_run(references))
+
+    _bias_of_a_norm(history)
+
+    assert [(f.check, f.step, f.fqn) for f in _findings(history, references)] == [
+        ("gradient parity", 2, "blocks.1.norm.bias")
+    ]
+
+
+def test_later_steps_are_counted_and_not_told() -> None:
+    """Each kind tells of the first step at which it diverges; the comparisons of later ones still count."""
+    references = references_of(probes.exact_long())
+    history = damaged(implementation_run(references))
+    whole = parity.gradient_parity(history, references).count.comparisons
+
+    _scale_gradients(2.0)(history)
+
+    result = parity.gradient_parity(history, references)
+    assert {finding.step for finding in result.findings} == {0}
+    assert result.count.comparisons == whole
+
+
+def test_many_tensors_are_summed_up() -> None:
+    """More than eight findings of a kind become a note."""
+    references = references_of(models.norm_mlp())
+    history = damaged(implementation_run(references))
+
+    _scale_gradients(4.0)(history)
+
+    result = parity.gradient_parity(history, references)
+    assert len(result.findings) == parity.MAX_FINDINGS
+    assert result.notes == ["15 more gradients differ at step 0 on rank 1"]
+
+
+def test_a_parameter_that_follows_a_gradient_says_so() -> None:
+    """The parameter's difference is not explained a second time."""
+    references = references_of(probes.exact_long())
+    history = damaged(implementation_run(references))
+
+    _one_element(history)
+    history.steps[1].params["stages.1.linear.weight"][2, 3] += 0.5
+
+    found = {finding.check: finding.likely for finding in _findings(history, references)}
+    assert found["parameter parity"] == "follows from the gradient of step 1"
+
+
+def test_zero_may_stand_for_none() -> None:
+    """With `none_or_zero` a gradient of zeros is taken for none, and the other way round; otherwise it is a finding."""
+    references = references_of(probes.exact_unused(), Regime(unused_parameters=True))
+    history = damaged(implementation_run(references))
+
+    for record in history.steps:
+        assert record.grads is not None
+        record.grads["spare_scale"] = torch.zeros(7)
+
+    assert _findings(history, references, none_or_zero=True) == []
+    assert [finding.fqn for finding in _findings(history, references)] == ["spare_scale"]
+
+
+def test_a_gradient_that_is_not_zero_never_stands_for_none() -> None:
+    """Garbage is found with `none_or_zero`, too."""
+    references = references_of(probes.exact_unused(), Regime(unused_parameters=True))
+    history = damaged(implementation_run(references))
+
+    assert history.steps[1].grads is not None
+    history.steps[1].grads["spare_scale"] = torch.ones(7)
+
+    assert [(f.fqn, f.step) for f in _findings(history, references, none_or_zero=True)] == [("spare_scale", 1)]
+
+
+def test_buffers_are_compared_per_rank() -> None:
+    """An integer buffer that is off by one, and running statistics of another rank, are found."""
+    references = references_of(buffers.batch_norm())
+    history = damaged(implementation_run(references))
+
+    history.steps[0].buffers["blocks.0.samples_seen"][2] += 1
+    history.steps[0].buffers["blocks.1.norm.running_mean"].mul_(1.01)
+
+    assert [finding.fqn for finding in parity.buffer_parity(history, references).findings] == [
+        "blocks.0.samples_seen",
+        "blocks.1.norm.running_mean",
+    ]
+
+
+def test_norms_and_clipped_gradients() -> None:
+    """A norm that counts something twice is found; so is a clipped gradient."""
+    references = references_of(models.nested(), Regime(max_norm=0.05))
+    history = damaged(implementation_run(references))
+    assert _findings(history, references) == []
+
+    norm = history.steps[0].grad_norm
+    assert norm is not None
+    norm.mul_(2**0.5)
+    assert history.steps[1].clipped_grads is not None
+    history.steps[1].clipped_grads["module.2.bias"] = None
+
+    found = [(finding.check, finding.step, finding.fqn) for finding in _findings(history, references)]
+    assert found == [("norm parity", 0, "total norm"), ("clipped gradient parity", 1, "module.2.bias")]
+
+
+def test_outputs_are_compared_with_their_structure() -> None:
+    """A dataclass that became a dict, a tuple that became a list, and a wrong value are told by their path."""
+    references = references_of(structures.structured(), Regime(keep_outputs=True))
+    history = damaged(implementation_run(references))
+    assert _findings(history, references) == []
+
+    output = history.steps[0].outputs[0]
+    output["encoded"].pair = list(output["encoded"].pair)
+    output["none"] = 0
+    output["packed"].data[0, 0] += 1
+
+    found = {finding.fqn: finding.message for finding in parity.output_parity(history, references).findings}
+    assert "[0]['encoded'].pair" in found
+    assert "[0]['none']" in found
+    assert "[0]['packed'].data" in found
+
+
+def test_eval_outputs_are_compared() -> None:
+    """The output of an eval forward that was computed with stale weights is found."""
+    references = references_of(probes.exact_nested(), Regime(eval_before=(1, 2)))
+    history = damaged(implementation_run(references))
+    assert _findings(history, references) == []
+
+    history.eval_outputs[1] = history.eval_outputs[0].clone()
+
+    assert [(finding.check, finding.fqn) for finding in _findings(history, references)] == [("eval parity", "[1]")]
+
+
+def test_what_is_not_exposed_is_noted() -> None:
+    """An implementation without gradients and buffers is compared by the rest, and the report says so."""
+    references = references_of(transformer())
+    history = damaged(implementation_run(references))
+    for record in history.steps:
+        record.grads = None
+        record.buffers = {}
+
+    results = parity.parity(history, references)
+
+    assert [result.check for result in results] == ["initial parity", "loss parity", "parameter parity"]
+    assert results[0].notes == ["not exposed by the implementation, so not compared: gradient, buffer"]
+
+
+def test_comparing_nothing_is_an_error() -> None:
+    """Gradient parity of a history without gradients is no pass."""
+    references = references_of(probes.exact_long())
+    history = damaged(implementation_run(references))
+    for record in history.steps:
+        record.grads = None
+    for record in references.expected.steps:
+        record.grads = None
+
+    with pytest.raises(NothingCompared, match="comparisons=0"):
+        parity.gradient_parity(history, references)
+
+
+def test_another_number_of_steps_is_the_suites_mistake() -> None:
+    """Three steps are not compared with two."""
+    references = references_of(probes.exact_long())
+    history = implementation_run(references_of(probes.exact_long(), Regime(steps=2)))
+
+    with pytest.raises(SuiteError, match="steps=2, but should be 3"):
+        parity.loss_parity(history, references)
+
+
+def test_a_bound_that_could_hide_a_fault_is_inconclusive() -> None:
+    """
+    Where the references themselves are off by a ten-thousandth, a history between them is neither right nor wrong.
+    """
+    references = references_of(models.nested())
+    history = implementation_run(references)
+    for sample in references.samples:
+        gradient(sample, 1, "module.2.bias").mul_(1.0001)
+
+    result = parity.gradient_parity(history, references)
+
+    assert result.findings == []
+    assert result.inconclusive is not None
+    assert "the bound of gradient 'module.2.bias' at step 1 is 0.0013 of the scale" in result.inconclusive
+    assert "above 0.0005: a weak fault could hide" in result.inconclusive
+
+
+def test_requirements_can_be_replaced() -> None:
+    """A case names the requirement that a kind of comparison speaks for."""
+    references = references_of(probes.exact_long())
+    history = damaged(implementation_run(references))
+    _one_element(history)
+
+    results = parity.parity(history, references, requirements={"gradient": "R122"})
+
+    assert [finding.requirement for finding in parity.first_divergence(results)] == ["R122"]
+
+
+def test_the_order_of_findings_is_the_order_of_a_step() -> None:
+    """Step before phase, the loss before the gradient that it makes, parameters after both."""
+    references = references_of(probes.exact_long())
+    history = damaged(implementation_run(references))
+    _late_parameter(history)
+    _loss(history)
+    _one_element(history)
+
+    assert [finding.check for finding in _findings(history, references)] == [
+        "loss parity",
+        "gradient parity",
+        "parameter parity",
+    ]
+
+
+def test_results_go_into_a_report() -> None:
+    """Findings, counts and figures of every kind arrive, and say how the comparison was made."""
+    references = references_of(models.nested())
+    report = RankReport(rank=1)
+
+    results: list[CheckResult] = parity.parity(implementation_run(references), references)
+    for result in results:
+        result.into(report)
+
+    assert report.findings == []
+    assert report.checks["gradient parity"].elements > 1000
+    figures = report.measurements["gradient parity"]
+    assert figures["comparison"] == "calibrated"
+    assert 0 < figures["noise"] < figures["widest bound"] < 5e-4
+
+
+class Texts(TestCase):
+    """What a person reads."""
+
+    def test_a_summed_gradient(self) -> None:
+        """The sentence stands alone, the numbers stand beside it."""
+        references = references_of(probes.rank_coded())
+        history = damaged(implementation_run(references))
+
+        _scale_gradients(4.0)(history)
+
+        self.assertExpectedInline(
+            _told(_findings(history, references)[0]),
+            """\
+R003 (gradient parity): gradient=15, but should be 3.75; 11 of 11 elements differ
+step 0 | reduce | 'scale' | rank 1 | element [0]
+got: 15
+expected: 3.75
+ratio: 4
+ulps: 4.71859e+07
+bound: bitwise
+differing: 11
+elements: 11
+likely: summed over the ranks, not averaged: got / expected = 4 at every element, which is the world size""",
+        )
+
+    def test_one_rank_missing(self) -> None:
+        """Rank-coded gradients say who is missing."""
+        references = references_of(probes.rank_coded())
+        history = damaged(implementation_run(references))
+        parts = [rank[0][0]["parts.1.weight"] for rank in references.contributions()]
+        gradient(history, 0, "parts.1.weight").sub_(parts[2] / 4)  # type: ignore[operator]
+
+        self.assertExpectedInline(
+            _told(_findings(history, references)[0]),
+            """\
+R003 (gradient parity): gradient=2.75, but should be 3.75; 13 of 13 elements differ
+step 0 | reduce | 'parts.1.weight' | rank 1 | element [0]
+got: 2.75
+expected: 3.75
+ratio: 0.733333
+ulps: 4.1943e+06
+bound: bitwise
+differing: 13
+elements: 13
+likely: without rank 2: it is the sum over ranks 0, 1, 3, divided by 4""",
+        )
+
+    def test_the_last_row(self) -> None:
+        """A padded row that was dropped is told by its rows."""
+        references = references_of(probes.exact_mlp())
+        history = damaged(implementation_run(references))
+        gradient(history, 0, "0.weight")[12] = 0
+
+        self.assertExpectedInline(
+            _told(_findings(history, references)[0]),
+            """\
+R003 (gradient parity): gradient=0, but should be -1; 3 of 65 elements differ
+step 0 | reduce | '0.weight' | rank 1 | element [12, 0]
+got: 0
+expected: -1
+ratio: 0
+ulps: 8.38861e+06
+bound: bitwise
+differing: 3
+elements: 65
+likely: the last padded rows dropped: row 12 of 13, the shard of rank 3, is zero, the others are right""",
+        )
+
+    def test_a_calibrated_bound(self) -> None:
+        """A bound comes with its derivation."""
+        references = references_of(models.nested())
+        history = damaged(implementation_run(references))
+        gradient(history, 0, "module.2.bias")[1] *= 1.25
+
+        finding = _findings(history, references)[0]
+
+        self.assertExpectedInline(
+            _told(replace(finding, bound=None)),
+            """\
+R003 (gradient parity): gradient=-0.221690834, but should be -0.177352665; 1 of 4 elements differ
+step 0 | reduce | 'module.2.bias' | rank 1 | element [1]
+got: -0.221690834
+expected: -0.177352665
+ratio: 1.25
+ulps: 2.97548e+06
+differing: 1
+elements: 4""",
+        )
+        self.assertRegex(str(finding.bound), r"^[0-9.e-]+ of the scale [0-9.e-]+ \(.*, noise [0-9.e-]+\)$")

@@ -1,0 +1,96 @@
+"""A gradient's finding names the collective that reduced it, where sizes tell which one that was."""
+
+from __future__ import annotations
+
+from fsdp_conformance.checks import parity
+from fsdp_conformance.checks.references import Kind
+from fsdp_conformance.checks.units import owner, owning_units
+from fsdp_conformance.checks.writer import last_writer
+from fsdp_conformance.fixtures import models, probes, workload_by_name
+from fsdp_conformance.history.collective import CollectiveRecord, Op
+from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.tests.checks.reference_runs import (
+    WORLD_SIZE,
+    damaged,
+    gradient,
+    implementation_run,
+    references_of,
+)
+
+
+def _reduced(seq: int, nbytes: int, *, step: int = 0, op: Op = Op.REDUCE_SCATTER) -> CollectiveRecord:
+    return CollectiveRecord(
+        seq=seq,
+        op=op,
+        name="reduce_scatter",
+        group=tuple(range(WORLD_SIZE)),
+        nbytes=nbytes,
+        dtype="float32",
+        reduce_op="SUM",
+        step=step,
+        phase="backward",
+        site="engine.py:7 in reduce",
+    )
+
+
+def _history(*records: CollectiveRecord) -> TrainingHistory:
+    return TrainingHistory(source="engine", rank=0, world_size=WORLD_SIZE, collectives=list(records))
+
+
+def test_the_collective_of_the_parameters_unit_is_named() -> None:
+    """Units of the staircase have 70, 154, 270, 418, 598 and 54 elements: 616 bytes are the second one's."""
+    history = _history(*[_reduced(seq, 4 * size) for seq, size in enumerate((54, 598, 418, 270, 154, 70))])
+
+    told = last_writer(history, Kind.GRADIENT, 0, models.staircase(), "2.weight")
+
+    assert told == "#4 backward reduce_scatter 616B float32 SUM [0,1,2,3] at engine.py:7 in reduce"
+    assert last_writer(history, Kind.GRADIENT, 1, models.staircase(), "2.weight") is None
+    assert last_writer(history, Kind.PARAMETER, 0, models.staircase(), "2.weight") is None
+
+
+def test_one_collective_for_all_is_named() -> None:
+    """A single bucket reduces every gradient."""
+    history = _history(_reduced(9, 4 * 1564, op=Op.ALL_REDUCE))
+
+    assert str(last_writer(history, Kind.GRADIENT, 0, models.staircase(), "10.bias")).startswith(
+        "#9 backward all_reduce"
+    )
+
+
+def test_nothing_is_guessed() -> None:
+    """Where two collectives fit, or none, nothing is said."""
+    twice = _history(_reduced(1, 616), _reduced(2, 616), _reduced(3, 280))
+    none = _history(_reduced(1, 99_000), _reduced(2, 88_000))
+
+    assert last_writer(twice, Kind.GRADIENT, 0, models.staircase(), "2.weight") is None
+    assert last_writer(none, Kind.GRADIENT, 0, models.staircase(), "2.weight") is None
+
+
+def test_the_finding_carries_the_call() -> None:
+    """Gradient parity puts the collective beside the difference."""
+    references = references_of(models.staircase())
+    history = damaged(implementation_run(references))
+    history.collectives = [_reduced(seq, 4 * size) for seq, size in enumerate((54, 598, 418, 270, 154, 70))]
+    gradient(history, 0, "4.bias").mul_(2)
+
+    finding = parity.gradient_parity(history, references).findings[0]
+
+    assert finding.call is not None
+    assert finding.call.startswith("#3 backward reduce_scatter 1080B")
+    assert finding.likely == "counted twice: got / expected = 2 at every element"
+
+
+def test_each_parameter_belongs_to_the_innermost_unit() -> None:
+    """Nested units take theirs from the outer ones; what is left is the root's; tied and local ones are kept apart."""
+    nested = owning_units(probes.exact_nested())
+    experts = owning_units(workload_by_name("mixture-of-experts"))
+    tied = owning_units(workload_by_name("tied-across-units"))
+
+    assert list(nested.params["stages.0"]) == ["stages.0.linear.weight", "stages.0.linear.bias"]
+    assert list(nested.params[""]) == ["head.weight", "head.bias"]
+    assert nested.num_bytes("stages.0") == 4 * (5 * 13 + 13)
+    assert (list(experts.local), experts.all) == (["module.2"], ("module.1", ""))
+    assert tied.shared == frozenset({"first.weight"})
+    assert owning_units(workload_by_name("frozen-units")).frozen == ("0", "4")
+    assert owning_units(workload_by_name("parameterless-units")).all == ("0", "2", "")
+    assert owner("norm.bias", ("norm+head", "body")) == "norm+head"

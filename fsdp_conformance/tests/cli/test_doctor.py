@@ -1,0 +1,274 @@
+"""`doctor` finds out what this machine can do by doing it, and says what it cannot."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed
+
+from fsdp_conformance.cli import doctor, examination, leftovers
+from fsdp_conformance.cli.command import main
+from fsdp_conformance.harness.exact_collectives import ExactCollectives, check_collectives, first_wrong
+from fsdp_conformance.tests.cli.cli_runs import said
+
+_MACHINE: dict[str, Any] = {
+    "what": "machine",
+    "torch": "2.13.0",
+    "device": "cpu",
+    "backend": "gloo",
+    "problem": "",
+    "present": ["gloo"],
+    "num_devices": 2,
+    "num_ranks": None,
+    "simulated": {
+        "device": "sim",
+        "present": ["accelerator", "gloo", "pinned_memory"],
+        "num_ranks": None,
+        "problem": "",
+    },
+    "simulator_built": True,
+}
+_NO_COMPILER = {**_MACHINE["simulated"], "present": [], "problem": "no C++ compiler"}
+_WARM = {"what": "warm", "seconds": 1.9}
+
+
+def exact(world_size: int, **changes: Any) -> dict[str, Any]:
+    """What the child says of ranks that communicate as they should."""
+    names = ["all_gather", "reduce_scatter", "all_reduce"]
+    answer = {"world_size": world_size, "seconds": 0.06, "rendezvous": "", "wrong": {}, "operations": names}
+    return {"what": "collectives", **answer, **changes}
+
+
+def told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *answers: dict[str, Any]
+) -> tuple[int, str]:
+    """Status and text of a doctor whose child says this."""
+
+    @contextlib.contextmanager
+    def examined(device: str) -> Iterator[Iterator[dict[str, Any]]]:
+        yield iter([dict(answer) for answer in answers])
+
+    monkeypatch.setattr(doctor, "examined", examined)
+    status = main(["doctor"])
+    return status, capsys.readouterr().out
+
+
+def line_of(text: str, what: str) -> str:
+    """The line about it."""
+    return next((line for line in text.splitlines() if line.strip().startswith(what)), "")
+
+
+@pytest.mark.slow
+def test_a_machine_that_can_run_cases_is_ready() -> None:
+    """Real ranks, real collectives: every line is there, and none has failed."""
+    found = said("doctor")
+
+    assert found.status == 0, found.out + found.err
+    for what in ("packages", "C++ compiler", "temporary files", "earlier runs", "devices", "backend", "cases"):
+        assert line_of(found.out, what) != ""
+    for what in ("launch", "rendezvous", "collectives"):
+        assert line_of(found.out, what).endswith("  ok")
+    assert "exact on 2 and 4 ranks" in found.out
+    assert "ready: " in found.out
+
+
+@pytest.mark.slow
+def test_a_device_that_is_absent_is_told() -> None:
+    """Status 3, and nothing is launched."""
+    found = said("doctor", "--device", "mtia")
+
+    assert found.status == 3
+    assert line_of(found.out, "devices").endswith("  failed")
+    assert line_of(found.out, "launch") == ""
+
+
+@pytest.mark.parametrize(
+    ("answers", "what", "expected"),
+    [
+        ([{**_MACHINE, "num_ranks": 0}], "devices", "none of type 'cpu'"),
+        ([{**_MACHINE, "backend": "", "problem": "backend=None, but should be one"}], "backend", "backend=None"),
+        ([_MACHINE, {"what": "unlaunched", "problem": "2 ranks cannot be launched"}], "launch", "cannot be launched"),
+        ([{"what": "died", "how": "ended with status 1", "output": "no torch"}], "launch", "ended with status 1"),
+        ([_MACHINE, _WARM, exact(2, rendezvous="rank 1 timed out")], "rendezvous", "rank 1 timed out"),
+        (
+            [_MACHINE, _WARM, exact(2), exact(4, wrong={"all_reduce": "on rank 3 element 0 is 1, but should be 2"})],
+            "collectives",
+            "all_reduce on 4 ranks: on rank 3 element 0 is 1, but should be 2",
+        ),
+    ],
+    ids=["no device", "no backend", "not launched", "child died", "no rendezvous", "wrong sum"],
+)
+def test_each_failure_is_status_3_and_its_own_line(
+    answers: list[dict[str, Any]],
+    what: str,
+    expected: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The oracle is shown to speak: a wrong element, a missing device, a child that dies."""
+    status, text = told(monkeypatch, capsys, *answers)
+
+    assert status == 3
+    assert expected in line_of(text, what)
+    assert line_of(text, what).endswith("  failed")
+
+
+def test_what_is_merely_absent_keeps_nobody_from_running(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No compiler, cases that need another machine, ranks of a dead run: said, and status 0."""
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(leftovers, "processes", lambda: [4711])
+    status, text = told(monkeypatch, capsys, {**_MACHINE, "simulated": _NO_COMPILER}, _WARM, exact(2), exact(4))
+
+    assert status == 0, text
+    assert line_of(text, "C++ compiler").endswith("  absent")
+    assert line_of(text, "simulator").endswith("  absent")
+    assert line_of(text, "not here").endswith("  absent")
+    assert "need accelerator" in line_of(text, "not here")
+    assert "kill 4711" in line_of(text, "earlier runs")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected", "state"),
+    [
+        ({}, "built: init modes, offload, memory", "ok"),
+        ({"simulator_built": False}, "will be built at its first use", "ok"),
+        ({"simulated": _NO_COMPILER}, "cannot be built: no C++ compiler", "absent"),
+        ({"simulated": _NO_COMPILER, "device": "sim"}, "cannot be built: no C++ compiler", "failed"),
+    ],
+    ids=["built", "to be built", "no compiler", "asked for without a compiler"],
+)
+def test_the_simulated_accelerator_is_told_of(
+    changes: dict[str, Any],
+    expected: str,
+    state: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Whether it is there, and what it gives."""
+    _, text = told(monkeypatch, capsys, {**_MACHINE, **changes}, _WARM, exact(2), exact(4))
+
+    assert expected in line_of(text, "simulator")
+    assert line_of(text, "simulator").endswith(f"  {state}")
+
+
+def test_temporary_files_that_cannot_be_written_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stores, logs and stacks go there."""
+    monkeypatch.setattr("tempfile.NamedTemporaryFile", mock.Mock(side_effect=OSError(28, "No space left")))
+    status, text = told(monkeypatch, capsys, _MACHINE, _WARM, exact(2))
+
+    assert status == 3
+    assert "cannot be written: No space left; set TMPDIR" in line_of(text, "temporary files")
+
+
+def test_a_child_that_dies_is_an_answer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With its status and the end of what it wrote; other output of the child is no answer."""
+    text = """echo noise; echo '{"what": "warm"}'; echo why >&2; exit 7"""
+    monkeypatch.setattr("sys.executable", program(tmp_path, text))
+    with examination.examined("cpu") as answers:
+        found = list(answers)
+
+    assert found == [{"what": "warm"}, {"what": "died", "how": "ended with status 7", "output": "why\n"}]
+
+
+def test_a_child_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With everything that it has started."""
+    monkeypatch.setattr("sys.executable", program(tmp_path, "sleep 300 & sleep 300"))
+    with examination.examined("cpu", timeout_s=0.2) as answers:
+        (found,) = answers
+
+    assert found["what"] == "died"
+    assert "was ended by SIGKILL" in found["how"]
+
+
+class ForgetfulAllReduce(ExactCollectives):
+    """A backend whose all-reduce leaves every rank with its own."""
+
+    def collectives(self) -> None:
+        with mock.patch.object(distributed, "all_reduce"):
+            super().collectives()
+
+
+class NobodyComes(ExactCollectives):
+    """Ranks of which one never comes to the rendezvous."""
+
+    def init_rank(self) -> None:
+        if self.rank == 1:
+            raise RuntimeError("rank 1 stays away")
+        super().init_rank()
+
+
+@pytest.mark.slow
+def test_a_wrong_collective_is_seen() -> None:
+    """Rank 0's element 0 of the sum is 1024 + 2048; alone it is 1024."""
+    found = check_collectives("cpu", 2, kind=ForgetfulAllReduce)
+
+    assert found.wrong == {"all_reduce": "on rank 0 element 0 is 1024, but should be 3072"}
+    assert found.rendezvous == ""
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come_is_seen() -> None:
+    """It is the rendezvous that failed, not a collective."""
+    found = check_collectives("cpu", 2, kind=NobodyComes)
+
+    assert "rank 1" in found.rendezvous
+    assert found.wrong == {}
+
+
+def test_the_first_wrong_element_is_named() -> None:
+    """Index, value, and what it should be."""
+    assert (
+        first_wrong(torch.tensor([1.0, 2.0, 7.0]), torch.tensor([1.0, 2.0, 3.0])) == "element 2 is 7, but should be 3"
+    )
+
+
+def test_ranks_without_a_parent_are_found(tmp_path: Path) -> None:
+    """Only this user's, only those that a warm process has marked, only those whose parent has ended."""
+    marked = b"HOME=/x\0FSDP_CONFORMANCE_PRELOAD={}\0"
+    for pid, parent, environment in ((10, 1, marked), (11, 10, marked), (12, 1, b"HOME=/x\0"), (1, 0, marked)):
+        (tmp_path / str(pid)).mkdir()
+        (tmp_path / str(pid) / "stat").write_text(f"{pid} (python (x) y) S {parent} 1 1", encoding="utf-8")
+        (tmp_path / str(pid) / "environ").write_bytes(environment)
+    (tmp_path / "self").mkdir()
+    (tmp_path / "13").mkdir()  # it has ended meanwhile
+
+    assert leftovers.processes(tmp_path) == [10]
+    assert leftovers.processes(tmp_path / "nowhere") == []
+
+
+def test_a_warm_process_carries_the_mark() -> None:
+    """What is looked for is what the harness sets."""
+    from fsdp_conformance.harness.processes import preload
+
+    assert f"{preload.ORDERS_VARIABLE}=".encode() == leftovers._MARK
+
+
+def test_only_stale_entries_are_left_over(tmp_path: Path) -> None:
+    """What was touched within the hour may belong to a case that runs; leases are nobody's leftovers."""
+    for name, age_s in (("fsdp-conformance-old", 7200), ("fsdp-conformance-new", 60), ("other", 7200)):
+        (tmp_path / name).mkdir()
+        os.utime(tmp_path / name, (1e9 - age_s, 1e9 - age_s))
+    (tmp_path / "fsdp-conformance-leases-0").mkdir()
+    os.utime(tmp_path / "fsdp-conformance-leases-0", (1e9 - 7200, 1e9 - 7200))
+
+    assert [tmp_path / "fsdp-conformance-old"] == leftovers.directories(tmp_path, now=1e9)
+
+
+def program(directory: Path, text: str) -> str:
+    """A shell script that takes any arguments."""
+    path = directory / "program"
+    path.write_text(f"#!/bin/sh\n{text}\n", encoding="utf-8")
+    path.chmod(0o755)
+    return str(path)

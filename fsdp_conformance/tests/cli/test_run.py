@@ -1,0 +1,340 @@
+"""`fsdp-conformance run`, end to end on cases that start no rank: statuses, messages, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import resource
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fsdp_conformance.report import runfile
+from fsdp_conformance.tests.cli.cli_runs import Said, said, with_adapter, with_quick_survey, words
+from fsdp_conformance.tests.pytest_plugin import mini_suite
+
+#: Each test is a run in processes of its own.
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(name="suite", scope="module")
+def _suite(tmp_path_factory: pytest.TempPathFactory) -> mini_suite.MiniSuite:
+    return mini_suite.write(tmp_path_factory.mktemp("suite"))
+
+
+def typed(suite: mini_suite.MiniSuite, directory: Path, *more: str) -> list[str]:
+    """`run` on the mini suite, into `directory`/report."""
+    chosen = [] if "--implementation" in more else ["--implementation", "mine.py"]
+    report = [] if "--report" in more else ["--report", str(directory / "report")]
+    profile = ["--profile", str(suite.profile_path), "--suites", mini_suite.PACKAGE]
+    return ["run", *profile, *chosen, *report, *more]
+
+
+def run(
+    suite: mini_suite.MiniSuite, directory: Path, *more: str, acts: dict[str, str] | None = None, **variables: str
+) -> Said:
+    """Run it to its end. Without an implementation named, one is made up that needs no torch."""
+    variables.setdefault("MINI_SUITE_FLAGS", "zero3 no_sync")
+    env = suite.environment(acts, **variables)
+    if "--implementation" not in more:
+        env = with_quick_survey(env, directory)
+    return said(*typed(suite, directory, *more), cwd=directory, env=env)
+
+
+def test_a_run_in_which_all_holds_is_certified(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """Status 0, the verdict, and as last line where the run file is; `verify` derives the same from it."""
+    found = run(suite, tmp_path)
+
+    assert found.status == 0, found.out + found.err
+    assert "\nCERTIFIED  mini" in found.out
+    assert f"run file: {tmp_path / 'report' / 'run.jsonl'}" == found.last_line
+    assert {"run.jsonl", "pytest.log", "junit.xml", "summary.md"} == {
+        path.name for path in (tmp_path / "report").iterdir()
+    }
+    verified = said("verify", str(tmp_path / "report"))
+    assert verified.status == 0
+    assert "verified" in verified.last_line
+
+
+def test_a_failure_is_not_certified_and_says_why(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """Status 1; the finding names requirement, case and a line that shows it again; `explain` finds it."""
+    found = run(suite, tmp_path, acts={"R001/probe-ws2": "FAIL"})
+
+    assert found.status == 1
+    assert "FAIL  R001/probe-ws2" in found.out
+    assert "NOT CERTIFIED  mini" in found.out
+    assert "repro " in found.out
+    explained = said("explain", "R001/probe-ws2", "--report", str(tmp_path / "report"))
+    assert (explained.status, "✗ FAIL" in explained.out) == (0, True)
+
+
+def test_workers_come_to_the_same_verdicts(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """With -n 2 every case has the verdict that it has without."""
+    pytest.importorskip("xdist")
+    acts = {"R001/probe-ws2": "FAIL", "R070/order-ws2": "HANG"}
+    verdicts = []
+    for name, more in (("one", ()), ("two", ("-n", "2"))):
+        (tmp_path / name).mkdir()
+        found = run(suite, tmp_path / name, *more, acts=acts)
+        records = runfile.read(tmp_path / name / "report").records
+        verdicts.append((found.status, {record.case: record.verdict for record in records}))
+
+    assert verdicts[0] == verdicts[1]
+    assert verdicts[0][0] == 1
+    assert len(verdicts[0][1]) == 7
+
+
+def test_a_part_of_a_profile_certifies_nobody(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """--case runs what it names; all that ran may pass, and the status is 1."""
+    found = run(suite, tmp_path, "--case", "R188", "--world-size", "2")
+
+    assert found.status == 1
+    assert "1/1" in found.out
+    assert "nothing that ran speaks against the implementation" in found.out
+
+
+def test_an_error_of_the_suite_is_status_4(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """A case that stumbles over itself says nothing about the implementation."""
+    found = run(suite, tmp_path, acts={"R001/probe-ws2": "raise"})
+
+    assert found.status == 4
+    assert "ERROR_SUITE" in found.out
+
+
+def test_a_pytest_that_dies_is_told_with_the_end_of_its_log(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """Status 4; what was judged before stays readable."""
+    found = run(suite, tmp_path, acts={"R188/it-shards-ws2": "exit"})
+
+    assert found.status == 4
+    assert "pytest ended with status 3 before the run was through" in found.err
+    assert "pytest.log" in found.err
+    left = runfile.read(tmp_path / "report")
+    assert left.aborted
+    assert left.problems == []
+
+
+def test_the_users_own_pytest_settings_have_no_part_in_it(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """A pytest.ini, a conftest.py and variables that would stop any pytest are not read."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n", encoding="utf-8")
+    (tmp_path / "conftest.py").write_text("raise RuntimeError('read')\n", encoding="utf-8")
+
+    found = run(suite, tmp_path, "--case", "R188", PYTEST_ADDOPTS="--no-such-option", PYTEST_PLUGINS="no_such_plugin")
+
+    assert found.status == 1
+    assert "1 PASS" in found.out
+
+
+def test_the_package_need_not_be_installed(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """Where entry points are unknown the plugin is loaded all the same, and once."""
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    (hidden / "sitecustomize.py").write_text(
+        "import importlib.metadata as metadata\n"
+        "metadata.Distribution.entry_points = property(lambda self: metadata.EntryPoints())\n",
+        encoding="utf-8",
+    )
+    path = os.pathsep.join([str(hidden), suite.environment()["PYTHONPATH"]])
+
+    found = run(suite, tmp_path, "--case", "R188", "--implementation", with_adapter(tmp_path), PYTHONPATH=path)
+
+    assert "1 PASS" in found.out, found.err
+
+
+def test_the_default_directory_is_named_by_implementation_and_time(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """Below .fsdp-conformance, which git ignores; `last` points to it, and `explain` looks there by itself."""
+    words_of_run = typed(suite, tmp_path, "--case", "R188", "--report", "x")
+    env = with_quick_survey(suite.environment(), tmp_path)
+
+    found = said(*words_of_run[:-2], cwd=tmp_path, env=env)
+
+    assert found.last_line.startswith("run file: .fsdp-conformance/")
+    assert (tmp_path / ".fsdp-conformance" / "last" / "run.jsonl").is_file()
+    assert (tmp_path / ".fsdp-conformance" / ".gitignore").read_text(encoding="utf-8") == "*\n"
+    explained = said("explain", "R188", cwd=tmp_path)
+    assert "✓ PASS" in explained.out
+
+
+def test_an_earlier_run_is_kept_and_not_taken_for_this_one(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """A run that ends before it has a file of its own does not find the certificate of the last one."""
+    report = tmp_path / "report"
+    report.mkdir()
+    (report / "run.jsonl").write_text("the last one\n", encoding="utf-8")
+    (suite.package / "conftest.py").rename(suite.package / "conftest.kept")
+    try:
+        (suite.package / "conftest.py").write_text("import os\nos._exit(9)\n", encoding="utf-8")
+        found = run(suite, tmp_path)
+    finally:
+        (suite.package / "conftest.kept").replace(suite.package / "conftest.py")
+
+    assert found.status == 4
+    assert (report / "run.previous.jsonl").read_text(encoding="utf-8") == "the last one\n"
+    assert "run file:" not in found.out
+
+
+def test_on_a_terminal_progress_is_drawn_in_place(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """A line per chapter with its counts, and the verdict below."""
+    ours, theirs = pty.openpty()
+    variables = {"MINI_SUITE_FLAGS": "zero3 no_sync", "TERM": "xterm", "COLUMNS": "120"}
+    env = with_quick_survey(suite.environment({"R001/probe-ws2": "FAIL"}, **variables), tmp_path)
+    with subprocess.Popen(
+        words(*typed(suite, tmp_path)), cwd=tmp_path, env=env, stdout=theirs, stderr=theirs, stdin=theirs
+    ) as child:
+        os.close(theirs)
+        drawn = b""
+        while True:
+            try:
+                drawn += os.read(ours, 65536)
+            except OSError:  # the other side is closed
+                break
+        status = child.wait(60)
+    os.close(ours)
+    text = drawn.decode()
+
+    assert status == 1, text
+    assert "\x1b[" in text
+    assert "Numerical parity with DDP" in text
+    assert "1 FAIL" in text
+    assert "NOT CERTIFIED" in text
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "expected"),
+    [
+        ("broken.py", "def wrap(:\n", "SyntaxError: invalid syntax"),
+        ("deadly.py", "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n", "died of SIGKILL"),
+        ("leaves.py", "import sys\nprint('bye')\nsys.exit(0)\n", "bye"),
+        (
+            "partly.py:Partly",
+            "from fsdp_conformance.adapters.base import Adapter\nclass Partly(Adapter):\n    pass\n",
+            "does not write setup(), but should",
+        ),
+    ],
+    ids=["syntax error", "kills the process", "ends the process", "writes nothing"],
+)
+def test_an_adapter_that_cannot_be_used_is_wrong_usage(
+    name: str, text: str, expected: str, suite: mini_suite.MiniSuite, tmp_path: Path
+) -> None:
+    """Status 2, the reason in the user's own file, and nothing written."""
+    file, colon, attribute = name.partition(":")
+    spec = with_adapter(tmp_path, text, file) + colon + attribute
+
+    found = run(suite, tmp_path, "--implementation", spec)
+
+    assert found.status == 2
+    assert expected in found.err
+    assert not (tmp_path / "report").exists()
+
+
+def test_an_implementation_that_nobody_has_is_wrong_usage(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """Status 2, with the names that are near."""
+    found = run(suite, tmp_path, "--implementation", "torch-fspd2")
+
+    assert found.status == 2
+    assert "Did you mean 'torch-fsdp2'" in found.err
+
+
+def test_a_device_that_is_absent_is_the_environment(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """Status 3."""
+    found = run(suite, tmp_path, "--device", "mtia", "--implementation", with_adapter(tmp_path))
+
+    assert found.status == 3
+    assert "0 devices of type 'mtia' are present, but should be at least 1" in found.err
+
+
+def test_a_world_size_without_devices_is_the_environment(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """Each rank needs an accelerator of its own; here are two, and nothing is started."""
+    found = run(suite, tmp_path, "--device", "mtia", "--world-size", "4")
+
+    assert found.status == 3
+    assert "--world-size 4, but 2 devices of type 'mtia' present" in found.err
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize("place", ["file/report", "file"])
+def test_a_directory_that_cannot_be_written_is_the_environment(
+    place: str, suite: mini_suite.MiniSuite, tmp_path: Path
+) -> None:
+    """Status 3, with what to do."""
+    (tmp_path / "file").write_text("", encoding="utf-8")
+
+    found = run(suite, tmp_path, "--report", str(tmp_path / place))
+
+    assert found.status == 3
+    assert f"the report directory {tmp_path / place} cannot be written" in found.err
+    assert "--report" in found.err
+
+
+def test_missing_workers_are_the_environment(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """-n without pytest-xdist is status 3."""
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['xdist'] = None\n", encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), suite.environment()["PYTHONPATH"]])
+
+    found = run(suite, tmp_path, "-n", "2", "--implementation", "mine.py", PYTHONPATH=path)
+
+    assert found.status == 3
+    assert "-n 2 needs pytest-xdist" in found.err
+
+
+#: A case whose record is larger than the room that is left.
+_LARGE = '''
+import unittest
+
+from fsdp_conformance.case import case_of, conformance_case
+from fsdp_conformance.tests.report.evidence import a_record
+from fsdp_conformance.verdict import Verdict
+
+
+class Large(unittest.TestCase):
+    record = None
+
+    @conformance_case("R001", chapter="A", axes={"k": (1, 2)}, world_size=2)
+    def test_large(self, k):
+        """It has much to say."""
+        case = case_of(getattr(type(self), self._testMethodName))
+        self.record = a_record(case.id, Verdict.PASS, requirements=["R001"], chapter="A")
+        self.record.schedule = ["all_gather " * 20] * (1 if k == 1 else 4000)
+'''
+
+
+@pytest.mark.parametrize(("limit", "judged"), [(1000, None), (400_000, 1)], ids=["at once", "during the run"])
+def test_a_full_disk_is_the_environment_and_leaves_the_run_file_intact(
+    limit: int, judged: int | None, tmp_path: Path
+) -> None:
+    """Status 3, and every line that is there can be read. A limit on the size of files stands for the disk."""
+    suite = mini_suite.write(tmp_path)
+    (suite.package / "test_cases.py").write_text(_LARGE, encoding="utf-8")
+    made = subprocess.run(
+        [
+            *words()[:2],
+            "fsdp_conformance.contract.profile",
+            *("--write", "large", "--suites", mini_suite.PACKAGE, "--output", str(suite.profile_path)),
+        ],
+        env=suite.environment(),
+        timeout=60,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert made.returncode == 0, made.stderr
+    done = subprocess.run(
+        words(*typed(suite, tmp_path)),
+        cwd=tmp_path,
+        env=with_quick_survey(suite.environment(), tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
+    )
+
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "cannot be written: File too large" in done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    if judged is not None:
+        left = runfile.read(tmp_path / "report")
+        assert (judged, []) == (len(left.records), left.problems)
+        for line in (tmp_path / "report" / "run.jsonl").read_text(encoding="utf-8").splitlines():
+            json.loads(line)

@@ -1,0 +1,153 @@
+"""What is typed wrongly is said in one message, with status 2, before anything is started."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp_conformance.cli import arguments
+from fsdp_conformance.tests.cli.cli_runs import said, words
+from fsdp_conformance.tests.pytest_plugin import mini_suite
+
+
+@pytest.fixture(name="suite", scope="module")
+def _suite(tmp_path_factory: pytest.TempPathFactory) -> mini_suite.MiniSuite:
+    return mini_suite.write(tmp_path_factory.mktemp("suite"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (["runn"], "Did you mean 'run'?"),
+        ([], "COMMAND"),
+        (["run", "--devise", "cpu"], "Did you mean '--device'?"),
+        (["run", "--world-size", "two"], "world_size='two', but should be a number of ranks"),
+        (["run", "--world-size", "0"], "world_size='0', but should be a number of ranks"),
+        (["run", "--device", "cuda:0"], "device='cuda:0', but should be a type such as cpu, sim or cuda, without"),
+        (["run", "--deadline-scale", "-1"], "deadline_scale='-1'"),
+        (["run", "--implementation", " "], "implementation=' ', but should not be blank"),
+        (["run", "-n", "few"], "-n: 'few', but should be a positive number, or auto"),
+        (["run", "--profile", "core-2026.12"], "profile='core-2026.12', but should be one of"),
+        (["list", "--profile", "nothing.json"], "profile='nothing.json'"),
+        (["explain", "R1000"], "'R1000' is neither a requirement (R000 to"),
+        (["verify", "nowhere.jsonl"], "'nowhere.jsonl' is no run file"),
+        (["smoke"], "implementation=none, but should be one"),
+        (["smoke", "torch-ddp", "--implementation", "torch-fsdp2"], "implementation=torch-ddp and torch-fsdp2"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_mistyped_is_said_with_status_2(typed: list[str], expected: str, tmp_path: Path) -> None:
+    """The message names what was wrong and what it should be."""
+    found = said(*typed, cwd=tmp_path)
+
+    assert (found.status, found.out) == (2, "")
+    assert expected in found.err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        (["--case", "R001/prob-ws2"], "Did you mean R001/probe-ws"),
+        (["--case", "R150"], "case='R150'"),
+        (["--world-size", "7"], "world_size=7, but should be one of 1, 2, 4"),
+        (["--case", "R188", "--world-size", "4"], "--world-size 4, but should be one of 2"),
+    ],
+    ids=" ".join,
+)
+def test_a_selection_that_chooses_nothing_is_wrong_usage(
+    typed: list[str], expected: str, suite: mini_suite.MiniSuite, tmp_path: Path
+) -> None:
+    """A case or world size that the profile does not have is said, with those that it has."""
+    found = said("run", "--profile", str(suite.profile_path), *typed, cwd=tmp_path)
+
+    assert found.status == 2
+    assert expected in found.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_problems_come_at_once(tmp_path: Path) -> None:
+    """Two options out of range make two lines."""
+    found = said("run", "--world-size", "0", "--deadline-scale", "nan", cwd=tmp_path)
+
+    assert [line.split()[1].partition("=")[0] for line in found.err.splitlines()] == ["world_size", "deadline_scale"]
+
+
+@pytest.mark.parametrize("typed", [["--help"], ["--version"], ["run", "--help"], ["list", "--help"]], ids=" ".join)
+def test_help_and_version_go_to_stdout(typed: list[str]) -> None:
+    """They are what was asked for: status 0."""
+    found = said(*typed)
+
+    assert (found.status, found.err) == (0, "")
+    assert found.out.strip() != ""
+
+
+def test_the_help_documents_every_exit_status() -> None:
+    """Statuses are an interface: scripts read them."""
+    found = said("run", "--help")
+
+    assert all(f"\n  {status} " in found.out for status in (0, 1, 2, 3, 4, 130))
+
+
+def test_world_sizes_come_by_commas_and_by_repetition() -> None:
+    """Each once, in the order in which they were named."""
+    parsed = arguments.parse(["run", "--world-size", "2,3", "--world-size", "2", "--world-size", "4"])
+
+    assert arguments.settings_of(parsed).world_sizes == (2, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        ["list", "--capabilities"],
+        ["list", "--requirements"],
+        ["explain", "R003"],
+        ["verify", "nowhere"],
+        ["run", "--x"],
+    ],
+    ids=" ".join,
+)
+def test_commands_that_only_read_leave_torch_alone(typed: list[str], tmp_path: Path) -> None:
+    """Where torch cannot be imported, they still answer."""
+    script = (
+        "import sys\n"
+        "from fsdp_conformance.cli import main\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit:\n    pass\n"
+        "print('HEAVY', sorted({'torch', 'numpy', 'pytest'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *typed], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True
+    )
+
+    assert done.stdout.rstrip().endswith("HEAVY []")
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    """`fsdp-conformance list --requirements | head -1` ends quietly."""
+    with subprocess.Popen(
+        words("list", "--requirements"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child.stdout.readline()
+        child.stdout.close()
+        err = child.stderr.read()
+        status = child.wait(60)
+
+    assert (status, err) == (0, "")
+
+
+def test_a_file_that_is_no_run_file_is_refused(tmp_path: Path) -> None:
+    """`verify` and `explain` say so, with status 2."""
+    file = tmp_path / "run.jsonl"
+    file.write_text(json.dumps({"type": "something else"}) + "\n", encoding="utf-8")
+
+    verified, explained = said("verify", str(tmp_path)), said("explain", "R003", "--report", str(file))
+
+    assert (verified.status, explained.status) == (2, 2)
+    assert "is not a run file of this version" in verified.err
+    assert "is not a run file of this version" in explained.err

@@ -1,0 +1,275 @@
+"""Profiles: frozen lists of cases, made from suites and compared with them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_conformance.contract import Level
+from fsdp_conformance.contract.profile import (
+    Profile,
+    collect_cases,
+    difference,
+    load_profile,
+    main,
+    names,
+    profile_from_json,
+    profile_of,
+)
+from fsdp_conformance.errors import ConfigError, SuiteError, UsageError
+from fsdp_conformance.tests.pytest_plugin import mini_suite
+from fsdp_conformance.tests.report.evidence import a_case
+
+
+def made(*changes: dict[str, Any], **options: Any) -> Profile:
+    """A profile of cases that differ in these fields."""
+    return profile_of("some", [a_case(**change) for change in changes or ({},)], **options)
+
+
+# What is shipped.
+
+
+def test_the_core_profile_is_what_the_suites_make() -> None:
+    """Every case but those of components is in it as it is bound; `--write core-2026.11` makes it so again."""
+    shipped = load_profile("core-2026.11")
+
+    assert difference(shipped, profile_of(shipped.name, collect_cases())) == []
+
+
+@pytest.mark.parametrize("name", names())
+def test_every_shipped_profile_has_the_cases_of_a_certifying_one(name: str) -> None:
+    """A selection is a part of it, entry by entry."""
+    profile = load_profile(name)
+    whole = load_profile("components-2026.11" if name.startswith("components-") else "core-2026.11")
+
+    assert [entry.id for entry in profile.entries if whole.by_id.get(entry.id) != entry] == []
+    assert profile.certifies == profile.name.startswith(("core-", "components-"))
+
+
+def test_components_have_a_profile_of_their_own() -> None:
+    """A case is in the one or in the other: by its chapter, unless it is named."""
+    cases = [a_case(id="R163/some-ws2", requirements=("R163",), chapter="AA"), a_case()]
+
+    assert [entry.id for entry in profile_of("components-1", cases).entries] == ["R163/some-ws2"]
+    assert [entry.id for entry in profile_of("core-1", cases).entries] == [a_case().id]
+    assert [entry.id for entry in profile_of("core-1", cases, only=["R163/some-ws2"]).entries] == ["R163/some-ws2"]
+
+
+# Making.
+
+
+def test_an_entry_has_what_a_certificate_needs() -> None:
+    """The level is the primary requirement's."""
+    (entry,) = made({"requirements": ("R005", "R001"), "needs": ("zero2",), "environment": ("cuda",)}).entries
+
+    assert (entry.id, entry.requirements, entry.primary) == ("R005/probe-ws2", ("R005", "R001"), "R005")
+    assert (entry.level, entry.needs, entry.environment) == (Level.DECLARED, ("zero2",), ("cuda",))
+
+
+def test_entries_are_in_the_order_of_ids() -> None:
+    """Whatever the order of the suites."""
+    ids = [entry.id for entry in made({"world_size": 4}, {"world_size": 2}, {"world_size": 3}).entries]
+
+    assert ids == ["R001/probe-ws2", "R001/probe-ws3", "R001/probe-ws4"]
+
+
+def test_a_selection_has_only_what_was_named() -> None:
+    """And says that it certifies nobody."""
+    profile = made({}, {"world_size": 3}, only=["R001/probe-ws3"], certifies=False)
+
+    assert ([entry.id for entry in profile.entries], profile.certifies) == (["R001/probe-ws3"], False)
+
+
+def test_unknown_ids_and_requirements_are_refused_together() -> None:
+    """All problems in one error."""
+    with pytest.raises(ConfigError) as raised:
+        made({"requirements": ("R999",)}, only=["R999/probe-ws2", "R001/other-ws2"])
+
+    assert raised.value.problems == (
+        "case='R001/other-ws2', but no suite has a case of that id",
+        "R999/probe-ws2: requirement='R999', but should be one of the contract's",
+    )
+
+
+def test_cases_are_collected_from_every_class_of_every_module(tmp_path: Path) -> None:
+    """By id; plain tests are left out."""
+    suite = mini_suite.write(tmp_path)
+
+    assert list(suite.profile.by_id) == [
+        "R001/probe-ws1",
+        "R001/probe-ws2",
+        "R001/probe-ws4",
+        "R017/elsewhere-ws2",
+        "R070/order-ws2",
+        "R093/deferred-ws2",
+        "R188/it-shards-ws2",
+    ]
+
+
+def test_an_id_that_two_methods_have_is_refused(tmp_path: Path) -> None:
+    """Naming both places."""
+    suite = mini_suite.write(tmp_path)
+    (suite.package / "test_more.py").write_text((suite.package / "test_cases.py").read_text(encoding="utf-8"))
+
+    with (
+        mini_suite.importable(tmp_path),
+        pytest.raises(SuiteError, match=r"R188/it-shards-ws2 is bound to .*test_cases.* and to .*test_more"),
+    ):
+        collect_cases(mini_suite.PACKAGE)
+
+
+# The hash.
+
+
+def test_the_hash_is_of_the_content() -> None:
+    """Equal profiles have equal hashes; a title is for people and not part of it."""
+    assert made({}).sha256 == made({"title": "Another sentence."}).sha256
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"id": "R001/other-ws2"},
+        {"requirements": ("R001",)},
+        {"world_size": 3, "id": "R001/probe-ws2"},
+        {"needs": ("zero3",)},
+        {"environment": ("cuda",)},
+    ],
+)
+def test_the_hash_sees_every_change_that_matters(change: dict[str, Any]) -> None:
+    """Each field that a certificate looks at."""
+    assert made(change).sha256 != made({}).sha256
+
+
+def test_the_hash_sees_whether_a_profile_certifies() -> None:
+    """A selection cannot be passed off as the whole."""
+    assert made({}, certifies=False).sha256 != made({}).sha256
+
+
+def test_a_profile_survives_its_file() -> None:
+    """Written and read it is the same."""
+    profile = made({}, {"world_size": 3, "needs": ("zero3",)})
+
+    assert profile_from_json(json.dumps(profile.to_json()), where="here") == profile
+
+
+def test_a_profile_that_was_edited_is_refused() -> None:
+    """The hash that it states is not that of its content."""
+    data = made({}, {"world_size": 3}).to_json()
+    data["cases"].pop()
+
+    with pytest.raises(UsageError, match=r"sha256=\w{12} of the content, but should be \w{12} \[here\]"):
+        profile_from_json(json.dumps(data), where="here")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"name": "x"}'])
+def test_what_is_no_profile_is_refused(text: str) -> None:
+    """With the place."""
+    with pytest.raises(UsageError, match="here is not a profile"):
+        profile_from_json(text, where="here")
+
+
+def test_an_unknown_profile_suggests_a_near_one() -> None:
+    """And lists those that are shipped."""
+    with pytest.raises(
+        UsageError, match=r"profile='core-2026\.12', but should be one of .*Did you mean 'core-2026\.11'"
+    ):
+        load_profile("core-2026.12")
+
+
+# Choosing.
+
+
+@pytest.mark.parametrize(
+    ("cases", "sizes", "expected"),
+    [
+        ((), (), ["R001/probe-ws2", "R001/probe-ws3", "R005/probe-ws2"]),
+        (("R005",), (), ["R005/probe-ws2"]),
+        (("R001/probe-ws3",), (), ["R001/probe-ws3"]),
+        ((), (2,), ["R001/probe-ws2", "R005/probe-ws2"]),
+        (("R001",), (3,), ["R001/probe-ws3"]),
+        (("R005",), (3,), []),
+    ],
+)
+def test_cases_are_chosen_by_id_requirement_and_size(
+    cases: Sequence[str], sizes: Sequence[int], expected: list[str]
+) -> None:
+    """Both lists must hold; an empty one holds for all."""
+    profile = made({}, {"world_size": 3}, {"requirements": ("R005",)})
+
+    assert [entry.id for entry in profile.selected(cases, sizes)] == expected
+
+
+def test_what_chooses_nothing_is_refused() -> None:
+    """A mistyped id is not a run of nothing."""
+    with pytest.raises(ConfigError) as raised:
+        made({}).selected(["R001/prob-ws2"], [7])
+
+    mistyped, absent = raised.value.problems
+    assert mistyped.startswith("case='R001/prob-ws2', but should be the id of a case or of a requirement")
+    assert mistyped.endswith("Did you mean R001/probe-ws2?")
+    assert absent == "world_size=7, but should be one of 2"
+
+
+# Comparing.
+
+
+def test_equal_profiles_do_not_differ() -> None:
+    """Silence."""
+    assert difference(made({}), made({})) == []
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        (made({}), made({}, {"world_size": 3}), "R001/probe-ws3 is not in the profile"),
+        (made({}, {"world_size": 3}), made({}), "R001/probe-ws3 is in no suite"),
+        (made({}), made({"needs": ("zero3",)}), "R001/probe-ws2: needs=(), but the suites say ('zero3',)"),
+        (made({}), made({"title": "New."}), "R001/probe-ws2: title=\"Losses equal DDP's.\", but the suites say 'New.'"),
+        (made({}, certifies=False), made({}), "certifies=False, but the suites make True"),
+    ],
+)
+def test_each_difference_is_said(ours: Profile, theirs: Profile, words: str) -> None:
+    """One sentence."""
+    assert difference(ours, theirs) == [words]
+
+
+# The command.
+
+
+def test_a_profile_is_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """0 as long as the suites say the same, 1 with the difference when they do not."""
+    suite = mini_suite.write(tmp_path)
+    written = tmp_path / "written.json"
+    where = ["--suites", mini_suite.PACKAGE, "--output", str(written)]
+
+    with mini_suite.importable(tmp_path):
+        assert main(["--write", "mini", *where]) == 0
+        assert load_profile(str(written)) == suite.profile
+        assert main(["--check", "mini", *where]) == 0
+        data = suite.profile.to_json()
+        data["cases"][0]["title"] = "Something else."
+        written.write_text(json.dumps(data), encoding="utf-8")
+        assert main(["--check", "mini", *where]) == 1
+    assert re.search(r"R001/probe-ws1: title='Something else\.'", capsys.readouterr().out)
+
+
+def test_a_selection_is_checked_against_the_cases_that_it_has(tmp_path: Path) -> None:
+    """The other cases of the suites are no difference."""
+    mini_suite.write(tmp_path)
+    where = ["--suites", mini_suite.PACKAGE, "--output", str(tmp_path / "written.json")]
+
+    with mini_suite.importable(tmp_path):
+        assert main(["--write", "quick", "--only", "R001/probe-ws2", "--not-certifying", *where]) == 0
+        assert main(["--check", "quick", *where]) == 0
+
+
+def test_an_error_of_the_command_has_its_status(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Usage: the profile is not there."""
+    assert main(["--check", "none", "--suites", "fsdp_conformance.report"]) == 2
+    assert "profile='none'" in capsys.readouterr().err

@@ -1,0 +1,94 @@
+"""The waits of the engine on the simulated accelerator: which are executed, and what happens without one of them."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from fsdp_conformance import engine
+from fsdp_conformance.simulator import checker
+from fsdp_conformance.simulator.checker import Reuse, Wait
+
+SiteOf = Callable[[Wait], str | None]
+"""From a wait to the engine's function that asks for it; None if it is not the engine's."""
+
+#: Where the engine lies.
+_ENGINE = os.path.dirname(engine.__file__) + os.sep
+
+#: Modules of the engine that only pass a call on: who calls them is the site.
+_HELPERS = ("chunks/streams.py", "streams.py")
+
+
+@contextmanager
+def noting_sites(sites: set[str], dropped: Collection[str], site_of: SiteOf) -> Iterator[None]:
+    """Note the engine's waits that are executed inside, and leave out those in `dropped`."""
+
+    def keep(kind: Wait, _stream: int, _device: int) -> bool:
+        site = site_of(kind)
+        if site is not None:
+            sites.add(site)
+        return site not in dropped
+
+    with checker.wait_filter(keep):
+        yield
+
+
+@contextmanager
+def watching_engine(sites: set[str], dropped: Collection[str]) -> Iterator[None]:
+    """
+    `noting_sites` for a part of the engine that a test calls.
+
+    New memory is taken to be any free block that the allocator might have given out: what is freed too early is found
+    though nothing happens to use it again.
+    """
+    with noting_sites(sites, dropped, _site), checker.reuse(Reuse.WORST_CASE):
+        yield
+
+
+def _nobody(_file: str, _kind: Wait, _function: str) -> bool:
+    return False
+
+
+def site_in_program(
+    kind: Wait, *, helpers: Collection[str], is_others: Callable[[str, Wait, str], bool] = _nobody
+) -> str | None:
+    """
+    The innermost function of the engine, outside of the files `helpers`, that asks for a wait in a whole program.
+
+    None if torch, the model, or a function that `is_others` is true of does.
+    """
+    if kind is Wait.HOST_WAITS_STREAM:
+        return None  # A tensor is read on the host: that is what a wait is for.
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        name = file_in_engine(path) or os.path.basename(path)
+        if is_others(name, kind, frame.f_code.co_name):
+            return None
+        if file_in_engine(path) and name not in helpers:
+            return f"{kind} {name} {frame.f_code.co_name}"
+        if not {"engine", "simulator", "torch"} & set(path.split(os.sep)):
+            return None
+        frame = frame.f_back
+    return None
+
+
+def file_in_engine(path: str) -> str | None:
+    """A file of the engine, relative to it: "chunks/streams.py"; None for other files."""
+    return os.path.relpath(path, _ENGINE) if path.startswith(_ENGINE) else None
+
+
+def _site(kind: Wait) -> str | None:
+    """The innermost function of the engine that asks for a wait; None if it is no one's, or in a collective."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = file_in_engine(frame.f_code.co_filename)
+        if name and name not in _HELPERS:
+            # The event that a collective records at its issue is its own.
+            inside = name == "flat_collectives.py" and kind is Wait.EVENT_RECORD
+            return None if inside else f"{kind} {name} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return None

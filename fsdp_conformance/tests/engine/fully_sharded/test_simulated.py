@@ -1,0 +1,265 @@
+"""
+The fully sharded module on the simulated accelerator: bitwise as on the CPU, and without a hazard.
+
+What the suites ask there is not asked again: here are the parts of the engine that they do not know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_conformance.engine.fully_sharded.model_state import full_state_dict, load_full_state_dict, sharded_state_dict
+from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
+from fsdp_conformance.engine.sharding_strategy import CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_conformance.simulator import checker
+from fsdp_conformance.tests.engine.fully_sharded.sharded_ranks import (
+    LEARNING_RATE,
+    WIDTH,
+    Stage,
+    batch,
+    chain,
+    full_params,
+    sharded,
+)
+from fsdp_conformance.tests.simulator.simulator_ranks import OnSim, compiled
+
+pytestmark = compiled
+
+Program = Callable[[FullyShardedDataParallel, list[Tensor]], None]
+
+
+class _Recomputed(nn.Module):
+    """Runs what it wraps under a checkpoint."""
+
+    def __init__(self, module: nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(self.module, x, use_reentrant=self.reentrant, preserve_rng_state=False)
+        return output
+
+
+class TestOnSim(OnSim):
+    """Programs that run on the CPU and on the simulated device, in two ranks."""
+
+    def test_checkpointing(self) -> None:
+        """Recomputed units."""
+        for reentrant in (False, True):
+            self.assert_same(plain, build=partial(_recomputed, reentrant))
+
+    def test_optimizer_in_backward(self) -> None:
+        """Steps in the hooks of gradients."""
+        self.assert_same(in_backward)
+
+    def test_two_forwards(self) -> None:
+        """Forward, forward, backward, backward."""
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+            self.assert_same(two_forwards, sharding_strategy=strategy)
+
+    def test_state_between_steps(self) -> None:
+        """Whole parameters are read and written between steps, and state dicts are taken and loaded."""
+        self.assert_same(with_state)
+        self.assert_same(with_state, cpu_offload=CPUOffload(offload_params=True))
+
+    def test_precision_and_offload(self) -> None:
+        """Low precision with gradients reduced in float32, offloaded or not, deferred or not."""
+        policy = MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for offload in (False, True):
+            self.assert_same(deferred, mixed_precision=policy, cpu_offload=CPUOffload(offload_params=offload))
+
+    def test_full_precision_in_eval(self) -> None:
+        """Steps in training mode, in eval mode, and evaluations between them, offloaded or not."""
+        policy = MixedPrecision(
+            param_dtype=torch.bfloat16,
+            buffer_dtype=torch.bfloat16,
+            cast_forward_inputs=True,
+            full_precision_in_eval=True,
+        )
+        for offload in (False, True):
+            options = {"mixed_precision": policy, "cpu_offload": CPUOffload(offload_params=offload)}
+            self.assert_same(in_both_modes, build=_buffered, **options)
+
+    def test_small_parameters_that_stay(self) -> None:
+        """Biases are replicated beside sharded weights."""
+        self.assert_same(plain, persist_numel=WIDTH)
+
+    def test_evaluated_and_written(self) -> None:
+        """Offloaded shards are written by the host after a forward without a graph, which has read them."""
+        self.assert_same(evaluated, cpu_offload=CPUOffload(offload_params=True))
+
+    def test_smaller_group(self) -> None:
+        """Parameters are kept in parts between forward and backward."""
+        for ranks in (1, 2):
+            self.assert_same(plain, reshard_after_forward=ranks)
+            self.assert_same(deferred, reshard_after_forward=ranks)
+
+    def test_gathers_by_hand(self) -> None:
+        """Gathers that a user starts, and waits for or not."""
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+            self.assert_same(by_hand, sharding_strategy=strategy)
+
+    def test_after_an_exception(self) -> None:
+        """A backward that raised leaves nothing behind."""
+        self.assert_same(interrupted)
+
+    def test_control(self) -> None:
+        """The checker could have seen a hazard: without waits it sees one."""
+        subject = sharded(chain(), device_id=torch.device(self.device))
+        inputs = [batch(self.rank, number).to(self.device) for number in range(2)]
+        with checker.without_waits():
+            plain(subject, inputs)
+        self.assertNotEqual([], self.found())
+
+    def assert_same(self, program: Program, *, build: Callable[[], nn.Module] = chain, **options: Any) -> None:
+        """The parameters after `program` are those that it leaves on the CPU, and no access was unordered."""
+        checker.set_reuse(checker.Reuse.WORST_CASE)
+        found = []
+        for device in ("cpu", self.device):
+            subject = sharded(build(), device_id=torch.device(device), **options)
+            inputs = [batch(self.rank, number).to(device) for number in range(4)]
+            program(subject, inputs)
+            with checker.suspended():
+                found.append({name: value.cpu() for name, value in full_params(subject).items()})
+        self.assertEqual([], self.found())
+        for name, value in found[0].items():
+            self.assertTrue(torch.equal(value, found[1][name]), msg=f"{name}: {found[1][name]}, but should be {value}")
+
+
+def _recomputed(reentrant: bool) -> nn.Module:
+    return nn.Sequential(_Recomputed(nn.Sequential(Stage(), Stage()), reentrant=reentrant), Stage(WIDTH, 3))
+
+
+def _buffered() -> nn.Module:
+    model = chain()
+    for number, stage in enumerate(model.children()):
+        stage.register_buffer("factor", torch.tensor(1 + 2.0**-12 * number))
+        stage.register_forward_hook(lambda module, _, output: (output * module.factor).to(output.dtype))
+    return model
+
+
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.5)
+
+
+def _backward(model: nn.Module, x: Tensor) -> None:
+    model(x.requires_grad_()).float().sum().backward()
+
+
+def plain(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """Plain steps."""
+    optimizer = _sgd(model)
+    for x in inputs:
+        _backward(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_backward(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """Steps in the hooks of gradients."""
+    optimizers = {parameter: torch.optim.SGD([parameter], lr=LEARNING_RATE) for parameter in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()  # type: ignore[index]
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for x in inputs:
+        _backward(model, x)
+
+
+def two_forwards(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """Two forwards, then two backwards."""
+    optimizer = _sgd(model)
+    for pair in (inputs[:2], inputs[2:]):
+        for loss in [model(x).sum() for x in pair]:
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def deferred(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """A deferred micro-batch before each that is reduced, and clipping."""
+    optimizer = _sgd(model)
+    for pair in (inputs[:2], inputs[2:]):
+        with model.no_sync():
+            _backward(model, pair[0])
+        _backward(model, pair[1])
+        model.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_hand(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """Steps before which units are gathered: one is waited for, one is not, one is resharded while it arrives."""
+    optimizer = _sgd(model)
+    wrappers = [each for each in model.modules() if isinstance(each, FullyShardedDataParallel)]
+    for x in inputs:
+        handles = [wrapper.unshard(async_op=True) for wrapper in wrappers]
+        wrappers[-1].reshard()
+        for handle in (handles[0], handles[-1]):
+            handle.wait()
+        _backward(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_both_modes(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """Steps in turns in training mode and in eval mode, after a forward in the other, with an evaluation inside."""
+    optimizer = _sgd(model)
+    for number, x in enumerate(inputs):
+        model.train(number % 2 == 1)(x)
+        loss = model.train(number % 2 == 0)(x.requires_grad_()).float().sum()
+        with torch.no_grad():
+            model.eval()(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def evaluated(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """Forwards without a graph, and writes to shards between them."""
+    for x in inputs:
+        with torch.no_grad():
+            model(x)
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+
+
+def with_state(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """Whole parameters and state dicts between steps."""
+    optimizer = _sgd(model)
+    for x in inputs:
+        _backward(model, x)
+        optimizer.step()
+        optimizer.zero_grad()
+        with model.summon_full_params(model):
+            for parameter in model.parameters():
+                parameter.detach().mul_(0.5)
+        state = full_state_dict(model)
+        sharded_state_dict(model)
+        load_full_state_dict(model, {name: value * 2 for name, value in state.items()})
+
+
+def interrupted(model: FullyShardedDataParallel, inputs: list[Tensor]) -> None:
+    """A backward that raises, then plain steps."""
+
+    def refuse(_: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    handle = model.module[1].module.linear.register_full_backward_hook(lambda *_: refuse(torch.empty(0)))  # type: ignore[index]
+    try:
+        _backward(model, inputs[0])
+    except ValueError:
+        handle.remove()
+    for parameter in model.parameters():
+        parameter.grad = None
+    plain(model, inputs)

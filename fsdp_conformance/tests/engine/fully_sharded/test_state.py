@@ -1,0 +1,252 @@
+"""Values into a fully sharded module and out of it: state dicts, whole parameters, copies; and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_conformance.engine.errors import (
+    ExecutionOrderError,
+    ParameterReplaced,
+    SharedAcrossUnits,
+    TrainingStateError,
+    UsedWhileSharded,
+)
+from fsdp_conformance.engine.fully_sharded.fully_shard import fully_shard
+from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
+from fsdp_conformance.engine.sharding_strategy import ShardingStrategy
+from fsdp_conformance.errors import ConfigError, Unsupported
+from fsdp_conformance.tests.engine.fully_sharded.sharded_ranks import (
+    LEARNING_RATE,
+    WIDTH,
+    ShardedTestCase,
+    Stage,
+    batch,
+    chain,
+    forward_sum,
+    full_params,
+    sharded,
+)
+
+
+class TestState(ShardedTestCase):
+    """Values in, values out."""
+
+    def test_full_state_dict(self) -> None:
+        """A full state dict has the names and values of the module, and loads into it and back."""
+        model = chain()
+        plain = copy.deepcopy(model)
+        subject = sharded(model)
+        self.train(subject)
+        state = subject.state_dict()
+        self.assertEqual(list(plain.state_dict()), list(state))
+        plain.load_state_dict(state)
+        self.assert_same_params(plain, subject)
+        for value in state.values():
+            value.add_(1)
+        subject.load_state_dict(state)
+        plain.load_state_dict(state)
+        self.assert_same_params(plain, subject)
+        with self.assertRaisesRegex(ParameterReplaced, r"0\.linear\.weight is missing.*; spare is there"):
+            subject.load_state_dict({"spare": torch.zeros(1)})
+
+    def test_summon_writeback(self) -> None:
+        """What is written inside is kept if it is to be; gradients are there on request."""
+        subject = sharded(chain())
+        forward_sum(subject, batch(self.rank)).backward()
+        for writeback in (False, True):
+            before = full_params(subject)
+            with subject.summon_full_params(subject, writeback=writeback, with_grads=True):
+                for parameter in subject.parameters():
+                    assert parameter.grad is not None, "every parameter was used"
+                    self.assertEqual(parameter.shape, parameter.grad.shape)
+                    parameter.detach().mul_(2)
+            for name, value in full_params(subject).items():
+                self.assertTrue(torch.equal(value, before[name] * (2 if writeback else 1)))
+        with self.assertRaises(ConfigError), subject.summon_full_params(subject, rank0_only=True):
+            pass
+
+    def test_deepcopy(self) -> None:
+        """A copy has values, and trains, and leaves the original alone."""
+        subject = sharded(chain())
+        self.train(subject, steps=1)
+        twin = copy.deepcopy(subject)
+        before = full_params(subject)
+        expected = [loss.item() for loss in self.train(twin, steps=2, first=1)]
+        for name, value in full_params(subject).items():
+            self.assertTrue(torch.equal(before[name], value), msg=name)
+        got = [loss.item() for loss in self.train(subject, steps=2, first=1)]
+        self.assertEqual(expected, got)
+        for (name, mine), theirs in zip(full_params(subject).items(), full_params(twin).values(), strict=True):
+            self.assertTrue(torch.equal(mine, theirs), msg=name)
+
+    def test_apply(self) -> None:
+        """`apply` reaches every module once, with whole parameters; inside of a context it raises."""
+        subject = sharded(chain())
+        shapes: list[tuple[int, ...]] = []
+
+        def halve(module: nn.Module) -> None:
+            for parameter in module.parameters(recurse=False):
+                shapes.append(tuple(parameter.shape))
+                parameter.detach().mul_(0.5)
+
+        before = full_params(subject)
+        subject.apply(halve)
+        self.assertEqual([tuple(value.shape) for value in before.values()], shapes)
+        for name, value in full_params(subject).items():
+            self.assertTrue(torch.equal(before[name] * 0.5, value), msg=name)
+        with subject.summon_full_params(subject), self.assertRaises(TrainingStateError):
+            subject.apply(halve)
+
+    def test_summon_in_a_step(self) -> None:
+        """Whole parameters cannot be asked for in forward, and the model goes on."""
+
+        class Asking(Stage):
+            asks = True
+
+            def forward(self, x: Tensor) -> Tensor:
+                if self.asks:
+                    with FullyShardedDataParallel.summon_full_params(subject):
+                        pass
+                return super().forward(x)
+
+        asking = Asking()
+        subject = sharded(nn.Sequential(asking, Stage(WIDTH, 3)))
+        with self.assertRaises(TrainingStateError):
+            subject(batch(self.rank))
+        asking.asks = False
+        self.train(subject, steps=1)
+
+    def test_written_through_data(self) -> None:
+        """A shard that was put into `.data` is taken over; another shape is refused."""
+        subject = sharded(chain())
+        before = full_params(subject)
+        for parameter in subject.parameters():
+            parameter.data = parameter.data * 2
+        subject(batch(self.rank))
+        for name, value in full_params(subject).items():
+            self.assertTrue(torch.equal(value, before[name] * 2))
+        next(subject.parameters()).data = torch.zeros(1)
+        with self.assertRaises(ParameterReplaced):
+            subject(batch(self.rank))
+
+    def test_meta(self) -> None:
+        """Modules on the meta device get their own initial values; who has none is refused by name."""
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+        torch.manual_seed(3)
+        subject = FullyShardedDataParallel(model)
+        torch.manual_seed(3)
+        plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+        self.assert_same_params(plain, subject)
+        with torch.device("meta"):
+            helpless = nn.ParameterList([nn.Parameter(torch.zeros(2))])
+            outer = nn.Sequential()
+            outer.helpless = helpless
+        with self.assertRaisesRegex(ConfigError, "ParameterList"):
+            FullyShardedDataParallel(outer)
+
+    def test_optimizer_state(self) -> None:
+        """The full optimizer state is the unwrapped model's, and comes back."""
+        from fsdp_conformance.engine.fully_sharded.optimizer_state import full_optimizer_state, load_optimizer_state
+
+        subject = sharded(chain())
+        optimizer = torch.optim.AdamW(subject.parameters(), lr=LEARNING_RATE)
+        self.train(subject, optimizer=optimizer)
+        state = full_optimizer_state(subject, optimizer)
+        shapes = {name: tuple(value.shape) for name, value in full_params(subject).items()}
+        self.assertEqual(shapes, {name: tuple(entries["exp_avg"].shape) for name, entries in state["state"].items()})
+        other = torch.optim.AdamW(subject.parameters(), lr=1.0)
+        load_optimizer_state(subject, other, state)
+        again = full_optimizer_state(subject, other)
+        for name, entries in state["state"].items():
+            for key, value in entries.items():
+                self.assertTrue(torch.equal(value, again["state"][name][key]), msg=f"{name} {key}")
+        self.assertEqual(LEARNING_RATE, other.param_groups[0]["lr"])
+
+
+class TestRefusals(ShardedTestCase):
+    """What raises."""
+
+    def test_written_between_forward_and_backward(self) -> None:
+        """A parameter that is written when its backward is still to come is refused by name, and training goes on."""
+        subject = sharded(chain())
+        loss = forward_sum(subject, batch(self.rank))
+        with torch.no_grad():
+            for parameter in subject.parameters():
+                parameter.mul_(1)
+        with self.assertRaisesRegex(ParameterReplaced, "3.bias was written between forward and backward"):
+            loss.backward()
+        self.train(subject, steps=1)
+
+    def test_shards_in_a_state_dict(self) -> None:
+        """A plain module around units does not give shards as if they were parameters."""
+        for wrap in (FullyShardedDataParallel, fully_shard):
+            outer = nn.Module()
+            inner = Stage()
+            wrapped: Any = wrap(inner)
+            outer.inner = wrapped if isinstance(wrapped, nn.Module) else inner
+            with self.assertRaisesRegex(Unsupported, "full_state_dict"):
+                outer.state_dict()
+
+    def test_copies_of_modules_sharded_in_place(self) -> None:
+        """A copy and a pickle are refused, and the message says what to do; a wrapper is refused as a pickle alone."""
+        model = chain()
+        fully_shard(model[0])
+        fully_shard(model)
+        with self.assertRaisesRegex(Unsupported, "wrap it in FullyShardedDataParallel"):
+            copy.deepcopy(model)
+        for subject in (model, sharded(chain())):
+            with self.assertRaisesRegex(Unsupported, "state.dict"):
+                pickle.dumps(subject)
+            with self.assertRaisesRegex(Unsupported, "state.dict"):
+                torch.save(subject, io.BytesIO())
+
+    def test_order(self) -> None:
+        """Ranks that run different units of one size raise, naming the unit."""
+        model = nn.ModuleDict({"left": Stage(), "right": Stage()})
+
+        class Divergent(nn.Module):
+            def __init__(self, branches: nn.ModuleDict) -> None:
+                super().__init__()
+                self.branches = branches
+
+            def forward(self, x: Tensor, key: str) -> Any:
+                return self.branches[key](x)
+
+        subject = sharded(Divergent(model))
+        if self.rank == 0:
+            with self.assertRaisesRegex(ExecutionOrderError, "branches.left"):
+                subject(batch(0), "left")
+        else:
+            subject(batch(1), "right")
+
+    def test_used_while_sharded(self) -> None:
+        """A parameter in a graph outside of its unit's forward raises in backward."""
+        subject = sharded(chain())
+        penalty = sum((parameter**2).sum() for parameter in subject.parameters())
+        with self.assertRaisesRegex(UsedWhileSharded, "3.bias"):
+            penalty.backward()  # type: ignore[union-attr]
+
+    def test_shared_without_a_common_unit(self) -> None:
+        """Two units that share a parameter and have no unit around them are refused by name."""
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+        model[1].weight = model[0].weight
+        first, second = FullyShardedDataParallel(model[0]), FullyShardedDataParallel(model[1])
+        first(torch.ones(1, 3))
+        with self.assertRaisesRegex(SharedAcrossUnits, "weight"):
+            second(torch.ones(1, 3))
+
+    def test_options(self) -> None:
+        """Options of the wrong kind are refused, all at once."""
+        with self.assertRaisesRegex(ConfigError, "sharding_strategy='full'.*cpu_offload=3"):
+            FullyShardedDataParallel(nn.Linear(2, 2), sharding_strategy="full", cpu_offload=3)  # type: ignore[arg-type]
+        with self.assertRaisesRegex(ConfigError, "a shard group and a replica group"):
+            FullyShardedDataParallel(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
+        with self.assertRaisesRegex(ConfigError, "wrapped once"):
+            FullyShardedDataParallel(FullyShardedDataParallel(nn.Linear(2, 2)))

@@ -1,0 +1,323 @@
+"""What a fully sharded module does that no case of a suite asks: checkpoints, hooks, scaling, errors, reports."""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from fsdp_conformance.engine.errors import (
+    TrainingStateError,
+)
+from fsdp_conformance.engine.fully_sharded.fully_shard import fully_shard
+from fsdp_conformance.engine.fully_sharded.gradient_scaler import ShardedGradScaler
+from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
+from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fsdp_conformance.tests.engine.fully_sharded.sharded_ranks import (
+    LEARNING_RATE,
+    WIDTH,
+    ShardedTestCase,
+    Stage,
+    batch,
+    chain,
+    forward_sum,
+    full_params,
+    sharded,
+)
+
+
+class Checkpointed(nn.Module):
+    """Runs what it wraps under a checkpoint."""
+
+    def __init__(self, module: nn.Module, *, reentrant: bool) -> None:
+        super().__init__()
+        self.module = module
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = checkpoint(self.module, x, use_reentrant=self.reentrant)
+        return output
+
+
+class Raising(nn.Module):
+    """The identity, until it is told to raise."""
+
+    where = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.where == "forward":
+            raise ValueError("on purpose")
+        if self.where == "backward" and x.requires_grad:
+            x.register_hook(_refuse)
+        return x
+
+
+class Box:
+    """An object that holds a tensor."""
+
+    def __init__(self, content: Tensor) -> None:
+        self.content = content
+
+
+class Wrapping(Stage):
+    """Returns an object."""
+
+    def forward(self, x: Tensor) -> Any:
+        return Box(super().forward(x))
+
+
+class Unwrapping(Stage):
+    """Takes one."""
+
+    def forward(self, x: Any) -> Tensor:
+        return super().forward(x.content)
+
+
+def _refuse(_: Tensor) -> None:
+    raise ValueError("on purpose")
+
+
+class TestCheckpointing(ShardedTestCase):
+    """Forwards that are computed twice."""
+
+    def test_inside_of_units(self) -> None:
+        """A checkpoint inside of a unit changes nothing, reentrant or not."""
+        for reentrant in (False, True):
+            model = chain()
+            for stage in model:
+                if isinstance(stage, Stage):
+                    stage.linear = Checkpointed(stage.linear, reentrant=reentrant)  # type: ignore[assignment]
+            self.assert_trains_as_ddp(model, step=lambda m, x: forward_sum(m, x.requires_grad_()))
+
+    def test_around_units(self) -> None:
+        """A checkpoint around units changes nothing, reentrant or not, and leaves nothing unsharded."""
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+            for reentrant in (False, True):
+                model = nn.Sequential(
+                    Checkpointed(nn.Sequential(Stage(), Stage()), reentrant=reentrant),
+                    Checkpointed(Stage(), reentrant=reentrant),
+                    Stage(WIDTH, 3),
+                )
+                subject = self.assert_trains_as_ddp(
+                    model, step=lambda m, x: forward_sum(m, x.requires_grad_()), sharding_strategy=strategy
+                )
+                self.assertEqual([], [unit.label for unit in subject.units if unit.is_unsharded])
+
+    def test_reduces_once(self) -> None:
+        """A unit in a checkpoint is reduced once in a step."""
+        model = nn.Sequential(Checkpointed(Stage(), reentrant=False), Stage(WIDTH, 3))
+        subject = sharded(model)
+        self.train(subject, steps=1)
+        self.schedule()
+        self.train(subject, steps=1)
+        self.assertEqual(2, sum("reduce_scatter" in line for line in self.schedule()))
+
+
+class TestRecovery(ShardedTestCase):
+    """After an exception."""
+
+    def test_training_goes_on(self) -> None:
+        """After an exception in forward or backward, on every rank, the next step is as if it had not been tried."""
+        for where in ("forward", "backward"):
+            raising = Raising()
+            model = nn.Sequential(Stage(), raising, Stage(), Stage(WIDTH, 3))
+            reference = DistributedDataParallel(copy.deepcopy(model))
+            subject = sharded(model)
+            self.train(reference, steps=1), self.train(subject, steps=1)
+            raising.where = where
+            with self.assertRaisesRegex(ValueError, "on purpose"):
+                forward_sum(subject, batch(self.rank).requires_grad_()).backward()
+            raising.where = ""
+            for parameter in subject.parameters():
+                parameter.grad = None
+            expected = self.train(reference, steps=2, first=1)
+            got = self.train(subject, steps=2, first=1)
+            self.assertEqual([loss.item() for loss in expected], [loss.item() for loss in got])
+            self.assert_same_params(reference.module, subject)
+            self.assertEqual([], [unit.label for unit in subject.units if unit.is_unsharded])
+
+
+class TestSteps(ShardedTestCase):
+    """Ways to train."""
+
+    def test_optimizer_in_backward(self) -> None:
+        """A step in the hook of a parameter's gradient gives what a step after backward gives, and runs once."""
+        model = chain()
+        reference = DistributedDataParallel(copy.deepcopy(model))
+        subject = sharded(model)
+        calls = []
+        optimizers = {parameter: torch.optim.SGD([parameter], lr=LEARNING_RATE) for parameter in subject.parameters()}
+
+        def step(parameter: Tensor) -> None:
+            calls.append(parameter)
+            optimizers[parameter].step()  # type: ignore[index]
+            parameter.grad = None
+
+        for parameter in subject.parameters():
+            parameter.register_post_accumulate_grad_hook(step)
+        optimizer = torch.optim.SGD(reference.parameters(), lr=LEARNING_RATE)
+        for number in range(3):
+            forward_sum(reference, batch(self.rank, number)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            forward_sum(subject, batch(self.rank, number)).backward()
+        self.assertEqual(3 * len(optimizers), len(calls))
+        self.assert_same_params(reference.module, subject)
+
+    def test_two_forwards_then_two_backwards(self) -> None:
+        """Forward, forward, backward, backward adds up as one step."""
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+            model = chain()
+            reference = copy.deepcopy(model)
+            subject = sharded(model, sharding_strategy=strategy)
+            optimizer = self.optimizer(subject)
+            losses = [forward_sum(subject, batch(self.rank, number)) for number in range(2)]
+            for loss in losses:
+                loss.backward()
+            optimizer.step()
+            for rank in range(2):
+                for number in range(2):
+                    (forward_sum(reference, batch(rank, number)) / 2).backward()
+            self.optimizer(reference).step()
+            self.assert_same_params(reference, subject)
+
+    def test_every_option(self) -> None:
+        """Strategy and prefetch change nothing."""
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD):
+            for prefetch in (None, *BackwardPrefetch):
+                self.assert_trains_as_ddp(
+                    chain(), sharding_strategy=strategy, backward_prefetch=prefetch, forward_prefetch=True
+                )
+
+    def test_functional(self) -> None:
+        """`fully_shard` trains as the wrapper does, and leaves the module's class alone."""
+        model = chain()
+        reference = DistributedDataParallel(copy.deepcopy(model))
+        for stage in list(model)[:-1]:
+            fully_shard(stage)
+        fully_shard(model)
+        expected, got = self.train(reference), self.train(model)
+        self.assertEqual([loss.item() for loss in expected], [loss.item() for loss in got])
+        self.assertIs(nn.Sequential, type(model))
+        self.assert_same_params(reference.module, model)
+
+    def test_clipping(self) -> None:
+        """The norm of all gradients is that of the full gradients for p = 1, 2, inf, and so are the clipped ones."""
+        for norm_type in (1.0, 2.0, float("inf")):
+            model = chain()
+            reference = DistributedDataParallel(copy.deepcopy(model))
+            subject = sharded(model)
+            forward_sum(reference, batch(self.rank)).backward()
+            forward_sum(subject, batch(self.rank)).backward()
+            expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5, norm_type)
+            got = subject.clip_grad_norm_(0.5, norm_type)
+            torch.testing.assert_close(got, expected)
+            self.optimizer(reference).step(), self.optimizer(subject).step()
+            for (_, mine), theirs in zip(full_params(subject).items(), reference.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs.detach())
+
+    def test_replicas_that_wait(self) -> None:
+        """
+        What is reduced without the replicas is reduced over them by the next backward, whatever that one uses.
+
+        Shard groups of one rank: the two ranks are replicas.
+        """
+        for policy in (None, MixedPrecision(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)):
+            mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+            options: dict[str, Any] = {
+                "sharding_strategy": ShardingStrategy.HYBRID_SHARD, "device_mesh": mesh, "mixed_precision": policy
+            }  # fmt: skip
+            expected, subject = sharded(chain(), **options), sharded(chain(), **options)
+            for model, deferred in ((expected, nullcontext), (subject, subject.no_all_reduce)):
+                with deferred():
+                    model(batch(self.rank)).float().sum().backward()
+                    if model is subject:
+                        self.assertEqual([None] * 8, [parameter.grad for parameter in model.parameters()])
+                with model.no_sync():
+                    model(batch(self.rank, 1)).float().sum().backward()
+                # The last backward runs one unit alone.
+                model.module.get_submodule("0")(batch(self.rank, 2)).float().sum().backward()
+            for (name, wanted), got in zip(expected.named_parameters(), subject.parameters(), strict=True):
+                self.assertEqual(wanted.grad, got.grad, rtol=0, atol=0, msg=name)
+
+    def test_gathered_by_hand(self) -> None:
+        """A handle gives whole parameters once, before the first forward, too; a unit that nobody runs is freed."""
+        model = nn.Sequential(Stage(), nn.Hardtanh(), Stage(WIDTH, 3))
+        subject = sharded(copy.deepcopy(model), units=["0", "1", "2"])
+        wrappers = [each for each in subject.modules() if isinstance(each, FullyShardedDataParallel)]
+        handles = [wrapper.unshard(async_op=True) for wrapper in wrappers]
+        for handle in [*handles, *handles]:
+            handle.wait()
+        for (name, expected), got in zip(model.named_parameters(), subject.parameters(), strict=True):
+            self.assertTrue(torch.equal(expected, got), msg=name)
+        late = wrappers[1].unshard(async_op=True)
+        wrappers[1].reshard()
+        late.wait()
+        self.assertFalse(wrappers[1].unit.is_unsharded)
+        self.train(subject, steps=1)
+        self.assertEqual([], [unit.label for unit in subject.units if unit.is_unsharded])
+
+    def test_overflow_on_one_rank(self) -> None:
+        """An infinite gradient in one rank's shard skips the step on all, and lowers the scale everywhere."""
+        subject = sharded(chain())
+        optimizer = self.optimizer(subject)
+        scaler = ShardedGradScaler("cpu", init_scale=4.0)
+        before = full_params(subject)
+        scaler.scale(forward_sum(subject, batch(self.rank))).backward()
+        if self.rank == 1:
+            next(p for p in subject.parameters() if p.grad is not None and p.grad.numel()).grad.fill_(torch.inf)  # type: ignore[union-attr]
+        scaler.step(optimizer)
+        scaler.update()
+        self.assertEqual(2.0, scaler.get_scale())
+        for name, value in full_params(subject).items():
+            self.assertTrue(torch.equal(before[name], value))
+
+    def test_communication_hook(self) -> None:
+        """A hook sees every unit's gradient and writes the shard; what it writes is what is stepped on."""
+        model = chain()
+        reference = DistributedDataParallel(copy.deepcopy(model))
+        subject = sharded(model)
+        calls: list[int] = []
+
+        def average(state: object, gradient: Tensor, shard: Tensor) -> None:
+            calls.append(gradient.numel())
+            dist.all_reduce(gradient)
+            shard.copy_(gradient.chunk(2)[self.rank] / 2)
+
+        subject.register_comm_hook(None, average)
+        with self.assertRaises(TrainingStateError):
+            subject.module[0].register_comm_hook(None, average)  # type: ignore[index]
+        self.train(reference, steps=2), self.train(subject, steps=2)
+        self.assertEqual(8, len(calls))
+        self.assert_same_params(reference.module, subject)
+
+
+class TestOutputs(ShardedTestCase):
+    """Outputs that nobody can look into."""
+
+    def test_unknown_object(self) -> None:
+        """Units that return an object of the user's train as others do, and are resharded in the end."""
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+            model = nn.Sequential(Stage(), Wrapping(), Unwrapping(), Stage(WIDTH, 3))
+            subject = self.assert_trains_as_ddp(
+                model, units=["0", "1", "2", "3"], sharding_strategy=strategy, step=forward_sum
+            )
+            self.assertEqual([], [unit.label for unit in subject.units if unit.is_unsharded])
+
+
+class TestReports(ShardedTestCase):
+    """What a user can ask."""
+
+    def test_reports(self) -> None:
+        """A line for each unit, and what it holds."""
+        subject = sharded(chain())
+        self.assertEqual(5, len(subject.memory_report().splitlines()))
+        self.assertIn("0: sharded", subject.memory_report())
+        self.assertIn("all-gather", subject.plan())

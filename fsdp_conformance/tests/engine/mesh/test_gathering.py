@@ -1,0 +1,191 @@
+"""All-gather, reduce-scatter and all-to-all along the axes of a mesh, with shards of any sizes along any dim."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_conformance.engine.mesh import shard_dim_all_to_all as all_to_all_module
+from fsdp_conformance.engine.mesh.axis import Axis
+from fsdp_conformance.engine.mesh.gathering import mesh_all_gather, mesh_reduce_scatter
+from fsdp_conformance.engine.mesh.shard_dim_all_to_all import shard_dim_all_to_all
+from fsdp_conformance.engine.mesh.uneven_shards import chunk_sizes
+from fsdp_conformance.history.collective import Op
+from fsdp_conformance.tests.engine.mesh.mesh_ranks import MeshTestCase, by_columns, coded, sizes_of
+
+#: Even and uneven ones, with empty shards, along each dim.
+SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
+    ((8,), 0), ((5, 3), 0), ((3, 5), 1), ((3, 2), 0), ((2, 3, 4), 2), ((2, 1, 2), -2),
+)  # fmt: skip
+
+
+class Gathering(MeshTestCase):
+    """Shards of a row, joined."""
+
+    def test_every_axis_and_dim(self) -> None:
+        """The row's whole, in the order of its ranks, contiguous; the shards' strides play no part."""
+        for axis, row in self.axes():
+            for shape, dim in SHAPES:
+                whole = coded(row[0], *shape)  # one for each row
+                sizes = sizes_of(shape[dim], len(row))
+                own = whole.split(list(sizes), dim)[row.index(self.rank)]
+                for shard in (own, own.contiguous(), by_columns(own)):
+                    got = mesh_all_gather(shard, axis, dim, sizes=sizes).wait()
+                    self.assert_equal(whole, got)
+                    self.assertTrue(got.is_contiguous())
+
+    def test_sizes_of_ones_own(self) -> None:
+        """Any sizes will do, not only those of chunks; without any, all are equal."""
+        whole = coded(0, 6, 2)
+        shard = whole.split([1, 0, 4, 1])[self.rank]
+        self.assert_equal(whole, mesh_all_gather(shard, (self.line, 0), sizes=[1, 0, 4, 1]).wait())
+        expected = torch.cat([coded(rank, 2, 2) for rank in range(4)], 1)
+        self.assert_equal(expected, mesh_all_gather(coded(self.rank, 2, 2), (self.line, 0), 1).wait())
+
+    def test_several_in_flight(self) -> None:
+        """Each handle has its own result, whatever the order of waiting, and again."""
+        works = [mesh_all_gather(coded(self.rank, size), (self.square, 1)) for size in (1, 2, 3)]
+        for size, work in reversed(list(zip((1, 2, 3), works, strict=True))):
+            expected = torch.cat([coded(rank, size) for rank in self.row(1)])
+            self.assert_equal(expected, work.wait())
+            self.assertIs(work.wait(), work.wait())
+
+    def test_any_dtype(self) -> None:
+        """Also those that gloo cannot compute with."""
+        for dtype in (torch.bool, torch.float8_e4m3fn, torch.complex64):
+            got = mesh_all_gather(torch.full((2,), self.rank % 2).to(dtype), (self.line, 0)).wait()
+            self.assertEqual((dtype, [0, 0, 1, 1, 0, 0, 1, 1]), (got.dtype, got.to(torch.complex64).real.tolist()))
+
+    def test_one_collective(self) -> None:
+        """Of padded bytes; nothing for meta, for no elements, and in a group of one, where it is a copy."""
+        sizes = chunk_sizes(5, 4)
+        mesh_all_gather(torch.zeros(sizes[self.rank], 3), (self.line, 0), sizes=sizes).wait()
+        self.assertEqual([(Op.ALL_GATHER, 4 * 2 * 3 * 4, (0, 1, 2, 3))], self.sent())
+        meta = mesh_all_gather(torch.zeros(sizes[self.rank], 3, device="meta"), (self.line, 0), sizes=sizes).wait()
+        self.assertEqual((True, (5, 3)), (meta.is_meta, tuple(meta.shape)))
+        self.assertEqual((0, 6), tuple(mesh_all_gather(torch.zeros(0, 3), (self.square, 1), 1).wait().shape))
+        self.assertEqual([], self.sent())
+        alone = init_device_mesh(self.device_type, (4, 1))
+        self.sent()
+        own = coded(self.rank, 2)
+        got = mesh_all_gather(own, (alone, 1)).wait()
+        self.assert_equal(own, got)
+        self.assertNotEqual(own.data_ptr(), got.data_ptr())
+        self.assertEqual([], self.sent())
+
+
+class Reduction(MeshTestCase):
+    """Sums over a row, each rank keeping its shard."""
+
+    def test_every_axis_and_dim(self) -> None:
+        """Rank r contributes 2**r times the code, so that the sum shows each rank of the row once, and no other."""
+        for axis, row in self.axes():
+            for shape, dim in SHAPES:
+                sizes = sizes_of(shape[dim], len(row))
+                for given in (None, sizes):
+                    for tensor in (coded(0, *shape) * 2**self.rank, by_columns(coded(0, *shape) * 2**self.rank)):
+                        before = tensor.clone()
+                        got = mesh_reduce_scatter(tensor, axis, dim, sizes=given).wait()
+                        whole = coded(0, *shape) * sum(2**rank for rank in row)
+                        self.assert_equal(whole.split(list(sizes), dim)[row.index(self.rank)], got)
+                        self.assertTrue(got.is_contiguous())
+                        self.assert_equal(before, tensor)
+
+    def test_undoes_the_gathering(self) -> None:
+        """The reduce-scatter of what was gathered is the shard, times the row's size."""
+        sizes = [3, 0, 1, 2]
+        shard = coded(self.rank, 2, sizes[self.rank])
+        whole = mesh_all_gather(shard, (self.line, 0), 1, sizes=sizes).wait()
+        self.assert_equal(shard * 4, mesh_reduce_scatter(whole, (self.line, 0), 1, sizes=sizes).wait())
+
+    def test_one_collective(self) -> None:
+        """Of padded bytes; nothing for meta, for no elements, and in a group of one."""
+        mesh_reduce_scatter(torch.zeros(5, 3), (self.line, 0)).wait()
+        self.assertEqual([(Op.REDUCE_SCATTER, 4 * 2 * 3 * 4, (0, 1, 2, 3))], self.sent())
+        meta = mesh_reduce_scatter(torch.zeros(5, 3, device="meta"), (self.line, 0)).wait()
+        self.assertEqual((True, ((2, 2, 1, 0)[self.rank], 3)), (meta.is_meta, tuple(meta.shape)))
+        self.assertEqual((0, 3), tuple(mesh_reduce_scatter(torch.zeros(0, 3), (self.square, 1)).wait().shape))
+        self.assertEqual([], self.sent())
+
+
+class AllToAll(MeshTestCase):
+    """From one sharded dim to another."""
+
+    def reshard(self, whole: Tensor, axis: Axis, row: Sequence[int], gather_dim: int, shard_dim: int) -> None:
+        """The result is this rank's chunk, contiguous."""
+        place = row.index(self.rank)
+        sizes = sizes_of(whole.shape[gather_dim], len(row))
+        shard = whole.split(list(sizes), gather_dim)[place]
+        got = shard_dim_all_to_all(shard, axis, gather_dim=gather_dim, shard_dim=shard_dim, sizes=sizes).wait()
+        self.assert_equal(whole.split(list(sizes_of(whole.shape[shard_dim], len(row))), shard_dim)[place], got)
+        self.assertTrue(got.is_contiguous())
+
+    def test_equals_gathering_and_chunking(self) -> None:
+        """On every axis, between any two dims, even, uneven and empty; 24 elements and 90."""
+        for axis, row in self.axes():
+            for shape in ((4, 8), (5, 3), (3, 6, 5), (1, 2, 1)):
+                for gather_dim in range(len(shape)):
+                    for shard_dim in range(-len(shape), len(shape)):
+                        if shard_dim % len(shape) != gather_dim:
+                            self.reshard(coded(row[0], *shape), axis, row, gather_dim, shard_dim)
+
+    def test_only_what_moves_is_sent(self) -> None:
+        """This rank's shard, and not its padding; nothing for meta, for no elements, and in a group of one."""
+        sizes = chunk_sizes(5, 4)
+        shard = coded(self.rank, sizes[self.rank], 3)
+        shard_dim_all_to_all(shard, (self.line, 0), gather_dim=0, shard_dim=1, sizes=sizes).wait()
+        self.assertEqual([(Op.ALL_TO_ALL, shard.numel() * 4, (0, 1, 2, 3))], self.sent())
+        meta = shard_dim_all_to_all(shard.to("meta"), (self.line, 0), gather_dim=0, shard_dim=1, sizes=sizes).wait()
+        self.assertEqual((True, (5, (1, 1, 1, 0)[self.rank])), (meta.is_meta, tuple(meta.shape)))
+        none = shard_dim_all_to_all(torch.zeros(0, 4), (self.square, 1), gather_dim=0, shard_dim=1).wait()
+        self.assertEqual((0, 2), tuple(none.shape))
+        self.assertEqual([], self.sent())
+
+    def test_a_backend_without_it_gathers(self) -> None:
+        """The same results, and one warning however often it is asked."""
+        refuses = RuntimeError("Backend partial does not support alltoall_base")
+        all_to_all_module._warn_once.cache_clear()
+        with mock.patch.object(all_to_all_module, "all_to_all", side_effect=refuses) as native:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for shape in ((5, 3), (4, 8)):
+                    self.reshard(coded(0, *shape), (self.line, 0), range(4), 0, 1)
+            self.assertEqual(2, native.call_count)
+            native.side_effect = RuntimeError("connection closed")
+            with self.assertRaisesRegex(RuntimeError, "connection closed"):
+                shard_dim_all_to_all(torch.zeros(2, 2), (self.line, 0), gather_dim=0, shard_dim=1)
+        all_to_all_module._warn_once.cache_clear()
+
+        self.assertEqual([Op.ALL_GATHER] * 2, [op for op, _, _ in self.sent()])
+        self.assertEqual(1, len(caught), msg=str([str(each.message) for each in caught]))
+        self.assertIn("backend='gloo' has no all-to-all", str(caught[0].message))
+
+
+class Refused(MeshTestCase):
+    """What does not fit is named, all of it, before anything is sent."""
+
+    def test_what_does_not_fit(self) -> None:
+        """Dims that are not there, sizes of another number or sum, and twice the same dim."""
+        axis: Axis = (self.square, 1)
+        with self.refused("dim=0 of a 0-dim tensor, but should be one of its dims"):
+            mesh_all_gather(torch.tensor(1.0), axis)
+        with self.refused("sizes=[2], but should be 2 sizes, none below 0"):
+            mesh_all_gather(torch.zeros(2), axis, sizes=[2])
+        with self.refused("length=3 of the whole, but should be 4 by sizes=[2, 2]"):
+            mesh_reduce_scatter(torch.zeros(3), axis, sizes=[2, 2])
+        with self.refused(
+            "gather_dim=2 of a 2-dim tensor, but should be one of its dims",
+            "shard_dim=-3 of a 2-dim tensor, but should be one of its dims",
+        ):
+            shard_dim_all_to_all(torch.zeros(2, 2), axis, gather_dim=2, shard_dim=-3)
+        with self.refused(
+            f"length=2 of shard {self.rank % 2}, but should be 1 by sizes=[1, 1]",
+            "shard_dim=1, but should be another dim than gather_dim=1",
+        ):
+            shard_dim_all_to_all(torch.zeros(2, 2), axis, gather_dim=-1, shard_dim=1, sizes=[1, 1])
+        self.assertEqual([], self.sent())

@@ -1,0 +1,95 @@
+"""Tensors that differ in more than values are told so, on every rank of their row, and on no other."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_conformance.engine.errors import TensorMetaMismatch
+from fsdp_conformance.engine.mesh.tensor_meta import check_tensor_meta
+from fsdp_conformance.history.collective import Op
+from fsdp_conformance.tests.engine.mesh.mesh_ranks import MeshTestCase, coded
+
+
+class TensorMeta(MeshTestCase):
+    """Rank 3 differs; it is the second of its row on both axes."""
+
+    def problems(self, tensor: Tensor, axis: int, **asked: bool) -> list[str]:
+        """What this rank is told."""
+        try:
+            check_tensor_meta(tensor, (self.square, axis), **asked)
+        except TensorMetaMismatch as error:
+            self.assertIn(f"[check_tensor_meta, rank {self.rank}]", str(error))
+            return list(error.problems)
+        return []
+
+    def assert_told(self, mine: Tensor, *expected: str, **asked: bool) -> None:
+        """Every rank of a row with rank 3 is told this of it, and the other row nothing."""
+        for axis in (0, 1):
+            row = self.row(axis)
+            told = [f"rank 3: {each} as on rank {row[0]}" for each in expected] if 3 in row else []
+            self.assertEqual(told, self.problems(mine, axis, **asked))
+
+    def different(self, different: Tensor, usual: Tensor) -> Tensor:
+        return different if self.rank == 3 else usual
+
+    def test_each_difference(self) -> None:
+        """In what was asked for, and nothing else is mentioned."""
+        usual = coded(self.rank, 2, 3)
+        for other, always, asked in (
+            (usual.double(), ["dtype=float64, but should be float32"], []),
+            (usual.clone().requires_grad_(), ["requires_grad=True, but should be False"], []),
+            (usual[:1], [], [("shape", "shape=(1, 3), but should be (2, 3)")]),
+            (usual.t().contiguous().t(), [], [("stride", "stride=(1, 2), but should be (3, 1)")]),
+            (
+                torch.ones(6, dtype=torch.int64),
+                ["dtype=int64, but should be float32"],
+                [("shape", "shape=(6,), but should be (2, 3)"), ("stride", "stride=(1,), but should be (3, 1)")],
+            ),
+        ):
+            mine = self.different(other, usual)
+            self.assert_told(mine, *always)
+            for choice in ({"shape"}, {"stride"}, {"shape", "stride"}):
+                wanted: dict[str, Any] = dict.fromkeys(choice, True)
+                self.assert_told(mine, *always, *[text for name, text in asked if name in choice], **wanted)
+
+    def test_values_and_devices_do_not_count(self) -> None:
+        """Values differ on every rank, and one tensor may be on meta."""
+        mine = self.different(torch.zeros(3, device="meta"), coded(self.rank, 3))
+        self.assert_told(mine, shape=True, stride=True)
+        self.assert_told(
+            self.different(torch.zeros(4, device="meta"), mine), "shape=(4,), but should be (3,)", shape=True
+        )
+
+    def test_the_row_alone_takes_part(self) -> None:
+        """One row checks, with a difference, while the other does nothing; all communication is the row's."""
+        self.sent()
+        if self.rank >= 2:
+            found = self.problems(torch.zeros(self.rank, dtype=torch.float16), 1, shape=True)
+            self.assertEqual(["rank 3: shape=(3,), but should be (2,) as on rank 2"], found)
+            self.assertEqual({(2, 3)}, {group for _, _, group in self.sent()})
+        self.assertEqual([], self.sent())
+
+    def test_equal_tensors_cost_one_collective(self) -> None:
+        """A digest of 32 bytes a rank; nothing in a group of one."""
+        self.sent()
+        check_tensor_meta(coded(self.rank, 3), (self.line, 0), shape=True, stride=True)
+        self.assertEqual([(Op.ALL_GATHER, 4 * 32, (0, 1, 2, 3))], self.sent())
+        check_tensor_meta(coded(self.rank, 3), [dist.new_group([rank]) for rank in range(4)][self.rank])
+        self.assertNotIn(Op.ALL_GATHER, [op for op, _, _ in self.sent()])
+
+    def test_several_ranks(self) -> None:
+        """Each is named, on every rank."""
+        dtypes = (torch.float32, torch.float64, torch.float32, torch.int8)
+        with self.assertRaises(TensorMetaMismatch) as caught:
+            check_tensor_meta(torch.zeros(2, dtype=dtypes[self.rank]), (self.line, 0))
+        self.assertEqual(
+            (
+                "rank 1: dtype=float64, but should be float32 as on rank 0",
+                "rank 3: dtype=int8, but should be float32 as on rank 0",
+            ),
+            caught.exception.problems,
+        )

@@ -1,0 +1,86 @@
+"""Ranks that hold different parameters are told so, all of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.distributed.distributed_c10d import _get_default_group
+
+from fsdp_conformance.engine.errors import StructureMismatch
+from fsdp_conformance.engine.verification import verify_parameters
+from fsdp_conformance.harness.recording.collective_log import log
+from fsdp_conformance.history.collective import Op
+from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import SHAPES, Coded, ReducerTestCase
+
+
+class Verification(ReducerTestCase):
+    """Ranks that hold different parameters are told so, all of them."""
+
+    def _errors(self, module: nn.Module) -> list[str]:
+        try:
+            verify_parameters(list(module.named_parameters()), _get_default_group(), device=torch.device("cpu"))
+        except StructureMismatch as error:
+            text = str(error)
+        else:
+            text = ""
+        return [str(found) for found in self.on_every_rank(text)]
+
+    def test_equal_structures_cost_one_collective(self) -> None:
+        """A digest of 32 bytes a rank."""
+        begin = self.mark()
+        verify_parameters(list(Coded().named_parameters()), _get_default_group(), device=torch.device("cpu"))
+
+        self.assertEqual([(Op.ALL_GATHER, 64)], [(record.op, record.nbytes) for record in log().records[begin:]])
+
+    def test_every_difference_raises_on_every_rank(self) -> None:
+        """Number, name, shape, stride, dtype, requires_grad and order; the reference raises on rank 1 alone."""
+        expected = {
+            "number": "rank 1: number of parameters=3, but should be 4 as on rank 0",
+            "name": "rank 1: parameters=q0, but should be p3 in their place as on rank 0",
+            "shape": "rank 1: shape of p1=(6,), but should be (5,) as on rank 0",
+            "stride": "rank 1: stride of p2=(1, 2), but should be (3, 1) as on rank 0",
+            "dtype": "rank 1: dtype of p0=float64, but should be float32 as on rank 0",
+            "requires_grad": "rank 1: requires_grad of p0=False, but should be True as on rank 0",
+            "order": "rank 1: order=p1, p0, but should be p0, p1 as on rank 0",
+        }
+        for kind, sentence in expected.items():
+            texts = self._errors(_differing(kind, changed=self.rank == 1))
+            for text in texts:
+                self.assertIn(sentence, text)
+
+    def test_all_differences_at_once(self) -> None:
+        """Not only the first."""
+        module = Coded([(3 + self.rank,), (5 + self.rank,)])
+        for text in self._errors(module):
+            self.assertIn("shape of p0=(4,), but should be (3,)", text)
+            self.assertIn("shape of p1=(6,), but should be (5,)", text)
+
+
+def _differing(kind: str, *, changed: bool) -> nn.Module:
+    """A module that differs in one way, if it is to be changed."""
+    shapes: list[tuple[int, ...]] = list(SHAPES)
+    if kind == "stride":
+        module = Coded([(3,), (5,), (2, 3)])
+        if changed:
+            module.p2 = nn.Parameter(torch.zeros(3, 2).t())
+        return module
+    if kind == "order":
+        module = Coded([])
+        for index in (1, 0) if changed else (0, 1):
+            module.register_parameter(f"p{index}", nn.Parameter(torch.zeros(3)))
+        return module
+    if not changed:
+        return Coded(shapes)
+    if kind == "number":
+        return Coded(shapes[:3])
+    if kind == "shape":
+        shapes[1] = (6,)
+    module = Coded(shapes)
+    if kind == "dtype":
+        module.p0 = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    elif kind == "requires_grad":
+        module.p0.requires_grad_(False)
+    elif kind == "name":
+        del module.p3
+        module.q0 = nn.Parameter(torch.zeros(11))
+    return module

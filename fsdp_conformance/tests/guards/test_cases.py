@@ -1,0 +1,161 @@
+"""
+Guard: every requirement of the core chapters has a case, every case can fail, and the names in cases exist.
+
+A requirement without a case is named in contract/uncovered.toml with a reason. A case names the known-wrong
+implementations that it must fail; that it really fails them is shown by running them, not here.
+"""
+
+from __future__ import annotations
+
+import functools
+import tomllib
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+import pytest
+
+from fsdp_conformance import contract, mutants
+from fsdp_conformance.capability import CAPABILITIES
+from fsdp_conformance.case import ENVIRONMENTS, Case
+from fsdp_conformance.config import RunSettings
+from fsdp_conformance.contract import Contract, profile
+from fsdp_conformance.tests.guards import checkout
+from fsdp_conformance.tests.guards.checkout import ROOT
+
+pytestmark = checkout.required
+
+#: Chapters whose requirements are all judged, or named with a reason.
+CORE_CHAPTERS = frozenset({"0", "A", "B", "D", "F", "G", "H", "J", "L", "M", "N", "O", "P", "S", "V", "W", "X"})
+
+UNCOVERED = "fsdp_conformance/contract/uncovered.toml"
+
+
+@functools.cache
+def cases() -> tuple[Case, ...]:
+    """Every case of every suite."""
+    return tuple(profile.collect_cases())
+
+
+@functools.cache
+def uncovered() -> Mapping[str, str]:
+    """Requirement id to the reason why no case binds it yet."""
+    document = tomllib.loads((ROOT / UNCOVERED).read_text(encoding="utf-8"))
+    return {entry["id"]: entry["reason"] for entry in document["uncovered"]}
+
+
+def coverage_problems(judged: Contract, found: Iterable[Case], excused: Mapping[str, str]) -> list[str]:
+    """What is wrong between the contract's core chapters, the cases and the list of excuses."""
+    bound = {requirement for case in found for requirement in case.requirements}
+    problems = [
+        f"{name} is bound by a case, but is no requirement" for name in sorted(bound - judged.requirements.keys())
+    ]
+    for requirement in judged.requirements.values():
+        if requirement.id in excused and requirement.id in bound:
+            problems.append(f"{requirement.id} has a case now, so its entry in {UNCOVERED} should be deleted")
+        elif requirement.chapter in CORE_CHAPTERS and requirement.id not in bound and requirement.id not in excused:
+            problems.append(f"{requirement.id} ({requirement.name}) has neither a case nor an entry in {UNCOVERED}")
+    for name, reason in excused.items():
+        if name not in judged.requirements or judged.requirements[name].chapter not in CORE_CHAPTERS:
+            problems.append(f"{name} is in {UNCOVERED}, but is no requirement of a core chapter")
+        if len(reason.split()) < 4:
+            problems.append(f"{name}: reason={reason!r} in {UNCOVERED}, but should be a sentence")
+    return problems
+
+
+def case_problems(judged: Contract, found: Iterable[Case], wrong: Iterable[str]) -> list[str]:
+    """What is wrong with cases on their own: names that do not exist, ids that come twice, cases that nothing fails."""
+    known = frozenset(wrong)
+    problems = [
+        f"{name}: the id comes {count} times" for name, count in Counter(case.id for case in found).items() if count > 1
+    ]
+    for case in found:
+        problems += [
+            f"{case.id}: needs={flag!r}, but is no capability" for flag in case.needs if flag not in CAPABILITIES
+        ]
+        problems += [
+            f"{case.id}: environment={name!r} is unknown" for name in case.environment if name not in ENVIRONMENTS
+        ]
+        problems += [f"{case.id}: kills={name!r}, but is no mutant" for name in case.kills if name not in known]
+        if not case.kills:
+            problems.append(
+                f"{case.id}: kills nothing, but a case that no known-wrong implementation fails proves nothing"
+            )
+        primary = judged.requirements.get(case.requirements[0])
+        if primary is not None and primary.chapter != case.chapter:
+            problems.append(f"{case.id}: chapter={case.chapter!r}, but should be {primary.chapter!r}")
+    return problems
+
+
+def test_there_are_cases() -> None:
+    """The guards below have something to judge."""
+    assert cases() != ()
+
+
+def test_profiles_hold_the_cases_as_they_are() -> None:
+    """Every shipped profile has the hash that it states, and says of each case what its suite says."""
+    problems = []
+    for name in profile.names():
+        ours = profile.load_profile(name)
+        only = () if ours.certifies else tuple(ours.by_id)
+        theirs = profile.profile_of(name, cases(), only=only, certifies=ours.certifies)
+        problems += [f"{name}: {problem}" for problem in profile.difference(ours, theirs)]
+
+    assert {RunSettings().profile, "smoke"} <= set(profile.names())
+    assert problems == []
+
+
+def test_every_core_requirement_has_a_case_or_a_reason() -> None:
+    """No requirement of a core chapter is forgotten, and no excuse outlives its reason."""
+    assert coverage_problems(contract.load(), cases(), uncovered()) == []
+
+
+def test_every_case_kills_a_mutant_that_exists() -> None:
+    """Every case names at least one known-wrong implementation, and every name in a case exists."""
+    assert case_problems(contract.load(), cases(), mutants.MUTANTS) == []
+
+
+def test_every_mutant_is_claimed_by_a_case() -> None:
+    """A known-wrong implementation that no case must fail would show nothing."""
+    assert set(mutants.MUTANTS) - {name for case in cases() for name in case.kills} == set()
+
+
+_RIGHT = Case(
+    id="R001/some-ws2", requirements=("R001",), chapter="A", world_size=2, title="It holds.", kills=("sum-not-mean",)
+)
+
+
+def _changed(**fields: object) -> Case:
+    return Case(**{**{name: getattr(_RIGHT, name) for name in Case.__dataclass_fields__}, **fields})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        (_RIGHT, _RIGHT),
+        (_changed(kills=()),),
+        (_changed(kills=("no-such-mutant",)),),
+        (_changed(needs=("no_such_flag",)),),
+        (_changed(environment=("moon",)),),
+        (_changed(chapter="Z"),),
+    ],
+    ids=["id twice", "kills nothing", "unknown mutant", "unknown flag", "unknown environment", "wrong chapter"],
+)
+def test_the_case_guard_speaks(wrong: tuple[Case, ...]) -> None:
+    """Each mistake in a case is one problem; the case without it has none."""
+    judged = contract.load()
+
+    assert case_problems(judged, [_RIGHT], ["sum-not-mean"]) == []
+    assert len(case_problems(judged, wrong, ["sum-not-mean"])) == 1
+
+
+def test_the_coverage_guard_speaks() -> None:
+    """A requirement without case or reason, a stale excuse and an empty reason are each named."""
+    judged = contract.load()
+    core = [item.id for item in judged.requirements.values() if item.chapter in CORE_CHAPTERS]
+    excused = dict.fromkeys(core, "It waits for its part.")
+    forgotten, *_ = (name for name in core if name != "R001")
+
+    assert coverage_problems(judged, [], excused) == []
+    assert coverage_problems(judged, [_RIGHT], excused) != []
+    assert coverage_problems(judged, [], {**excused, "R001": "Later."}) != []
+    assert any(forgotten in problem for problem in coverage_problems(judged, [], {"R001": "It waits for its part."}))

@@ -1,0 +1,192 @@
+"""
+Guard: imports go one way only, and an oracle shares no code with what it judges.
+
+The table below is the architecture: a part may import what stands above it, never what stands below, nor its siblings.
+Imports inside functions and for type checking count.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_conformance.tests.guards import checkout
+from fsdp_conformance.tests.guards.checkout import PACKAGE, Module, imports, is_below
+
+pytestmark = checkout.required
+
+#: From the bottom up. Parts of one layer never import one another, except the words, which are one vocabulary.
+WORDS = frozenset(
+    {"errors", "verdict", "capability", "config", "workload", "case", "outcome", "judge", "contract", "settings"}
+)
+LAYERS: tuple[frozenset[str], ...] = (
+    WORDS,
+    frozenset({"history"}),
+    frozenset({"harness"}),
+    frozenset({"faults", "checks", "engine", "simulator", "planner"}),
+    frozenset({"adapters"}),
+    frozenset({"mutants"}),
+    frozenset({"report"}),
+    frozenset({"case_checks"}),
+    frozenset({"testing"}),
+    frozenset({"selftest"}),
+    frozenset({"pytest_plugin"}),
+    frozenset({"cli"}),
+    frozenset({"__main__"}),
+)
+PARTS = frozenset().union(*LAYERS)
+
+#: Beside the layers: fixtures know nothing but words, suites reach an engine through its adapter, tests see everything.
+MAY_IMPORT: dict[str, frozenset[str]] = {
+    "": frozenset(),
+    "fixtures": WORDS,
+    "suites": PARTS - {"engine", "planner", "simulator", "cli", "__main__", "pytest_plugin", "selftest"} | {"fixtures"},
+    "tests": PARTS | {"suites", "fixtures"},
+}
+for _height, _layer in enumerate(LAYERS):
+    _below = frozenset().union(*LAYERS[:_height])
+    for _part in _layer:
+        MAY_IMPORT[_part] = _below | (WORDS if _part in WORDS else frozenset())
+# The planner prices what the engine offers: its words and its collectives, nothing that shards.
+MAY_IMPORT["planner"] |= {"engine"}
+
+#: Modules of a part that others may import, where they may not import all of it.
+ONLY: dict[tuple[str, str], frozenset[str]] = {
+    ("planner", "engine"): frozenset({"engine.sharding_strategy", "engine.flat_collectives"}),
+}
+
+#: What only some parts may touch: module to the parts that may.
+RESERVED: dict[str, frozenset[str]] = {
+    # torch's own test harness is private: one part stands on it, so that a move is mended in one place.
+    "torch.testing._internal": frozenset({"harness", "tests"}),
+    # A case that names an engine judges that engine alone.
+    "torch.distributed.fsdp": frozenset({"adapters", "mutants", "harness", "tests"}),
+    "torch.distributed._composable": frozenset({"adapters", "mutants", "tests"}),
+    "deepspeed": frozenset({"adapters", "mutants", "tests"}),
+    # What is unpickled is run: only between the processes of one run.
+    "pickle": frozenset({"harness", "adapters", "tests"}),
+}
+
+#: Parts that do without torch altogether.
+TORCHLESS = WORDS - {"workload"} | {"report", "cli", "__main__", ""}
+
+#: Parts that see torch through its public names only, so that a rename in it cannot change a verdict.
+PUBLIC_TORCH_ONLY = frozenset({"checks", "suites", "fixtures", "history", "testing", "case_checks", *WORDS})
+
+#: Private by name, but what torch's users walk containers with; unchanged since torch 1.8.
+PUBLIC_ENOUGH = ("torch.utils._pytree",)
+
+
+def broken_direction(module: Module, name: str) -> str | None:
+    """Why `module` must not import `name`, or None."""
+    if not is_below(name, PACKAGE):
+        return None
+    inside = name.removeprefix(PACKAGE).lstrip(".")
+    target = inside.partition(".")[0]
+    only = ONLY.get((module.part, target))
+    if only is not None and not is_below(inside, *only):
+        return f"{module.part} imports {inside}, but should import only {', '.join(sorted(only))}"
+    known = PARTS | MAY_IMPORT.keys()
+    if target not in known or target in {"", module.part} or target in MAY_IMPORT[module.part]:
+        return None
+    allowed = ", ".join(sorted(MAY_IMPORT[module.part])) or "nothing of it"
+    return f"{module.part or 'the package'} imports {target}, but should import only {allowed}"
+
+
+def reserved_import(part: str, name: str) -> str | None:
+    """Why `part` must not import `name` from outside the package, or None."""
+    for reserved, allowed in RESERVED.items():
+        if is_below(name, reserved) and part not in allowed:
+            return f"{part} imports {name}, but only {', '.join(sorted(allowed))} should"
+    if part in TORCHLESS and is_below(name, "torch"):
+        return f"{part or 'the package'} imports {name}, but should do without torch"
+    private = is_below(name, "torch") and not is_below(name, *PUBLIC_ENOUGH) and "._" in name
+    if part in PUBLIC_TORCH_ONLY and private:
+        return f"{part} imports {name}, but should use public names of torch"
+    return None
+
+
+def test_every_part_has_a_place_in_the_table() -> None:
+    """A new part of the package is given a layer before it is imported by anybody."""
+    unknown = {module.part for module in checkout.modules()} - MAY_IMPORT.keys()
+
+    assert unknown == set(), "parts without a layer: add them to LAYERS in this file"
+
+
+def test_imports_go_one_way() -> None:
+    """No part imports a part above it, or a sibling."""
+    broken = [
+        f"{module.place}:{found.line}: {reason}"
+        for module in checkout.modules()
+        for found in imports(module)
+        if (reason := broken_direction(module, found.name))
+    ]
+
+    assert broken == []
+
+
+def test_reserved_modules_are_imported_where_they_may_be() -> None:
+    """Engines are named by adapters alone, torch's private harness by ours, torch itself not by words and reports."""
+    broken = [
+        f"{module.place}:{found.line}: {reason}"
+        for module in checkout.modules()
+        for found in imports(module)
+        if (reason := reserved_import(module.part, found.name))
+    ]
+
+    assert broken == []
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("checks", "fsdp_conformance.engine.chunks.chunk"),
+        ("checks", "fsdp_conformance.adapters.base"),
+        ("faults", "fsdp_conformance.checks.parity"),
+        ("history", "fsdp_conformance.harness.devices"),
+        ("fixtures", "fsdp_conformance.checks.parity"),
+        ("suites", "fsdp_conformance.engine"),
+        ("errors", "fsdp_conformance.history.collective"),
+        ("harness", "fsdp_conformance.suites.test_parity"),
+        ("report", "fsdp_conformance.tests.guards.checkout"),
+    ],
+)
+def test_the_direction_guard_sees_an_import_that_goes_the_wrong_way(part: str, name: str) -> None:
+    """Each forbidden pair is reported."""
+    module = Module(f"{PACKAGE}.{part}.some", checkout.ROOT / "some.py")
+
+    assert broken_direction(module, name) is not None
+
+
+@pytest.mark.parametrize(
+    ("part", "name"),
+    [
+        ("suites", "torch.distributed.fsdp.fully_shard"),
+        ("suites", "deepspeed"),
+        ("checks", "torch.testing._internal.common_utils"),
+        ("checks", "torch.distributed._functional_collectives"),
+        ("report", "torch"),
+        ("contract", "torch.nn"),
+        ("report", "pickle"),
+    ],
+)
+def test_the_reserve_guard_sees_a_module_out_of_its_place(part: str, name: str) -> None:
+    """Each reserved module is reported where it does not belong."""
+    assert reserved_import(part, name) is not None
+
+
+def test_imports_are_found_wherever_they_stand() -> None:
+    """Imports at the top, in a function, for type checking, relative, by star and by name are all seen."""
+    source = """
+import a.b
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from c import d
+def f():
+    from .sibling import g
+    from .. import up
+    from e import *
+    importlib.import_module("h.i")
+    __import__("j")
+"""
+
+    assert {"a.b", "c.d", "p.q.sibling.g", "p.up", "e", "h.i", "j"} <= set(checkout.imports_of(source, "p.q.module"))

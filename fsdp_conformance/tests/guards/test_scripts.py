@@ -1,0 +1,74 @@
+"""Guard: the scripts under ci/ can be run by anybody, from anywhere, and say no in the documented way."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fsdp_conformance.tests.guards import checkout
+from fsdp_conformance.tests.guards.checkout import ROOT
+
+pytestmark = checkout.required
+
+
+def scripts() -> list[Path]:
+    """Every shell script of the checkout, relative to ROOT."""
+    return [file for file in checkout.files() if (ROOT / file).read_bytes().startswith(b"#!/usr/bin/env bash")]
+
+
+def run(directory: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a script from `directory`."""
+    return subprocess.run(
+        [ROOT / script, *arguments], cwd=directory, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+@pytest.mark.parametrize("script", scripts(), ids=str)
+def test_a_script_can_be_run(script: Path) -> None:
+    """It is executable, its syntax is right, and its first lines say what it is for."""
+    path = ROOT / script
+    checked = subprocess.run(["bash", "-n", path], capture_output=True, text=True, check=False)
+
+    assert os.access(path, os.X_OK)
+    assert checked.stderr == ""
+    assert re.match(r"#!/usr/bin/env bash\n# \S", path.read_text(encoding="utf-8"))
+
+
+def test_ci_and_a_person_run_the_same_command(tmp_path: Path) -> None:
+    """.ci/run is ci/test, from any directory."""
+    assert run(tmp_path, ".ci/run", "--help").stdout == run(tmp_path, "ci/test", "--help").stdout != ""
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("ci/setup", ["no-such-extra"]),
+        ("ci/setup", ["one", "two"]),
+        ("ci/test", ["--only", "no-such-stage"]),
+        ("ci/bench/run", ["no-such-benchmark"]),
+        ("ci/bench/run", ["run"]),
+        ("ci/certify", ["--with"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_wrong_usage_is_status_2_and_a_message(script: str, arguments: list[str], tmp_path: Path) -> None:
+    """A mistake in the arguments is said in one line, without setting anything up."""
+    done = run(tmp_path, script, *arguments)
+
+    assert done.returncode == 2
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_every_workflow_is_bounded_and_asks_for_little() -> None:
+    """Each workflow limits its permissions, is not run twice at once, and each of its jobs has a time limit."""
+    for workflow in (ROOT / ".github/workflows").glob("*.yml"):
+        text = workflow.read_text(encoding="utf-8")
+        jobs = re.findall(r"^  (\w+):$", text.partition("\njobs:\n")[2], re.MULTILINE)
+
+        assert re.search(r"^permissions:\n  contents: read$", text, re.MULTILINE), workflow.name
+        assert re.search(r"^concurrency:$", text, re.MULTILINE), workflow.name
+        assert len(re.findall(r"^    timeout-minutes: \d+$", text, re.MULTILINE)) == len(jobs) > 0, workflow.name

@@ -1,0 +1,205 @@
+"""
+Guard: what must not stand in any file of the project, and forms of code that cannot fail or must not be used.
+
+Each rule has a test that it speaks. A rule over text reads every file that git tracks or would add, a rule over code
+the syntax trees of the package.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_conformance.tests.guards import checkout
+from fsdp_conformance.tests.guards.checkout import Module, called_name
+
+pytestmark = checkout.required
+
+#: Longer files hide more than one noun.
+MAX_LINES = 800
+
+#: This file names what it forbids.
+_OWN = "fsdp_conformance/tests/guards/test_text.py"
+
+#: Pattern to what is wrong with it.
+FORBIDDEN_TEXT: dict[str, str] = {
+    r"(?<![\w.~-])/(root|Users/\w+|home/\w+|mnt/\w+)/": "a path of one machine; take it from the environment",
+    r"\b(pythonhosted|pypi|download\.pytorch|npmjs|proxy\.golang)\.(com|org)\b": "a registry host; pip and npm know it",
+    r"\b(TODO|FIXME|XXX|HACK)\b": "unfinished work",
+    r"<<<<<<< |>>>>>>> ": "a conflict left by a merge",
+}
+
+_SKIPS = frozenset({"skip", "skipIf", "skipUnless", "skipTest", "SkipTest", "skipif", "importorskip"})
+
+Rule = Callable[[Module], Iterator[tuple[int, str]]]
+
+
+def forbidden_text(text: str) -> list[tuple[int, str]]:
+    """Line number and reason for everything in `text` that must not be there."""
+    return [
+        (text.count("\n", 0, match.start()) + 1, f"{match.group()!r}: {reason}")
+        for pattern, reason in FORBIDDEN_TEXT.items()
+        for match in re.finditer(pattern, text)
+    ]
+
+
+def vacuous_assert(module: Module) -> Iterator[tuple[int, str]]:
+    """`assertTrue(len(a), len(b))` cannot fail: the second argument is the message."""
+    for node in ast.walk(module.tree()):
+        if not isinstance(node, ast.Call) or not called_name(node).endswith((".assertTrue", ".assertFalse")):
+            continue
+        if any(not _is_text(message) for message in node.args[1:]):
+            yield node.lineno, "the second argument is the message; compare with assertEqual, or name it msg="
+
+
+def assert_without_message(module: Module) -> Iterator[tuple[int, str]]:
+    """A bare assert in package code: pytest does not rewrite it in an installed package, and the message is empty."""
+    if module.part != "tests":
+        for node in ast.walk(module.tree()):
+            if isinstance(node, ast.Assert) and node.msg is None:
+                yield node.lineno, "an assert without a message; say what holds, or raise a class of errors.py"
+
+
+def sleeping_test(module: Module) -> Iterator[tuple[int, str]]:
+    """
+    A test, a case or a fixture that sleeps: slow when the machine is fast, wrong when it is slow.
+
+    A rank that hangs on purpose sleeps for FOREVER_S, until it is ended from outside; a loop that has a deadline and
+    nothing to wait on looks again after POLL_S.
+    """
+    if module.part in {"tests", "suites", "fixtures"}:
+        for node in ast.walk(module.tree()):
+            if not isinstance(node, ast.Call) or called_name(node) not in {"time.sleep", "sleep"}:
+                continue
+            if [checkout.dotted(given) for given in node.args] not in (["FOREVER_S"], ["POLL_S"]):
+                yield node.lineno, "sleeps; wait for the event itself, with a deadline"
+
+
+def unsafe_load(module: Module) -> Iterator[tuple[int, str]]:
+    """A tensor file read with its pickled code."""
+    for node in ast.walk(module.tree()):
+        if isinstance(node, ast.Call) and called_name(node) == "torch.load":
+            given = {word.arg: word.value for word in node.keywords}
+            if ast.dump(given.get("weights_only", ast.Pass())) != ast.dump(ast.Constant(True)):
+                yield node.lineno, "torch.load without weights_only=True"
+
+
+def silent_skip(module: Module) -> Iterator[tuple[int, str]]:
+    """A case that skips by itself: absent devices and undeclared flags have verdicts, and the gate gives them."""
+    if module.part == "suites":
+        for node in ast.walk(module.tree()):
+            name = checkout.dotted(node)
+            if name.rpartition(".")[2] in _SKIPS:
+                yield getattr(node, "lineno", 0), f"{name}: a case declares what it needs and never skips itself"
+
+
+def early_exit(module: Module) -> Iterator[tuple[int, str]]:
+    """A case that ends its process with success before it has judged."""
+    if module.part in {"suites", "fixtures", "checks"}:
+        for node in ast.walk(module.tree()):
+            if isinstance(node, ast.Call) and called_name(node) in {"exit", "quit", "sys.exit", "os._exit"}:
+                yield node.lineno, f"{called_name(node)}() ends the rank"
+
+
+RULES: tuple[Rule, ...] = (vacuous_assert, assert_without_message, sleeping_test, unsafe_load, silent_skip, early_exit)
+
+
+def test_no_file_holds_forbidden_text() -> None:
+    """No tracked file names one machine, a registry host, unfinished work, or how the work is organised."""
+    found = []
+    for file in checkout.files():
+        if file.as_posix() != _OWN:
+            text = (checkout.ROOT / file).read_bytes().decode("utf-8", errors="replace")
+            found += [f"{file}:{line}: {reason}" for line, reason in forbidden_text(text)]
+
+    assert found == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_no_module_breaks_the_rule(rule: Rule) -> None:
+    """The rule is silent on every module of the package."""
+    found = [f"{module.place}:{line}: {reason}" for module in checkout.modules() for line, reason in rule(module)]
+
+    assert found == []
+
+
+def test_a_file_is_one_noun() -> None:
+    """No module is longer than MAX_LINES."""
+    lengths = {module.place: module.path.read_text(encoding="utf-8").count("\n") for module in checkout.modules()}
+
+    assert {place: length for place, length in lengths.items() if length > MAX_LINES} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "see /mnt/data/x.py",
+        "open('/root/.cache')",
+        "cd /home/ann/src",
+        "--index-url https://download.pytorch.org/whl/cpu",
+        "# TODO: later",
+        ">>>>>>> theirs",
+    ],
+)
+def test_the_text_guard_speaks(text: str) -> None:
+    """Each kind of forbidden text is found, on its line."""
+    assert [line for line, _ in forbidden_text(f"first\n{text}\n")] == [2]
+
+
+@pytest.mark.parametrize("text", ["frame/home/main", "~/src/", "/tmp/results", "to do", "pytorch#174862", "sub/root/x"])
+def test_the_text_guard_leaves_other_text_alone(text: str) -> None:
+    """What only looks alike is not reported."""
+    assert forbidden_text(text) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "part", "source"),
+    [
+        (vacuous_assert, "suites", "self.assertTrue(len(a), len(b))"),
+        (vacuous_assert, "tests", "self.assertFalse(a, b)"),
+        (assert_without_message, "checks", "assert a == b"),
+        (sleeping_test, "tests", "time.sleep(1)"),
+        (sleeping_test, "suites", "sleep(0.1)"),
+        (unsafe_load, "adapters", "torch.load(file)"),
+        (unsafe_load, "adapters", "torch.load(file, weights_only=False)"),
+        (silent_skip, "suites", "self.skipTest('no GPU')"),
+        (silent_skip, "suites", "@unittest.skipIf(True, 'no')\ndef f(): pass"),
+        (early_exit, "suites", "sys.exit(0)"),
+    ],
+)
+def test_each_rule_speaks(rule: Rule, part: str, source: str, tmp_path: Path) -> None:
+    """The form that a rule forbids is found."""
+    assert [reason for _, reason in rule(_module(part, source, tmp_path))] != []
+
+
+@pytest.mark.parametrize(
+    ("rule", "part", "source"),
+    [
+        (vacuous_assert, "suites", "self.assertTrue(a, f'{a} is empty')"),
+        (vacuous_assert, "suites", "self.assertTrue(a, msg=text)"),
+        (assert_without_message, "checks", "assert a == b, 'a is b by construction'"),
+        (assert_without_message, "tests", "assert a == b"),
+        (sleeping_test, "harness", "time.sleep(1)"),
+        (sleeping_test, "tests", "time.sleep(FOREVER_S)"),
+        (unsafe_load, "adapters", "torch.load(file, weights_only=True)"),
+        (silent_skip, "tests", "pytest.skip('no GPU')"),
+    ],
+)
+def test_each_rule_leaves_the_right_form_alone(rule: Rule, part: str, source: str, tmp_path: Path) -> None:
+    """What a rule is not about is not reported."""
+    assert list(rule(_module(part, source, tmp_path))) == []
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.JoinedStr) or (isinstance(node, ast.Constant) and isinstance(node.value, str))
+
+
+def _module(part: str, source: str, directory: Path) -> Module:
+    path = directory / "some.py"
+    path.write_text(source, encoding="utf-8")
+    checkout.parse.cache_clear()
+    return Module(f"{checkout.PACKAGE}.{part}.some", path)

@@ -1,0 +1,277 @@
+"""The warm process: what it has imported, what happens when it cannot, and that a longer list leaks no server."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.harness.probe import run_in_child
+from fsdp_conformance.harness.processes import forkserver, preload, socket_directory
+
+#: For waits that must end by themselves; nothing is judged by it.
+PATIENCE_S = 60.0
+POLL_S = 0.01
+
+
+def facts() -> dict[str, object]:
+    """What a forked process finds: runs in the child."""
+    import torch
+
+    return {
+        "pid": os.getpid(),
+        "parent": os.getppid(),
+        "threads": len(os.listdir("/proc/self/task")),
+        "missing": [name for name in preload.BASE if name not in sys.modules],
+        "failures": preload.failures,
+        "main": getattr(sys.modules["__main__"], "__file__", None),
+        "cuda": (torch.cuda.is_initialized(), preload.cuda_is_initialised(), preload.cuda_initialised_by),
+        "marker": os.environ.get("FSDP_CONFORMANCE_TEST_VARIABLE"),
+        "start_method": __import__("multiprocessing").get_start_method(allow_none=True),
+    }
+
+
+def wait_for_end(pid: int) -> None:
+    """Wait until a process is gone, or is a zombie that its parent has not reaped yet."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return
+        except OSError:
+            return
+        time.sleep(POLL_S)
+    raise TimeoutError(f"process {pid} did not end")
+
+
+def test_child_has_everything_imported() -> None:
+    """What a case needs is there without an import, and the controller's own __main__ was not run again."""
+    found = run_in_child(facts)
+
+    assert (found["missing"], found["failures"]) == ([], {})
+    assert found["main"] is None
+
+
+def test_server_has_one_thread_and_no_cuda() -> None:
+    """A fork copies one thread alone, and a driver that was started cannot be used in the copy."""
+    found = run_in_child(facts)
+
+    # the second thread is the rank's own: it watches the controller
+    assert (found["threads"], found["cuda"]) == (2, [False, False, None])
+
+
+def test_child_gets_the_environment_of_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A variable that was set after the server's start reaches a child; one that was removed does not."""
+    run_in_child(facts)
+    monkeypatch.setenv("FSDP_CONFORMANCE_TEST_VARIABLE", "now")
+
+    assert run_in_child(facts)["marker"] == "now"
+
+    monkeypatch.delenv("FSDP_CONFORMANCE_TEST_VARIABLE")
+
+    assert run_in_child(facts)["marker"] is None
+    assert run_in_child(facts, environment={"FSDP_CONFORMANCE_TEST_VARIABLE": "given"})["marker"] == "given"
+
+
+def test_server_is_used_again() -> None:
+    """Two children of the same list come from one server."""
+    first, second = run_in_child(facts), run_in_child(facts)
+
+    assert first["parent"] == second["parent"]
+    assert first["pid"] != second["pid"]
+
+
+def module_file(directory: Path, name: str, text: str) -> str:
+    """A file of Python source."""
+    path = directory / f"{name}.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+def value_of(path: str) -> object:
+    """Runs in the child: whether a file was imported before, and what it holds."""
+    loaded = preload.module_name_of_file(Path(path)) in sys.modules
+    return {"loaded": loaded, "value": preload.import_file(Path(path)).VALUE, "parent": os.getppid()}
+
+
+def test_longer_list_grows_a_server_and_retires_the_last(tmp_path: Path) -> None:
+    """A new module costs its own import; of the servers grown for it only the newest stays."""
+    first = module_file(tmp_path, "first", "VALUE = 1")
+    second = module_file(tmp_path, "second", "VALUE = 2")
+    base = run_in_child(facts)["parent"]
+    one = run_in_child(value_of, first, preload=(first,))
+    two = run_in_child(value_of, second, preload=(second,))
+    again = run_in_child(value_of, first, preload=(first,))
+
+    assert [(item["loaded"], item["value"]) for item in (one, two, again)] == [(True, 1), (True, 2), (True, 1)]
+    # what was asked for before is in the newest server too
+    assert two["parent"] == again["parent"]
+    assert len({base, one["parent"], two["parent"]}) == 3
+    wait_for_end(one["parent"])
+    assert base == run_in_child(facts)["parent"]
+
+
+def test_server_that_was_killed_is_started_again(tmp_path: Path) -> None:
+    """The next child gets a new server, grown or not."""
+    path = module_file(tmp_path, "third", "VALUE = 3")
+    grown = run_in_child(value_of, path, preload=(path,))["parent"]
+    os.kill(grown, 9)
+    wait_for_end(grown)
+    found = run_in_child(value_of, path, preload=(path,))
+
+    assert (found["loaded"], found["value"]) == (True, 3)
+    assert grown != found["parent"]
+
+
+@pytest.mark.slow
+def test_environment_of_the_imports_has_a_server_of_its_own(tmp_path: Path) -> None:
+    """A module that reads a variable when it is imported finds it, in the server already."""
+    variables = {"FSDP_CONFORMANCE_TEST_VARIABLE": "early"}
+    path = module_file(tmp_path, "engine", "import os\nVALUE = os.environ.get('FSDP_CONFORMANCE_TEST_VARIABLE')")
+    server = forkserver.server_for((path,), variables)
+
+    assert server is forkserver.server_for((path,), variables)
+    assert server is not forkserver.server_for((), {})
+
+    answer = answer_from(server, path)
+
+    assert {"loaded": True, "value": "early"}.items() <= answer.items()
+
+
+def answer_from(server: forkserver.WarmServer, path: str) -> dict[str, object]:
+    """What `value_of` returns in a process of that server."""
+    import multiprocessing
+
+    ours, theirs = multiprocessing.Pipe()
+    process = forkserver.start_process(send_value, path, theirs, server=server, name="value")
+    theirs.close()
+    try:
+        if not ours.poll(PATIENCE_S):
+            raise TimeoutError("no answer")
+        return dict(json.loads(ours.recv_bytes()))
+    finally:
+        process.join(PATIENCE_S)
+        ours.close()
+
+
+def send_value(path: str, pipe: object) -> None:
+    """Runs in the child."""
+    pipe.send_bytes(json.dumps(value_of(path)).encode())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+        ("raise ValueError('at import')", "ValueError: at import"),
+        ("import pytest\npytest.skip('not here', allow_module_level=True)", "Skipped: not here"),
+    ],
+)
+def test_failure_at_preload_is_kept(tmp_path: Path, text: str, reason: str) -> None:
+    """A module that cannot be imported does not stop the server; every child knows of it."""
+    path = module_file(tmp_path, "broken", text)
+
+    assert reason == run_in_child(facts, preload=(path,))["failures"][path]
+
+
+def test_module_that_starts_cuda_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank of a server whose driver is started says so, and names the module."""
+    path = module_file(
+        tmp_path, "gpu", "import torch\ntorch.cuda.is_initialized = lambda: True  # as after a call to the driver"
+    )
+
+    with pytest.raises(EnvironmentUnavailable, match="initialised CUDA in the warm process"):
+        run_in_child(facts, preload=(path,))
+    # grown servers keep what they have imported: this one must not serve the tests after this one
+    forkserver.stop_servers()
+
+
+@pytest.mark.slow
+def test_server_that_dies_at_its_imports_is_reported(tmp_path: Path) -> None:
+    """A module that ends the process is named, with the output of the server."""
+    path = module_file(
+        tmp_path, "fatal", "import os, sys\nprint('last words', file=sys.stderr, flush=True)\nos._exit(9)"
+    )
+
+    with pytest.raises(EnvironmentUnavailable, match="last words") as raised:
+        run_in_child(facts, preload=(path,))
+
+    assert "fatal.py" in str(raised.value)
+
+    base = forkserver.server_for((path,), {"FSDP_CONFORMANCE_TEST_VARIABLE": "fatal"})
+    with pytest.raises(EnvironmentUnavailable, match="last words"):
+        answer_from(base, path)
+    forkserver.stop_servers()
+    assert run_in_child(facts)["missing"] == []
+
+
+def test_file_is_executed_once_per_process(tmp_path: Path) -> None:
+    """Two imports of a file give one module; a file that raises leaves none behind."""
+    path = Path(module_file(tmp_path, "once", "VALUE = object()"))
+    broken = Path(module_file(tmp_path, "raises", "raise ValueError('no')"))
+
+    assert preload.import_file(path) is preload.import_target(str(path))
+    with pytest.raises(ValueError, match="no"):
+        preload.import_file(broken)
+    assert preload.module_name_of_file(broken) not in sys.modules
+    with pytest.raises(FileNotFoundError):
+        preload.import_file(tmp_path / "absent.py")
+
+
+def test_preload_module_needs_no_torch() -> None:
+    """The controller may ask for names of files before torch is wanted."""
+    code = "import sys; from fsdp_conformance.harness import deadlines, preload; print('torch' in sys.modules)"
+    answer = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
+
+    assert answer.stdout.strip() == "False"
+
+
+def test_a_long_temporary_directory(tmp_path: Path) -> None:
+    """Sockets are bound elsewhere, and nothing is left there or here."""
+    long = tmp_path / ("long" * 30)
+    long.mkdir()
+    text = (
+        "import multiprocessing.util, os\n"
+        "from fsdp_conformance.harness.probe import run_in_child\n"
+        "from fsdp_conformance.tests.harness.processes.test_forkserver import facts\n"
+        "if __name__ == '__main__':\n"
+        "    assert run_in_child(facts)['missing'] == []\n"
+        "    print(multiprocessing.util.get_temp_dir())\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(text, encoding="utf-8")
+
+    done = subprocess.run(
+        [sys.executable, script],
+        env={**os.environ, "TMPDIR": str(long)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    assert (done.returncode, done.stderr) == (0, "")
+    assert not Path(done.stdout.strip()).exists()
+    assert Path(done.stdout.strip()).parent != long
+    assert [path.name for path in long.iterdir() if path.name.startswith(("pymp-", "fsdp-conformance-"))] == []
+
+
+def test_no_short_temporary_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is said what to do."""
+    monkeypatch.setattr(socket_directory, "SHORT", ("/nowhere",))
+    monkeypatch.setattr(tempfile, "tempdir", "/" + "long" * 30)
+    monkeypatch.setattr(multiprocessing.process.current_process(), "_config", {})
+
+    with pytest.raises(EnvironmentUnavailable, match=r"TMPDIR='/long.*, but should have at most \d+ bytes"):
+        socket_directory.prepare()

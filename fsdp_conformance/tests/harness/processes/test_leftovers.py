@@ -1,0 +1,219 @@
+"""A case leaves nothing behind, however it ends: no process, no file, no shared memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from fsdp_conformance.harness.processes.leftovers import remove_orphans, shared_memory
+from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
+
+#: Controllers are ended and what they leave is waited for.
+pytestmark = pytest.mark.slow
+
+#: A variable by which a test knows the processes that it has caused: a forked rank shows its server's.
+MARKER = "FSDP_CONFORMANCE_TEST_MARKER"
+
+#: For waits that must end by themselves; nothing is judged by it.
+PATIENCE_S = 240.0
+POLL_S = 0.01
+FOREVER_S = 600.0
+
+
+class Messy(ShardedTrainingTestCase):
+    """Two ranks that leave things lying about. Not collected."""
+
+    __test__ = False
+    case_timeout_s = 30.0
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_processes()
+
+    def test_clean(self) -> None:
+        Path(tempfile.gettempdir(), self.launch_payload or "unused").touch()
+
+    def test_starts_a_child_and_dies(self) -> None:
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+        Path(self.file_name).with_name(f"child{self.rank}").write_text(str(child.pid))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def test_leaves_shared_memory(self) -> None:
+        name = Path("/dev/shm", f"nccl-{uuid.uuid4().hex}")
+        with name.open("wb+") as file:
+            file.truncate(4096)
+            mmap.mmap(file.fileno(), 4096)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def test_waits(self) -> None:
+        print("waiting", flush=True)
+        time.sleep(FOREVER_S)
+
+    def conclude(self, reports: object, exits: object) -> None:
+        self.exits = exits
+
+
+def processes_marked(marker: str) -> list[int]:
+    """The processes that run with this marker in their environment."""
+    found = []
+    for process in Path("/proc").iterdir():
+        try:
+            if process.name.isdigit() and f"{MARKER}={marker}".encode() in (process / "environ").read_bytes():
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_for(condition: object, what: str) -> None:
+    """Wait until a condition holds; a deadline that passes is a failure of the test's own."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():  # type: ignore[operator]
+        if time.monotonic() > deadline:
+            raise TimeoutError(what)
+        time.sleep(POLL_S)
+
+
+SCRIPT = """
+import sys, unittest
+from fsdp_conformance.tests.harness.processes.test_leftovers import Messy
+for name in sys.argv[1:]:
+    case = Messy(name)
+    result = unittest.TestResult()
+    case.run(result)
+    print(name, len(result.errors), flush=True)
+"""
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """A marker and an environment for a controller of its own; nothing with the marker may outlive the test."""
+    marker = uuid.uuid4().hex
+    yield marker, {**os.environ, MARKER: marker, "TMPDIR": str(tmp_path)}
+    for pid in processes_marked(marker):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_controller_that_ends_leaves_nothing(controller: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    """After a controller's end, good and bad cases included, no process and no temporary file is left."""
+    marker, environment = controller
+    subprocess.run(
+        [sys.executable, "-c", SCRIPT, "test_clean", "test_leaves_shared_memory", "test_clean"],
+        env=environment,
+        timeout=PATIENCE_S * 2,
+        check=True,
+    )
+    wait_for(lambda: not processes_marked(marker), "the server did not end with its controller")
+
+    assert [tmp_path / "unused"] == list(tmp_path.iterdir())
+
+
+def test_killed_controller_takes_its_ranks_along(controller: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    """A controller that is killed cannot end its ranks; they notice."""
+    marker, environment = controller
+    before = set(processes_marked(marker))
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, "test_waits"], env=environment)
+    # controller, its resource tracker, the server, two ranks
+    wait_for(lambda: len(set(processes_marked(marker)) - before) >= 5, "the ranks did not start")
+    process.kill()
+    process.wait(PATIENCE_S)
+
+    wait_for(lambda: not processes_marked(marker), "a rank has outlived its controller")
+    # what is left is the directory of multiprocessing's own sockets
+    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("pymp-")] == []
+
+
+def test_interrupt_ends_the_ranks_and_removes_the_files(controller: tuple[str, dict[str, str]], tmp_path: Path) -> None:
+    """Ctrl-C reaches the controller alone; it ends its ranks and its files go."""
+    marker, environment = controller
+    process = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, "test_waits"], env=environment, stderr=subprocess.PIPE, start_new_session=True
+    )
+    wait_for(
+        lambda: any("waiting" in path.read_text() for path in tmp_path.glob("fsdp-conformance-*/rank*.output")),
+        "the ranks did not start",
+    )
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=PATIENCE_S)
+
+    assert b"KeyboardInterrupt" in errors
+    assert list(tmp_path.iterdir()) == []
+    wait_for(lambda: not processes_marked(marker), "a process has outlived the interrupt")
+
+
+def test_what_a_rank_has_started_ends_with_it() -> None:
+    """A rank's own children are in its process group, and are ended when the rank has died."""
+    case = Messy("test_starts_a_child_and_dies")
+    result = unittest.TestResult()
+    started: list[int] = []
+    conclude = case.conclude
+
+    def note(reports: object, exits: object) -> None:
+        started.extend(int(path.read_text()) for path in Path(case.file_name).parent.glob("child*"))
+        conclude(reports, exits)
+
+    case.conclude = note  # type: ignore[method-assign]
+    case.run(result)
+
+    assert len(started) == 2
+    wait_for(lambda: not any(is_running(pid) for pid in started), "a rank's child has outlived it")
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there and is no zombie: init may take its time to reap one."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_directory_of_a_case_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Store, outputs, stacks and traces go with the case."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    case = Messy("test_clean")
+    case.run(unittest.TestResult())
+
+    assert [path for path in tmp_path.iterdir() if path.name != "unused" and "warm" not in path.name] == []
+    assert not os.path.exists(case.file_name)
+
+
+def test_shared_memory_of_a_killed_rank_is_removed() -> None:
+    """The block of a rank that was killed has no owner any more, so it goes."""
+    before = shared_memory()
+    case = Messy("test_leaves_shared_memory")
+    case.run(unittest.TestResult())
+
+    assert [end.exitcode for end in case.exits] == [-signal.SIGKILL] * 2  # type: ignore[attr-defined]
+    assert not [name for name in shared_memory() - before if len(name) == len("nccl-") + 32]
+
+
+def test_shared_memory_in_use_is_kept() -> None:
+    """A block that some process maps is somebody's, whoever made it."""
+    before = shared_memory()
+    path = Path("/dev/shm", f"nccl-{uuid.uuid4().hex}")
+    with path.open("wb+") as file:
+        file.truncate(4096)
+        block = mmap.mmap(file.fileno(), 4096)
+    try:
+        kept = path.name not in remove_orphans(before)
+        block.close()
+        removed = path.name in remove_orphans(before)
+    finally:
+        path.unlink(missing_ok=True)
+
+    assert (kept, removed) == (True, True)

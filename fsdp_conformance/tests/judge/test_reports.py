@@ -1,0 +1,338 @@
+"""The judge on ranks that all got through: findings, digests, vacuity, what is kept in the record."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp_conformance.judge import judge
+from fsdp_conformance.judge.findings import MAX_FINDINGS
+from fsdp_conformance.outcome import CaseRecord, CheckCount, RankReport
+from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_report, exits
+from fsdp_conformance.verdict import Verdict
+
+
+def judged(*reports: RankReport, declared: str = "", **case: Any) -> CaseRecord:
+    """The verdict on ranks that all reported and ended well."""
+    return judge(
+        a_case(world_size=len(reports), **case),
+        declared=frozenset(declared.split()),
+        reports=reports,
+        exits=exits(len(reports)),
+        implementation="torch-fsdp2",
+        seconds=1.5,
+    )
+
+
+def test_comparisons_that_all_held_pass() -> None:
+    """PASS says how much was looked at, over all ranks."""
+    record = judged(a_report(0, comparisons=4), a_report(1, comparisons=3))
+
+    assert (record.verdict, record.reason) == (Verdict.PASS, "")
+    assert (record.comparisons, record.elements) == (7, 70)
+    assert (record.case, record.requirements, record.world_size) == ("R001/probe-ws2", ["R001", "R003"], 2)
+    assert (record.seconds, record.ranks, record.device) == (1.5, "processes", "cpu")
+
+
+# Vacuity.
+
+
+def test_a_rank_that_compared_nothing_is_the_suites_error() -> None:
+    """Zero on any rank, whatever the others did."""
+    record = judged(a_report(0), a_report(1, comparisons=0))
+
+    assert record.verdict is Verdict.ERROR_SUITE
+    assert record.reason == "rank 1 compared nothing, but should have made at least one comparison"
+
+
+def test_a_rank_without_checks_is_the_suites_error() -> None:
+    """No oracle spoke."""
+    assert judged(a_report(0), a_report(1, checks={})).verdict is Verdict.ERROR_SUITE
+
+
+def test_a_check_that_compared_nothing_on_any_rank_is_the_suites_error() -> None:
+    """The others do not hide it."""
+    idle = {"gradient parity": CheckCount(comparisons=4), "schedule": CheckCount()}
+    record = judged(a_report(0, checks=idle), a_report(1, checks=idle))
+
+    assert record.verdict is Verdict.ERROR_SUITE
+    assert "check 'schedule' compared nothing on any rank" in record.reason
+
+
+def test_a_check_that_had_nothing_to_compare_on_one_rank_is_no_error() -> None:
+    """A rank may own an empty shard."""
+    both = {"parity": CheckCount(comparisons=1), "partition": CheckCount(comparisons=1)}
+    empty = {"parity": CheckCount(comparisons=1), "partition": CheckCount()}
+
+    assert judged(a_report(0, checks=both), a_report(1, checks=empty)).verdict is Verdict.PASS
+
+
+# Findings.
+
+
+def test_a_finding_on_any_rank_fails() -> None:
+    """The reason is the first divergence."""
+    record = judged(a_report(0), a_report(1, a_finding(rank=1)))
+
+    assert record.verdict is Verdict.FAIL
+    assert record.reason == (
+        "R003 (gradient parity): grad of '0.weight'=1.0, but should be 0.5 "
+        "[step 0 · reduce · '0.weight' · rank 1 · element [3, 1]]"
+    )
+
+
+def test_a_finding_on_a_rank_that_counted_nothing_fails() -> None:
+    """What was seen outranks what was not counted."""
+    assert judged(a_report(0), a_report(1, a_finding(rank=1), comparisons=0)).verdict is Verdict.FAIL
+
+
+def test_findings_come_in_the_order_of_divergence() -> None:
+    """Structure first, then step by step in the order of phases, then rank; what has no step and is late comes last."""
+    scrambled = [
+        a_finding("R004", step=1, phase="forward"),
+        a_finding("R010", step=None, phase="eval"),
+        a_finding("R003", step=0, phase="reduce"),
+        a_finding("R002", step=0, phase="step"),
+        a_finding("R001", step=0, phase="forward"),
+        a_finding("R188", step=None, phase=None),
+        a_finding("R019", step=None, phase="init"),
+    ]
+    record = judged(a_report(0, *scrambled), a_report(1))
+
+    assert [item.requirement for item in record.findings] == ["R019", "R188", "R001", "R003", "R002", "R004", "R010"]
+
+
+def test_findings_of_one_phase_keep_the_order_in_which_they_were_made() -> None:
+    """The order of parameters is the model's."""
+    names = ["2.weight", "0.weight", "1.bias"]
+    record = judged(a_report(0, *(a_finding(fqn=name) for name in names)), a_report(1))
+
+    assert [item.fqn for item in record.findings] == names
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [((0, 1, 2), " (the same on every rank)"), ((0, 2), " (the same on ranks 0, 2)"), ((1,), "")],
+)
+def test_a_finding_that_ranks_share_is_said_once(ranks: tuple[int, ...], words: str) -> None:
+    """The lowest rank stands for all."""
+    reports = [a_report(rank, *([a_finding(rank=rank)] if rank in ranks else [])) for rank in range(3)]
+    record = judged(*reports)
+
+    assert [(item.rank, item.message) for item in record.findings] == [
+        (ranks[0], "grad of '0.weight'=1.0, but should be 0.5" + words)
+    ]
+
+
+def test_findings_with_other_values_are_kept_apart() -> None:
+    """Each rank has its own argument."""
+    record = judged(a_report(0, a_finding(rank=0)), a_report(1, a_finding(rank=1, got="3.0")))
+
+    assert [item.rank for item in record.findings] == [0, 1]
+
+
+def test_a_finding_that_a_rank_makes_twice_is_said_once() -> None:
+    """Two checks may see the same."""
+    record = judged(a_report(0, a_finding(), a_finding()), a_report(1))
+
+    assert [item.message for item in record.findings] == [a_finding().message]
+
+
+def test_a_finding_without_a_rank_stays_without() -> None:
+    """Such as one about the whole job."""
+    assert judged(a_report(0, a_finding(rank=None)), a_report(1)).findings[0].rank is None
+
+
+def test_endless_findings_are_cut_and_the_cut_is_said() -> None:
+    """The first divergence is what matters."""
+    many = [a_finding(step=step) for step in range(MAX_FINDINGS + 3)]
+    record = judged(a_report(0, *many), a_report(1))
+
+    assert len(record.findings) == MAX_FINDINGS
+    assert record.notes == ["3 further findings are left out of this record"]
+
+
+# Undeclared flags.
+
+
+def test_an_undeclared_flag_that_works_is_under_declared() -> None:
+    """PASS, and the report says so."""
+    record = judged(a_report(0), a_report(1), needs=("frozen_mixed",))
+
+    assert record.verdict is Verdict.PASS
+    assert record.notes == ["under-declared: frozen_mixed"]
+
+
+def test_an_undeclared_flag_that_trains_wrongly_fails_loud_refusal() -> None:
+    """R000 first, with the place of the first divergence; the finding itself stays."""
+    record = judged(a_report(0, a_finding()), a_report(1), needs=("frozen_mixed",))
+
+    assert record.verdict is Verdict.FAIL
+    assert [item.requirement for item in record.findings] == ["R000", "R003"]
+    assert record.findings[0].message == (
+        "frozen_mixed is not declared and was not refused, but trained on to wrong results: "
+        "grad of '0.weight'=1.0, but should be 0.5"
+    )
+    assert record.findings[0].where() == record.findings[1].where()
+
+
+def test_a_declared_flag_that_trains_wrongly_fails_its_own_requirement() -> None:
+    """No talk of refusal."""
+    record = judged(a_report(0, a_finding()), a_report(1), needs=("frozen_mixed",), declared="frozen_mixed")
+
+    assert [item.requirement for item in record.findings] == ["R003"]
+
+
+# Digests.
+
+
+def with_digests(rank: int, digest: str, label: str = "params step 2 0.weight", **changes: Any) -> RankReport:
+    """A rank that has one digest."""
+    return a_report(rank, digests={label: digest}, digest_requirements={"params": "R007"}, **changes)
+
+
+def test_equal_digests_pass() -> None:
+    """Also where a rank has none of that label."""
+    assert judged(with_digests(0, "aa"), with_digests(1, "aa"), a_report(2)).verdict is Verdict.PASS
+
+
+def test_a_rank_that_differs_is_named() -> None:
+    """Step, name and rank come from the label and from the minority."""
+    record = judged(with_digests(0, "aa" * 8), with_digests(1, "bb" * 8), with_digests(2, "aa" * 8))
+
+    (finding,) = record.findings
+    assert (finding.requirement, finding.check, finding.rank) == ("R007", "equality over ranks", 1)
+    assert (finding.step, finding.fqn, finding.got, finding.expected) == (2, "0.weight", "bb" * 8, "aa" * 8)
+    assert finding.message == (
+        "params step 2 0.weight differs between ranks: "
+        "ranks 0, 2 aaaaaaaaaaaa | rank 1 bbbbbbbbbbbb, but should be equal"
+    )
+
+
+def test_of_two_ranks_the_first_is_taken_as_right() -> None:
+    """Somebody has to be."""
+    assert judged(with_digests(0, "aa"), with_digests(1, "bb")).findings[0].rank == 1
+
+
+def test_the_longest_prefix_names_the_requirement() -> None:
+    """By default it is the one that the case is about."""
+    label = "buffers step 0 bn.running_mean"
+    demands = {"buffers": "R130", "buffers step": "R133"}
+    named = [a_report(rank, digests={label: str(rank)}, digest_requirements=demands) for rank in (0, 1)]
+    unnamed = [a_report(rank, digests={label: str(rank)}) for rank in (0, 1)]
+
+    assert judged(*named).findings[0].requirement == "R133"
+    assert judged(*unnamed).findings[0].requirement == "R001"
+
+
+def test_a_label_without_step_or_name_is_understood() -> None:
+    """Whatever can be read from it is."""
+    finding = judged(with_digests(0, "a", "params"), with_digests(1, "b", "params")).findings[0]
+
+    assert (finding.step, finding.fqn) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "index", "got", "expected"),
+    [
+        (["a", "x", "c"], 1, "x", "b"),
+        (["a", "b"], 2, "none", "c"),
+        (["a", "b", "c", "d"], 3, "d", "none"),
+    ],
+)
+def test_schedules_that_differ_show_the_first_collective(
+    theirs: list[str], index: int, got: str, expected: str
+) -> None:
+    """A changed, a missing and an additional one."""
+    ours = ["a", "b", "c"]
+    reports = [
+        a_report(rank, digests={"schedule": str(lines)}, digest_requirements={"schedule": "R067"}, schedule=lines)
+        for rank, lines in enumerate([ours, theirs])
+    ]
+    (finding,) = judged(*reports).findings
+
+    assert finding.requirement == "R067"
+    assert finding.message == (
+        f"collective {index} differs between ranks: {got} on rank 1, but should be as on rank 0: {expected}"
+    )
+    assert finding.likely == "ranks issue different collectives"
+
+
+def test_a_schedule_digest_without_lines_still_speaks() -> None:
+    """The digest alone is evidence."""
+    reports = [a_report(rank, digests={"schedule": str(rank)}) for rank in (0, 1)]
+
+    assert judged(*reports).findings[0].message.startswith("schedule differs between ranks")
+
+
+# What cannot be told.
+
+
+def test_what_no_rank_can_tell_is_not_run() -> None:
+    """NOT_RUN_ENV; what is absent is taken from the ranks where they name it."""
+    here = [a_report(rank, comparisons=0, not_run="no device sleep") for rank in (0, 1)]
+    named = [a_report(rank, comparisons=0, not_run="x", measurements={"absent": ["cuda"]}) for rank in (0, 1)]
+
+    assert judged(*here).verdict is Verdict.NOT_RUN_ENV
+    assert judged(*here).measurements == {"absent": ["unnamed"]}
+    assert judged(*named).measurements == {"absent": ["cuda"]}
+
+
+def test_ranks_that_disagree_about_the_environment_are_the_suites_error() -> None:
+    """One says not here, another runs."""
+    record = judged(a_report(0), a_report(1, comparisons=0, not_run="no device"))
+
+    assert record.verdict is Verdict.ERROR_SUITE
+    assert record.reason == "rank 1 says 'no device', but rank 0 ran: ranks should agree"
+
+
+def test_findings_outrank_an_absent_environment() -> None:
+    """What was seen was seen."""
+    record = judged(a_report(0, a_finding()), a_report(1, not_run="no device"))
+
+    assert record.verdict is Verdict.FAIL
+
+
+def test_references_that_disagree_outrank_findings() -> None:
+    """Nobody is accused by references that disagree; the findings are kept, and that is said."""
+    record = judged(a_report(0, a_finding()), a_report(1, inconclusive="DDP and float64 differ by 3 ulps"))
+
+    assert (record.verdict, record.reason) == (Verdict.INCONCLUSIVE, "rank 1: DDP and float64 differ by 3 ulps")
+    assert [item.requirement for item in record.findings] == ["R003"]
+    assert record.notes == ["1 findings are kept, but the references they rest on disagree"]
+
+
+def test_an_inconclusive_case_need_not_compare() -> None:
+    """It stopped before."""
+    reports = [a_report(rank, comparisons=0, inconclusive="differ") for rank in (0, 1)]
+
+    record = judged(*reports)
+
+    assert (record.verdict, record.notes) == (Verdict.INCONCLUSIVE, [])
+
+
+# What is kept.
+
+
+def test_measurements_are_merged_where_ranks_agree() -> None:
+    """One figure for all, or one for each rank."""
+    record = judged(
+        a_report(0, measurements={"floor": 1e-7, "held": 10, "only": 1}),
+        a_report(1, measurements={"floor": 1e-7, "held": 12}),
+    )
+
+    assert record.measurements == {"floor": 1e-7, "held": {"rank 0": 10, "rank 1": 12}, "only": {"rank 0": 1}}
+
+
+def test_the_record_keeps_what_a_reader_needs() -> None:
+    """Notes once, the slowest training, rank 0's environment and schedule."""
+    record = judged(
+        a_report(0, notes=["shim", "bound"], seconds={"training": 0.2}, environment={"seed": 7}, schedule=["ag"]),
+        a_report(1, notes=["shim"], seconds={"training": 0.4}, environment={"seed": 8}, schedule=["rs"]),
+    )
+
+    assert record.notes == ["shim", "bound"]
+    assert record.training_seconds == 0.4
+    assert (record.environment, record.schedule) == ({"seed": 7}, ["ag"])
+    assert record.repro == "fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws2"

@@ -1,0 +1,93 @@
+"""A link is recovered from timings, synthetic or taken on two ranks of gloo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.planner.link_fit import SIZES_BYTES, Timing, fit_link
+from fsdp_conformance.planner.link_spec import LinkSpec
+from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
+
+
+def timings_of(link: LinkSpec, *, num_ranks: int = 4, factors: tuple[float, ...] = (1.0,)) -> list[Timing]:
+    """What a link would take for all-gathers and all-reduces, each times the next of `factors`."""
+    found = []
+    for number, nbytes in enumerate(SIZES_BYTES):
+        for passes in (1, 2):
+            hops = passes * (num_ranks - 1)
+            sent = nbytes * hops / num_ranks
+            us = link.launch_us + hops * link.latency_us + link.wire_us(sent)
+            found.append(Timing(hops, sent, us * factors[(2 * number + passes) % len(factors)]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "link",
+    [
+        LinkSpec(launch_us=8.4, latency_us=3.4, bandwidth_gb_per_s=450.0),
+        LinkSpec(launch_us=30.0, latency_us=50.0, bandwidth_gb_per_s=1.25),
+        LinkSpec(launch_us=0.0, latency_us=50.0, bandwidth_gb_per_s=1.25),
+        LinkSpec(launch_us=30.0, latency_us=0.0, bandwidth_gb_per_s=1.25),
+    ],
+    ids=str,
+)
+def test_exact_timings_give_the_link_back(link: LinkSpec) -> None:
+    """Without noise the fit is the link, and its error nothing, also where a part of it is 0."""
+    fit = fit_link(timings_of(link))
+
+    assert fit.link.launch_us == pytest.approx(link.launch_us, abs=1e-6)
+    assert fit.link.latency_us == pytest.approx(link.latency_us, abs=1e-6)
+    assert fit.link.bandwidth_gb_per_s == pytest.approx(link.bandwidth_gb_per_s)
+    assert fit.relative_error == pytest.approx(0.0, abs=1e-6)
+
+
+def test_noise_is_reported() -> None:
+    """Timings that are a tenth off, up and down, have an error of about a tenth, and the bandwidth to within that."""
+    link = LinkSpec(launch_us=8.4, latency_us=3.4, bandwidth_gb_per_s=450.0)
+    fit = fit_link(timings_of(link, factors=(0.9, 1.1, 1.1, 0.9)))
+
+    assert 0.05 < fit.relative_error < 0.15
+    assert fit.link.bandwidth_gb_per_s == pytest.approx(450.0, rel=0.15)
+
+
+def test_nothing_is_negative() -> None:
+    """Timings that fall with the number of hops still give a link."""
+    falling = [Timing(hops, 1000.0 * size, 100.0 / hops + size) for hops in (1, 2) for size in (1, 4, 16)]
+    link = fit_link(falling).link
+
+    assert link.latency_us == 0.0
+    assert link.launch_us > 0
+    assert link.bandwidth_gb_per_s > 0
+
+
+def test_too_little_is_refused() -> None:
+    """Two timings do not tell three unknowns, and one that took no time was none."""
+    with pytest.raises(ConfigError, match=r"us=0\.0.*2 timings, but should be at least 3"):
+        fit_link([Timing(1, 10.0, 5.0), Timing(2, 20.0, 0.0)])
+
+
+class Measurements(RankTestCase):
+    """On two ranks of gloo."""
+
+    def test_measure(self) -> None:
+        """Both ranks have the same link, of positive bandwidth, fitted to two timings of each size."""
+        fit = LinkSpec.measure(init_device_mesh("cpu", (2,)))
+        everyone: list[object] = [None, None]
+        dist.all_gather_object(everyone, fit)
+
+        self.assertEqual(everyone[0], everyone[1])
+        self.assertEqual(2 * len(SIZES_BYTES), len(fit.timings))
+        self.assertEqual({1, 2}, {timing.hops for timing in fit.timings})
+        self.assertGreater(fit.link.bandwidth_gb_per_s, 0)
+        self.assertGreaterEqual(min(fit.link.latency_us, fit.link.launch_us, fit.relative_error), 0)
+
+    def test_one_rank_has_no_link(self) -> None:
+        """An axis of one rank is refused, by name."""
+        mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+        with self.assertRaisesRegex(ConfigError, "axis 'shard' has 1 rank"):
+            LinkSpec.measure(mesh, "shard")
+        self.assertEqual(2, torch.distributed.get_world_size(mesh.get_group("replicate")))

@@ -1,0 +1,374 @@
+"""The pytest plugin at work on a small suite: outcomes, order, run file, certificate, exit status."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_conformance.pytest_plugin import DESCRIPTION_FILE, ERROR_FILE, EXIT_ENVIRONMENT, EXIT_SUITE
+from fsdp_conformance.report.runfile import RunFile, read
+from fsdp_conformance.report.verify import verify
+from fsdp_conformance.tests.pytest_plugin import mini_suite
+from fsdp_conformance.tests.pytest_plugin.mini_suite import MiniSuite
+from fsdp_conformance.verdict import Verdict
+
+#: Each test is a run in processes of its own.
+pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 120
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> MiniSuite:
+    """The small suite."""
+    return mini_suite.write(tmp_path)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a pytest run left."""
+
+    status: int
+    output: str
+    directory: Path
+
+    @property
+    def run(self) -> RunFile:
+        """Its run file."""
+        return read(self.directory)
+
+    @property
+    def verdicts(self) -> dict[str, str]:
+        """Case to verdict, in the order in which they came."""
+        return {record.case: record.verdict.value for record in self.run.records}
+
+    @property
+    def certificate(self) -> dict[str, Any]:
+        """As the footer has it."""
+        footer = self.run.footer
+        assert footer is not None
+        found: dict[str, Any] = footer["certificate"]
+        return found
+
+
+def ran(suite: MiniSuite, acts: Mapping[str, str] | None = None, *options: str, **variables: str) -> Ran:
+    """Run the suite; `acts` say what cases do."""
+    directory = suite.root / "report"
+    done = subprocess.run(
+        suite.pytest_command("--conformance-report", str(directory), *options),
+        env=suite.environment(acts, **variables),
+        cwd=suite.root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    return Ran(done.returncode, done.stdout, directory)
+
+
+# A whole run.
+
+
+def test_a_run_in_which_all_is_well(suite: MiniSuite) -> None:
+    """Certified, status 0; what was not judged is a skip with its reason, and is counted."""
+    result = ran(suite, None, "-rs")
+
+    assert result.status == 0
+    assert result.certificate["certified"] is True
+    assert result.certificate["counts"] == {"PASS": 5, "UNSUPPORTED": 1, "NOT_RUN_ENV": 1}
+    assert "UNSUPPORTED: no_sync not declared by torch-fsdp2" in result.output
+    assert "NOT_RUN_ENV: needs cuda, which this machine does not have" in result.output
+    assert "CERTIFIED  mini   5 PASS" in result.output
+    assert f"run file: {result.directory / 'run.jsonl'}" in result.output
+    assert "conformance: torch-fsdp2 1.2 · cpu · mini" in result.output
+    assert verify(result.directory).discrepancies == ()
+
+
+def test_the_largest_world_comes_first(suite: MiniSuite) -> None:
+    """And then the order of ids; plain tests keep their place behind."""
+    result = ran(suite, None, "-v")
+    sizes = [record.world_size for record in result.run.records]
+
+    assert sizes == sorted(sizes, reverse=True)
+    assert list(result.verdicts)[:3] == ["R001/probe-ws4", "R001/probe-ws2", "R017/elsewhere-ws2"]
+    assert "test_that_is_no_case PASSED" in result.output
+
+
+def test_every_verdict_is_an_outcome(suite: MiniSuite) -> None:
+    """FAIL and its kind fail with the whole argument, whatever the test did."""
+    acts = {"R001/probe-ws4": "HANG", "R001/probe-ws2": "FAIL", "R188/it-shards-ws2": "INCONCLUSIVE"}
+    result = ran(suite, acts)
+
+    assert result.status == 1
+    assert "3 failed, 3 passed, 2 skipped" in result.output
+    assert "likely    gradients are summed, not averaged" in result.output
+    assert "repro     fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws2" in result.output
+    assert [reason for reason in result.certificate["reasons"] if "FAIL" in reason] == ["FAIL: R001/probe-ws2"]
+
+
+@pytest.mark.parametrize(
+    ("act", "reason"),
+    [
+        ("no-record", "the test ended without a verdict"),
+        ("raise", "RuntimeError: the oracle stumbled"),
+        ("pass-and-raise", "the verdict was PASS, but the test failed: "),
+        ("setup-error", "its setup failed: "),
+    ],
+)
+def test_a_test_that_loses_its_verdict_is_the_suites_error(suite: MiniSuite, act: str, reason: str) -> None:
+    """It fails, even if the test method did not."""
+    result = ran(suite, {"R188/it-shards-ws2": act})
+    record = {record.case: record for record in result.run.records}["R188/it-shards-ws2"]
+
+    assert (result.status, record.verdict) == (1, Verdict.ERROR_SUITE)
+    assert record.reason.startswith(reason)
+    assert result.certificate["status"] == 4
+
+
+def test_a_case_that_pytest_skips_is_disabled(suite: MiniSuite) -> None:
+    """Whatever the mark; the run is incomplete, and pytest's status says so."""
+    result = ran(suite, {"R001/probe-ws1": "mark-skip"})
+
+    assert result.verdicts["R001/probe-ws1"] == "DISABLED"
+    assert result.certificate["reasons"] == ["incomplete: DISABLED: R001/probe-ws1"]
+    assert result.status == 1
+
+
+def test_a_mark_cannot_turn_a_failure_into_an_expected_one(suite: MiniSuite) -> None:
+    """The verdict is the outcome."""
+    result = ran(suite, {"R001/probe-ws1": "mark-xfail"})
+
+    assert (result.status, result.verdicts["R001/probe-ws1"]) == (1, "FAIL")
+
+
+# Options.
+
+
+def test_a_case_that_is_chosen_runs_alone(suite: MiniSuite) -> None:
+    """pytest's status is the cases'; the certificate says that the run was not whole."""
+    result = ran(suite, None, "--conformance-case", "R001/probe-ws2,R188")
+
+    assert result.status == 0
+    assert list(result.verdicts) == ["R001/probe-ws2", "R188/it-shards-ws2"]
+    assert result.certificate["certified"] is False
+    assert "incomplete: --case left cases out" in result.certificate["reasons"]
+
+
+def test_a_world_size_disables_the_others(suite: MiniSuite) -> None:
+    """They are in the run file, with the reason."""
+    result = ran(suite, None, "--conformance-world-size", "4")
+
+    assert result.verdicts["R001/probe-ws4"] == "PASS"
+    assert set(result.verdicts.values()) == {"PASS", "DISABLED"}
+    assert result.status == 0
+
+
+def test_settings_reach_the_run_file(suite: MiniSuite) -> None:
+    """As they were given."""
+    options = ("--implementation", "my.py:Mine", "--conformance-deadline-scale", "2.5", "--reuse-ranks")
+    result = ran(suite, None, *options)
+    settings = result.run.header["settings"]
+
+    assert (settings["implementation"], settings["deadline_scale"], settings["reuse_ranks"]) == (
+        "my.py:Mine",
+        2.5,
+        True,
+    )
+    assert "incomplete: --reuse-ranks, but every case should have fresh ranks" in result.certificate["reasons"]
+
+
+def test_declared_flags_reach_the_cases(suite: MiniSuite) -> None:
+    """The description is asked once and handed on."""
+    result = ran(suite, None, MINI_SUITE_FLAGS="zero3 no_sync")
+
+    assert result.verdicts["R093/deferred-ws2"] == "PASS"
+
+
+def test_a_description_that_was_handed_over_is_not_asked_again(suite: MiniSuite, tmp_path: Path) -> None:
+    """By whoever started pytest; one of another implementation is left aside."""
+    told = {"spec": "torch-fsdp2", "name": "told", "version": "9", "capabilities": ["no_sync"], "shims": []}
+    (tmp_path / "told.json").write_text(json.dumps(told), encoding="utf-8")
+    place = {DESCRIPTION_FILE: str(tmp_path / "told.json")}
+
+    assert ran(suite, None, **place).run.header["implementation"]["name"] == "told"
+    assert ran(suite, None, "--implementation", "other", **place).run.header["implementation"]["name"] == "other"
+
+
+def test_a_keyword_leaves_the_status_to_pytest(suite: MiniSuite) -> None:
+    """A run that was narrowed by hand is not expected to earn a certificate."""
+    result = ran(suite, None, "-k", "shards")
+
+    assert (result.status, result.certificate["certified"]) == (0, False)
+
+
+def test_a_whole_run_that_earns_no_certificate_is_not_a_success(suite: MiniSuite) -> None:
+    """No test failed; a mandatory requirement was declined."""
+    result = ran(suite, {"R188/it-shards-ws2": "UNSUPPORTED"})
+
+    assert "failed" not in result.output.splitlines()[-1]
+    assert result.certificate["reasons"][0] == "UNSUPPORTED, but R188 is mandatory: R188/it-shards-ws2"
+    assert result.status == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--conformance-case", "R999"), "case='R999', but should be the id of a case"),
+        (("--conformance-world-size", "7"), "world_size=7, but should be one of 1, 2, 4"),
+        (("--conformance-world-size", "two"), "world_size='two', but should be a number of ranks"),
+        (("--conformance-deadline-scale", "-1"), "deadline_scale='-1', but should be a positive number"),
+        (("--conformance-device", "cuda:0"), "device='cuda:0', but should be a type such as cpu, sim or cuda"),
+        (("--conformance-profile", "none"), "profile='none', but should be one of"),
+        (("--implementation", "missing"), "implementation='missing' cannot be imported"),
+        (("--implementation", "broken"), "broken has no wrap()\nbroken has no step()"),
+    ],
+)
+def test_a_mistake_is_one_message(suite: MiniSuite, options: tuple[str, str], words: str, tmp_path: Path) -> None:
+    """pytest's usage status, no traceback, no run file; the message is also left for the caller."""
+    result = ran(suite, None, *options, **{ERROR_FILE: str(tmp_path / "error.json")})
+
+    assert result.status == pytest.ExitCode.USAGE_ERROR
+    assert words in result.output
+    assert "Traceback" not in result.output
+    assert not result.directory.exists()
+    error = json.loads((tmp_path / "error.json").read_text(encoding="utf-8"))
+    assert (error["status"], words in error["message"]) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "words"),
+    [
+        (("--implementation", "elsewhere"), EXIT_ENVIRONMENT, "backend 'nccl' is absent"),
+        (("--implementation", "deadly"), EXIT_SUITE, "rank 0 died of SIGSEGV while the adapter was imported"),
+        (
+            ("--conformance-device", "cuda", "--conformance-world-size", "4"),
+            EXIT_ENVIRONMENT,
+            "2 devices of type 'cuda' are present, but should be 4 at least",
+        ),
+    ],
+)
+def test_a_run_that_cannot_begin_says_why(suite: MiniSuite, options: tuple[str, ...], status: int, words: str) -> None:
+    """With a status beyond pytest's own."""
+    result = ran(suite, None, *options)
+
+    assert result.status == status
+    assert words in result.output
+    assert not result.directory.exists()
+
+
+# What ends a run.
+
+
+def test_a_run_that_is_interrupted_has_no_footer(suite: MiniSuite) -> None:
+    """What was judged before can be read."""
+    result = ran(suite, {"R017/elsewhere-ws2": "interrupt"})
+
+    assert result.status == pytest.ExitCode.INTERRUPTED
+    assert list(result.verdicts) == ["R001/probe-ws4", "R001/probe-ws2"]
+    assert (result.run.aborted, result.run.unfinished(), result.run.problems) == (True, ["R017/elsewhere-ws2"], [])
+    assert "ABORTED: the run was interrupted, and its file has no footer" in result.output
+
+
+def test_a_full_disk_ends_the_run(suite: MiniSuite) -> None:
+    """With the file intact, a message, and the environment's status."""
+    result = ran(suite, None, MINI_SUITE_FILE_SIZE="3000")
+
+    assert result.status == EXIT_ENVIRONMENT
+    assert result.run.problems == []
+    assert 0 < len(result.run.records) < 5
+    assert "ABORTED: the run file" in result.output
+    assert "File too large" in result.output
+
+
+def test_a_report_directory_that_cannot_be_made_ends_the_run(suite: MiniSuite) -> None:
+    """Before the first case."""
+    (suite.root / "report").write_text("a file", encoding="utf-8")
+    result = ran(suite)
+
+    assert result.status == EXIT_ENVIRONMENT
+    assert "cannot be created" in result.output
+
+
+def test_reruns_are_not_comparable(suite: MiniSuite) -> None:
+    """A plugin that reruns failed cases refuses the certificate, by its option or by its mark."""
+    by_option = ran(suite, None, "-p", "rerunner", "--reruns", "2")
+    by_mark = ran(suite, {"R001/probe-ws1": "mark-flaky"})
+
+    for result in (by_option, by_mark):
+        assert result.certificate["reasons"] == ["not comparable: a plugin reruns failed cases, but a case runs once"]
+        assert result.status == 1
+
+
+# pytest-xdist.
+
+
+def test_workers_come_to_the_same_verdicts(suite: MiniSuite) -> None:
+    """As one process does; records travel with the reports."""
+    acts = {"R001/probe-ws4": "HANG", "R001/probe-ws2": "FAIL"}
+    alone = ran(suite, acts).verdicts
+    shared = ran(suite, acts, "-n", "2")
+
+    assert shared.verdicts == alone
+    assert shared.run.problems == []
+    assert shared.status == 1
+
+
+def test_auto_is_as_many_workers_as_there_are_slots(suite: MiniSuite) -> None:
+    """The harness says how many: two here."""
+    result = ran(suite, None, "-n", "auto")
+
+    assert result.status == 0
+    assert "2 workers" in result.output or "2/2 workers" in result.output
+
+
+def test_a_worker_that_dies_is_the_suites_error(suite: MiniSuite) -> None:
+    """The case that it ran has a record; the others run on."""
+    result = ran(suite, {"R001/probe-ws2": "exit"}, "-n", "2")
+    record = {record.case: record for record in result.run.records}["R001/probe-ws2"]
+
+    assert (record.verdict, record.reason) == (
+        Verdict.ERROR_SUITE,
+        "the pytest worker died during this case; ranks are its children",
+    )
+    assert len(result.verdicts) == 7
+    assert result.certificate["reasons"] == ["ERROR_SUITE: R001/probe-ws2"]
+
+
+def test_a_mistake_is_one_message_with_workers_too(suite: MiniSuite) -> None:
+    """The controller finds it before a worker is started."""
+    result = ran(suite, None, "-n", "2", "--conformance-case", "R999")
+
+    assert result.status == pytest.ExitCode.USAGE_ERROR
+    assert "case='R999'" in result.output
+
+
+# Everybody else's tests.
+
+
+def test_other_tests_are_left_alone(tmp_path: Path) -> None:
+    """No run file, no section, no torch, none of our modules: only the plugin itself."""
+    (tmp_path / "test_other.py").write_text(
+        "import sys\n"
+        "def test_light():\n"
+        "    ours = sorted(name for name in sys.modules if name.startswith('fsdp_conformance.'))\n"
+        "    assert (ours, 'torch' in sys.modules) == (['fsdp_conformance.pytest_plugin'], False)\n",
+        encoding="utf-8",
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "test_other.py"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S, check=False,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stdout
+    assert "conformance" not in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["test_other.py"]

@@ -1,0 +1,475 @@
+"""What people read: failures, summaries, explanations, Markdown; word for word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from expecttest import TestCase
+
+from fsdp_conformance import contract
+from fsdp_conformance.contract.profile import Profile, profile_of
+from fsdp_conformance.errors import UsageError
+from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.report import markdown
+from fsdp_conformance.report.certificate import Certificate
+from fsdp_conformance.report.explain import explain
+from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.terminal import (
+    duration,
+    grouped,
+    reasons_text,
+    render_findings,
+    render_record,
+    summary_line,
+)
+from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record, an_exit, stuck
+from fsdp_conformance.verdict import Verdict
+
+STACK = """Thread 0x7f (most recent call first):
+  File "/env/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", line 4001 in all_gather_into_tensor
+  File "/src/acme_fsdp/unit.py", line 212 in unshard
+  File "/src/acme_fsdp/wrap.py", line 40 in forward
+"""
+
+
+def failed(case: str = "R003/rank-coded-ws2", **changes: Any) -> CaseRecord:
+    """A gradient that is summed."""
+    finding = a_finding(**{"ulps": 4194304.0, **changes})
+    return a_record(case, Verdict.FAIL, finding)
+
+
+def hung() -> CaseRecord:
+    """Two ranks in different collectives."""
+    likely = "ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter"
+    exits = [
+        stuck(0, last_collectives=["forward all_gather 1024B float32 [0,1]"], stack=STACK),
+        an_exit(1, reported=True),
+    ]
+    finding = a_finding(
+        "R067", check="deadline", message="rank 0 did not answer", step=None, phase=None, fqn=None, element=None,
+        got=None, expected=None, ratio=None, bound=None, differing=None, elements=None, likely=likely,
+    )  # fmt: skip
+    return a_record(
+        "R067/uneven-ws2", Verdict.HANG, finding, reason="rank 0 did not answer within its deadline and was ended",
+        exits=exits, consequences=["rank 1 raised RuntimeError: Connection closed by peer"],
+    )  # fmt: skip
+
+
+def a_certificate(**changes: Any) -> Certificate:
+    """Not given, for two reasons."""
+    fields: dict[str, Any] = {
+        "certified": False,
+        "profile": "core-2026.11",
+        "reasons": ("FAIL: R003/rank-coded-ws2", "HANG: R067/uneven-ws2"),
+        "remarks": ("1 case was not run: this machine cannot tell",),
+        "counts": {"PASS": 2, "NOT_RUN_ENV": 1, "FAIL": 1, "HANG": 1},
+        "executed": 5,
+        "expected": 5,
+        "status": 1,
+    }
+    return Certificate(**{**fields, **changes})
+
+
+def a_run(records: Sequence[CaseRecord], **changes: Any) -> RunFile:
+    """A run of acme-fsdp."""
+    header = {
+        "implementation": {"name": "acme-fsdp", "version": "0.4.1", "capabilities": []},
+        "environment": {"torch": "2.13.0", "device": "cpu", "python": "3.12.1"},
+    }
+    return RunFile(path="run.jsonl", header=header, records=list(records), footer={"seconds": 108.0}, **changes)
+
+
+#: expecttest writes ASCII alone.
+SIGNS = {"✗": "(FAIL)", "⧗": "(HANG)", "☠": "(CRASH)", "✓": "(PASS)", " · ": " | "}
+
+
+class Texts(TestCase):
+    """Golden texts. EXPECTTEST_ACCEPT=1 rewrites them."""
+
+    maxDiff = None
+
+    def assertText(self, text: str, expected: str) -> None:
+        """The text, with signs in words."""
+        for sign, word in SIGNS.items():
+            text = text.replace(sign, word)
+        self.assertExpectedInline(text, expected, skip=1)
+
+    def test_a_finding_is_an_argument(self) -> None:
+        """Requirement, case, place, figures, cause, next step, and how to run it again."""
+        self.assertText(
+            render_record(failed()),
+            """\
+(FAIL) R003  The gradient is the mean over the data-parallel ranks
+    case      R003/rank-coded-ws2
+    first     step 0 | reduce | '0.weight' | rank 0 | element [3, 1]
+    got       1.0 | expected 0.5 | ratio 2 | 4.1943e+06 ulps | on 16 of 16 elements (bitwise)
+    seen      grad of '0.weight'=1.0, but should be 0.5 [gradient parity]
+    likely    gradients are summed, not averaged
+    look at   The ratio got / expected: the world size means summed, its inverse means divided twice, another constant
+              means a wrong group or divisor.
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R003/rank-coded-ws2""",
+        )
+
+    def test_a_hang_shows_where_each_rank_waits(self) -> None:
+        """The innermost frame that is not machinery, and the last collective."""
+        self.assertText(
+            render_record(hung()),
+            """\
+(HANG) R067  All ranks issue the same collectives   HANG
+    case      R067/uneven-ws2
+    first     rank 0
+    seen      rank 0 did not answer [deadline]
+    rank 0    last: forward all_gather 1024B float32 [0,1] at unit.py:212 in unshard
+    rank 1    had reported
+    then      rank 1 raised RuntimeError: Connection closed by peer
+    likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
+    look at   A collective that is issued on a condition that only this rank sees.
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2""",
+        )
+
+    def test_a_crash_shows_what_followed_from_it(self) -> None:
+        """The first three consequences."""
+        finding = a_finding(
+            "R001", check="process end", message="rank 1 died of SIGSEGV before its report was in", rank=1, step=None,
+            phase=None, fqn=None, element=None, got=None, expected=None, ratio=None, likely=None,
+        )  # fmt: skip
+        record = a_record(
+            "R001/probe-ws4",
+            Verdict.CRASH,
+            finding,
+            consequences=[f"rank {rank} lost its peer" for rank in (0, 2, 3, 4)],
+        )
+        self.assertText(
+            render_record(record),
+            """\
+(CRASH) R001  Losses equal DDP's   CRASH
+    case      R001/probe-ws4
+    first     rank 1
+    seen      rank 1 died of SIGSEGV before its report was in [process end]
+    then      rank 0 lost its peer
+    then      rank 2 lost its peer
+    then      rank 3 lost its peer
+    look at   The first step whose loss differs: at step 0 the forward is wrong (parameters, buffers, inputs), later the
+              gradient or the optimizer step is.
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws4""",
+        )
+
+    def test_an_error_of_the_suite_has_a_reason(self) -> None:
+        """There is no finding."""
+        record = a_record("R001/probe-ws2", Verdict.ERROR_SUITE, reason="rank 1 compared nothing")
+        self.assertText(
+            render_record(record),
+            """\
+! R001  Losses equal DDP's   ERROR_SUITE
+    case      R001/probe-ws2
+    reason    rank 1 compared nothing
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws2""",
+        )
+
+    def test_what_failed_alike_is_said_once(self) -> None:
+        """The smallest world stands for all; the largest group comes first."""
+        sums = [failed(f"R003/rank-coded-ws{size}") for size in (4, 3, 2, 8, 7, 6)]
+        self.assertText(
+            render_findings([hung(), *sums, a_record()]),
+            """\
+(FAIL) R003  The gradient is the mean over the data-parallel ranks
+    case      R003/rank-coded-ws2
+    first     step 0 | reduce | '0.weight' | rank 0 | element [3, 1]
+    got       1.0 | expected 0.5 | ratio 2 | 4.1943e+06 ulps | on 16 of 16 elements (bitwise)
+    seen      grad of '0.weight'=1.0, but should be 0.5 [gradient parity]
+    likely    gradients are summed, not averaged
+    look at   The ratio got / expected: the world size means summed, its inverse means divided twice, another constant
+              means a wrong group or divisor.
+    same in   5 more cases: R003/rank-coded-ws3, R003/rank-coded-ws4, R003/rank-coded-ws6, R003/rank-coded-ws7 and 1
+              more
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R003/rank-coded-ws2
+
+(HANG) R067  All ranks issue the same collectives   HANG
+    case      R067/uneven-ws2
+    first     rank 0
+    seen      rank 0 did not answer [deadline]
+    rank 0    last: forward all_gather 1024B float32 [0,1] at unit.py:212 in unshard
+    rank 1    had reported
+    then      rank 1 raised RuntimeError: Connection closed by peer
+    likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
+    look at   A collective that is issued on a condition that only this rank sees.
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2""",
+        )
+
+    def test_the_summary_has_a_denominator(self) -> None:
+        """And says what was executed of it."""
+        self.assertText(
+            summary_line(a_certificate(), seconds=108.0) + "\n" + reasons_text(a_certificate()),
+            """\
+NOT CERTIFIED  core-2026.11   2 PASS | 1 NOT_RUN_ENV | 1 FAIL | 1 HANG   of 5 cases (5 executed)   1 min 48 s
+  not certified because: FAIL: R003/rank-coded-ws2
+  not certified because: HANG: R067/uneven-ws2
+  note: 1 case was not run: this machine cannot tell""",
+        )
+
+    def test_a_certificate_that_is_given_has_nothing_to_add(self) -> None:
+        """One line."""
+        given = a_certificate(certified=True, reasons=(), remarks=(), counts={"PASS": 5}, status=0)
+        self.assertText(
+            summary_line(given, seconds=4.04), """CERTIFIED  core-2026.11   5 PASS   of 5 cases (5 executed)   4.0 s"""
+        )
+        self.assertEqual("", reasons_text(given))
+
+    def test_a_requirement_is_explained(self) -> None:
+        """Sentence, level, how it is seen, where to look, what pins it, its cases with their verdicts."""
+        self.assertText(
+            explain("R067", contract.load(), a_profile(), a_run([hung()])),
+            """\
+R067  All ranks issue the same collectives
+
+requires    All members of a group issue the same sequence of collectives (operation, bytes, dtype), also where a rank
+            has empty shards, unused units, no gradients, or another number of trainable tensors.
+level       M: MUST
+chapter     G. Communication schedule and volume
+observed by collectives recorded at the process group
+look at     A collective that is issued on a condition that only this rank sees.
+source      pytorch test_fsdp_sharded_grad_scaler.py::test_fsdp_ddp_parity_with_grad_scaler (NonUniformReqGradNWM)
+source      pytorch test_fsdp_use_orig_params.py::test_non_uniform_requires_grad
+source      deepspeed test_zero.py::TestZeroUnbalancedGradients
+source      pytorch#170667
+cases       1 of core-2026.11:
+            R067/uneven-ws2   (HANG) HANG
+
+(HANG) R067  All ranks issue the same collectives   HANG
+    case      R067/uneven-ws2
+    first     rank 0
+    seen      rank 0 did not answer [deadline]
+    rank 0    last: forward all_gather 1024B float32 [0,1] at unit.py:212 in unshard
+    rank 1    had reported
+    then      rank 1 raised RuntimeError: Connection closed by peer
+    likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
+    look at   A collective that is issued on a condition that only this rank sees.
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2""",
+        )
+
+    def test_a_requirement_is_explained_without_a_run(self) -> None:
+        """Flags with their sentences."""
+        self.assertText(
+            explain("R093", contract.load(), a_profile()),
+            """\
+R093  Deferred reduction equals one batch, in any interleaving
+
+requires    Micro-batches under deferred reduction followed by a synchronised one equal one batch, in any interleaving
+            (3 deferred, 3 synchronised, 3 deferred, 1 synchronised).
+level       C: MUST if declared
+chapter     J. Gradient accumulation
+observed by full parameters or gradients under original names, through the adapter
+flag        no_sync: The reduction of gradients can be deferred to the last micro-batch.
+look at     Local gradients that are dropped, reduced twice, or averaged with the wrong divisor when reduction resumes.
+source      pytorch test_fsdp_grad_acc.py::test_grad_acc
+cases       1 of core-2026.11:
+            R093/probe-ws2""",
+        )
+
+    def test_a_case_is_explained(self) -> None:
+        """What it expects and binds, and everything that the run has on it."""
+        record = hung()
+        record.notes, record.measurements = ["a shim was used"], {"held_bytes": {"rank 0": 10}}
+        record.traceback, record.schedule = "Traceback: boom\n", ["forward all_gather"]
+        text = explain("R067/uneven-ws2", contract.load(), a_profile(), a_run([record]))
+        self.assertText(
+            text,
+            """\
+R067/uneven-ws2
+
+expects     All ranks issue the same collectives.
+binds       R067 (M) All ranks issue the same collectives
+binds       R122 (M) Uneven and empty shards
+ranks       2
+verdict     (HANG) HANG rank 0 did not answer within its deadline and was ended
+compared    0 comparisons of 0 elements, 0.5 s
+note        a shim was used
+measured    held_bytes = {'rank 0': 10}
+finding     R067 (deadline): rank 0 did not answer [rank 0]
+then        rank 1 raised RuntimeError: Connection closed by peer
+
+-- traceback of the first rank that raised
+Traceback: boom
+
+-- stacks of rank 0
+Thread 0x7f (most recent call first):
+  File "/env/lib/python3.12/site-packages/torch/distributed/distributed_c10d.py", line 4001 in all_gather_into_tensor
+  File "/src/acme_fsdp/unit.py", line 212 in unshard
+  File "/src/acme_fsdp/wrap.py", line 40 in forward
+
+-- last collectives of rank 0
+forward all_gather 1024B float32 [0,1]
+
+-- collectives of rank 0
+forward all_gather
+
+repro: fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2""",
+        )
+
+    def test_a_run_in_markdown(self) -> None:
+        """What a nightly job shows."""
+        records = [a_record(), a_record("R017/x-ws2", Verdict.NOT_RUN_ENV, chapter="B"), failed(), hung(), a_record()]
+        self.assertText(
+            markdown.summary(a_run(records), a_certificate()),
+            """\
+### (FAIL) acme-fsdp 0.4.1: NOT CERTIFIED
+
+core-2026.11 | 5 of 5 cases | torch 2.13.0 | device cpu | python 3.12.1 | 1 min 48 s
+
+| chapter | PASS | NOT_RUN_ENV | FAIL | HANG |
+|---|---:|---:|---:|---:|
+| A. Numerical parity with DDP | 2 |  | 1 | 1 |
+| B. Init modes and device placement |  | 1 |  |  |
+
+- FAIL: R003/rank-coded-ws2
+- HANG: R067/uneven-ws2
+- note: 1 case was not run: this machine cannot tell
+
+**What is wrong** (2)
+
+<details><summary>(FAIL) R003  The gradient is the mean over the data-parallel ranks (1 case)</summary>
+
+```text
+(FAIL) R003  The gradient is the mean over the data-parallel ranks
+    case      R003/rank-coded-ws2
+    first     step 0 | reduce | '0.weight' | rank 0 | element [3, 1]
+    got       1.0 | expected 0.5 | ratio 2 | 4.1943e+06 ulps | on 16 of 16 elements (bitwise)
+    seen      grad of '0.weight'=1.0, but should be 0.5 [gradient parity]
+    likely    gradients are summed, not averaged
+    look at   The ratio got / expected: the world size means summed, its inverse means divided twice, another constant
+              means a wrong group or divisor.
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R003/rank-coded-ws2
+```
+
+</details>
+
+<details><summary>(HANG) R067  All ranks issue the same collectives   HANG (1 case)</summary>
+
+```text
+(HANG) R067  All ranks issue the same collectives   HANG
+    case      R067/uneven-ws2
+    first     rank 0
+    seen      rank 0 did not answer [deadline]
+    rank 0    last: forward all_gather 1024B float32 [0,1] at unit.py:212 in unshard
+    rank 1    had reported
+    then      rank 1 raised RuntimeError: Connection closed by peer
+    likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
+    look at   A collective that is issued on a condition that only this rank sees.
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2
+```
+
+</details>
+
+
+This shows the presence, not the absence, of defects.
+""",
+        )
+
+
+def a_profile() -> Profile:
+    """Three cases."""
+    return profile_of(
+        "core-2026.11",
+        [
+            a_case(id="R067/uneven-ws2", requirements=("R067", "R122"), title="All ranks issue the same collectives."),
+            a_case(requirements=["R093"], needs=("no_sync",)),
+            a_case(id="R017/device-ws2", requirements=("R017",), environment=("cuda",), title="Needs a device."),
+        ],
+    )
+
+
+# What goldens do not show.
+
+
+def test_signs_of_success_are_in_the_markdown() -> None:
+    """A certificate that is given."""
+    given = a_certificate(certified=True, reasons=(), remarks=(), status=0)
+
+    assert markdown.summary(a_run([a_record()]), given).startswith("### ✓ acme-fsdp 0.4.1: CERTIFIED\n")
+
+
+def test_an_aborted_run_is_marked_in_the_markdown() -> None:
+    """There is no footer."""
+    run = a_run([])
+    run.footer = None
+
+    assert "**aborted**" in markdown.summary(run, a_certificate())
+
+
+def test_markdown_is_not_broken_by_what_was_found() -> None:
+    """Fences inside fences, and cells inside cells."""
+    text = markdown.summary(a_run([failed(message="``` oops")]), a_certificate(reasons=("a | b <c>",)))
+
+    assert "``` oops" not in text
+    assert "- a \\| b &lt;c>" in text
+
+
+def test_many_groups_are_cut_in_the_markdown() -> None:
+    """The run file has the rest."""
+    records = [failed(f"R003/probe{number}-ws2", likely=f"cause {number}") for number in range(25)]
+
+    assert "... and 5 more: see the run file." in markdown.summary(a_run(records), a_certificate())
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.04, "0.0 s"), (9.94, "9.9 s"), (48.4, "48 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s")]
+)
+def test_durations_are_short(seconds: float, text: str) -> None:
+    """No more digits than matter."""
+    assert duration(seconds) == text
+
+
+def test_cases_of_other_causes_are_other_groups() -> None:
+    """Also with the same requirement and check."""
+    records = [failed(), failed("R003/other-ws2", likely="divided twice")]
+
+    assert len(grouped(records)) == 2
+
+
+def test_cases_without_a_likely_cause_are_grouped_by_phase() -> None:
+    """The phase is what is known."""
+    same = [failed(likely=None), failed("R003/other-ws2", likely=None)]
+    unlike = failed("R003/late-ws2", likely=None, phase="step")
+
+    assert [len(group.others) for group in grouped([*same, unlike])] == [1, 0]
+
+
+def test_what_is_no_failure_is_in_no_group() -> None:
+    """Passes and what was not judged."""
+    quiet = (Verdict.PASS, Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV, Verdict.DISABLED)
+
+    assert grouped([a_record(verdict=verdict) for verdict in quiet]) == []
+
+
+def test_an_unknown_requirement_has_a_headline() -> None:
+    """A run file of another version may name one."""
+    assert "R999  (not in this contract)" in render_record(a_record("R999/x-ws2", Verdict.ERROR_SUITE))
+
+
+def test_every_verdict_can_be_rendered() -> None:
+    """None is forgotten among the signs."""
+    for verdict in Verdict:
+        assert render_record(a_record("R001/probe-ws2", verdict)) != ""
+
+
+def test_an_unknown_subject_suggests_near_ones() -> None:
+    """Requirements and cases alike."""
+    with pytest.raises(UsageError, match=r"'R067/unven-ws2' is neither a requirement .* Did you mean R067/uneven-ws2"):
+        explain("R067/unven-ws2", contract.load(), a_profile())
+
+
+def test_a_case_that_was_not_run_says_so() -> None:
+    """The run is at hand, and has nothing on it."""
+    assert "verdict     none: the case was not run" in explain(
+        "R093/probe-ws2", contract.load(), a_profile(), a_run([])
+    )
+
+
+def test_a_case_of_another_profile_is_explained_from_the_run() -> None:
+    """What the run has is shown."""
+    text = explain("R003/rank-coded-ws2", contract.load(), a_profile(), a_run([failed()]))
+
+    assert "profile     not a case of core-2026.11" in text
+    assert "gradients are summed" not in text.split("finding")[0]

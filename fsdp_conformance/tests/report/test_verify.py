@@ -1,0 +1,147 @@
+"""`verify`: the certificate derived again from the file, and what does not follow from it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_conformance.config import RunSettings
+from fsdp_conformance.contract.profile import Profile, profile_of
+from fsdp_conformance.errors import RunFileError, UsageError
+from fsdp_conformance.report.recorder import Recorder
+from fsdp_conformance.report.runfile import NAME, chained, encode
+from fsdp_conformance.report.verify import verify
+from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record
+from fsdp_conformance.verdict import Verdict
+
+DESCRIPTION = {"spec": "mine", "name": "mine", "version": "1", "capabilities": [], "shims": []}
+
+
+@pytest.fixture
+def profile() -> Profile:
+    """Two mandatory cases."""
+    return profile_of("core-test", [a_case(requirements=["R001"]), a_case(requirements=["R188"])])
+
+
+def a_run(directory: Path, profile: Profile, verdict: Verdict = Verdict.PASS) -> Path:
+    """A whole run; `verdict` is that of the first case."""
+    run = Recorder(RunSettings(report_dir=str(directory)), profile, DESCRIPTION, directory)
+    findings = [a_finding("R001")] if verdict is Verdict.FAIL else []
+    for record in (a_record("R001/probe-ws2", verdict, *findings), a_record("R188/probe-ws2")):
+        run.start(record.case, world_size=2)
+        run.case(record)
+    run.finish()
+    return run.path
+
+
+def forged(path: Path, **changes: Any) -> None:
+    """Change the first case's line and hash the whole file anew, as somebody would who has read how it is done."""
+    chain, lines = "fsdp-conformance run file", []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        line = json.loads(text)
+        del line["chain"]
+        if line["type"] == "case" and line["case"] == "R001/probe-ws2":
+            line.update(changes)
+        body = encode(line)
+        chain = chained(chain, body)
+        lines.append(f'{body[:-1]},"chain":"{chain}"}}\n')
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+@pytest.mark.parametrize(("verdict", "certified", "status"), [(Verdict.PASS, True, 0), (Verdict.FAIL, False, 1)])
+def test_an_honest_run_verifies(
+    tmp_path: Path, profile: Profile, verdict: Verdict, certified: bool, status: int
+) -> None:
+    """Certified or not: the file says what follows from its lines."""
+    found = verify(a_run(tmp_path, profile, verdict), profile)
+
+    assert found.discrepancies == ()
+    assert (found.certificate.certified, found.status) == (certified, status)
+
+
+def test_a_verdict_that_was_edited_does_not_verify(tmp_path: Path, profile: Profile) -> None:
+    """The line's hash is another, and the footer contradicts what is derived."""
+    path = a_run(tmp_path, profile, Verdict.FAIL)
+    path.write_text(path.read_text(encoding="utf-8").replace('"verdict":"FAIL"', '"verdict":"PASS"'), encoding="utf-8")
+    found = verify(path, profile)
+
+    assert found.discrepancies[0] == "line 3 (case) does not have the hash that it states: the file was edited"
+    assert found.status == 1
+
+
+def test_a_verdict_that_was_edited_and_hashed_anew_contradicts_the_footer(tmp_path: Path, profile: Profile) -> None:
+    """The footer was derived from what the run had seen."""
+    path = a_run(tmp_path, profile, Verdict.FAIL)
+    forged(path, verdict="PASS", findings=[], reason="")
+    found = verify(path, profile)
+
+    assert found.run.problems == []
+    assert any(text.startswith("the footer says certified=False, but derived") for text in found.discrepancies)
+    assert found.status == 1
+
+
+def test_a_footer_that_promises_more_does_not_verify(tmp_path: Path, profile: Profile) -> None:
+    """What it says is compared, word for word."""
+    path = a_run(tmp_path, profile)
+    forged(path, verdict="HANG")
+    found = verify(path, profile)
+
+    assert any(
+        "the footer says certified=True, but derived from the lines it is False" in text for text in found.discrepancies
+    )
+
+
+def test_an_aborted_run_does_not_verify(tmp_path: Path, profile: Profile) -> None:
+    """There is no footer to compare with; what was judged can be read."""
+    path = a_run(tmp_path, profile)
+    path.write_text("".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]), encoding="utf-8")
+    found = verify(path, profile)
+
+    assert found.discrepancies == ("there is no footer: the run was aborted",)
+    assert (len(found.run.records), found.status) == (2, 1)
+
+
+def test_another_profile_than_the_runs_does_not_verify(tmp_path: Path, profile: Profile) -> None:
+    """A certificate holds for its own cases."""
+    other = profile_of("core-test", [a_case(requirements=["R001"])])
+
+    assert verify(a_run(tmp_path, profile), other).discrepancies != ()
+
+
+def test_the_profile_is_the_one_that_the_run_names(tmp_path: Path, profile: Profile) -> None:
+    """A file's path, or the name of a profile that is shipped; another is unknown."""
+    written = tmp_path / "mine.json"
+    written.write_text(json.dumps(profile.to_json()), encoding="utf-8")
+    run = Recorder(RunSettings(profile=str(written), report_dir="x"), profile, DESCRIPTION, tmp_path / "a")
+    run.finish()
+
+    assert verify(run.path).certificate.profile == "core-test"
+    with pytest.raises(UsageError, match="profile='core-test', but should be one of"):
+        verify(a_run(tmp_path / "b", profile))
+
+
+def test_what_is_no_run_file_is_refused(tmp_path: Path) -> None:
+    """With its path."""
+    with pytest.raises(RunFileError, match=NAME):
+        verify(tmp_path)
+
+
+def test_verifying_needs_no_torch(tmp_path: Path, profile: Profile) -> None:
+    """It runs where torch cannot be imported."""
+    (tmp_path / "core.json").write_text(json.dumps(profile.to_json()), encoding="utf-8")
+    path = a_run(tmp_path / "run", profile)
+    code = (
+        "import sys; sys.modules['torch'] = None; from pathlib import Path; "
+        "from fsdp_conformance.contract.profile import load_profile; "
+        "from fsdp_conformance.report.verify import verify; "
+        "print(verify(Path(sys.argv[1]), load_profile(sys.argv[2])).certificate.word)"
+    )
+    command = [sys.executable, "-c", code, str(path), str(tmp_path / "core.json")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+
+    assert done.stdout.strip() == "CERTIFIED"

@@ -1,0 +1,204 @@
+"""
+Training scripts as people write them, unchanged: clean where they are right, and where a wait is missing the two lines
+are named.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_conformance.tests.sanitize.sanitize_runs import SCRIPTS, Sanitized, needs_simulator, sanitize, written
+
+pytestmark = [pytest.mark.slow, needs_simulator]
+
+
+def as_cuda(script: str, *arguments: str, cwd: Path, world_size: int = 2) -> Sanitized:
+    """Run one of the scripts, which say "cuda"."""
+    path = str(SCRIPTS / f"{script}.py")
+    return sanitize("--as-cuda", "--world-size", str(world_size), path, *arguments, cwd=cwd)
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments"),
+    [
+        ("ddp", ["--checkpoint", "model.pt"]),
+        ("fsdp1", ["--save", "model.pt"]),
+        ("fsdp1", ["--workers", "1"]),
+        ("fsdp2", ["--explicit-prefetching"]),
+        ("fsdp2", ["--mixed-precision", "--dcp", "checkpoint"]),
+        ("mixed_precision", ["--dtype", "float16"]),
+        ("mixed_precision", ["--dtype", "bfloat16", "--old-names"]),
+        ("prefetch", []),
+        ("overlap", []),
+        ("readback", []),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value) or "plain",
+)
+def test_a_correct_script_is_clean(script: str, arguments: list[str], tmp_path: Path) -> None:
+    """It runs unchanged, with accesses checked on every rank and nothing found."""
+    run = as_cuda(script, *arguments, cwd=tmp_path)
+
+    assert run.status == 0, run.out + run.err
+    assert run.verdict.startswith("clean: ")
+    assert [one["ending"] for one in run.found["ranks"]] == ["finished", "finished"]
+    assert all(one["accesses"] > 20 for one in run.found["ranks"])
+    assert all(sum(one["waits"].values()) > 0 for one in run.found["ranks"])
+
+
+def test_cuda_answers_as_a_script_expects(tmp_path: Path) -> None:
+    """Devices, factories, moving, streams, random numbers, autocast, checkpoints, pinned memory, threads, modules."""
+    run = as_cuda("cuda_surface", cwd=tmp_path, world_size=1)
+
+    assert run.status == 0, run.out + run.err
+    assert run.out.count("[rank 0] ok ") == 11
+
+
+@pytest.fixture(name="unwaited", scope="module")
+def _unwaited(tmp_path_factory: pytest.TempPathFactory) -> Sanitized:
+    """The prefetcher whose copies nobody waits for."""
+    return as_cuda("prefetch", "--without", "wait_stream", cwd=tmp_path_factory.mktemp("unwaited"))
+
+
+def test_a_prefetcher_that_is_not_waited_for_is_found(unwaited: Sanitized) -> None:
+    """The copy on the side stream, and the line that uses the batch; the same on every rank."""
+    run = unwaited
+
+    assert run.status == 1, run.out + run.err
+    assert [(one["kind"], one["ranks"]) for one in run.hazards if one["kind"] == "read_after_write"] != []
+    assert ("inputs = inputs * 2 - 1", "loss = nn.functional.cross_entropy(model(inputs), targets)") in run.lines()
+    assert all(one["ranks"] == [0, 1] for one in run.hazards)
+
+
+def test_a_missing_record_stream_is_found(tmp_path: Path) -> None:
+    """The batch is freed while the current stream still uses it, and the next copy gets its memory."""
+    run = as_cuda("prefetch", "--without", "record_stream", cwd=tmp_path)
+
+    assert run.status == 1, run.out + run.err
+    assert {one["kind"] for one in run.hazards} == {"reuse_in_flight"}
+    assert "record_stream" in run.hazards[0]["text"]
+    assert set(run.lines()) == {
+        ("loss.backward()", "inputs = batch[0].to(self.device, non_blocking=True)"),
+        ("loss.backward()", "targets = batch[1].to(self.device, non_blocking=True)"),
+    }
+
+
+def test_a_copy_to_the_host_that_is_read_too_early_is_found(tmp_path: Path) -> None:
+    """The copy, and the line that reads it on the host."""
+    run = as_cuda("readback", "--unsafe", cwd=tmp_path)
+
+    assert run.status == 1, run.out + run.err
+    assert {one["kind"] for one in run.hazards} == {"host_read_in_flight"}
+    assert [
+        ('losses.append(loss.to("cpu", non_blocking=True))', "total = sum(float(loss) for loss in losses)")
+    ] == run.lines()
+
+
+def test_a_gradient_that_is_used_before_its_all_reduce_is_done_is_found(tmp_path: Path) -> None:
+    """The collective, issued by a hook in backward, and the optimizer's step."""
+    run = as_cuda("overlap", "--without", "work_wait", cwd=tmp_path)
+
+    assert run.status == 1, run.out + run.err
+    assert run.lines() != []
+    assert all("dist.all_reduce(held.grad" in then for then, _ in run.lines()), run.lines()
+    assert "optimizer.step()" in {now for _, now in run.lines()}
+
+
+def test_a_staging_buffer_that_is_written_too_early_is_found(tmp_path: Path) -> None:
+    """The copy that reads the pinned buffer, and the line that fills it again on the host."""
+    run = as_cuda("overlap", "--without", "staging_wait", cwd=tmp_path)
+
+    assert run.status == 1, run.out + run.err
+    assert {one["kind"] for one in run.hazards} == {"host_write_in_flight"}
+    assert [("inputs = staging.to(device, non_blocking=True)", "staging.fill_(dist.get_rank() + step)")] == run.lines()
+
+
+def test_runs_agree(unwaited: Sanitized, tmp_path: Path) -> None:
+    """Hazards depend on the program alone: twice the same, to the letter."""
+    again = as_cuda("prefetch", "--without", "wait_stream", cwd=tmp_path)
+
+    assert unwaited.hazards == again.hazards != []
+
+
+def test_the_mode_raise_stops_at_the_first_hazard(tmp_path: Path) -> None:
+    """The script fails on the line, and the status is that of a hazard."""
+    run = sanitize(
+        "--as-cuda", "--mode", "raise", str(SCRIPTS / "prefetch.py"), "--without", "wait_stream", cwd=tmp_path
+    )
+
+    assert run.status == 1, run.out + run.err
+    assert "the script failed" in run.verdict
+    assert "loss = nn.functional.cross_entropy(model(inputs), targets)" in run.out
+
+
+def test_the_mode_poison_shows_where_a_hazard_leads(tmp_path: Path) -> None:
+    """What depends on a hazard is NaN."""
+    run = sanitize(
+        "--as-cuda", "--mode", "poison", str(SCRIPTS / "prefetch.py"), "--without", "wait_stream", cwd=tmp_path
+    )
+
+    assert run.status == 1, run.out + run.err
+    assert "[rank 0] loss nan" in run.out
+
+
+_SIM = """
+import os
+
+import torch
+import torch.distributed as dist
+
+device = torch.device("sim", int(os.environ["LOCAL_RANK"]))
+torch.sim.set_device(device)
+assert torch.accelerator.current_accelerator().type == "sim"
+dist.init_process_group()
+total = torch.ones(4, device=device)
+dist.all_reduce(total)
+side = torch.Stream(device)
+with side:
+    doubled = total * 2
+print(doubled.sum().item())
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_may_ask_for_the_device_itself(tmp_path: Path) -> None:
+    """Device sim, no backend named; its race between streams is found, with labels and lines."""
+    run = sanitize("--world-size", "3", written(tmp_path, _SIM), cwd=tmp_path)
+
+    assert run.status == 1, run.out + run.err
+    assert ("dist.all_reduce(total)", "doubled = total * 2") in run.lines()
+    assert "on ranks 0, 1, 2" in run.verdict
+
+
+_LABELS = """
+import torch
+from torch import nn
+
+model = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to("cuda")
+data = torch.ones(2, 4, device="cuda")
+side = torch.cuda.Stream()
+with torch.cuda.nvtx.range("late"), torch.cuda.stream(side):
+    data.mul_(2)
+model(data)
+with torch.no_grad(), torch.cuda.stream(side):
+    model[0].weight.zero_()
+"""
+
+
+def test_hazards_name_modules_ranges_and_parameters(tmp_path: Path) -> None:
+    """The module whose forward reads, the range of NVTX that writes, the parameter that is overwritten."""
+    run = sanitize("--as-cuda", "--world-size", "1", written(tmp_path, _LABELS), cwd=tmp_path)
+
+    assert run.status == 1, run.out + run.err
+    labels = {(one["then"]["site"]["label"], one["now"]["site"]["label"]) for one in run.hazards}
+    assert ("late", "Sequential.0") in labels
+    assert "Sequential.0.weight" in {one["now"]["site"]["tensor"] for one in run.hazards}
+
+
+def test_a_script_that_never_used_the_device_is_not_clean(tmp_path: Path) -> None:
+    """Status 2, and what to do."""
+    run = sanitize(written(tmp_path, "import torch\nprint(torch.ones(3).sum())\n"), cwd=tmp_path)
+
+    assert run.status == 2
+    assert "nothing was checked" in run.verdict

@@ -1,0 +1,80 @@
+"""What is wrong with a `sanitize` command line is said in one message, before anything is started."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fsdp_conformance.cli import arguments
+from fsdp_conformance.cli.sanitize import order_of
+from fsdp_conformance.tests.cli.cli_runs import said
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ([], "script=none, but should be the path of a script, or -m"),
+        (["-m"], "script=none"),
+        (["train.py"], "script='train.py', but should be the path of a script: there is no such file"),
+        (["-m", "nowhere.train"], "module='nowhere.train', but should be one that Python finds"),
+        (["--world-size", "two", "train.py"], "world_size='two', but should be a whole number"),
+        (["--world-size", "0", "train.py"], "world_size=0, but should be from 1 to"),
+        (["--timeout", "-1", "train.py"], "timeout=-1, but should be a positive number of seconds"),
+        (["--timeout", "nan", "train.py"], "timeout=nan"),
+        (["--mode", "shout", "train.py"], "invalid choice: 'shout'"),
+        (["--worldsize", "2", "train.py"], "Did you mean '--world-size'?"),
+    ],
+    ids=" ".join,
+)
+def test_what_is_mistyped_is_said_with_status_2(typed: list[str], expected: str, tmp_path: Path) -> None:
+    """The message names what was wrong and what it should be."""
+    found = said("sanitize", *typed, cwd=tmp_path)
+
+    assert (found.status, found.out) == (2, "")
+    assert expected in found.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_for_the_findings_needs_a_directory(tmp_path: Path) -> None:
+    """Said before the script runs, not after."""
+    (tmp_path / "train.py").touch()
+    found = said("sanitize", "--json", "nowhere/out.json", "train.py", cwd=tmp_path)
+
+    assert (found.status, found.out) == (2, "")
+    assert "json='nowhere/out.json', but should be a file in a directory that exists" in found.err
+
+
+def test_what_follows_the_script_is_its_own() -> None:
+    """Options of the script are not taken for ours, even where they are called alike."""
+    order = order_of(arguments.parse(["sanitize", "--world-size", "3", "train.py", "--mode", "fast", "--", "-m"]))
+
+    assert (order.target, order.is_module, order.world_size, order.mode) == ("train.py", False, 3, "record")
+    assert order.arguments == ("--mode", "fast", "--", "-m")
+
+
+def test_a_module_is_named_as_for_python() -> None:
+    """`-m package.train` and its arguments."""
+    order = order_of(arguments.parse(["sanitize", "--as-cuda", "-m", "package.train", "--steps", "3"]))
+
+    assert (order.target, order.is_module, order.as_cuda) == ("package.train", True, True)
+    assert order.arguments == ("--steps", "3")
+
+
+def test_the_help_documents_the_exit_statuses_of_this_command() -> None:
+    """They mean something else here than in a run."""
+    found = said("sanitize", "--help")
+
+    assert all(f"\n  {status} " in found.out for status in (0, 1, 2, 3, 4, 5, 130))
+    assert "clean" in found.out
+    assert "certified" not in found.out.partition("exit status:")[2]
+
+
+def test_without_a_compiler_it_cannot_be_run(tmp_path: Path) -> None:
+    """Status 3, with what to install; the script is not started."""
+    (tmp_path / "train.py").write_text("raise SystemExit('started')\n", encoding="utf-8")
+    found = said("sanitize", "train.py", cwd=tmp_path, env={"PATH": str(tmp_path), "HOME": str(tmp_path)})
+
+    assert found.status == 3
+    assert "no C++ compiler" in found.err
+    assert "started" not in found.out + found.err
