@@ -1,7 +1,7 @@
 """
 The reference sharding engine, built on torch alone: one storage, one schedule, five systems.
 
-    fully_sharded        `FullyShardedDataParallel` and `fully_shard`: units, their schedule, flat parameters, checkpoints
+    fully_sharded        `FullyShardedDataParallel` and `fully_shard`: units, their schedule, checkpoints
     chunks               the flat, sharded storage of a unit, and the memory pool that chunks are gathered into
     data_parallel        `DataParallel`: replicated training on the reducer
     bucketing            small collectives coalesced into few large ones
