@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
 from fsdp_conformance.config import Plan
 from fsdp_conformance.mutants.base import SeamFSDP2
+from fsdp_conformance.mutants.mutant import known_wrong
 
 
+@known_wrong("R093", name="last-microbatch-not-synchronised")
 class LastMicroBatchNotSynchronised(SeamFSDP2):
     """The reduction of the last micro-batch is deferred."""
 
@@ -23,6 +25,7 @@ class LastMicroBatchNotSynchronised(SeamFSDP2):
             yield
 
 
+@known_wrong("R092")
 class OverwritesInsteadOfAdding(SeamFSDP2):
     """A micro-batch's gradient replaces what was there."""
 
@@ -46,6 +49,7 @@ class OverwritesInsteadOfAdding(SeamFSDP2):
         return grad if before is None else grad - before
 
 
+@known_wrong("R092", name="optimizer-steps-every-microbatch")
 class StepsEveryMicroBatch(SeamFSDP2):
     """The optimizer steps after each micro-batch."""
 
@@ -57,6 +61,7 @@ class StepsEveryMicroBatch(SeamFSDP2):
             self.step()
 
 
+@known_wrong("R065")
 class IgnoresNoSync(SeamFSDP2):
     """Deferred micro-batches are reduced all the same."""
 
@@ -64,6 +69,7 @@ class IgnoresNoSync(SeamFSDP2):
         return nullcontext()
 
 
+@known_wrong("R156")
 class SecondBackwardLost(SeamFSDP2):
     """The second backward of a forward adds nothing."""
 
@@ -75,6 +81,7 @@ class SecondBackwardLost(SeamFSDP2):
         self._kept = retain_graph
 
 
+@known_wrong("R155")
 class MultiForwardLosesGradient(SeamFSDP2):
     """Of a module called several times only the first call has gradients."""
 
@@ -106,6 +113,7 @@ class MultiForwardLosesGradient(SeamFSDP2):
         module._parameters.update(self._hidden.pop(module, {}))
 
 
+@known_wrong("R053")
 class IdleForwardLeaks(SeamFSDP2):
     """Forwards without backward count in the average of gradients."""
 
@@ -136,6 +144,7 @@ class IdleForwardLeaks(SeamFSDP2):
         root._get_fsdp_state()._lazy_init()
 
 
+@known_wrong("R114")
 class StepsDroppedGradients(SeamFSDP2):
     """Gradients that were set to None are stepped."""
 
@@ -155,6 +164,7 @@ class StepsDroppedGradients(SeamFSDP2):
         return super().step(max_norm, norm_type=norm_type)
 
 
+@known_wrong("R010")
 class EvalDisturbsTraining(SeamFSDP2):
     """The step after a forward in eval mode is skipped."""
 
@@ -172,6 +182,7 @@ class EvalDisturbsTraining(SeamFSDP2):
         return super().step(max_norm, norm_type=norm_type)
 
 
+@known_wrong("R123")
 class PaddingInTheNorm(SeamFSDP2):
     """The total norm counts padding that nobody wrote."""
 
@@ -181,6 +192,7 @@ class PaddingInTheNorm(SeamFSDP2):
         return norm + 0.0 * padding.sum()
 
 
+@known_wrong("R097")
 class AllReducesEveryMicroBatch(SeamFSDP2):
     """The all-reduce over the replicas is done for every micro-batch, deferred or not."""
 

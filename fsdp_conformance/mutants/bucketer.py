@@ -15,6 +15,7 @@ from fsdp_conformance.adapters.components import Bucketer
 from fsdp_conformance.adapters.reference_components import ReferenceComponents
 from fsdp_conformance.engine.bucketing.bucket_assignment import MIB
 from fsdp_conformance.engine.bucketing.reduce_scatter_bucketer import Callback, Pending, ReduceScatterBucketer, _Bucket
+from fsdp_conformance.mutants.mutant import known_wrong
 
 Inputs = Sequence[Tensor] | Tensor
 
@@ -62,6 +63,7 @@ class SeamBucketer(ReferenceComponents):
 # --- capacity --------------------------------------------------------------------------------------------------------
 
 
+@known_wrong("R172")
 class CapacityForOneRank(SeamBucketer):
     """The cap is taken for that of one rank's row."""
 
@@ -75,6 +77,7 @@ class _RoundingUp(_SeamBucketer):
         self.bucket_cap_mb = math.ceil(self.bucket_cap_mb * MIB / unit) * unit / MIB
 
 
+@known_wrong("R172")
 class CapacityRoundsUp(SeamBucketer):
     """The capacity is rounded up to the next element."""
 
@@ -90,12 +93,14 @@ class _SendingAtCapacity(_SeamBucketer):
             self.flush()
 
 
+@known_wrong("R172")
 class ReducesAtCapacity(SeamBucketer):
     """An input of exactly the capacity does not wait."""
 
     bucketer = _SendingAtCapacity
 
 
+@known_wrong("R172")
 class NoCapForZero(SeamBucketer):
     """A cap of nothing is taken for no cap."""
 
@@ -113,6 +118,7 @@ class _FlushingBefore(_SeamBucketer):
             self.flush()
 
 
+@known_wrong("R173")
 class LargeInputFlushes(SeamBucketer):
     """A large input flushes what waits before it."""
 
@@ -126,6 +132,7 @@ class _Dropping(_SeamBucketer):
             bucket.take()
 
 
+@known_wrong("R173")
 class LargeInputDropsPending(SeamBucketer):
     """What waits is lost when a large input comes."""
 
@@ -138,6 +145,7 @@ class _Waiting(_SeamBucketer):
             self.bucket_cap_mb = math.inf
 
 
+@known_wrong("R173")
 class LargeInputWaits(SeamBucketer):
     """A large input waits like others, beyond the capacity."""
 
@@ -150,6 +158,7 @@ class _FlushingWhenFull(_SeamBucketer):
             self.flush()
 
 
+@known_wrong("R174")
 class FlushesWhenFull(SeamBucketer):
     """A bucket is flushed as soon as it is full."""
 
@@ -168,6 +177,7 @@ class _PlacingFirst(_SeamBucketer):
             self.flush()
 
 
+@known_wrong("R174")
 class PlacesThenFlushes(SeamBucketer):
     """An input that does not fit is flushed together with what waits."""
 
@@ -187,6 +197,7 @@ class _SharedByMembers(_SeamBucketer):
         return alike[0] if alike else super()._bucket(dtype, device, group)
 
 
+@known_wrong("R175")
 class OneBucketForEqualGroups(SeamBucketer):
     """Groups of the same size share a bucket."""
 
@@ -204,6 +215,7 @@ class _SharedByDtypes(_SeamBucketer):
         return [row.float() for row in inputs], cast
 
 
+@known_wrong("R175")
 class OneBucketForDtypes(SeamBucketer):
     """Wide inputs are rounded and share a bucket with others."""
 
@@ -219,6 +231,7 @@ class _Reversed(_SeamBucketer):
         super().flush()
 
 
+@known_wrong("R175")
 class CallbacksReversed(SeamBucketer):
     """The callbacks of a bucket are called in reverse, each with another one's result."""
 
@@ -230,6 +243,7 @@ class _Rotated(_SeamBucketer):
         return [*inputs[1:], inputs[0]], callback
 
 
+@known_wrong("R175")
 class NextRanksShard(SeamBucketer):
     """Each rank gets the shard of the next one."""
 
@@ -251,6 +265,7 @@ class _Reusing(_SeamBucketer):
         return inputs, reusing
 
 
+@known_wrong("R175")
 class ResultBufferReused(SeamBucketer):
     """Every result is written into the same memory."""
 
@@ -267,6 +282,7 @@ class _Twice(_SeamBucketer):
         return inputs, twice
 
 
+@known_wrong("R175")
 class CalledTwice(SeamBucketer):
     """Every callback is called twice."""
 
@@ -278,6 +294,7 @@ class _Flat(_SeamBucketer):
         return [row.reshape(-1) for row in inputs], callback
 
 
+@known_wrong("R175")
 class FlatResults(SeamBucketer):
     """Results are flat, whatever the shape of the inputs is."""
 
@@ -289,6 +306,7 @@ class _ByMemory(_SeamBucketer):
         return [row.as_strided((row.numel(),), (1,)).view(row.shape) for row in inputs], callback
 
 
+@known_wrong("R175")
 class RowsFlattenedByMemory(SeamBucketer):
     """Inputs are sent as they lie in memory, whatever their strides are."""
 
@@ -304,6 +322,7 @@ class _AnyLength(_SeamBucketer):
         return [*inputs, *[inputs[0]] * size][:size], callback
 
 
+@known_wrong("R176")
 class AnyLengthAccepted(SeamBucketer):
     """A list of the wrong length is filled up, or cut."""
 
@@ -318,6 +337,7 @@ class _DroppingAtTeardown(_SeamBucketer):
         super().teardown()
 
 
+@known_wrong("R176")
 class TeardownDropsPending(SeamBucketer):
     """Teardown drops what is pending."""
 
@@ -332,6 +352,7 @@ class _AlwaysFlushing(_SeamBucketer):
         super().flush()
 
 
+@known_wrong("R176")
 class EmptyFlushCommunicates(SeamBucketer):
     """A flush of nothing sends something."""
 
@@ -349,6 +370,7 @@ class _Final(_SeamBucketer):
         return inputs, None if self.down else callback
 
 
+@known_wrong("R176")
 class TeardownIsFinal(SeamBucketer):
     """After teardown nothing calls back, set up or not."""
 
@@ -360,6 +382,7 @@ class _Forgetting(_SeamBucketer):
         return inputs, callback if inputs[0].numel() else None
 
 
+@known_wrong("R176")
 class EmptyInputForgotten(SeamBucketer):
     """An input without elements never calls back."""
 
@@ -375,6 +398,7 @@ class _LosingFromCallbacks(_SeamBucketer):
                 bucket.take()
 
 
+@known_wrong("R176")
 class LostFromCallbacks(SeamBucketer):
     """What a callback gives to the bucketer is lost."""
 

@@ -8,6 +8,7 @@ from torch.distributed import ProcessGroup
 from fsdp_conformance.adapters.components import ChunkStorage
 from fsdp_conformance.adapters.reference_components import EngineChunk, engine_chunk
 from fsdp_conformance.mutants.chunk_seams import SeamChunks, SeamPool
+from fsdp_conformance.mutants.mutant import known_wrong
 
 
 class _Sharing(SeamPool):
@@ -17,6 +18,7 @@ class _Sharing(SeamPool):
         return super().chunk(numel, dtype, group, fused=fused and dtype is not torch.float32)
 
 
+@known_wrong("R179")
 class FusedTakesAPoolBlock(SeamChunks):
     """A fused chunk is gathered into a block of the pool like others."""
 
@@ -29,6 +31,7 @@ class _Releasing(EngineChunk):
             super().release()
 
 
+@known_wrong("R179")
 class FusedIsReleased(SeamChunks):
     """The release of a fused chunk is accepted."""
 
@@ -40,6 +43,7 @@ class _Alone(EngineChunk):
         return
 
 
+@known_wrong("R179")
 class PartnerNeverRead(SeamChunks):
     """What the optimizer wrote to the partner's shard stays there."""
 
@@ -52,6 +56,7 @@ class _Pairing(EngineChunk):
         self.chunk.partner.partner = self.chunk
 
 
+@known_wrong("R179")
 class PairsAnything(SeamChunks):
     """Chunks of different layouts become partners."""
 

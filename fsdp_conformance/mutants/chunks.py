@@ -16,6 +16,7 @@ from fsdp_conformance.engine.chunks.memory_pool import Block
 from fsdp_conformance.engine.chunks.state import TENSOR_TRANSITIONS, TensorState
 from fsdp_conformance.engine.errors import ChunkFull, IllegalTransition, PoolExhausted
 from fsdp_conformance.mutants.chunk_seams import SeamChunks, SeamPool
+from fsdp_conformance.mutants.mutant import known_wrong
 
 # --- filling ---------------------------------------------------------------------------------------------------------
 
@@ -26,6 +27,7 @@ class _Unpadded(EngineChunk):
         self.chunk.shard[self.valid_numel :] = torch.nan
 
 
+@known_wrong("R177")
 class PaddingNotZeroed(SeamChunks):
     """What stands behind the tensors of a chunk is whatever was in memory."""
 
@@ -38,6 +40,7 @@ class _AlwaysFull(EngineChunk):
         return self.chunk.layout.shard_numel
 
 
+@known_wrong("R177")
 class EveryShardFull(SeamChunks):
     """Padding counts as valid."""
 
@@ -49,6 +52,7 @@ class _Casting(EngineChunk):
         return super().append(tensor.to(self.chunk.dtype))
 
 
+@known_wrong("R177")
 class AppendsOtherDtypes(SeamChunks):
     """A tensor of another dtype is cast when it is appended."""
 
@@ -61,6 +65,7 @@ class _Cutting(EngineChunk):
         return super().append(tensor if tensor.numel() <= room else tensor.reshape(-1)[:room].clone())
 
 
+@known_wrong("R177")
 class AppendsWhatFits(SeamChunks):
     """Of a tensor that does not fit, as much is appended as there is room for."""
 
@@ -76,6 +81,7 @@ class _Wasting(EngineChunk):
             raise
 
 
+@known_wrong("R177")
 class RefusedTensorTakesRoom(SeamChunks):
     """A tensor that is refused leaves the chunk with less room."""
 
@@ -89,6 +95,7 @@ class _RoundingPool(SeamPool):
         return EngineChunk(Chunk(self.pool, numel // 2 * 2, dtype, group), self.group)
 
 
+@known_wrong("R177")
 class RoundsSizesDown(SeamChunks):
     """A size that the group does not divide is rounded down."""
 
@@ -105,6 +112,7 @@ class _UsedOnce(EngineChunk):
         super().move(index, state)
 
 
+@known_wrong("R178")
 class UsedOnceOnly(SeamChunks):
     """A tensor that one backward has used may not be used again."""
 
@@ -124,6 +132,7 @@ class _AnyMove(EngineChunk):
         return way.get(self.state(index), "ready_for_reduce")
 
 
+@known_wrong("R178")
 class AnyTransition(SeamChunks):
     """Every move between states is accepted."""
 
@@ -137,6 +146,7 @@ class _NoSameState(EngineChunk):
         super().move(index, state)
 
 
+@known_wrong("R178")
 class SameStateRefused(SeamChunks):
     """A move to the state that a tensor is in already is refused."""
 
@@ -151,6 +161,7 @@ class _MovingAllTheSame(_AnyMove):
             raise IllegalTransition(f"to {state}", where="move")
 
 
+@known_wrong("R178")
 class RefusedMovesAllTheSame(SeamChunks):
     """A move that is refused has been made."""
 
@@ -163,6 +174,7 @@ class _ReleasingInUse(EngineChunk):
         super().release()
 
 
+@known_wrong("R178")
 class ReleasesInUse(SeamChunks):
     """A chunk is released while a tensor of it is in use."""
 
@@ -175,6 +187,7 @@ class _ReducingEarly(EngineChunk):
         return super().reduce()
 
 
+@known_wrong("R178")
 class ReducesTooEarly(SeamChunks):
     """A chunk is reduced although a tensor of it is not ready."""
 
@@ -190,6 +203,7 @@ class _Keeping(EngineChunk):
         self.chunk.pool.lease_public()
 
 
+@known_wrong("R179")
 class BlockNotReturned(SeamChunks):
     """A released chunk keeps its block."""
 
@@ -202,6 +216,7 @@ class _Emptied(EngineChunk):
         self.chunk.shard.zero_()
 
 
+@known_wrong("R179")
 class ReleasedForGood(SeamChunks):
     """The values of a chunk are gone when it is released."""
 
@@ -215,6 +230,7 @@ class _GatheringAgain(EngineChunk):
         return super().access()
 
 
+@known_wrong("R179")
 class GathersAgain(SeamChunks):
     """A second access gathers the chunk once more."""
 
@@ -226,6 +242,7 @@ class _Summing(EngineChunk):
         return super().reduce() * (self.chunk.layout.world_size + 1)
 
 
+@known_wrong("R179")
 class ReducesToTheSum(SeamChunks):
     """Reduced gradients are a multiple of the mean."""
 
@@ -239,6 +256,7 @@ class _KeepingAfterReduce(EngineChunk):
         return found
 
 
+@known_wrong("R179")
 class BlockKeptAfterReduce(SeamChunks):
     """A reduced chunk keeps its block."""
 
@@ -250,6 +268,7 @@ class _NextShard(EngineChunk):
         return super().reduce().roll(1)
 
 
+@known_wrong("R179")
 class NextShardOfGradients(SeamChunks):
     """Reduced gradients are shifted against the shard."""
 
@@ -267,6 +286,7 @@ class _Growing(EngineChunk):
             return super().access()
 
 
+@known_wrong("R179")
 class PoolGrows(SeamChunks):
     """Where no block is free, another one is allocated."""
 
@@ -282,6 +302,7 @@ class _CountingPadding(EngineChunk):
         return found._replace(squared_norm=found.squared_norm + self.chunk.layout.shard_numel - self.valid_numel)
 
 
+@known_wrong("R180")
 class NormCountsPadding(SeamChunks):
     """The norm counts padding that nobody has set to zero."""
 
@@ -300,6 +321,7 @@ class _AddingUp(EngineChunk):
         return super().statistics()._replace(squared_norm=self.so_far)
 
 
+@known_wrong("R180")
 class NormsAddUp(SeamChunks):
     """The norm of a reduction is added to those before."""
 
@@ -317,6 +339,7 @@ class _Local(EngineChunk):
         return super().statistics()._replace(squared_norm=self.norm)
 
 
+@known_wrong("R180")
 class NormBeforeTheMean(SeamChunks):
     """The norm is that of the rank's own gradients, before they are reduced."""
 
@@ -329,6 +352,7 @@ class _OneRank(SeamPool):
         return ShardStatistics(sum(one.squared_norm for one in found), any(one.overflow for one in found))
 
 
+@known_wrong("R180")
 class TotalOfOneRank(SeamChunks):
     """The total norm is that of the rank's own shards."""
 
@@ -341,6 +365,7 @@ class _OneChunk(SeamPool):
         return super().statistics()
 
 
+@known_wrong("R180")
 class TotalOfOneChunk(SeamChunks):
     """The total norm is that of the last chunk."""
 
@@ -356,12 +381,14 @@ class _Sticking(EngineChunk):
         return found._replace(overflow=self.seen)
 
 
+@known_wrong("R180")
 class OverflowSticks(SeamChunks):
     """An overflow is never forgotten."""
 
     chunk_class = _Sticking
 
 
+@known_wrong("R180")
 class OverflowOfOneRank(SeamChunks):
     """Only the rank that owns an infinite element knows of it."""
 
@@ -374,6 +401,7 @@ class _NanBlind(EngineChunk):
         return found._replace(overflow=found.squared_norm == torch.inf)
 
 
+@known_wrong("R180")
 class OverflowUnseen(SeamChunks):
     """What is not a number does not count as an overflow."""
 
@@ -398,6 +426,7 @@ class _Miscounting(SeamPool):
         return PoolUse(free - self.failed, used + self.failed)
 
 
+@known_wrong("R181")
 class MiscountsWhenEmpty(SeamChunks):
     """A request that is refused is counted."""
 
@@ -410,6 +439,7 @@ class _TakingAll(SeamPool):
             super().give_back(block)
 
 
+@known_wrong("R181")
 class DoubleReturnAccepted(SeamChunks):
     """A block that is not leased is taken back without a word."""
 
@@ -423,6 +453,7 @@ class _Untyped(SeamPool):
         return block
 
 
+@known_wrong("R181")
 class UntypedBlocks(SeamChunks):
     """Blocks are bytes, whatever was asked for."""
 
@@ -440,6 +471,7 @@ class _EvictingNewest(SeamPool):
         self.fetcher.scheduler = _NewestFirst()
 
 
+@known_wrong("R181")
 class EvictsTheNewest(SeamChunks):
     """The chunk that came last leaves first."""
 
@@ -458,6 +490,7 @@ class _EvictingNearest(SeamPool):
             self.fetcher.scheduler = _NearestFirst([engine_chunk(chunk)] for chunk in uses)
 
 
+@known_wrong("R181")
 class EvictsTheNearestUse(SeamChunks):
     """The chunk that is used again first leaves first."""
 
@@ -469,6 +502,7 @@ class _Unplanned(SeamPool):
         super().schedule(None)
 
 
+@known_wrong("R181")
 class IgnoresNextUse(SeamChunks):
     """Chunks leave first in, first out, whatever is known of their next use."""
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 from fsdp_conformance.adapters.components import TensorLayout
 from fsdp_conformance.adapters.reference_components import ReferenceComponents
+from fsdp_conformance.mutants.mutant import known_wrong
 from fsdp_conformance.planner.link_spec import LinkSpec
 
 #: What is charged where nothing should be.
@@ -20,6 +21,7 @@ _CHARGE_US = 3.0
 # --- what is free ----------------------------------------------------------------------------------------------------
 
 
+@known_wrong("R184")
 class ChargesEqualLayouts(ReferenceComponents):
     """Where nothing changes there is a cost."""
 
@@ -29,6 +31,7 @@ class ChargesEqualLayouts(ReferenceComponents):
         return _CHARGE_US if source == target else super().redistribution_cost(shape, dtype, source, target)
 
 
+@known_wrong("R184")
 class ChargesSlices(ReferenceComponents):
     """Slicing what every rank has costs as much as gathering it."""
 
@@ -40,6 +43,7 @@ class ChargesSlices(ReferenceComponents):
         return super().redistribution_cost(shape, dtype, source, target)
 
 
+@known_wrong("R184")
 class OutsidersPay(ReferenceComponents):
     """A rank outside the mesh has a cost."""
 
@@ -53,6 +57,7 @@ class OutsidersPay(ReferenceComponents):
 # --- what cannot be --------------------------------------------------------------------------------------------------
 
 
+@known_wrong("R184")
 class ShardsBecomePartial(ReferenceComponents):
     """Shards are taken for partial sums, at no cost."""
 
@@ -63,6 +68,7 @@ class ShardsBecomePartial(ReferenceComponents):
         return 0.0 if cost == math.inf and source.mesh == target.mesh else cost
 
 
+@known_wrong("R184")
 class CrossesMeshes(ReferenceComponents):
     """Another mesh is taken for the same."""
 
@@ -75,6 +81,7 @@ class CrossesMeshes(ReferenceComponents):
 # --- what it is priced by --------------------------------------------------------------------------------------------
 
 
+@known_wrong("R184")
 class GathersOneShard(ReferenceComponents):
     """An all-gather is priced by the bytes of one shard."""
 
@@ -86,12 +93,14 @@ class GathersOneShard(ReferenceComponents):
         return super().redistribution_cost(shape, dtype, source, target)
 
 
+@known_wrong("R184")
 class NoStartUp(ReferenceComponents):
     """A collective costs nothing to start."""
 
     link: ClassVar[LinkSpec] = replace(ReferenceComponents.link, launch_us=0.0)
 
 
+@known_wrong("R184")
 class ReducesInOnePass(ReferenceComponents):
     """An all-reduce costs what a reduce-scatter does."""
 
@@ -105,6 +114,7 @@ class ReducesInOnePass(ReferenceComponents):
         return super().redistribution_cost(shape, dtype, source, target._replace(placements=scattered))
 
 
+@known_wrong("R184")
 class FirstAxisOnly(ReferenceComponents):
     """What happens along the other axes of a mesh costs nothing."""
 
@@ -115,6 +125,7 @@ class FirstAxisOnly(ReferenceComponents):
         return super().redistribution_cost(shape, dtype, source, target)
 
 
+@known_wrong("R184")
 class CountsElements(ReferenceComponents):
     """Elements are counted, whatever their dtype."""
 
@@ -124,6 +135,7 @@ class CountsElements(ReferenceComponents):
         return super().redistribution_cost(shape, torch.uint8, source, target)
 
 
+@known_wrong("R184")
 class EveryTensorAlike(ReferenceComponents):
     """The cost does not depend on the size of the tensor."""
 

@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.mutants.base import SeamFSDP2
+from fsdp_conformance.mutants.mutant import known_wrong
 
 
+@known_wrong("R003")
 class SumInsteadOfMean(SeamFSDP2):
     """Gradients are the sum over ranks."""
 
@@ -25,6 +27,7 @@ class SumInsteadOfMean(SeamFSDP2):
         return grad * self.world_size
 
 
+@known_wrong("R003")
 class AveragedTwice(SeamFSDP2):
     """Gradients are divided by the number of ranks twice."""
 
@@ -32,6 +35,7 @@ class AveragedTwice(SeamFSDP2):
         return grad / self.world_size
 
 
+@known_wrong("R008")
 class DividesByPowerOfTwo(SeamFSDP2):
     """Gradients are divided by the next power of two above the number of ranks."""
 
@@ -39,6 +43,7 @@ class DividesByPowerOfTwo(SeamFSDP2):
         return grad * (self.world_size / (1 << self.world_size.bit_length()))
 
 
+@known_wrong("R003")
 class NoReduction(SeamFSDP2):
     """Each rank keeps its own gradient of the rows that it stores."""
 
@@ -52,6 +57,7 @@ class NoReduction(SeamFSDP2):
         return alone
 
 
+@known_wrong("R003", name="reduction-skipped-from-step-2")
 class ReductionSkipped(NoReduction):
     """From the third step on nothing is reduced."""
 
@@ -59,6 +65,7 @@ class ReductionSkipped(NoReduction):
         return self.unreduced(grad) if self.num_steps >= 2 else grad
 
 
+@known_wrong("R003")
 class BiasNotReduced(NoReduction):
     """One-dimensional parameters keep the rank's own gradient."""
 
@@ -66,6 +73,7 @@ class BiasNotReduced(NoReduction):
         return self.unreduced(grad) if grad.dim() == 1 else grad
 
 
+@known_wrong("R003")
 class OneRankDropped(SeamFSDP2):
     """The last rank's gradients do not take part."""
 
@@ -73,6 +81,7 @@ class OneRankDropped(SeamFSDP2):
         return torch.zeros_like(grad) if self.rank == self.world_size - 1 else grad
 
 
+@known_wrong("R004")
 class OneLayerNormNotAveraged(SeamFSDP2):
     """The gradient of one LayerNorm's weight is summed, not averaged."""
 
@@ -85,6 +94,7 @@ class OneLayerNormNotAveraged(SeamFSDP2):
         return grad * self.world_size if norms and name == f"{norms[0]}.weight" else grad
 
 
+@known_wrong("R122")
 class LastPaddedRowDropped(SeamFSDP2):
     """The last row of an unevenly sharded parameter gets no gradient."""
 
@@ -96,6 +106,7 @@ class LastPaddedRowDropped(SeamFSDP2):
         return shorter
 
 
+@known_wrong("R122")
 class ShardsRotated(SeamFSDP2):
     """Each rank's shard of the gradient goes to the next rank."""
 
@@ -105,6 +116,7 @@ class ShardsRotated(SeamFSDP2):
         return grad.roll(self.rows_per_rank(grad), dims=self.shard_dim_of(grad))
 
 
+@known_wrong("R126")
 class OuterUnitReducesInner(SeamFSDP2):
     """Parameters of inner modules are averaged once more by the root."""
 
@@ -112,6 +124,7 @@ class OuterUnitReducesInner(SeamFSDP2):
         return grad / self.world_size if "." in name else grad
 
 
+@known_wrong("R123")
 class UninitialisedPadding(SeamFSDP2):
     """Padding that nobody wrote is added to the gradient, times zero."""
 
@@ -120,6 +133,7 @@ class UninitialisedPadding(SeamFSDP2):
         return grad + 0.0 * padded.sum()
 
 
+@known_wrong("R005")
 class ReducesOverShardGroupOnly(SeamFSDP2):
     """Under hybrid sharding nothing is reduced over the replicas."""
 
@@ -128,6 +142,7 @@ class ReducesOverShardGroupOnly(SeamFSDP2):
         return mesh["shard"] if plan.sharding is Sharding.HYBRID else mesh
 
 
+@known_wrong("R062")
 class AllReduceAndSlice(SeamFSDP2):
     """Gradients are all-reduced and cut, instead of reduce-scattered."""
 

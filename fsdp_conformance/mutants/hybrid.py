@@ -11,6 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.mutants.base import SeamFSDP2
+from fsdp_conformance.mutants.mutant import known_wrong
 
 
 class HookedHybrid(SeamFSDP2):
@@ -49,6 +50,7 @@ class HookedHybrid(SeamFSDP2):
         return mesh["shard"]
 
 
+@known_wrong("R151")
 class AllReducesOverShardGroup(HookedHybrid):
     """Under hybrid sharding shards are all-reduced over the shard group, whose ranks hold different ones."""
 
@@ -57,6 +59,7 @@ class AllReducesOverShardGroup(HookedHybrid):
         shard /= self.shard_group().size()
 
 
+@known_wrong("R151")
 class DividesByShardGroupOnly(HookedHybrid):
     """Under hybrid sharding gradients are divided by the size of the shard group, and summed over replicas."""
 
@@ -64,6 +67,7 @@ class DividesByShardGroupOnly(HookedHybrid):
         dist.all_reduce(shard, group=self.replica_group())
 
 
+@known_wrong("R151")
 class DividesByReplicasOnly(HookedHybrid):
     """Under hybrid sharding gradients are divided by the number of replicas, and summed over the shard group."""
 
@@ -72,6 +76,7 @@ class DividesByReplicasOnly(HookedHybrid):
         shard *= self.shard_group().size()
 
 
+@known_wrong("R151")
 class AllReducesTheFullGradient(HookedHybrid):
     """Under hybrid sharding the all-reduce over replicas carries as much as the gradient that was scattered."""
 
@@ -81,6 +86,7 @@ class AllReducesTheFullGradient(HookedHybrid):
         shard.copy_(full[: shard.numel()])
 
 
+@known_wrong("R151")
 class AllReducesInPieces(HookedHybrid):
     """Under hybrid sharding a unit's shard is all-reduced in pieces."""
 
@@ -89,6 +95,7 @@ class AllReducesInPieces(HookedHybrid):
             super().reduce_over_replicas(piece)
 
 
+@known_wrong("R152")
 class SynchronisesInsideShardGroups(SeamFSDP2):
     """Sync at init broadcasts the values of the first rank of each shard group."""
 

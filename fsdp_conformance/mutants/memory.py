@@ -13,8 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
 from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.mutants.base import SeamFSDP2
+from fsdp_conformance.mutants.mutant import known_wrong
 
 
+@known_wrong("R033", environment=("accelerator",))
 class KeepsFullParameters(SeamFSDP2):
     """A full copy of the parameters stays on the device beside the shards."""
 
@@ -23,6 +25,7 @@ class KeepsFullParameters(SeamFSDP2):
         return super().wrap(model, plan)
 
 
+@known_wrong("R034", environment=("accelerator",))
 class KeepsParametersAfterForward(SeamFSDP2):
     """Units hold their full parameters from forward to backward, asked for or not."""
 
@@ -31,6 +34,7 @@ class KeepsParametersAfterForward(SeamFSDP2):
         return replace(plan, reshard_after_forward=False, sharding=sharding)
 
 
+@known_wrong("R035", environment=("accelerator",))
 class KeepsFullGradients(SeamFSDP2):
     """The full gradients of a step are held until the next forward."""
 
@@ -45,6 +49,7 @@ class KeepsFullGradients(SeamFSDP2):
         return grad
 
 
+@known_wrong("R038", environment=("accelerator",))
 class GathersEverythingFirst(SeamFSDP2):
     """Every unit is gathered at the start of forward, and at the start of backward."""
 
@@ -62,6 +67,7 @@ class GathersEverythingFirst(SeamFSDP2):
                 module.unshard()
 
 
+@known_wrong("R039", environment=("accelerator",))
 class LeaksEveryStep(SeamFSDP2):
     """Each step leaves a few bytes on the device."""
 
@@ -74,6 +80,7 @@ class LeaksEveryStep(SeamFSDP2):
         return super().step(max_norm, norm_type=norm_type)
 
 
+@known_wrong("R040", environment=("accelerator",))
 class SurvivesItsOwner(SeamFSDP2):
     """The engine keeps every model that it has ever wrapped."""
 
@@ -85,6 +92,7 @@ class SurvivesItsOwner(SeamFSDP2):
         return wrapped
 
 
+@known_wrong("R041")
 class ManualReshardDoesNothing(SeamFSDP2):
     """A unit that is resharded by hand stays gathered."""
 
@@ -92,6 +100,7 @@ class ManualReshardDoesNothing(SeamFSDP2):
         return None
 
 
+@known_wrong("R043")
 class PersistentNotReduced(SeamFSDP2):
     """Small parameters that stay full keep each rank's own gradient."""
 
@@ -100,6 +109,7 @@ class PersistentNotReduced(SeamFSDP2):
             super()._reduce_left_out()
 
 
+@known_wrong("R085", environment=("accelerator",))
 class KeepsLowPrecisionCopies(SeamFSDP2):
     """The low-precision copies of the shards live on after the unit was resharded."""
 
@@ -113,6 +123,7 @@ class KeepsLowPrecisionCopies(SeamFSDP2):
             ]
 
 
+@known_wrong("R036")
 class ShowsItsOwnParameters(SeamFSDP2):
     """In forward and backward a unit has a parameter that the user never made."""
 
@@ -132,6 +143,7 @@ class ShowsItsOwnParameters(SeamFSDP2):
         module._parameters["flat_parameter"] = flat
 
 
+@known_wrong("R037")
 class ReplicatedGradients(SeamFSDP2):
     """Gradients are left in full on every rank, and not as the shards that the optimizer holds."""
 

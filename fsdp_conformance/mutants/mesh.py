@@ -16,6 +16,7 @@ from fsdp_conformance.adapters.reference_components import EngineMesh, Reference
 from fsdp_conformance.engine.errors import TensorMetaMismatch
 from fsdp_conformance.engine.mesh.gathering import mesh_all_gather
 from fsdp_conformance.engine.mesh.tensor_meta import check_tensor_meta
+from fsdp_conformance.mutants.mutant import known_wrong
 
 
 class SeamMesh(EngineMesh, ReferenceComponents):
@@ -62,6 +63,7 @@ class SeamMesh(EngineMesh, ReferenceComponents):
 # --- which ranks -----------------------------------------------------------------------------------------------------
 
 
+@known_wrong("R182")
 class FirstAxisAlways(SeamMesh):
     """Every collective runs along the first axis."""
 
@@ -69,6 +71,7 @@ class FirstAxisAlways(SeamMesh):
         return 0
 
 
+@known_wrong("R182")
 class SourceOfTheWorld(SeamMesh):
     """A source is taken for a rank of the world; in rows that it is not in the first rank is."""
 
@@ -77,6 +80,7 @@ class SourceOfTheWorld(SeamMesh):
         return ranks.index(source) if source in ranks else 0
 
 
+@known_wrong("R182")
 class FirstSourceAlways(SeamMesh):
     """The source is the first rank of the row, whichever is named."""
 
@@ -87,6 +91,7 @@ class FirstSourceAlways(SeamMesh):
 # --- broadcast and scatter -------------------------------------------------------------------------------------------
 
 
+@known_wrong("R182")
 class BroadcastIntoACopy(SeamMesh):
     """What is broadcast is returned, and the tensor stays as it was."""
 
@@ -94,6 +99,7 @@ class BroadcastIntoACopy(SeamMesh):
         return super().broadcast(tensor.clone(), mesh, axis, source)
 
 
+@known_wrong("R182")
 class BroadcastByMemory(SeamMesh):
     """What is broadcast is a tensor's memory, whatever its strides are on each rank."""
 
@@ -101,6 +107,7 @@ class BroadcastByMemory(SeamMesh):
         return super().broadcast(tensor.as_strided((tensor.numel(),), (1,)), mesh, axis, source)
 
 
+@known_wrong("R182")
 class ScattersItsOwnList(SeamMesh):
     """A rank that has a list of the right length takes its own entry from there."""
 
@@ -113,6 +120,7 @@ class ScattersItsOwnList(SeamMesh):
         return output
 
 
+@known_wrong("R182")
 class ListsMustFit(SeamMesh):
     """The lists of all ranks are looked at, and one that does not fit is refused."""
 
@@ -126,6 +134,7 @@ class ListsMustFit(SeamMesh):
         return super().scatter(output, shards, mesh, axis, source, **more)
 
 
+@known_wrong("R182")
 class ScatterIntoACopy(SeamMesh):
     """What is scattered is returned, and the output stays as it was."""
 
@@ -135,6 +144,7 @@ class ScatterIntoACopy(SeamMesh):
         return super().scatter(output.clone(), shards, mesh, axis, source, **more)
 
 
+@known_wrong("R182")
 class ScatterByMemory(SeamMesh):
     """Entries of the list are sent as they lie in memory, whatever their strides are."""
 
@@ -144,6 +154,7 @@ class ScatterByMemory(SeamMesh):
         return super().scatter(output, shards and [_by_memory(shard) for shard in shards], mesh, axis, source, **more)
 
 
+@known_wrong("R182")
 class PadsInFront(SeamMesh):
     """Uneven shards are padded in front and cut off behind."""
 
@@ -161,6 +172,7 @@ class PadsInFront(SeamMesh):
 # --- shards ----------------------------------------------------------------------------------------------------------
 
 
+@known_wrong("R182")
 class BalancedShards(SeamMesh):
     """5 rows over 4 ranks are 2, 1, 1 and 1."""
 
@@ -168,6 +180,7 @@ class BalancedShards(SeamMesh):
         return torch.tensor_split(tensor, num_shards, dim)
 
 
+@known_wrong("R182")
 class EmptyShardsMissing(SeamMesh):
     """Ranks that have nothing have no shard at all."""
 
@@ -175,6 +188,7 @@ class EmptyShardsMissing(SeamMesh):
         return tensor.chunk(num_shards, dim)
 
 
+@known_wrong("R182")
 class EmptyShardsFlat(SeamMesh):
     """An empty shard has one dim, whatever the others have."""
 
@@ -183,6 +197,7 @@ class EmptyShardsFlat(SeamMesh):
         return [shard if shard.numel() else shard.flatten() for shard in shards]
 
 
+@known_wrong("R182")
 class PaddingNotZero(SeamMesh):
     """Padding is what was in memory."""
 
@@ -192,6 +207,7 @@ class PaddingNotZero(SeamMesh):
         return padded if amount else tensor
 
 
+@known_wrong("R182")
 class PaddingCopies(SeamMesh):
     """A tensor that needs no padding is copied."""
 
@@ -199,6 +215,7 @@ class PaddingCopies(SeamMesh):
         return super().pad(tensor, dim, amount).clone()
 
 
+@known_wrong("R182")
 class UnpadsTheFront(SeamMesh):
     """Padding is cut off where there is none."""
 
@@ -209,6 +226,7 @@ class UnpadsTheFront(SeamMesh):
 # --- gather, reduce-scatter, all-to-all ------------------------------------------------------------------------------
 
 
+@known_wrong("R183")
 class KeepsPadding(SeamMesh):
     """What is gathered has the padding of uneven shards inside."""
 
@@ -217,6 +235,7 @@ class KeepsPadding(SeamMesh):
         return mesh_all_gather(self.pad(shard, dim, most - shard.shape[dim]), (mesh, axis), dim).wait()
 
 
+@known_wrong("R183")
 class GathersAlongFirstDim(SeamMesh):
     """Even shards are joined along the first dim, whichever they are sharded along."""
 
@@ -225,6 +244,7 @@ class GathersAlongFirstDim(SeamMesh):
         return torch.cat(whole.chunk(mesh.size(axis), dim), 0) if not length % mesh.size(axis) else whole
 
 
+@known_wrong("R183")
 class GathersInReverse(SeamMesh):
     """Shards are joined from the last rank to the first."""
 
@@ -233,6 +253,7 @@ class GathersInReverse(SeamMesh):
         return torch.cat(whole.chunk(mesh.size(axis), dim)[::-1], dim)
 
 
+@known_wrong("R183")
 class SumsOverTheWorld(SeamMesh):
     """Sums are over all ranks."""
 
@@ -242,6 +263,7 @@ class SumsOverTheWorld(SeamMesh):
         return self.shards(total, mesh.size(axis), dim)[mesh.get_local_rank(axis)].contiguous()
 
 
+@known_wrong("R183")
 class AveragesTheRow(SeamMesh):
     """Sums are divided by the size of the row."""
 
@@ -249,6 +271,7 @@ class AveragesTheRow(SeamMesh):
         return super().reduced(tensor, mesh, axis, dim) / mesh.size(axis)
 
 
+@known_wrong("R183")
 class NextRanksSum(SeamMesh):
     """Each rank gets the shard of the next one."""
 
@@ -259,6 +282,7 @@ class NextRanksSum(SeamMesh):
         return self.shards(total, size, dim)[(place + 1) % size].contiguous()
 
 
+@known_wrong("R183")
 class ReducesByMemory(SeamMesh):
     """What is summed is the memory of tensors, whatever their strides are."""
 
@@ -266,6 +290,7 @@ class ReducesByMemory(SeamMesh):
         return super().reduced(_by_memory(tensor), mesh, axis, dim)
 
 
+@known_wrong("R183")
 class SumKeepsPadding(SeamMesh):
     """A shard of a sum has its padding behind it."""
 
@@ -274,6 +299,7 @@ class SumKeepsPadding(SeamMesh):
         return self.pad(shard, dim, -(-tensor.shape[dim] // mesh.size(axis)) - shard.shape[dim])
 
 
+@known_wrong("R183")
 class ExchangesInReverse(SeamMesh):
     """What the last rank sends is put first."""
 
@@ -284,6 +310,7 @@ class ExchangesInReverse(SeamMesh):
         return torch.cat(result.chunk(mesh.size(axis), gather_dim)[::-1], gather_dim)
 
 
+@known_wrong("R183")
 class ExchangeIsStrided(SeamMesh):
     """The result is a view of all that was gathered."""
 
@@ -294,6 +321,7 @@ class ExchangeIsStrided(SeamMesh):
         return self.shards(whole, mesh.size(axis), shard_dim)[mesh.get_local_rank(axis)]
 
 
+@known_wrong("R183")
 class ExchangeRoundsDown(SeamMesh):
     """What the number of ranks does not divide is lost."""
 
@@ -305,6 +333,7 @@ class ExchangeRoundsDown(SeamMesh):
         return whole.narrow(shard_dim, mesh.get_local_rank(axis) * size, size).contiguous()
 
 
+@known_wrong("R183")
 class MetaCommunicates(SeamMesh):
     """A gather synchronises its ranks before it looks at the tensor, on meta or not."""
 
@@ -316,6 +345,7 @@ class MetaCommunicates(SeamMesh):
 # --- metadata --------------------------------------------------------------------------------------------------------
 
 
+@known_wrong("R185")
 class ChecksTheWorld(SeamMesh):
     """Metadata are compared over all ranks."""
 
@@ -325,6 +355,7 @@ class ChecksTheWorld(SeamMesh):
             check_tensor_meta(tensor, world, **asked)
 
 
+@known_wrong("R185")
 class RaisesWhereDifferent(SeamMesh):
     """Only the ranks that differ from the first are told so."""
 
@@ -336,6 +367,7 @@ class RaisesWhereDifferent(SeamMesh):
                 raise
 
 
+@known_wrong("R185")
 class DtypeIgnored(SeamMesh):
     """Dtypes are not compared."""
 
@@ -343,6 +375,7 @@ class DtypeIgnored(SeamMesh):
         super().check_meta(tensor.float(), mesh, axis, **asked)
 
 
+@known_wrong("R185")
 class RequiresGradIgnored(SeamMesh):
     """Whether a tensor requires a gradient is not compared."""
 
@@ -350,6 +383,7 @@ class RequiresGradIgnored(SeamMesh):
         super().check_meta(tensor.detach(), mesh, axis, **asked)
 
 
+@known_wrong("R185")
 class ShapeIgnored(SeamMesh):
     """Shapes are not compared, asked for or not."""
 
@@ -357,6 +391,7 @@ class ShapeIgnored(SeamMesh):
         super().check_meta(tensor, mesh, axis, **{**asked, "shape": False})
 
 
+@known_wrong("R185")
 class StrideIgnored(SeamMesh):
     """Strides are not compared, asked for or not."""
 
@@ -364,6 +399,7 @@ class StrideIgnored(SeamMesh):
         super().check_meta(tensor, mesh, axis, **{**asked, "stride": False})
 
 
+@known_wrong("R185")
 class ShapeAlwaysCompared(SeamMesh):
     """Shapes are compared, asked for or not."""
 
@@ -371,6 +407,7 @@ class ShapeAlwaysCompared(SeamMesh):
         super().check_meta(tensor, mesh, axis, **{**asked, "shape": True})
 
 
+@known_wrong("R185")
 class StrideAlwaysCompared(SeamMesh):
     """Strides are compared, asked for or not."""
 

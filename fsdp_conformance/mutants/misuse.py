@@ -16,8 +16,10 @@ from fsdp_conformance.adapters.base import ModelFn, OptimFn
 from fsdp_conformance.adapters.torch_fsdp1 import TorchFSDP1
 from fsdp_conformance.config import BackwardPrefetch, Offload, Plan
 from fsdp_conformance.mutants.base import SeamFSDP2
+from fsdp_conformance.mutants.mutant import known_wrong
 
 
+@known_wrong("R055")
 class AcceptsContainers(SeamFSDP2):
     """A container without forward is accepted as a unit."""
 
@@ -29,6 +31,7 @@ class AcceptsContainers(SeamFSDP2):
         )
 
 
+@known_wrong("R057")
 class AcceptsAnything(SeamFSDP2):
     """An invalid configuration is replaced by the default."""
 
@@ -36,6 +39,7 @@ class AcceptsAnything(SeamFSDP2):
         super().setup(model_fn, optim_fn, Plan(device=plan.device, units=plan.units))
 
 
+@known_wrong("R018", environment=("accelerator",))
 class AcceptsMixedDevices(SeamFSDP2):
     """A model on several devices is moved silently, and what lay elsewhere loses its values."""
 
@@ -51,6 +55,7 @@ class AcceptsMixedDevices(SeamFSDP2):
         return super().forward(*args, **kwargs)
 
 
+@known_wrong("R016")
 class IgnoresDeviceId(SeamFSDP2):
     """A buffer stays on another device than the one named."""
 
@@ -62,6 +67,7 @@ class IgnoresDeviceId(SeamFSDP2):
         return wrapped
 
 
+@known_wrong("R014", environment=("accelerator",))
 class IgnoresOffload(SeamFSDP2):
     """Parameter offload is accepted and does nothing."""
 
@@ -69,6 +75,7 @@ class IgnoresOffload(SeamFSDP2):
         return replace(plan, offload=Offload.OFF)
 
 
+@known_wrong("R127")
 class IgnoresAutoWrap(TorchFSDP1):
     """A policy is accepted, and the whole model is one unit."""
 
@@ -76,6 +83,7 @@ class IgnoresAutoWrap(TorchFSDP1):
         return super().wrap(model, replace(plan, auto_wrap=None))
 
 
+@known_wrong("R076")
 class SwapsPrefetch(TorchFSDP1):
     """The policy of backward prefetch is another one than was asked for."""
 
@@ -85,6 +93,7 @@ class SwapsPrefetch(TorchFSDP1):
         return super().wrap(model, replace(plan, backward_prefetch=other))
 
 
+@known_wrong("R054")
 class WrapsTwiceSilently(SeamFSDP2):
     """A second wrap is accepted, and averages gradients once more."""
 
@@ -98,6 +107,7 @@ class WrapsTwiceSilently(SeamFSDP2):
         return grad / self.world_size if self._wraps > 1 else grad
 
 
+@known_wrong("R060")
 class LosesAttributes(SeamFSDP2):
     """The wrapper hides the attributes of the wrapped module."""
 
@@ -111,6 +121,7 @@ class LosesAttributes(SeamFSDP2):
         return context
 
 
+@known_wrong("R061")
 class CopiesShareStorage(SeamFSDP2):
     """A deep copy is the original."""
 
@@ -122,6 +133,7 @@ class CopiesShareStorage(SeamFSDP2):
         return wrapped
 
 
+@known_wrong("R157")
 class OutputStructureChanged(SeamFSDP2):
     """Named tuples and dataclasses come out as plain tuples."""
 
@@ -129,6 +141,7 @@ class OutputStructureChanged(SeamFSDP2):
         return _flattened(super().forward(*args, **kwargs))
 
 
+@known_wrong("R157", environment=("accelerator",))
 class MovesFlatInputsOnly(SeamFSDP2):
     """Inputs inside of containers stay on the host."""
 

@@ -1,8 +1,21 @@
-"""A known-wrong implementation, as the registry has it. Standard library only."""
+"""
+A known-wrong implementation and how one is registered. Standard library only.
+
+`@known_wrong("R003")` on an adapter class registers it where it is written: its name is the class name in kebab case,
+its defect is the docstring. `registered` finds these classes in the source text, so that the list can be had without
+importing torch; the classes themselves are imported in the ranks.
+"""
 
 from __future__ import annotations
 
+import ast
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+C = TypeVar("C", bound=type)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,21 +26,52 @@ class Mutant:
     spec: str
     """For `--implementation`."""
     requirement: str
-    """The one that kills it, whatever else does."""
+    """The requirement that names the defect; other requirements may fail as well."""
     defect: str
     """What is wrong, in one sentence."""
     environment: tuple[str, ...] = ()
     """Members of `case.ENVIRONMENTS` without which the defect cannot be seen."""
 
 
-def mutants_of(
-    module: str, requirement_and_defect: dict[str, tuple[str, str, str]], **more: tuple[str, ...]
-) -> list[Mutant]:
-    """The mutants of a module, by name; `more` has the environments of a class that needs one."""
-    return [
-        Mutant(
-            name=name, spec=f"fsdp_conformance.mutants.{module}:{cls}", requirement=requirement, defect=defect,
-            environment=more.get(cls, ()),
-        )
-        for name, (cls, requirement, defect) in requirement_and_defect.items()
-    ]  # fmt: skip
+def known_wrong(requirement: str, *, name: str | None = None, environment: tuple[str, ...] = ()) -> Callable[[C], C]:
+    """
+    Register the class below as a known-wrong implementation. All arguments must be literals: they are read as text.
+
+    `name` is only needed where it differs from the class name in kebab case.
+    """
+    return lambda cls: cls
+
+
+def registered(package: Path, import_name: str) -> Iterator[Mutant]:
+    """The mutants in the modules of a package directory, by module and line. Raises ValueError for unusable ones."""
+    for path in sorted(package.glob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8"), filename=str(path)).body:
+            if isinstance(node, ast.ClassDef):
+                for decorator in node.decorator_list:
+                    if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == known_wrong.__name__:
+                        yield _mutant(node, decorator, f"{import_name}.{path.stem}:{node.name}")
+
+
+def _mutant(cls: ast.ClassDef, decorator: ast.Call, spec: str) -> Mutant:
+    docstring = ast.get_docstring(cls)
+    if not docstring:
+        raise ValueError(f"{spec} has no docstring: the first paragraph must say what is wrong")
+    try:
+        (requirement,) = map(ast.literal_eval, decorator.args)
+        given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in decorator.keywords}
+    except ValueError:
+        raise ValueError(
+            f"{spec}: known_wrong takes one requirement and literals, got {ast.unparse(decorator)}"
+        ) from None
+    return Mutant(
+        name=given.get("name") or _kebab_case(cls.name),
+        spec=spec,
+        requirement=requirement,
+        defect=" ".join(docstring.partition("\n\n")[0].split()),
+        environment=given.get("environment", ()),
+    )
+
+
+def _kebab_case(name: str) -> str:
+    """ "ReducesOverDDP" to "reduces-over-ddp"."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).lower()

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from fsdp_conformance.config import Plan
 from fsdp_conformance.mutants.base import SeamFSDP2
+from fsdp_conformance.mutants.mutant import known_wrong
 
 
+@known_wrong("R084")
 class IgnoresParamDtype(SeamFSDP2):
     """Computes in the dtype that parameters are kept in, asked for another or not."""
 
@@ -19,6 +21,7 @@ class IgnoresParamDtype(SeamFSDP2):
         return replace(plan, param_dtype=None)
 
 
+@known_wrong("R083")
 class IgnoresReduceDtype(SeamFSDP2):
     """Gradients are accumulated and reduced in the dtype that was computed in."""
 
@@ -26,6 +29,7 @@ class IgnoresReduceDtype(SeamFSDP2):
         return replace(plan, reduce_dtype=None)
 
 
+@known_wrong("R087")
 class OnePolicyForAllUnits(SeamFSDP2):
     """Every unit computes in one unit's dtype, and so does the root."""
 
@@ -34,18 +38,21 @@ class OnePolicyForAllUnits(SeamFSDP2):
         return replace(plan, unit_dtypes=(), param_dtype="bfloat16" if "bfloat16" in dtypes else plan.param_dtype)
 
 
+@known_wrong("R132")
 class BuffersNotCast(SeamFSDP2):
     """A policy for buffers is accepted and does nothing."""
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"mp_buffers"})
 
 
+@known_wrong("R089")
 class LowPrecisionInEval(SeamFSDP2):
     """Full precision in evaluation is accepted and does nothing."""
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"mp_eval_full"})
 
 
+@known_wrong("R088")
 class RoundsInputsOutsideOfAutograd(SeamFSDP2):
     """Inputs are cast where autograd does not look."""
 

@@ -14,6 +14,7 @@ from fsdp_conformance.errors import RankFailed
 from fsdp_conformance.harness.simulated_ranks import meeting
 from fsdp_conformance.harness.simulated_ranks.state import RankState
 from fsdp_conformance.history.collective import Op
+from fsdp_conformance.mutants.mutant import known_wrong
 
 
 @contextmanager
@@ -64,6 +65,7 @@ class WrongResult(SeamRanks):
         }
 
 
+@known_wrong("R186")
 class AveragesByTwo(WrongResult):
     """An average is the sum over two, however many the ranks are."""
 
@@ -74,6 +76,7 @@ class AveragesByTwo(WrongResult):
         return [tensor * len(brought) / 2.0 for tensor in right] if is_average else right
 
 
+@known_wrong("R187")
 class TrainsOtherwise(WrongResult):
     """What is added up is the first rank's alone."""
 
@@ -83,6 +86,7 @@ class TrainsOtherwise(WrongResult):
         return [tensor.clone() for tensor in brought[0].inputs]
 
 
+@known_wrong("R186")
 class FirstPartForAll(WrongResult):
     """Every rank gets the first part of a reduce-scatter."""
 
@@ -92,6 +96,7 @@ class FirstPartForAll(WrongResult):
         return meeting.reduce_scattered(brought, 0)
 
 
+@known_wrong("R186")
 class LastPartFirst(WrongResult):
     """An all-gather has the last rank's part first."""
 
@@ -101,6 +106,7 @@ class LastPartFirst(WrongResult):
         return right[::-1] if len(right) > 1 else right
 
 
+@known_wrong("R186")
 class FirstRankIsRoot(WrongResult):
     """A broadcast comes from the first rank, whatever its root."""
 
@@ -110,6 +116,7 @@ class FirstRankIsRoot(WrongResult):
         return right if brought[0] is None else list(brought[0].inputs)
 
 
+@known_wrong("R186")
 class ExchangesNothing(WrongResult):
     """Each rank keeps its own parts of an all-to-all."""
 
@@ -120,6 +127,7 @@ class ExchangesNothing(WrongResult):
         return [own.repeat(right[0].numel())[: right[0].numel()]]
 
 
+@known_wrong("R186")
 class AveragesOverTheWorld(WrongResult):
     """A sub-group's average is over the ranks of the world."""
 
@@ -131,6 +139,7 @@ class AveragesOverTheWorld(WrongResult):
         return [tensor * len(brought) / torch.distributed.get_world_size() for tensor in right]
 
 
+@known_wrong("R186")
 class TakesWhatIsThere(SeamRanks):
     """A work is over before the peers have come."""
 
@@ -140,6 +149,7 @@ class TakesWhatIsThere(SeamRanks):
         return SimulatedWork, {"wait": lambda work, *_: True}
 
 
+@known_wrong("R186")
 class CommonRandomNumbers(SeamRanks):
     """All ranks draw from one sequence."""
 
@@ -147,6 +157,7 @@ class CommonRandomNumbers(SeamRanks):
         return RankState, {"restore": lambda state: None}
 
 
+@known_wrong("R186")
 class MismatchUnnoticed(SeamRanks):
     """What ranks call is not compared."""
 
@@ -160,6 +171,7 @@ class MismatchUnnoticed(SeamRanks):
             raise RuntimeError("a rank failed") from error
 
 
+@known_wrong("R186")
 class FailureUnnoticed(ReferenceComponents):
     """A rank that raises, and its peers, have returned nothing."""
 

@@ -17,6 +17,7 @@ from fsdp_conformance.engine.data_parallel.data_parallel import DataParallel
 from fsdp_conformance.engine.data_parallel.reducer import Phase, Reducer
 from fsdp_conformance.engine.data_parallel.unused_parameters import UsedMap
 from fsdp_conformance.engine.errors import ReductionError, ReductionUnfinished
+from fsdp_conformance.mutants.mutant import known_wrong
 
 
 class _SeamDataParallel(DataParallel):
@@ -52,6 +53,7 @@ class SeamReducer(ReferenceDataParallel):
 # --- buckets ---------------------------------------------------------------------------------------------------------
 
 
+@known_wrong("R163")
 class ClosesBeforeAdding(SeamReducer):
     """A bucket is closed before a tensor would take it over the limit."""
 
@@ -74,6 +76,7 @@ class ClosesBeforeAdding(SeamReducer):
         return Assignment(buckets, [limits[-1]] * len(buckets))
 
 
+@known_wrong("R163")
 class LimitsNeverAdvance(SeamReducer):
     """The first limit holds for every bucket."""
 
@@ -83,6 +86,7 @@ class LimitsNeverAdvance(SeamReducer):
         return super().bucket_assignment(tensors, limits[:1], *more, **options)
 
 
+@known_wrong("R163")
 class OneBucketForAllDtypes(SeamReducer):
     """Tensors of different dtypes share a bucket."""
 
@@ -93,6 +97,7 @@ class OneBucketForAllDtypes(SeamReducer):
         return super().bucket_assignment(as_bytes, limits, *more, **options)
 
 
+@known_wrong("R163")
 class BucketsAsClosed(SeamReducer):
     """Buckets stand in the order in which they were closed, asked for or not."""
 
@@ -106,6 +111,7 @@ class BucketsAsClosed(SeamReducer):
         return super().bucket_assignment(tensors, limits, sparse_flags, order or range(len(tensors)))
 
 
+@known_wrong("R163")
 class IgnoresOrder(SeamReducer):
     """The order that tensors are given in is not taken for that of their indices."""
 
@@ -119,6 +125,7 @@ class IgnoresOrder(SeamReducer):
         return super().bucket_assignment(tensors, limits, sparse_flags)
 
 
+@known_wrong("R164")
 class IgnoresSparseFlags(SeamReducer):
     """Tensors with sparse gradients share buckets with others."""
 
@@ -132,6 +139,7 @@ class IgnoresSparseFlags(SeamReducer):
         return super().bucket_assignment(tensors, limits, (), order)
 
 
+@known_wrong("R164")
 class AcceptsNothingAndSparse(SeamReducer):
     """No tensors make no buckets, and a sparse tensor counts as a dense one."""
 
@@ -156,6 +164,7 @@ class _EagerQueue(BucketQueue):
         return self.is_issued
 
 
+@known_wrong("R165")
 class LaunchesWhenReady(SeamReducer):
     """A bucket is reduced as soon as it is full, whatever the others do."""
 
@@ -168,12 +177,14 @@ class _AveragesTwice(_SeamDataParallel):
         self.reducer.set_divisor(lambda: self.process_group.size() ** 2)
 
 
+@known_wrong("R165")
 class AveragesTwice(SeamReducer):
     """A bucket is divided by the number of ranks twice."""
 
     wrapper = _AveragesTwice
 
 
+@known_wrong("R165")
 class FirstBucketLarge(SeamReducer):
     """The first bucket is as large as the others."""
 
@@ -187,6 +198,7 @@ class _Forgiving(Reducer):
             super()._mark_ready(index)
 
 
+@known_wrong("R166")
 class SecondGradientIgnored(SeamReducer):
     """A second gradient of a parameter in one backward stays on its rank, and nobody is told."""
 
@@ -200,6 +212,7 @@ class _Unnoticing(Reducer):
         super().expect_finished()
 
 
+@known_wrong("R166")
 class UnfinishedUnnoticed(SeamReducer):
     """A reduction that was not finished is dropped at the next forward without a word."""
 
@@ -214,6 +227,7 @@ class _Unnaming(Reducer):
             raise ReductionError("the last reduction was not finished", where="forward") from error
 
 
+@known_wrong("R166")
 class UnfinishedWithoutNames(SeamReducer):
     """A reduction that was not finished is refused, but the parameters are not named."""
 
@@ -228,6 +242,7 @@ class _AllUsed(UsedMap):
         return True
 
 
+@known_wrong("R167")
 class UnusedBecomesZero(SeamReducer):
     """A parameter that no rank used has a gradient of zeros, or its old one averaged."""
 
@@ -239,6 +254,7 @@ class _OwnUseOnly(UsedMap):
         return self.used_here(index)
 
 
+@known_wrong("R167")
 class LeftAloneWhereUnused(SeamReducer):
     """A gradient is left alone on every rank that did not use the parameter, whatever the others did."""
 
@@ -250,6 +266,7 @@ class _LateMarking(Reducer):
         return self._frozen
 
 
+@known_wrong("R167")
 class UnusedMarkedAtTheEnd(SeamReducer):
     """Buckets wait for the end of backward for parameters that it cannot reach."""
 
@@ -264,6 +281,7 @@ class _NoRebuild(Reducer):
         pass
 
 
+@known_wrong("R168")
 class NeverRebuilds(SeamReducer):
     """Buckets stay in the reverse order of parameters."""
 
@@ -275,6 +293,7 @@ class _OwnOrder(BucketQueue):
         return list(mine)
 
 
+@known_wrong("R168")
 class RebuildsByOwnOrder(SeamReducer):
     """Each rank rebuilds its buckets in its own order of readiness."""
 
@@ -287,6 +306,7 @@ class _AlwaysRebuilding(Reducer):
         self._rebuilt = False
 
 
+@known_wrong("R168")
 class RebuildsEveryTime(SeamReducer):
     """Buckets are rebuilt before every forward."""
 
@@ -299,6 +319,7 @@ class _RebuildingAnyway(Reducer):
         return not self._rebuilt
 
 
+@known_wrong("R168")
 class RebuildsWithUnusedSearch(SeamReducer):
     """Buckets are rebuilt although unused parameters are searched for."""
 
@@ -316,6 +337,7 @@ class _Flattening(Reducer):
                 parameter.grad = parameter.grad.contiguous()
 
 
+@known_wrong("R169")
 class GradientsContiguous(SeamReducer):
     """Gradients are contiguous, whatever the layout of their parameters is."""
 
@@ -340,6 +362,7 @@ class _Remembering(Reducer):
             parameter.grad = kept
 
 
+@known_wrong("R169")
 class WritesIntoKeptGradients(SeamReducer):
     """The gradients of the first reduction are written again by every one that follows."""
 
@@ -352,6 +375,7 @@ class _Losing(_Remembering):
             parameter.grad = torch.zeros_like(parameter.grad)
 
 
+@known_wrong("R169")
 class LostAfterNone(SeamReducer):
     """Averages are written where the first gradients were, and lost once those were set to None."""
 
@@ -378,6 +402,7 @@ class _DividesAfterHook(_SeamDataParallel):
         super().register_comm_hook(state, lambda state, bucket: hook(state, bucket).then(lambda f: f.value() / size))
 
 
+@known_wrong("R170")
 class DividesAfterHook(SeamReducer):
     """What a hook returns is divided by the number of ranks."""
 
@@ -390,6 +415,7 @@ class _DividesBeforeHook(_SeamDataParallel):
         super().register_comm_hook(state, lambda state, bucket: hook(state, _Scaled(bucket, 1 / size)))
 
 
+@known_wrong("R170")
 class DividesBeforeHook(SeamReducer):
     """A hook gets gradients that are divided by the number of ranks."""
 
@@ -407,6 +433,7 @@ class _HookResultDropped(_SeamDataParallel):
         super().register_comm_hook(state, dropping)
 
 
+@known_wrong("R170")
 class HookResultDropped(SeamReducer):
     """A hook is called, and the rank's own gradients are kept."""
 
@@ -418,6 +445,7 @@ class _AnyHookAccepted(_SeamDataParallel):
         self._hook = (state, hook)
 
 
+@known_wrong("R170")
 class AnyHookAccepted(SeamReducer):
     """Hooks are not looked at, and the last one counts."""
 
@@ -437,6 +465,7 @@ class _AnyHookResultAccepted(_SeamDataParallel):
         super().register_comm_hook(state, forgiving)
 
 
+@known_wrong("R170")
 class AnyHookResultAccepted(SeamReducer):
     """What a hook returns is dropped without a word where it does not fit."""
 
@@ -451,6 +480,7 @@ class _AlwaysDividesByAll(_SeamDataParallel):
         return super().join(True, *more, **options)
 
 
+@known_wrong("R171")
 class AlwaysDividesByAll(SeamReducer):
     """Ranks without inputs count in the divisor, asked for or not."""
 
@@ -462,6 +492,7 @@ class _AlwaysDividesByPresent(_SeamDataParallel):
         return super().join(False, *more, **options)
 
 
+@known_wrong("R171")
 class AlwaysDividesByPresent(SeamReducer):
     """Only ranks that still have inputs count in the divisor, asked for or not."""
 
@@ -473,6 +504,7 @@ class _LeftBehindAfterJoin(_SeamDataParallel):
         self._join_config = self._join_config._replace(enable=False)
 
 
+@known_wrong("R171")
 class LeftBehindAfterJoin(SeamReducer):
     """Ranks that stopped early keep the model that they had then."""
 

@@ -15,8 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
 from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.mutants.base import SeamFSDP2
+from fsdp_conformance.mutants.mutant import known_wrong
 
 
+@known_wrong("R062")
 class ExtraCollective(SeamFSDP2):
     """Every forward issues an all-gather that nobody needs."""
 
@@ -26,6 +28,7 @@ class ExtraCollective(SeamFSDP2):
         return super().forward(*args, **kwargs)
 
 
+@known_wrong("R071")
 class ExtraCollectiveInFirstStep(SeamFSDP2):
     """The first step issues a collective that later ones do not."""
 
@@ -35,6 +38,7 @@ class ExtraCollectiveInFirstStep(SeamFSDP2):
         return super().forward(*args, **kwargs)
 
 
+@known_wrong("R068")
 class GathersTwiceTheBytes(SeamFSDP2):
     """Every unit is gathered twice in forward."""
 
@@ -49,6 +53,7 @@ class GathersTwiceTheBytes(SeamFSDP2):
         return [module for module in self.model.modules() if isinstance(module, FSDPModule)]
 
 
+@known_wrong("R070")
 class ReversedGathers(GathersTwiceTheBytes):
     """Units are gathered in reverse order at the start of forward."""
 
@@ -58,6 +63,7 @@ class ReversedGathers(GathersTwiceTheBytes):
         return SeamFSDP2.forward(self, *args, **kwargs)
 
 
+@known_wrong("R066")
 class ReducesInEval(SeamFSDP2):
     """A forward in eval mode reduces something."""
 
@@ -67,6 +73,7 @@ class ReducesInEval(SeamFSDP2):
         return super().forward(*args, **kwargs)
 
 
+@known_wrong("R022")
 class CollectiveForEmptyUnit(SeamFSDP2):
     """Units without parameters issue a collective of nothing."""
 
@@ -81,6 +88,7 @@ class CollectiveForEmptyUnit(SeamFSDP2):
         dist.all_reduce(torch.zeros(0, device=self.device))
 
 
+@known_wrong("R067")
 class RankDependentOrder(SeamFSDP2):
     """Odd ranks issue two collectives the other way round."""
 
@@ -96,6 +104,7 @@ class RankDependentOrder(SeamFSDP2):
         return super().forward(*args, **kwargs)
 
 
+@known_wrong("R069")
 class WorldInsteadOfSubgroup(SeamFSDP2):
     """Units on a group of their own are communicated over the world."""
 
@@ -109,6 +118,7 @@ class WorldInsteadOfSubgroup(SeamFSDP2):
         return super()._mesh(plan)
 
 
+@known_wrong("R077")
 class PrefetchesFewer(SeamFSDP2):
     """The last unit of an explicit prefetch list is left out."""
 
@@ -116,6 +126,7 @@ class PrefetchesFewer(SeamFSDP2):
         return replace(plan, explicit_prefetch=max(0, plan.explicit_prefetch - 1))
 
 
+@known_wrong("R063")
 class IgnoresReshard(SeamFSDP2):
     """Parameters are resharded after forward, asked for or not."""
 
@@ -125,6 +136,7 @@ class IgnoresReshard(SeamFSDP2):
         return replace(plan, sharding=sharding, reshard_after_forward=reshard)
 
 
+@known_wrong("R079")
 class AsyncUnshardDoesNothing(SeamFSDP2):
     """The handle of an asynchronous unshard waits for nothing, and nothing is gathered."""
 

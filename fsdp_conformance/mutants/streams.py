@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_conformance.mutants.base import SeamFSDP2
+from fsdp_conformance.mutants.mutant import known_wrong
 
 #: Elements of a scratch buffer: of a size that nothing else of the models here has.
 _SCRATCH = 8209
@@ -38,6 +39,7 @@ class SideStream(SeamFSDP2):
             yield
 
 
+@known_wrong("R074", environment=("accelerator",))
 class StepsOnASideStream(SideStream):
     """The optimizer runs on a stream that the next forward does not wait for."""
 
@@ -46,6 +48,7 @@ class StepsOnASideStream(SideStream):
             return super().step(max_norm, norm_type=norm_type)
 
 
+@known_wrong("R074", environment=("accelerator",))
 class PrefetchesBeforeTheStep(SideStream):
     """The first gather of a forward runs on a stream that has not waited for the optimizer."""
 
@@ -64,6 +67,7 @@ class PrefetchesBeforeTheStep(SideStream):
         return next(unit for unit in units if isinstance(unit, FSDPModule) and any(True for _ in unit.parameters()))
 
 
+@known_wrong("R075", environment=("accelerator",))
 class ScalesWithoutWaiting(SideStream):
     """Gradients are read and written on a stream that has not waited for their reduction."""
 
@@ -74,6 +78,7 @@ class ScalesWithoutWaiting(SideStream):
                     grad.mul_(1.0)
 
 
+@known_wrong("R075", environment=("accelerator",))
 class FreesInFlight(SideStream):
     """A buffer is freed while another stream still uses it, and its memory is given out again."""
 
@@ -87,6 +92,13 @@ class FreesInFlight(SideStream):
         return super().forward(*args, **kwargs)
 
 
+@known_wrong(
+    "R138",
+    environment=(
+        "accelerator",
+        "pinned_memory",
+    ),
+)
 class ReadsOffloadedGradientsEarly(SideStream):
     """The host uses gradients whose copy to its memory has not been waited for."""
 
@@ -96,6 +108,13 @@ class ReadsOffloadedGradientsEarly(SideStream):
                 grad.copy_(grad.to(self.device), non_blocking=True)
 
 
+@known_wrong(
+    "R138",
+    environment=(
+        "accelerator",
+        "pinned_memory",
+    ),
+)
 class OverwritesParametersInFlight(SideStream):
     """The host writes offloaded parameters while their copy to the device is still reading them."""
 

@@ -14,8 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_conformance.config import Plan
 from fsdp_conformance.mutants.base import SeamFSDP2
+from fsdp_conformance.mutants.mutant import known_wrong
 
 
+@known_wrong("R120")
 class ZeroInsteadOfNone(SeamFSDP2):
     """A parameter that nobody used gets a gradient of zeros."""
 
@@ -25,6 +27,7 @@ class ZeroInsteadOfNone(SeamFSDP2):
                 parameter.grad = torch.zeros_like(parameter)
 
 
+@known_wrong("R117")
 class GarbageForUnused(SeamFSDP2):
     """A parameter that nobody used gets a gradient of garbage."""
 
@@ -34,6 +37,7 @@ class GarbageForUnused(SeamFSDP2):
                 parameter.grad = torch.full_like(parameter, 0.5)
 
 
+@known_wrong("R117")
 class KeepsUnusedUnsharded(SeamFSDP2):
     """A unit that took no part in the step holds full parameters after it."""
 
@@ -51,6 +55,7 @@ class KeepsUnusedUnsharded(SeamFSDP2):
         return norm
 
 
+@known_wrong("R119")
 class ReducesOnlyUsed(SeamFSDP2):
     """
     Each rank reduces the parameters that it used, whatever the others did.
@@ -61,6 +66,7 @@ class ReducesOnlyUsed(SeamFSDP2):
     capabilities: ClassVar[frozenset[str]] = frozenset({"unused_divergent"})
 
 
+@known_wrong("R124")
 class EmptyShardMissing(SeamFSDP2):
     """A rank without elements of a parameter has no gradient of it at all."""
 
@@ -70,6 +76,7 @@ class EmptyShardMissing(SeamFSDP2):
                 parameter.grad = None
 
 
+@known_wrong("R111")
 class FrozenGetsGradient(SeamFSDP2):
     """Frozen parameters are trained."""
 
@@ -81,6 +88,7 @@ class FrozenGetsGradient(SeamFSDP2):
         return
 
 
+@known_wrong("R072")
 class FrozenReduced(SeamFSDP2):
     """Frozen units are reduced like others."""
 
@@ -93,6 +101,7 @@ class FrozenReduced(SeamFSDP2):
                 dist.reduce_scatter(parts[0].clone(), parts)
 
 
+@known_wrong("R106")
 class TiedGradientDoubled(SeamFSDP2):
     """The gradient of a tied parameter counts twice."""
 
@@ -100,6 +109,7 @@ class TiedGradientDoubled(SeamFSDP2):
         return grad * 2 if self.names.is_tied(name) else grad
 
 
+@known_wrong("R106")
 class Unties(SeamFSDP2):
     """Tied parameters become copies of each other."""
 
@@ -114,6 +124,7 @@ class Unties(SeamFSDP2):
         return plan
 
 
+@known_wrong("R116")
 class ShardsIgnored(SeamFSDP2):
     """Ignored modules are sharded and reduced like others."""
 

@@ -15,8 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
 from fsdp_conformance.config import Plan
 from fsdp_conformance.mutants.base import SeamDDP, SeamFSDP2
+from fsdp_conformance.mutants.mutant import known_wrong
 
 
+@known_wrong("R073")
 class ReadsBeforeWait(SeamFSDP2):
     """
     The first unit computes with what its gather buffer held before the gather.
@@ -38,6 +40,7 @@ class ReadsBeforeWait(SeamFSDP2):
                 self._before[key] = arrived
 
 
+@known_wrong("R007")
 class ShardsDifferBetweenRanks(SeamFSDP2):
     """Ranks drift apart: each steps a copy of its own."""
 
@@ -50,6 +53,7 @@ class ShardsDifferBetweenRanks(SeamFSDP2):
             grad.div_(self.world_size).mul_(1 + self.rank * 2.0**-12)
 
 
+@known_wrong("R009")
 class ExtraDecay(SeamFSDP2):
     """Every step shrinks the parameters by a little."""
 
@@ -60,6 +64,7 @@ class ExtraDecay(SeamFSDP2):
         return norm
 
 
+@known_wrong("R011")
 class RandomNoise(SeamFSDP2):
     """Every step adds noise that no seed controls."""
 
@@ -71,6 +76,7 @@ class RandomNoise(SeamFSDP2):
         return norm
 
 
+@known_wrong("R002")
 class RoundedParameters(SeamFSDP2):
     """Parameters are rounded to bfloat16 after each step."""
 
@@ -81,6 +87,7 @@ class RoundedParameters(SeamFSDP2):
         return norm
 
 
+@known_wrong("R188")
 class SilentDDP(SeamFSDP2):
     """DistributedDataParallel under another name: nothing is sharded."""
 
@@ -92,6 +99,7 @@ class SilentDDP(SeamFSDP2):
         return ddp.no_sync()
 
 
+@known_wrong("R019")
 class WritesAfterWrapLost(SeamFSDP2):
     """The first forward restores the parameters of the wrap."""
 
@@ -106,6 +114,7 @@ class WritesAfterWrapLost(SeamFSDP2):
         return super().forward(*args, **kwargs)
 
 
+@known_wrong("R020")
 class SyncForgetsBuffers(SeamFSDP2):
     """Sync at init broadcasts parameters, not buffers."""
 
@@ -114,6 +123,7 @@ class SyncForgetsBuffers(SeamFSDP2):
             dist.broadcast(parameter.detach(), 0)
 
 
+@known_wrong("R021")
 class IgnoresSync(SeamFSDP2):
     """Sync at init is accepted and does nothing."""
 
@@ -121,6 +131,7 @@ class IgnoresSync(SeamFSDP2):
         return
 
 
+@known_wrong("R128")
 class RewrapResets(SeamDDP):
     """Wrapping a trained unit again initialises it anew."""
 
@@ -135,6 +146,7 @@ class RewrapResets(SeamDDP):
         return super().wrap(model, plan)
 
 
+@known_wrong("R002")
 class RenamedParameter(SeamFSDP2):
     """A parameter comes back under another name."""
 
@@ -144,6 +156,7 @@ class RenamedParameter(SeamFSDP2):
         return {f"flat.{name}" if name == last else name: value for name, value in values.items()}
 
 
+@known_wrong("R130")
 class BufferNotUpdated(SeamFSDP2):
     """Buffers that forward writes are put back."""
 

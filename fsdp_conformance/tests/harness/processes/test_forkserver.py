@@ -229,7 +229,10 @@ def test_file_is_executed_once_per_process(tmp_path: Path) -> None:
 
 def test_preload_module_needs_no_torch() -> None:
     """The controller may ask for names of files before torch is wanted."""
-    code = "import sys; from fsdp_conformance.harness import deadlines, preload; print('torch' in sys.modules)"
+    code = (
+        "import sys; from fsdp_conformance.harness import deadlines; "
+        "from fsdp_conformance.harness.processes import preload; print('torch' in sys.modules)"
+    )
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True
     )

@@ -173,8 +173,8 @@ def all_reduce_on(rank: int, guilty: int) -> None:
 def test_different_collectives_are_named() -> None:
     """Every rank hears of both calls, with their lines, and no deadline is waited for."""
     for text in _told(3, lambda rank: all_reduce_on(rank, guilty=2)):
-        assert "rank 2 called all_gather(3 float32) at test_harness_simulated_ranks.py" in text
-        assert "rank 0 called all_reduce(SUM, 3 float32) at test_harness_simulated_ranks.py" in text
+        assert "rank 2 called all_gather(3 float32) at test_ranks.py" in text
+        assert "rank 0 called all_reduce(SUM, 3 float32) at test_ranks.py" in text
         assert "the operations differ" in text
 
 
@@ -339,8 +339,8 @@ def test_a_mismatch_is_diagnosed_on_both_kinds_of_ranks(simulated: bool) -> None
 
     (text,) = [text for _, text in [*result.errors, *result.failures]]
     assert "timed out in a collective" in text or "had not reported when it was ended" in text
-    assert re.search(r"rank 0 called all_reduce\S* .*at test_harness_simulated_ranks.py:\d+ in step", text), text
-    assert re.search(r"rank 1 called all_gather\S* .*at test_harness_simulated_ranks.py:\d+ in step", text), text
+    assert re.search(r"rank 0 called all_reduce\S* .*at test_ranks.py:\d+ in step", text), text
+    assert re.search(r"rank 1 called all_gather\S* .*at test_ranks.py:\d+ in step", text), text
 
 
 # --- engines ---

@@ -1,0 +1,71 @@
+"""The registry of known-wrong implementations, read from the source text without importing torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp_conformance import mutants
+from fsdp_conformance.mutants.mutant import Mutant, registered
+
+
+def _registered(directory: Path, source: str) -> list[Mutant]:
+    (directory / "wrong.py").write_text(source, encoding="utf-8")
+    return list(registered(directory, "package"))
+
+
+def test_a_class_is_registered_where_it_is_written(tmp_path: Path) -> None:
+    """The name comes from the class, the defect from the first paragraph of its docstring."""
+    source = '''
+@known_wrong("R003", environment=("accelerator",))
+class ReducesOverDDP(Base):
+    """Gradients are reduced
+    by DDP.
+
+    More about it.
+    """
+
+class Helper(Base):
+    """Not registered."""
+'''
+    assert _registered(tmp_path, source) == [
+        Mutant(
+            name="reduces-over-ddp",
+            spec="package.wrong:ReducesOverDDP",
+            requirement="R003",
+            defect="Gradients are reduced by DDP.",
+            environment=("accelerator",),
+        )
+    ]
+
+
+def test_a_name_can_be_given(tmp_path: Path) -> None:
+    """Cases refer to mutants by name, so a class can be renamed without its mutant."""
+    source = '@known_wrong("R003", name="from-step-2")\nclass Late:\n    """Wrong."""'
+
+    assert [mutant.name for mutant in _registered(tmp_path, source)] == ["from-step-2"]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ('@known_wrong("R003")\nclass A:\n    pass', "package.wrong:A has no docstring"),
+        ('@known_wrong(R)\nclass A:\n    """Wrong."""', r"takes one requirement and literals, got known_wrong\(R\)"),
+        ('@known_wrong()\nclass A:\n    """Wrong."""', r"takes one requirement and literals, got known_wrong\(\)"),
+    ],
+)
+def test_an_unusable_registration_is_refused(tmp_path: Path, source: str, message: str) -> None:
+    """A class that the registry cannot read is an error, never left out."""
+    with pytest.raises(ValueError, match=message):
+        _registered(tmp_path, source)
+
+
+def test_the_registry_needs_no_torch() -> None:
+    """The list is read by tools that must answer where torch takes seconds to import."""
+    code = f"import sys, {mutants.__name__}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+
+    assert done.stdout.strip() == "False"
