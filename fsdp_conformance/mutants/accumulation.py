@@ -1,4 +1,4 @@
-"""Wrong micro-batches: what is deferred, what is added, when the optimizer steps, what a forward leaves behind."""
+"""Wrong accumulation: what is deferred, what is added, when the optimizer steps, and what a forward leaves behind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp_conformance.mutants.mutant import known_wrong
 
 @known_wrong("R093", name="last-microbatch-not-synchronised")
 class LastMicroBatchNotSynchronised(SeamFSDP2):
-    """The reduction of the last micro-batch is deferred."""
+    """The reduction of the last micro-batch is deferred as well."""
 
     @contextmanager
     def microbatch(self, last: bool, *, reduced: bool = True) -> Iterator[None]:
@@ -27,7 +27,7 @@ class LastMicroBatchNotSynchronised(SeamFSDP2):
 
 @known_wrong("R092")
 class OverwritesInsteadOfAdding(SeamFSDP2):
-    """A micro-batch's gradient replaces what was there."""
+    """A micro-batch's gradient replaces the accumulated one."""
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         self._there: dict[str, Tensor] = {}
@@ -43,7 +43,7 @@ class OverwritesInsteadOfAdding(SeamFSDP2):
             self._there.clear()
 
     def local_gradient(self, name: str, grad: Tensor) -> Tensor:
-        # What is added to the gradients that were deferred takes them away.
+        # Adding this to the deferred gradients cancels them.
         before = self._there.get(name)
         self._there[name] = grad.clone()
         return grad if before is None else grad - before
@@ -51,7 +51,7 @@ class OverwritesInsteadOfAdding(SeamFSDP2):
 
 @known_wrong("R092", name="optimizer-steps-every-microbatch")
 class StepsEveryMicroBatch(SeamFSDP2):
-    """The optimizer steps after each micro-batch."""
+    """The optimizer steps after every micro-batch."""
 
     @contextmanager
     def microbatch(self, last: bool, *, reduced: bool = True) -> Iterator[None]:
@@ -63,7 +63,7 @@ class StepsEveryMicroBatch(SeamFSDP2):
 
 @known_wrong("R065")
 class IgnoresNoSync(SeamFSDP2):
-    """Deferred micro-batches are reduced all the same."""
+    """Deferred micro-batches are reduced anyway."""
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -71,7 +71,7 @@ class IgnoresNoSync(SeamFSDP2):
 
 @known_wrong("R156")
 class SecondBackwardLost(SeamFSDP2):
-    """The second backward of a forward adds nothing."""
+    """The second backward of a forward contributes nothing."""
 
     _kept = False
 
@@ -83,7 +83,7 @@ class SecondBackwardLost(SeamFSDP2):
 
 @known_wrong("R155")
 class MultiForwardLosesGradient(SeamFSDP2):
-    """Of a module called several times only the first call has gradients."""
+    """When a module is called several times, only the first call contributes a gradient."""
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         super().setup(model_fn, optim_fn, plan)
@@ -92,7 +92,7 @@ class MultiForwardLosesGradient(SeamFSDP2):
         for module in self.model.modules():
             if any(True for _ in module.parameters(recurse=False)):
                 module.register_forward_pre_hook(self._hide)
-                # Before FSDP2's own, which may reshard the module.
+                # Runs before FSDP2's own hook, which may reshard the module.
                 module.register_forward_hook(self._show, prepend=True)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ class MultiForwardLosesGradient(SeamFSDP2):
         return super().forward(*args, **kwargs)
 
     def _hide(self, module: nn.Module, args: Any) -> None:
-        """From the second call on the parameters are constants."""
+        """Make the parameters constants from the second call on."""
         self._calls[module] = self._calls.get(module, 0) + 1
         if self._calls[module] > 1 and torch.is_grad_enabled():
             self._hidden[module] = dict(module._parameters)
@@ -115,14 +115,14 @@ class MultiForwardLosesGradient(SeamFSDP2):
 
 @known_wrong("R053")
 class IdleForwardLeaks(SeamFSDP2):
-    """Forwards without backward count in the average of gradients."""
+    """Forwards without a backward count in the gradient average."""
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"nonroot_forward"})
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         super().setup(model_fn, optim_fn, plan)
         self._forwards: dict[str, int] = {}
-        # FSDP2 takes the unit that runs first for the root; this makes it the real one.
+        # FSDP2 treats the first unit to run as the root; this makes it the real root.
         self._root_first()
         for module in self.model.modules():
             if any(True for _ in module.parameters(recurse=False)):
@@ -146,7 +146,7 @@ class IdleForwardLeaks(SeamFSDP2):
 
 @known_wrong("R114")
 class StepsDroppedGradients(SeamFSDP2):
-    """Gradients that were set to None are stepped."""
+    """The optimizer still steps gradients that were set to None."""
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         self._kept: dict[str, Tensor] = {}
@@ -166,7 +166,7 @@ class StepsDroppedGradients(SeamFSDP2):
 
 @known_wrong("R010")
 class EvalDisturbsTraining(SeamFSDP2):
-    """The step after a forward in eval mode is skipped."""
+    """The optimizer step after a forward in eval mode is skipped."""
 
     _evaluated = False
 
@@ -184,7 +184,7 @@ class EvalDisturbsTraining(SeamFSDP2):
 
 @known_wrong("R123")
 class PaddingInTheNorm(SeamFSDP2):
-    """The total norm counts padding that nobody wrote."""
+    """The total norm includes uninitialized padding."""
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         norm = super().clip(max_norm, norm_type)
@@ -194,7 +194,7 @@ class PaddingInTheNorm(SeamFSDP2):
 
 @known_wrong("R097")
 class AllReducesEveryMicroBatch(SeamFSDP2):
-    """The all-reduce over the replicas is done for every micro-batch, deferred or not."""
+    """The all-reduce over replicas runs for every micro-batch, even when it is deferred."""
 
     def no_all_reduce(self) -> AbstractContextManager[Any]:
         return nullcontext()

@@ -1,9 +1,9 @@
 """
-Engines to be wrong with: right in themselves, with places where a subclass can be wrong.
+Correct engines with seams that a subclass overrides to introduce one defect.
 
-`SeamFSDP2` is torch's FSDP2 as its users can extend it, without patches: local gradients are seen by tensor hooks on
-the unsharded parameters, reduced ones in `.grad`. It also offers what FSDP2 does not (scalars, ties across units, sync
-at init), by hand, because a case that needs it must be able to fail somebody.
+`SeamFSDP2` extends torch's FSDP2 through its public hooks, without patches: tensor hooks on the unsharded parameters
+see the local gradients, and `.grad` holds the reduced ones. By hand it adds what FSDP2 lacks (scalars, ties across
+units, sync at init), so that the cases that need these features also have a mutant to fail.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp_conformance.config import Plan, Sharding
 
 
 class SeamFSDP2(TorchFSDP2):
-    """FSDP2 with seams; itself right."""
+    """A correct FSDP2 with seams to override."""
 
     capabilities: ClassVar[frozenset[str]] = frozenset(
         {
@@ -42,23 +42,23 @@ class SeamFSDP2(TorchFSDP2):
         }
     )
     num_steps = 0
-    """Optimizer steps done."""
+    """Number of optimizer steps taken."""
 
     # The seams.
 
     def local_gradient(self, name: str, grad: Tensor) -> Tensor:
-        """This rank's gradient of a full parameter, before it is added to anything; the result takes its place."""
+        """Return what replaces this rank's gradient of a full parameter, before accumulation."""
         return grad
 
     def after_backward(self) -> None:
-        """Called after each backward, when its reduction (if any) is done."""
+        """Called after each backward, once its reduction (if any) has finished."""
 
     def prepare(self, model: nn.Module, plan: Plan) -> Plan:
-        """Called with the model before it is wrapped; returns the plan to wrap by."""
+        """Called with the model before it is wrapped; returns the plan to wrap with."""
         return plan
 
     def synchronise(self, model: nn.Module) -> None:
-        """Sync at init: every tensor of the first rank to all."""
+        """Sync at init: broadcast every tensor of the first rank."""
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), 0)
 
@@ -71,7 +71,7 @@ class SeamFSDP2(TorchFSDP2):
         super().setup(model_fn, optim_fn, plan)
         for module in self.model.modules():
             if any(True for _ in module.parameters(recurse=False)):
-                # Registered after FSDP2's own, which comes first: the parameters of the module are full by then.
+                # Registered after FSDP2's own hook, so the parameters are full when it runs.
                 module.register_forward_pre_hook(self._hook_parameters)
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
@@ -103,7 +103,7 @@ class SeamFSDP2(TorchFSDP2):
         self.num_steps += 1
         return norm
 
-    # What mutants use.
+    # Helpers for mutants.
 
     @property
     def world_size(self) -> int:
@@ -120,7 +120,7 @@ class SeamFSDP2(TorchFSDP2):
         return {name: parameter for name, parameter in self.parameters().items() if isinstance(parameter, DTensor)}
 
     def local_grads(self) -> Mapping[str, Tensor]:
-        """This rank's part of every gradient, live."""
+        """This rank's part of every gradient, as live tensors."""
         return {
             name: grad.to_local() if isinstance(grad, DTensor) else grad
             for name, parameter in self.parameters().items()
@@ -128,22 +128,22 @@ class SeamFSDP2(TorchFSDP2):
         }
 
     def shard_dim_of(self, tensor: Tensor) -> int:
-        """The dimension along which a full tensor is sharded."""
+        """The dim that a full tensor is sharded along."""
         return self.plan.shard_dim if tensor.dim() > self.plan.shard_dim else 0
 
     def rows_per_rank(self, tensor: Tensor) -> int:
-        """Length of a shard along its dimension, padding included."""
+        """Length of a shard along its sharded dim, including padding."""
         return -(-tensor.shape[self.shard_dim_of(tensor)] // self.world_size) if tensor.dim() else 1
 
     def own_rows(self, tensor: Tensor) -> Tensor:
-        """The part of a full tensor that this rank stores, as a view."""
+        """A view of the part of a full tensor that this rank stores."""
         if not tensor.dim():
             return tensor
         dim, rows = self.shard_dim_of(tensor), self.rows_per_rank(tensor)
         begin = min(self.rank * rows, tensor.shape[dim])
         return tensor.narrow(dim, begin, min(rows, tensor.shape[dim] - begin))
 
-    # The rest.
+    # Implementation.
 
     def _options(self, model: nn.Module, plan: Plan) -> dict[str, Any]:
         options = super()._options(model, plan)
@@ -166,12 +166,12 @@ class SeamFSDP2(TorchFSDP2):
             if parameter is None or not parameter.requires_grad or id(parameter) in self._hooked:
                 continue
             name = self.names.listed_name(f"{fqn}.{key}" if fqn else key)
-            # Held, so that no other tensor gets its id.
+            # Kept alive so that its id cannot be reused.
             self._hooked[id(parameter)] = parameter
             parameter.register_hook(partial(self.local_gradient, name))  # type: ignore[no-untyped-call]
 
     def _reduce_left_out(self) -> None:
-        """What FSDP2 does not take is replicated, and its gradients are averaged here."""
+        """Average the gradients of the parameters that FSDP2 does not take and that are replicated."""
         for name, parameter in self.parameters().items():
             if name in self._left_out and parameter.grad is not None:
                 dist.all_reduce(parameter.grad)
@@ -179,15 +179,15 @@ class SeamFSDP2(TorchFSDP2):
 
 
 class SeamDDP(TorchDDP):
-    """DistributedDataParallel that says it shards, for defects that FSDP2 cannot have: it refuses what leads there."""
+    """DistributedDataParallel that claims to shard, for defects that FSDP2 rules out by raising."""
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"zero3", "rewrap", "subgroups", "hsdp"})
 
 
 def _unfit(model: nn.Module, plan: Plan) -> Iterator[str]:
     """
-    Parameters that stay whole: those that `fully_shard` refuses (scalars, non-contiguous ones, those that two units
-    share), and those that the plan says are small.
+    Names of the parameters that stay whole: those that `fully_shard` rejects (scalars, non-contiguous parameters,
+    parameters shared by two units) and those that the plan keeps full because they are small.
     """
     first: dict[int, str] = {}
     owners: dict[int, set[str]] = {}
@@ -202,7 +202,7 @@ def _unfit(model: nn.Module, plan: Plan) -> Iterator[str]:
 
 
 def _entrances(unit: nn.Module) -> Iterator[str]:
-    """The methods by which a unit without forward of its own is used."""
+    """The methods through which a unit that does not define `forward` is called."""
     if type(unit).forward is not nn.Module.forward:
         return
     for base in type(unit).__mro__:

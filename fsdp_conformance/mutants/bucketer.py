@@ -1,4 +1,4 @@
-"""The reduce-scatter bucketer: what waits, what goes with what, and who gets what."""
+"""Wrong bucketers: what waits, what is coalesced with what, and who gets which result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Inputs = Sequence[Tensor] | Tensor
 
 
 class _SeamBucketer(ReduceScatterBucketer):
-    """The engine's, with places to be wrong at."""
+    """The engine's bucketer with seams to override."""
 
     def reduce_scatter(
         self, inputs: Inputs, group: ProcessGroup | None = None, callback: Callback | None = None
@@ -33,26 +33,26 @@ class _SeamBucketer(ReduceScatterBucketer):
         return pending
 
     def changed(self, inputs: Inputs, callback: Callback | None) -> tuple[Inputs, Callback | None]:
-        """What is given instead."""
+        """Return what is passed on instead."""
         return inputs, callback
 
     def before(self, inputs: Inputs, group: ProcessGroup | None) -> None:
-        """Called before an input is looked at."""
+        """Called before an input is handled."""
 
     def behind(self, inputs: Inputs, group: ProcessGroup | None) -> None:
-        """Called when it has been placed, or sent."""
+        """Called after the input was placed or sent."""
 
     def bucket_of(self, inputs: Inputs, group: ProcessGroup | None) -> _Bucket:
-        """The bucket that the input belongs into."""
+        """The bucket for an input."""
         return self._bucket(inputs[0].dtype, inputs[0].device, group or dist.group.WORLD)  # type: ignore[arg-type]
 
     def is_large(self, inputs: Inputs) -> bool:
-        """Whether it does not wait."""
+        """Whether an input is reduced at once."""
         return inputs[0].numel() > self.shard_capacity(inputs[0].dtype)
 
 
 class SeamBucketer(ReferenceComponents):
-    """The engine's bucketer, or a subclass of it."""
+    """An adapter for the engine's bucketer or a subclass of it."""
 
     bucketer: ClassVar[type[_SeamBucketer]] = _SeamBucketer
 
@@ -65,7 +65,7 @@ class SeamBucketer(ReferenceComponents):
 
 @known_wrong("R172")
 class CapacityForOneRank(SeamBucketer):
-    """The cap is taken for that of one rank's row."""
+    """The capacity is taken as the size of one rank's row."""
 
     def reduce_scatter_bucketer(self, cap_bytes: float) -> Bucketer:
         return super().reduce_scatter_bucketer(cap_bytes * dist.get_world_size())
@@ -95,14 +95,14 @@ class _SendingAtCapacity(_SeamBucketer):
 
 @known_wrong("R172")
 class ReducesAtCapacity(SeamBucketer):
-    """An input of exactly the capacity does not wait."""
+    """An input of exactly the capacity is reduced at once instead of waiting."""
 
     bucketer = _SendingAtCapacity
 
 
 @known_wrong("R172")
 class NoCapForZero(SeamBucketer):
-    """A cap of nothing is taken for no cap."""
+    """A capacity of zero is treated as no limit."""
 
     def reduce_scatter_bucketer(self, cap_bytes: float) -> Bucketer:
         nothing = cap_bytes < 4 * dist.get_world_size()
@@ -120,7 +120,7 @@ class _FlushingBefore(_SeamBucketer):
 
 @known_wrong("R173")
 class LargeInputFlushes(SeamBucketer):
-    """A large input flushes what waits before it."""
+    """A large input flushes the inputs that are waiting."""
 
     bucketer = _FlushingBefore
 
@@ -134,7 +134,7 @@ class _Dropping(_SeamBucketer):
 
 @known_wrong("R173")
 class LargeInputDropsPending(SeamBucketer):
-    """What waits is lost when a large input comes."""
+    """Pending inputs are lost when a large input arrives."""
 
     bucketer = _Dropping
 
@@ -147,7 +147,7 @@ class _Waiting(_SeamBucketer):
 
 @known_wrong("R173")
 class LargeInputWaits(SeamBucketer):
-    """A large input waits like others, beyond the capacity."""
+    """A large input waits in a bucket beyond its capacity."""
 
     bucketer = _Waiting
 
@@ -179,7 +179,7 @@ class _PlacingFirst(_SeamBucketer):
 
 @known_wrong("R174")
 class PlacesThenFlushes(SeamBucketer):
-    """An input that does not fit is flushed together with what waits."""
+    """An input that does not fit is flushed together with the pending ones."""
 
     bucketer = _PlacingFirst
 
@@ -217,7 +217,7 @@ class _SharedByDtypes(_SeamBucketer):
 
 @known_wrong("R175")
 class OneBucketForDtypes(SeamBucketer):
-    """Wide inputs are rounded and share a bucket with others."""
+    """Wide inputs are rounded so that they share a bucket with others."""
 
     bucketer = _SharedByDtypes
 
@@ -233,7 +233,7 @@ class _Reversed(_SeamBucketer):
 
 @known_wrong("R175")
 class CallbacksReversed(SeamBucketer):
-    """The callbacks of a bucket are called in reverse, each with another one's result."""
+    """The callbacks of a bucket run in reverse order, each with the wrong result."""
 
     bucketer = _Reversed
 
@@ -245,7 +245,7 @@ class _Rotated(_SeamBucketer):
 
 @known_wrong("R175")
 class NextRanksShard(SeamBucketer):
-    """Each rank gets the shard of the next one."""
+    """Each rank gets the next rank's shard."""
 
     bucketer = _Rotated
 
@@ -296,7 +296,7 @@ class _Flat(_SeamBucketer):
 
 @known_wrong("R175")
 class FlatResults(SeamBucketer):
-    """Results are flat, whatever the shape of the inputs is."""
+    """Results are flat, whatever the shape of the inputs."""
 
     bucketer = _Flat
 
@@ -308,7 +308,7 @@ class _ByMemory(_SeamBucketer):
 
 @known_wrong("R175")
 class RowsFlattenedByMemory(SeamBucketer):
-    """Inputs are sent as they lie in memory, whatever their strides are."""
+    """Inputs are sent in memory order, ignoring their strides."""
 
     bucketer = _ByMemory
 
@@ -324,7 +324,7 @@ class _AnyLength(_SeamBucketer):
 
 @known_wrong("R176")
 class AnyLengthAccepted(SeamBucketer):
-    """A list of the wrong length is filled up, or cut."""
+    """A list of the wrong length is padded or truncated."""
 
     bucketer = _AnyLength
 
@@ -339,7 +339,7 @@ class _DroppingAtTeardown(_SeamBucketer):
 
 @known_wrong("R176")
 class TeardownDropsPending(SeamBucketer):
-    """Teardown drops what is pending."""
+    """Teardown drops pending inputs."""
 
     bucketer = _DroppingAtTeardown
 
@@ -354,7 +354,7 @@ class _AlwaysFlushing(_SeamBucketer):
 
 @known_wrong("R176")
 class EmptyFlushCommunicates(SeamBucketer):
-    """A flush of nothing sends something."""
+    """Flushing an empty bucketer issues a collective."""
 
     bucketer = _AlwaysFlushing
 
@@ -372,7 +372,7 @@ class _Final(_SeamBucketer):
 
 @known_wrong("R176")
 class TeardownIsFinal(SeamBucketer):
-    """After teardown nothing calls back, set up or not."""
+    """After teardown no callback ever runs, even after a new setup."""
 
     bucketer = _Final
 
@@ -384,7 +384,7 @@ class _Forgetting(_SeamBucketer):
 
 @known_wrong("R176")
 class EmptyInputForgotten(SeamBucketer):
-    """An input without elements never calls back."""
+    """The callback of an input without elements never runs."""
 
     bucketer = _Forgetting
 
@@ -400,6 +400,6 @@ class _LosingFromCallbacks(_SeamBucketer):
 
 @known_wrong("R176")
 class LostFromCallbacks(SeamBucketer):
-    """What a callback gives to the bucketer is lost."""
+    """Inputs that a callback submits are lost."""
 
     bucketer = _LosingFromCallbacks

@@ -1,4 +1,4 @@
-"""Chunks with a block of their own, and pairs of chunks: whose block is it, and whose values."""
+"""Wrong fused chunks and wrong pairs of chunks: who owns the block, and whose values count."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Sharing(SeamPool):
 
 @known_wrong("R179")
 class FusedTakesAPoolBlock(SeamChunks):
-    """A fused chunk is gathered into a block of the pool like others."""
+    """A fused chunk is gathered into a pool block like any other."""
 
     pool = _Sharing
 
@@ -33,7 +33,7 @@ class _Releasing(EngineChunk):
 
 @known_wrong("R179")
 class FusedIsReleased(SeamChunks):
-    """The release of a fused chunk is accepted."""
+    """A fused chunk can be released."""
 
     chunk_class = _Releasing
 
@@ -45,7 +45,7 @@ class _Alone(EngineChunk):
 
 @known_wrong("R179")
 class PartnerNeverRead(SeamChunks):
-    """What the optimizer wrote to the partner's shard stays there."""
+    """What the optimizer writes to the partner's shard is never copied back."""
 
     chunk_class = _Alone
 

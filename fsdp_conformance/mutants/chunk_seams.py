@@ -1,4 +1,4 @@
-"""The engine's chunks and their pool, with places to be wrong at; themselves right."""
+"""The engine's chunks and memory pool with seams to override; correct as they are."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_conformance.adapters.reference_components import EngineChunk, EnginePo
 
 
 class SeamPool(EnginePool):
-    """The engine's, whose chunks can be of another class."""
+    """The engine's pool, with a replaceable chunk class."""
 
     chunk_class: type[EngineChunk] = EngineChunk
 
@@ -28,7 +28,7 @@ class SeamPool(EnginePool):
 
 
 class SeamChunks(ReferenceComponents):
-    """The engine's chunks and pool, or subclasses of them."""
+    """An adapter for the engine's chunks and pool or subclasses of them."""
 
     pool: ClassVar[type[SeamPool]] = SeamPool
     chunk_class: ClassVar[type[EngineChunk]] = EngineChunk

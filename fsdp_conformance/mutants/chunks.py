@@ -1,4 +1,4 @@
-"""Chunks and their pool: what a shard holds, which states are legal, what is measured, and whose blocks are whose."""
+"""Wrong chunks and pools: what a shard holds, which states are legal, the statistics, and who owns which block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Unpadded(EngineChunk):
 
 @known_wrong("R177")
 class PaddingNotZeroed(SeamChunks):
-    """What stands behind the tensors of a chunk is whatever was in memory."""
+    """The padding behind a chunk's tensors is uninitialized memory."""
 
     chunk_class = _Unpadded
 
@@ -67,7 +67,7 @@ class _Cutting(EngineChunk):
 
 @known_wrong("R177")
 class AppendsWhatFits(SeamChunks):
-    """Of a tensor that does not fit, as much is appended as there is room for."""
+    """A tensor that does not fit is truncated to the remaining room."""
 
     chunk_class = _Cutting
 
@@ -83,7 +83,7 @@ class _Wasting(EngineChunk):
 
 @known_wrong("R177")
 class RefusedTensorTakesRoom(SeamChunks):
-    """A tensor that is refused leaves the chunk with less room."""
+    """A rejected tensor still takes up room in the chunk."""
 
     chunk_class = _Wasting
 
@@ -97,7 +97,7 @@ class _RoundingPool(SeamPool):
 
 @known_wrong("R177")
 class RoundsSizesDown(SeamChunks):
-    """A size that the group does not divide is rounded down."""
+    """A size that is not divisible by the group size is rounded down."""
 
     pool = _RoundingPool
 
@@ -114,7 +114,7 @@ class _UsedOnce(EngineChunk):
 
 @known_wrong("R178")
 class UsedOnceOnly(SeamChunks):
-    """A tensor that one backward has used may not be used again."""
+    """A tensor that a backward has used cannot be used again."""
 
     chunk_class = _UsedOnce
 
@@ -134,7 +134,7 @@ class _AnyMove(EngineChunk):
 
 @known_wrong("R178")
 class AnyTransition(SeamChunks):
-    """Every move between states is accepted."""
+    """Every state transition is accepted."""
 
     chunk_class = _AnyMove
 
@@ -148,7 +148,7 @@ class _NoSameState(EngineChunk):
 
 @known_wrong("R178")
 class SameStateRefused(SeamChunks):
-    """A move to the state that a tensor is in already is refused."""
+    """A transition to the current state is rejected."""
 
     chunk_class = _NoSameState
 
@@ -163,7 +163,7 @@ class _MovingAllTheSame(_AnyMove):
 
 @known_wrong("R178")
 class RefusedMovesAllTheSame(SeamChunks):
-    """A move that is refused has been made."""
+    """A rejected transition takes place anyway."""
 
     chunk_class = _MovingAllTheSame
 
@@ -176,7 +176,7 @@ class _ReleasingInUse(EngineChunk):
 
 @known_wrong("R178")
 class ReleasesInUse(SeamChunks):
-    """A chunk is released while a tensor of it is in use."""
+    """A chunk is released while one of its tensors is in use."""
 
     chunk_class = _ReleasingInUse
 
@@ -189,7 +189,7 @@ class _ReducingEarly(EngineChunk):
 
 @known_wrong("R178")
 class ReducesTooEarly(SeamChunks):
-    """A chunk is reduced although a tensor of it is not ready."""
+    """A chunk is reduced before all of its tensors are ready."""
 
     chunk_class = _ReducingEarly
 
@@ -218,7 +218,7 @@ class _Emptied(EngineChunk):
 
 @known_wrong("R179")
 class ReleasedForGood(SeamChunks):
-    """The values of a chunk are gone when it is released."""
+    """The values of a chunk are lost when it is released."""
 
     chunk_class = _Emptied
 
@@ -232,7 +232,7 @@ class _GatheringAgain(EngineChunk):
 
 @known_wrong("R179")
 class GathersAgain(SeamChunks):
-    """A second access gathers the chunk once more."""
+    """A second access gathers the chunk again."""
 
     chunk_class = _GatheringAgain
 
@@ -270,7 +270,7 @@ class _NextShard(EngineChunk):
 
 @known_wrong("R179")
 class NextShardOfGradients(SeamChunks):
-    """Reduced gradients are shifted against the shard."""
+    """Reduced gradients are shifted relative to the shard."""
 
     chunk_class = _NextShard
 
@@ -288,7 +288,7 @@ class _Growing(EngineChunk):
 
 @known_wrong("R179")
 class PoolGrows(SeamChunks):
-    """Where no block is free, another one is allocated."""
+    """When no block is free, the pool allocates another one."""
 
     chunk_class = _Growing
 
@@ -304,7 +304,7 @@ class _CountingPadding(EngineChunk):
 
 @known_wrong("R180")
 class NormCountsPadding(SeamChunks):
-    """The norm counts padding that nobody has set to zero."""
+    """The norm includes padding that was never zeroed."""
 
     chunk_class = _CountingPadding
 
@@ -323,7 +323,7 @@ class _AddingUp(EngineChunk):
 
 @known_wrong("R180")
 class NormsAddUp(SeamChunks):
-    """The norm of a reduction is added to those before."""
+    """The norm of a reduction is added to the previous ones."""
 
     chunk_class = _AddingUp
 
@@ -341,7 +341,7 @@ class _Local(EngineChunk):
 
 @known_wrong("R180")
 class NormBeforeTheMean(SeamChunks):
-    """The norm is that of the rank's own gradients, before they are reduced."""
+    """The norm is taken of the rank's own gradients, before they are reduced."""
 
     chunk_class = _Local
 
@@ -354,7 +354,7 @@ class _OneRank(SeamPool):
 
 @known_wrong("R180")
 class TotalOfOneRank(SeamChunks):
-    """The total norm is that of the rank's own shards."""
+    """The total norm covers only the rank's own shards."""
 
     pool = _OneRank
 
@@ -367,7 +367,7 @@ class _OneChunk(SeamPool):
 
 @known_wrong("R180")
 class TotalOfOneChunk(SeamChunks):
-    """The total norm is that of the last chunk."""
+    """The total norm covers only the last chunk."""
 
     pool = _OneChunk
 
@@ -383,14 +383,14 @@ class _Sticking(EngineChunk):
 
 @known_wrong("R180")
 class OverflowSticks(SeamChunks):
-    """An overflow is never forgotten."""
+    """An overflow is never cleared."""
 
     chunk_class = _Sticking
 
 
 @known_wrong("R180")
 class OverflowOfOneRank(SeamChunks):
-    """Only the rank that owns an infinite element knows of it."""
+    """Only the rank that owns an infinite element reports the overflow."""
 
     pool = _OneRank
 
@@ -403,7 +403,7 @@ class _NanBlind(EngineChunk):
 
 @known_wrong("R180")
 class OverflowUnseen(SeamChunks):
-    """What is not a number does not count as an overflow."""
+    """NaN does not count as an overflow."""
 
     chunk_class = _NanBlind
 
@@ -428,7 +428,7 @@ class _Miscounting(SeamPool):
 
 @known_wrong("R181")
 class MiscountsWhenEmpty(SeamChunks):
-    """A request that is refused is counted."""
+    """A rejected request is counted."""
 
     pool = _Miscounting
 
@@ -441,7 +441,7 @@ class _TakingAll(SeamPool):
 
 @known_wrong("R181")
 class DoubleReturnAccepted(SeamChunks):
-    """A block that is not leased is taken back without a word."""
+    """A block that is not leased can be returned."""
 
     pool = _TakingAll
 
@@ -455,7 +455,7 @@ class _Untyped(SeamPool):
 
 @known_wrong("R181")
 class UntypedBlocks(SeamChunks):
-    """Blocks are bytes, whatever was asked for."""
+    """Blocks are bytes, whatever dtype was requested."""
 
     pool = _Untyped
 
@@ -473,7 +473,7 @@ class _EvictingNewest(SeamPool):
 
 @known_wrong("R181")
 class EvictsTheNewest(SeamChunks):
-    """The chunk that came last leaves first."""
+    """The most recently fetched chunk is evicted first."""
 
     pool = _EvictingNewest
 
@@ -492,7 +492,7 @@ class _EvictingNearest(SeamPool):
 
 @known_wrong("R181")
 class EvictsTheNearestUse(SeamChunks):
-    """The chunk that is used again first leaves first."""
+    """The chunk that is needed soonest is evicted first."""
 
     pool = _EvictingNearest
 
@@ -504,6 +504,6 @@ class _Unplanned(SeamPool):
 
 @known_wrong("R181")
 class IgnoresNextUse(SeamChunks):
-    """Chunks leave first in, first out, whatever is known of their next use."""
+    """Chunks are evicted first in, first out, even when their next use is known."""
 
     pool = _Unplanned

@@ -1,4 +1,4 @@
-"""What redistributions on a mesh cost: what is free, what cannot be, and what each collective is priced by."""
+"""Wrong costs of redistributions: what is free, what is impossible, and what each collective is priced by."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_conformance.adapters.reference_components import ReferenceComponents
 from fsdp_conformance.mutants.mutant import known_wrong
 from fsdp_conformance.planner.link_spec import LinkSpec
 
-#: What is charged where nothing should be.
+#: Charged where the cost must be zero.
 _CHARGE_US = 3.0
 
 # --- what is free ----------------------------------------------------------------------------------------------------
@@ -23,7 +23,7 @@ _CHARGE_US = 3.0
 
 @known_wrong("R184")
 class ChargesEqualLayouts(ReferenceComponents):
-    """Where nothing changes there is a cost."""
+    """A redistribution that changes nothing has a cost."""
 
     def redistribution_cost(
         self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
@@ -33,7 +33,7 @@ class ChargesEqualLayouts(ReferenceComponents):
 
 @known_wrong("R184")
 class ChargesSlices(ReferenceComponents):
-    """Slicing what every rank has costs as much as gathering it."""
+    """Slicing a replicated tensor costs as much as gathering it."""
 
     def redistribution_cost(
         self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
@@ -45,7 +45,7 @@ class ChargesSlices(ReferenceComponents):
 
 @known_wrong("R184")
 class OutsidersPay(ReferenceComponents):
-    """A rank outside the mesh has a cost."""
+    """A rank outside the mesh is charged."""
 
     def redistribution_cost(
         self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
@@ -59,7 +59,7 @@ class OutsidersPay(ReferenceComponents):
 
 @known_wrong("R184")
 class ShardsBecomePartial(ReferenceComponents):
-    """Shards are taken for partial sums, at no cost."""
+    """Shards are treated as partial sums, at no cost."""
 
     def redistribution_cost(
         self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
@@ -70,7 +70,7 @@ class ShardsBecomePartial(ReferenceComponents):
 
 @known_wrong("R184")
 class CrossesMeshes(ReferenceComponents):
-    """Another mesh is taken for the same."""
+    """A different mesh is treated as the same one."""
 
     def redistribution_cost(
         self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
@@ -83,7 +83,7 @@ class CrossesMeshes(ReferenceComponents):
 
 @known_wrong("R184")
 class GathersOneShard(ReferenceComponents):
-    """An all-gather is priced by the bytes of one shard."""
+    """An all-gather is priced by the size of one shard."""
 
     def redistribution_cost(
         self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
@@ -116,7 +116,7 @@ class ReducesInOnePass(ReferenceComponents):
 
 @known_wrong("R184")
 class FirstAxisOnly(ReferenceComponents):
-    """What happens along the other axes of a mesh costs nothing."""
+    """Communication along the other mesh axes is free."""
 
     def redistribution_cost(
         self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
@@ -127,7 +127,7 @@ class FirstAxisOnly(ReferenceComponents):
 
 @known_wrong("R184")
 class CountsElements(ReferenceComponents):
-    """Elements are counted, whatever their dtype."""
+    """The cost is based on elements, whatever their dtype."""
 
     def redistribution_cost(
         self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
@@ -137,7 +137,7 @@ class CountsElements(ReferenceComponents):
 
 @known_wrong("R184")
 class EveryTensorAlike(ReferenceComponents):
-    """The cost does not depend on the size of the tensor."""
+    """The cost does not depend on the tensor's size."""
 
     def redistribution_cost(
         self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout

@@ -1,4 +1,4 @@
-"""Wrong reductions: the scale, who contributes, which rows, which parameters."""
+"""Wrong reductions: scale, missing ranks, wrong rows, wrong parameters."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from fsdp_conformance.mutants.mutant import known_wrong
 
 @known_wrong("R003")
 class SumInsteadOfMean(SeamFSDP2):
-    """Gradients are the sum over ranks."""
+    """Gradients are summed over ranks instead of averaged."""
 
-    # It also says that it would report a group that contradicts the launcher, and does not.
+    # It also declares that it detects a group that contradicts the launcher, and does not detect it.
     capabilities: ClassVar[frozenset[str]] = frozenset({"pg_sanity"})
 
     def local_gradient(self, name: str, grad: Tensor) -> Tensor:
@@ -45,13 +45,13 @@ class DividesByPowerOfTwo(SeamFSDP2):
 
 @known_wrong("R003")
 class NoReduction(SeamFSDP2):
-    """Each rank keeps its own gradient of the rows that it stores."""
+    """Each rank keeps its own gradient for the rows it stores."""
 
     def local_gradient(self, name: str, grad: Tensor) -> Tensor:
         return self.unreduced(grad)
 
     def unreduced(self, grad: Tensor) -> Tensor:
-        """What reduces to this rank's own gradient: nothing for the rows of others, so much more for its own."""
+        """A gradient that reduces to this rank's own: zero in the rows of others, scaled up in its own rows."""
         alone = torch.zeros_like(grad)
         self.own_rows(alone).copy_(self.own_rows(grad) * self.world_size)
         return alone
@@ -59,7 +59,7 @@ class NoReduction(SeamFSDP2):
 
 @known_wrong("R003", name="reduction-skipped-from-step-2")
 class ReductionSkipped(NoReduction):
-    """From the third step on nothing is reduced."""
+    """Nothing is reduced from the third step on."""
 
     def local_gradient(self, name: str, grad: Tensor) -> Tensor:
         return self.unreduced(grad) if self.num_steps >= 2 else grad
@@ -75,7 +75,7 @@ class BiasNotReduced(NoReduction):
 
 @known_wrong("R003")
 class OneRankDropped(SeamFSDP2):
-    """The last rank's gradients do not take part."""
+    """The last rank's gradients are left out of the reduction."""
 
     def local_gradient(self, name: str, grad: Tensor) -> Tensor:
         return torch.zeros_like(grad) if self.rank == self.world_size - 1 else grad
@@ -83,7 +83,7 @@ class OneRankDropped(SeamFSDP2):
 
 @known_wrong("R004")
 class OneLayerNormNotAveraged(SeamFSDP2):
-    """The gradient of one LayerNorm's weight is summed, not averaged."""
+    """The gradient of one LayerNorm weight is summed instead of averaged."""
 
     def local_gradient(self, name: str, grad: Tensor) -> Tensor:
         norms = [
@@ -118,7 +118,7 @@ class ShardsRotated(SeamFSDP2):
 
 @known_wrong("R126")
 class OuterUnitReducesInner(SeamFSDP2):
-    """Parameters of inner modules are averaged once more by the root."""
+    """The root averages the parameters of inner modules a second time."""
 
     def local_gradient(self, name: str, grad: Tensor) -> Tensor:
         return grad / self.world_size if "." in name else grad
@@ -126,7 +126,7 @@ class OuterUnitReducesInner(SeamFSDP2):
 
 @known_wrong("R123")
 class UninitialisedPadding(SeamFSDP2):
-    """Padding that nobody wrote is added to the gradient, times zero."""
+    """Uninitialized padding, multiplied by zero, is added to the gradient."""
 
     def local_gradient(self, name: str, grad: Tensor) -> Tensor:
         padded = grad.new_empty(self.rows_per_rank(grad) * self.world_size)
@@ -135,7 +135,7 @@ class UninitialisedPadding(SeamFSDP2):
 
 @known_wrong("R005")
 class ReducesOverShardGroupOnly(SeamFSDP2):
-    """Under hybrid sharding nothing is reduced over the replicas."""
+    """Under hybrid sharding gradients are never reduced over the replicas."""
 
     def _mesh(self, plan: Plan) -> DeviceMesh:
         mesh = super()._mesh(plan)
@@ -144,14 +144,14 @@ class ReducesOverShardGroupOnly(SeamFSDP2):
 
 @known_wrong("R062")
 class AllReduceAndSlice(SeamFSDP2):
-    """Gradients are all-reduced and cut, instead of reduce-scattered."""
+    """Gradients are all-reduced and sliced instead of reduce-scattered."""
 
     def prepare(self, model: nn.Module, plan: Plan) -> Plan:
         self._waiting: dict[str, Tensor] = {}
         return plan
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        # FSDP2's reduction is always off: this one's is by hand.
+        # FSDP2's own reduction stays off; gradients are reduced by hand.
         return nullcontext()
 
     def local_gradient(self, name: str, grad: Tensor) -> Tensor:

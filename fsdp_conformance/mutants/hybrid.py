@@ -1,4 +1,4 @@
-"""Wrong hybrid sharding: the second reduction, over the replicas, and what replicas begin with."""
+"""Wrong hybrid sharding: the reduction over replicas and the replicas' initial values."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from fsdp_conformance.mutants.mutant import known_wrong
 
 class HookedHybrid(SeamFSDP2):
     """
-    Hybrid sharding by FSDP2's hook: sharded over the shard group, each unit's shard all-reduced by hand; itself right.
+    A correct hybrid sharding built on FSDP2's all-reduce hook: each unit's shard is all-reduced by hand.
 
-    Shards of a unit come as one flat tensor, padded, so that they have the same size on every rank.
+    The hook gets a unit's shards as one flat, padded tensor of the same size on every rank.
     """
 
     def shard_group(self) -> ProcessGroup:
-        """The ranks that this one shards with."""
+        """The ranks that this rank shards with."""
         return self._hybrid_mesh.get_group("shard")
 
     def replica_group(self) -> ProcessGroup:
@@ -52,7 +52,7 @@ class HookedHybrid(SeamFSDP2):
 
 @known_wrong("R151")
 class AllReducesOverShardGroup(HookedHybrid):
-    """Under hybrid sharding shards are all-reduced over the shard group, whose ranks hold different ones."""
+    """Under hybrid sharding shards are all-reduced over the shard group, whose ranks hold different shards."""
 
     def reduce_over_replicas(self, shard: Tensor) -> None:
         dist.all_reduce(shard, group=self.shard_group())
@@ -78,7 +78,7 @@ class DividesByReplicasOnly(HookedHybrid):
 
 @known_wrong("R151")
 class AllReducesTheFullGradient(HookedHybrid):
-    """Under hybrid sharding the all-reduce over replicas carries as much as the gradient that was scattered."""
+    """Under hybrid sharding the all-reduce over replicas carries the full gradient instead of the shard."""
 
     def reduce_over_replicas(self, shard: Tensor) -> None:
         full = shard.repeat(self.shard_group().size())
@@ -97,10 +97,10 @@ class AllReducesInPieces(HookedHybrid):
 
 @known_wrong("R152")
 class SynchronisesInsideShardGroups(SeamFSDP2):
-    """Sync at init broadcasts the values of the first rank of each shard group."""
+    """Sync at init broadcasts from the first rank of each shard group."""
 
     def synchronise(self, model: nn.Module) -> None:
-        # The values that every rank has, and of them those of the shard group's first.
+        # All ranks' values, and from those the value of the shard group's first rank.
         first = self.rank - self.rank % (self.world_size // self.plan.replicas)
         for tensor in [*model.parameters(), *model.buffers()]:
             values = [torch.empty_like(tensor) for _ in range(self.world_size)]

@@ -1,4 +1,4 @@
-"""Memory that is held where it should not be: full parameters, full gradients, copies, something more every step."""
+"""Memory held too long: full parameters, full gradients, copies, and leaks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdp_conformance.mutants.mutant import known_wrong
 
 @known_wrong("R033", environment=("accelerator",))
 class KeepsFullParameters(SeamFSDP2):
-    """A full copy of the parameters stays on the device beside the shards."""
+    """A full copy of the parameters stays on the device next to the shards."""
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         self._copies = [parameter.detach().clone().to(self.device) for parameter in model.parameters()]
@@ -27,7 +27,7 @@ class KeepsFullParameters(SeamFSDP2):
 
 @known_wrong("R034", environment=("accelerator",))
 class KeepsParametersAfterForward(SeamFSDP2):
-    """Units hold their full parameters from forward to backward, asked for or not."""
+    """Units keep their full parameters from forward to backward, whatever was requested."""
 
     def prepare(self, model: nn.Module, plan: Plan) -> Plan:
         sharding = Sharding.GRAD_OPTIM if plan.sharding in (Sharding.FULL, Sharding.DEFAULT) else plan.sharding
@@ -36,7 +36,7 @@ class KeepsParametersAfterForward(SeamFSDP2):
 
 @known_wrong("R035", environment=("accelerator",))
 class KeepsFullGradients(SeamFSDP2):
-    """The full gradients of a step are held until the next forward."""
+    """The full gradients of a step are kept until the next forward."""
 
     _full: ClassVar[list[Tensor]] = []
 
@@ -51,7 +51,7 @@ class KeepsFullGradients(SeamFSDP2):
 
 @known_wrong("R038", environment=("accelerator",))
 class GathersEverythingFirst(SeamFSDP2):
-    """Every unit is gathered at the start of forward, and at the start of backward."""
+    """Every unit is gathered at the start of forward and again at the start of backward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._gather_all()
@@ -69,7 +69,7 @@ class GathersEverythingFirst(SeamFSDP2):
 
 @known_wrong("R039", environment=("accelerator",))
 class LeaksEveryStep(SeamFSDP2):
-    """Each step leaves a few bytes on the device."""
+    """Each step leaks a few bytes on the device."""
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         super().setup(model_fn, optim_fn, plan)
@@ -82,7 +82,7 @@ class LeaksEveryStep(SeamFSDP2):
 
 @known_wrong("R040", environment=("accelerator",))
 class SurvivesItsOwner(SeamFSDP2):
-    """The engine keeps every model that it has ever wrapped."""
+    """The engine keeps every model it has ever wrapped alive."""
 
     _wrapped: ClassVar[list[nn.Module]] = []
 
@@ -111,7 +111,7 @@ class PersistentNotReduced(SeamFSDP2):
 
 @known_wrong("R085", environment=("accelerator",))
 class KeepsLowPrecisionCopies(SeamFSDP2):
-    """The low-precision copies of the shards live on after the unit was resharded."""
+    """The low-precision copies of the shards outlive the reshard."""
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         super().backward(loss, retain_graph=retain_graph)
@@ -125,7 +125,7 @@ class KeepsLowPrecisionCopies(SeamFSDP2):
 
 @known_wrong("R036")
 class ShowsItsOwnParameters(SeamFSDP2):
-    """In forward and backward a unit has a parameter that the user never made."""
+    """During forward and backward a unit exposes a parameter that the user never created."""
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         super().setup(model_fn, optim_fn, plan)
@@ -145,7 +145,7 @@ class ShowsItsOwnParameters(SeamFSDP2):
 
 @known_wrong("R037")
 class ReplicatedGradients(SeamFSDP2):
-    """Gradients are left in full on every rank, and not as the shards that the optimizer holds."""
+    """Every rank keeps the full gradients instead of the shards that its optimizer holds."""
 
     def after_backward(self) -> None:
         if not self._reduced:

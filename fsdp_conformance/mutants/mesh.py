@@ -1,4 +1,4 @@
-"""Collectives along a mesh: which ranks they reach, whose data they take, and what becomes of uneven shards."""
+"""Wrong mesh collectives: which ranks they reach, whose data they use, and how they treat uneven shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsdp_conformance.mutants.mutant import known_wrong
 
 
 class SeamMesh(EngineMesh, ReferenceComponents):
-    """The engine's collectives, handed out by an adapter that is them, with places to be wrong at."""
+    """An adapter for the engine's mesh collectives, with seams to override."""
 
     def mesh_collectives(self) -> MeshCollectives:
         return self
@@ -30,7 +30,7 @@ class SeamMesh(EngineMesh, ReferenceComponents):
         return source
 
     def axis(self, axis: int) -> int:
-        """The axis that is taken."""
+        """The mesh axis to use."""
         return axis
 
     def reduced(self, tensor: Tensor, mesh: DeviceMesh, axis: int, dim: int) -> Tensor:
@@ -65,7 +65,7 @@ class SeamMesh(EngineMesh, ReferenceComponents):
 
 @known_wrong("R182")
 class FirstAxisAlways(SeamMesh):
-    """Every collective runs along the first axis."""
+    """Every collective runs along the first mesh axis."""
 
     def axis(self, axis: int) -> int:
         return 0
@@ -73,7 +73,7 @@ class FirstAxisAlways(SeamMesh):
 
 @known_wrong("R182")
 class SourceOfTheWorld(SeamMesh):
-    """A source is taken for a rank of the world; in rows that it is not in the first rank is."""
+    """The source is read as a world rank; rows without that rank use their first."""
 
     def source(self, source: int, mesh: DeviceMesh, axis: int) -> int:
         ranks = dist.get_process_group_ranks(mesh.get_group(axis))
@@ -82,7 +82,7 @@ class SourceOfTheWorld(SeamMesh):
 
 @known_wrong("R182")
 class FirstSourceAlways(SeamMesh):
-    """The source is the first rank of the row, whichever is named."""
+    """The source is always the first rank of the row."""
 
     def source(self, source: int, mesh: DeviceMesh, axis: int) -> int:
         return 0
@@ -93,7 +93,7 @@ class FirstSourceAlways(SeamMesh):
 
 @known_wrong("R182")
 class BroadcastIntoACopy(SeamMesh):
-    """What is broadcast is returned, and the tensor stays as it was."""
+    """The broadcast result is returned, but the tensor itself does not change."""
 
     def broadcast(self, tensor: Tensor, mesh: DeviceMesh, axis: int, source: int = 0) -> object:
         return super().broadcast(tensor.clone(), mesh, axis, source)
@@ -101,7 +101,7 @@ class BroadcastIntoACopy(SeamMesh):
 
 @known_wrong("R182")
 class BroadcastByMemory(SeamMesh):
-    """What is broadcast is a tensor's memory, whatever its strides are on each rank."""
+    """A tensor is broadcast in memory order, ignoring each rank's strides."""
 
     def broadcast(self, tensor: Tensor, mesh: DeviceMesh, axis: int, source: int = 0) -> object:
         return super().broadcast(tensor.as_strided((tensor.numel(),), (1,)), mesh, axis, source)
@@ -109,7 +109,7 @@ class BroadcastByMemory(SeamMesh):
 
 @known_wrong("R182")
 class ScattersItsOwnList(SeamMesh):
-    """A rank that has a list of the right length takes its own entry from there."""
+    """A rank that passes a list of the right length takes its own entry from it."""
 
     def scatter(
         self, output: Tensor, shards: Sequence[Tensor] | None, mesh: DeviceMesh, axis: int, source: int = 0, **more: Any
@@ -122,7 +122,7 @@ class ScattersItsOwnList(SeamMesh):
 
 @known_wrong("R182")
 class ListsMustFit(SeamMesh):
-    """The lists of all ranks are looked at, and one that does not fit is refused."""
+    """The lists of all ranks are validated, not only the source's."""
 
     def scatter(
         self, output: Tensor, shards: Sequence[Tensor] | None, mesh: DeviceMesh, axis: int, source: int = 0, **more: Any
@@ -130,13 +130,13 @@ class ListsMustFit(SeamMesh):
         problem = torch.tensor(float(shards is None or len(shards) != mesh.size(axis)), device=output.device)
         dist.all_reduce(problem, group=mesh.get_group(axis))
         if problem.item():
-            raise ValueError("every rank should have a list of as many tensors as there are ranks")
+            raise ValueError("every rank must pass one tensor per rank")
         return super().scatter(output, shards, mesh, axis, source, **more)
 
 
 @known_wrong("R182")
 class ScatterIntoACopy(SeamMesh):
-    """What is scattered is returned, and the output stays as it was."""
+    """The scatter result is returned, but the output does not change."""
 
     def scatter(
         self, output: Tensor, shards: Sequence[Tensor] | None, mesh: DeviceMesh, axis: int, source: int = 0, **more: Any
@@ -146,7 +146,7 @@ class ScatterIntoACopy(SeamMesh):
 
 @known_wrong("R182")
 class ScatterByMemory(SeamMesh):
-    """Entries of the list are sent as they lie in memory, whatever their strides are."""
+    """List entries are sent in memory order, ignoring their strides."""
 
     def scatter(
         self, output: Tensor, shards: Sequence[Tensor] | None, mesh: DeviceMesh, axis: int, source: int = 0, **more: Any
@@ -156,7 +156,7 @@ class ScatterByMemory(SeamMesh):
 
 @known_wrong("R182")
 class PadsInFront(SeamMesh):
-    """Uneven shards are padded in front and cut off behind."""
+    """Uneven shards are padded in front and cut at the back."""
 
     def scatter(
         self, output: Tensor, shards: Sequence[Tensor] | None, mesh: DeviceMesh, axis: int, source: int = 0, **more: Any
@@ -174,7 +174,7 @@ class PadsInFront(SeamMesh):
 
 @known_wrong("R182")
 class BalancedShards(SeamMesh):
-    """5 rows over 4 ranks are 2, 1, 1 and 1."""
+    """5 rows over 4 ranks become 2, 1, 1 and 1."""
 
     def shards(self, tensor: Tensor, num_shards: int, dim: int) -> Sequence[Tensor]:
         return torch.tensor_split(tensor, num_shards, dim)
@@ -182,7 +182,7 @@ class BalancedShards(SeamMesh):
 
 @known_wrong("R182")
 class EmptyShardsMissing(SeamMesh):
-    """Ranks that have nothing have no shard at all."""
+    """Ranks without elements have no shard at all."""
 
     def shards(self, tensor: Tensor, num_shards: int, dim: int) -> Sequence[Tensor]:
         return tensor.chunk(num_shards, dim)
@@ -199,7 +199,7 @@ class EmptyShardsFlat(SeamMesh):
 
 @known_wrong("R182")
 class PaddingNotZero(SeamMesh):
-    """Padding is what was in memory."""
+    """Padding is uninitialized memory."""
 
     def pad(self, tensor: Tensor, dim: int, amount: int) -> Tensor:
         padded = torch.empty_like(super().pad(tensor, dim, amount))
@@ -209,7 +209,7 @@ class PaddingNotZero(SeamMesh):
 
 @known_wrong("R182")
 class PaddingCopies(SeamMesh):
-    """A tensor that needs no padding is copied."""
+    """A tensor that needs no padding is copied anyway."""
 
     def pad(self, tensor: Tensor, dim: int, amount: int) -> Tensor:
         return super().pad(tensor, dim, amount).clone()
@@ -217,7 +217,7 @@ class PaddingCopies(SeamMesh):
 
 @known_wrong("R182")
 class UnpadsTheFront(SeamMesh):
-    """Padding is cut off where there is none."""
+    """Padding is removed at the wrong end."""
 
     def unpad(self, tensor: Tensor, dim: int, amount: int) -> Tensor:
         return tensor.narrow(dim, amount, tensor.shape[dim] - amount) if amount else tensor
@@ -228,7 +228,7 @@ class UnpadsTheFront(SeamMesh):
 
 @known_wrong("R183")
 class KeepsPadding(SeamMesh):
-    """What is gathered has the padding of uneven shards inside."""
+    """The gathered tensor still contains the padding of uneven shards."""
 
     def all_gather(self, shard: Tensor, mesh: DeviceMesh, axis: int, dim: int, length: int) -> Tensor:
         most = -(-length // mesh.size(axis))
@@ -237,7 +237,7 @@ class KeepsPadding(SeamMesh):
 
 @known_wrong("R183")
 class GathersAlongFirstDim(SeamMesh):
-    """Even shards are joined along the first dim, whichever they are sharded along."""
+    """Even shards are always joined along the first dim."""
 
     def all_gather(self, shard: Tensor, mesh: DeviceMesh, axis: int, dim: int, length: int) -> Tensor:
         whole = super().all_gather(shard, mesh, axis, dim, length)
@@ -255,7 +255,7 @@ class GathersInReverse(SeamMesh):
 
 @known_wrong("R183")
 class SumsOverTheWorld(SeamMesh):
-    """Sums are over all ranks."""
+    """Sums run over all ranks instead of the row."""
 
     def reduced(self, tensor: Tensor, mesh: DeviceMesh, axis: int, dim: int) -> Tensor:
         total = tensor.contiguous().clone()
@@ -273,7 +273,7 @@ class AveragesTheRow(SeamMesh):
 
 @known_wrong("R183")
 class NextRanksSum(SeamMesh):
-    """Each rank gets the shard of the next one."""
+    """Each rank gets the next rank's shard."""
 
     def reduced(self, tensor: Tensor, mesh: DeviceMesh, axis: int, dim: int) -> Tensor:
         size, place = mesh.size(axis), mesh.get_local_rank(axis)
@@ -284,7 +284,7 @@ class NextRanksSum(SeamMesh):
 
 @known_wrong("R183")
 class ReducesByMemory(SeamMesh):
-    """What is summed is the memory of tensors, whatever their strides are."""
+    """Tensors are summed in memory order, ignoring their strides."""
 
     def reduced(self, tensor: Tensor, mesh: DeviceMesh, axis: int, dim: int) -> Tensor:
         return super().reduced(_by_memory(tensor), mesh, axis, dim)
@@ -292,7 +292,7 @@ class ReducesByMemory(SeamMesh):
 
 @known_wrong("R183")
 class SumKeepsPadding(SeamMesh):
-    """A shard of a sum has its padding behind it."""
+    """A shard of a sum still has its padding."""
 
     def reduced(self, tensor: Tensor, mesh: DeviceMesh, axis: int, dim: int) -> Tensor:
         shard = super().reduced(tensor, mesh, axis, dim)
@@ -301,7 +301,7 @@ class SumKeepsPadding(SeamMesh):
 
 @known_wrong("R183")
 class ExchangesInReverse(SeamMesh):
-    """What the last rank sends is put first."""
+    """The last rank's part comes first."""
 
     def shard_dim_all_to_all(
         self, shard: Tensor, mesh: DeviceMesh, axis: int, gather_dim: int, shard_dim: int, length: int
@@ -312,7 +312,7 @@ class ExchangesInReverse(SeamMesh):
 
 @known_wrong("R183")
 class ExchangeIsStrided(SeamMesh):
-    """The result is a view of all that was gathered."""
+    """The result is a view of everything that was gathered."""
 
     def shard_dim_all_to_all(
         self, shard: Tensor, mesh: DeviceMesh, axis: int, gather_dim: int, shard_dim: int, length: int
@@ -323,7 +323,7 @@ class ExchangeIsStrided(SeamMesh):
 
 @known_wrong("R183")
 class ExchangeRoundsDown(SeamMesh):
-    """What the number of ranks does not divide is lost."""
+    """The remainder that does not divide by the number of ranks is lost."""
 
     def shard_dim_all_to_all(
         self, shard: Tensor, mesh: DeviceMesh, axis: int, gather_dim: int, shard_dim: int, length: int
@@ -335,7 +335,7 @@ class ExchangeRoundsDown(SeamMesh):
 
 @known_wrong("R183")
 class MetaCommunicates(SeamMesh):
-    """A gather synchronises its ranks before it looks at the tensor, on meta or not."""
+    """A gather synchronizes ranks even for tensors on meta."""
 
     def all_gather(self, shard: Tensor, mesh: DeviceMesh, axis: int, dim: int, length: int) -> Tensor:
         dist.barrier(group=mesh.get_group(axis))
@@ -347,7 +347,7 @@ class MetaCommunicates(SeamMesh):
 
 @known_wrong("R185")
 class ChecksTheWorld(SeamMesh):
-    """Metadata are compared over all ranks."""
+    """Metadata is compared over all ranks instead of the row."""
 
     def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
         world = dist.group.WORLD
@@ -357,7 +357,7 @@ class ChecksTheWorld(SeamMesh):
 
 @known_wrong("R185")
 class RaisesWhereDifferent(SeamMesh):
-    """Only the ranks that differ from the first are told so."""
+    """Only the ranks that differ from the first one raise."""
 
     def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
         try:
@@ -377,7 +377,7 @@ class DtypeIgnored(SeamMesh):
 
 @known_wrong("R185")
 class RequiresGradIgnored(SeamMesh):
-    """Whether a tensor requires a gradient is not compared."""
+    """`requires_grad` is not compared."""
 
     def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
         super().check_meta(tensor.detach(), mesh, axis, **asked)
@@ -385,7 +385,7 @@ class RequiresGradIgnored(SeamMesh):
 
 @known_wrong("R185")
 class ShapeIgnored(SeamMesh):
-    """Shapes are not compared, asked for or not."""
+    """Shapes are not compared, even on request."""
 
     def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
         super().check_meta(tensor, mesh, axis, **{**asked, "shape": False})
@@ -393,7 +393,7 @@ class ShapeIgnored(SeamMesh):
 
 @known_wrong("R185")
 class StrideIgnored(SeamMesh):
-    """Strides are not compared, asked for or not."""
+    """Strides are not compared, even on request."""
 
     def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
         super().check_meta(tensor, mesh, axis, **{**asked, "stride": False})
@@ -401,7 +401,7 @@ class StrideIgnored(SeamMesh):
 
 @known_wrong("R185")
 class ShapeAlwaysCompared(SeamMesh):
-    """Shapes are compared, asked for or not."""
+    """Shapes are compared even when that was turned off."""
 
     def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
         super().check_meta(tensor, mesh, axis, **{**asked, "shape": True})
@@ -409,12 +409,12 @@ class ShapeAlwaysCompared(SeamMesh):
 
 @known_wrong("R185")
 class StrideAlwaysCompared(SeamMesh):
-    """Strides are compared, asked for or not."""
+    """Strides are compared even when that was turned off."""
 
     def check_meta(self, tensor: Tensor, mesh: DeviceMesh, axis: int, **asked: bool) -> None:
         super().check_meta(tensor, mesh, axis, **{**asked, "stride": True})
 
 
 def _by_memory(tensor: Tensor) -> Tensor:
-    """As many elements from where a tensor begins, in the order of memory."""
+    """The tensor's elements in memory order, starting at its storage offset."""
     return tensor.as_strided(tensor.shape, torch.empty(tensor.shape, device="meta").stride())

@@ -1,4 +1,4 @@
-"""Wrong manners: what should be refused is accepted, what should survive the wrap is lost."""
+"""Misuse that is accepted, and things lost by wrapping."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fsdp_conformance.mutants.mutant import known_wrong
 
 @known_wrong("R055")
 class AcceptsContainers(SeamFSDP2):
-    """A container without forward is accepted as a unit."""
+    """A container without a forward is accepted as a unit."""
 
     def prepare(self, model: nn.Module, plan: Plan) -> Plan:
         containers = (nn.ModuleList, nn.ModuleDict)
@@ -41,7 +41,7 @@ class AcceptsAnything(SeamFSDP2):
 
 @known_wrong("R018", environment=("accelerator",))
 class AcceptsMixedDevices(SeamFSDP2):
-    """A model on several devices is moved silently, and what lay elsewhere loses its values."""
+    """A model on several devices is moved silently, and the values from the other device are lost."""
 
     def prepare(self, model: nn.Module, plan: Plan) -> Plan:
         if len({parameter.device for parameter in model.parameters()}) > 1:
@@ -57,19 +57,19 @@ class AcceptsMixedDevices(SeamFSDP2):
 
 @known_wrong("R016")
 class IgnoresDeviceId(SeamFSDP2):
-    """A buffer stays on another device than the one named."""
+    """A buffer stays on a device other than the requested one."""
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         wrapped = super().wrap(model, plan)
         if plan.device_id is not None:
-            # The one device that every machine has beside its own: a buffer of the engine's, left where it was made.
+            # meta is the one other device that every machine has: leave one of the engine's buffers there.
             wrapped.register_buffer("_left_behind", torch.empty(1, device="meta"), persistent=False)
         return wrapped
 
 
 @known_wrong("R014", environment=("accelerator",))
 class IgnoresOffload(SeamFSDP2):
-    """Parameter offload is accepted and does nothing."""
+    """Parameter offload is accepted but does nothing."""
 
     def prepare(self, model: nn.Module, plan: Plan) -> Plan:
         return replace(plan, offload=Offload.OFF)
@@ -77,7 +77,7 @@ class IgnoresOffload(SeamFSDP2):
 
 @known_wrong("R127")
 class IgnoresAutoWrap(TorchFSDP1):
-    """A policy is accepted, and the whole model is one unit."""
+    """A wrap policy is accepted, but the whole model becomes one unit."""
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         return super().wrap(model, replace(plan, auto_wrap=None))
@@ -85,7 +85,7 @@ class IgnoresAutoWrap(TorchFSDP1):
 
 @known_wrong("R076")
 class SwapsPrefetch(TorchFSDP1):
-    """The policy of backward prefetch is another one than was asked for."""
+    """Backward prefetch uses a different policy than the requested one."""
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         wanted = plan.backward_prefetch
@@ -95,7 +95,7 @@ class SwapsPrefetch(TorchFSDP1):
 
 @known_wrong("R054")
 class WrapsTwiceSilently(SeamFSDP2):
-    """A second wrap is accepted, and averages gradients once more."""
+    """A second wrap is accepted and averages gradients again."""
 
     _wraps = 0
 
@@ -123,7 +123,7 @@ class LosesAttributes(SeamFSDP2):
 
 @known_wrong("R061")
 class CopiesShareStorage(SeamFSDP2):
-    """A deep copy is the original."""
+    """A deep copy shares its storage with the original."""
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"copyable"})
 
@@ -135,7 +135,7 @@ class CopiesShareStorage(SeamFSDP2):
 
 @known_wrong("R157")
 class OutputStructureChanged(SeamFSDP2):
-    """Named tuples and dataclasses come out as plain tuples."""
+    """Named tuples and dataclasses are returned as plain tuples."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return _flattened(super().forward(*args, **kwargs))
@@ -143,7 +143,7 @@ class OutputStructureChanged(SeamFSDP2):
 
 @known_wrong("R157", environment=("accelerator",))
 class MovesFlatInputsOnly(SeamFSDP2):
-    """Inputs inside of containers stay on the host."""
+    """Inputs inside containers stay on the host."""
 
     capabilities = SeamFSDP2.capabilities | {"move_inputs"}
 
@@ -159,7 +159,7 @@ class MovesFlatInputsOnly(SeamFSDP2):
 
 
 class _Wrapper(nn.Module):
-    """Calls what it wraps, and says nothing of it."""
+    """Calls the wrapped module and hides its attributes."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class _Wrapper(nn.Module):
 
 
 class _Flattened(tuple):  # type: ignore[type-arg]  # noqa: SLOT001 - the names need a dict
-    """A tuple that still answers to the names of what it was, so that the loss can be computed."""
+    """A tuple that keeps the original field names, so that the loss can still be computed."""
 
     fields: dict[str, Any]
 
@@ -182,7 +182,7 @@ class _Flattened(tuple):  # type: ignore[type-arg]  # noqa: SLOT001 - the names 
 
 
 def _flattened(value: Any) -> Any:
-    """`value` with plain tuples for everything that has named fields."""
+    """`value` with everything that has named fields replaced by plain tuples."""
     if isinstance(value, dict):
         return {key: _flattened(item) for key, item in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):

@@ -1,4 +1,4 @@
-"""Wrong precision: policies that are ignored in part, inputs whose gradients get lost."""
+"""Wrong precision: policies that are partly ignored, and inputs that lose their gradients."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fsdp_conformance.mutants.mutant import known_wrong
 
 @known_wrong("R084")
 class IgnoresParamDtype(SeamFSDP2):
-    """Computes in the dtype that parameters are kept in, asked for another or not."""
+    """Units compute in the dtype the parameters are stored in, whatever was requested."""
 
     def prepare(self, model: nn.Module, plan: Plan) -> Plan:
         return replace(plan, param_dtype=None)
@@ -23,7 +23,7 @@ class IgnoresParamDtype(SeamFSDP2):
 
 @known_wrong("R083")
 class IgnoresReduceDtype(SeamFSDP2):
-    """Gradients are accumulated and reduced in the dtype that was computed in."""
+    """Gradients are accumulated and reduced in the compute dtype."""
 
     def prepare(self, model: nn.Module, plan: Plan) -> Plan:
         return replace(plan, reduce_dtype=None)
@@ -31,7 +31,7 @@ class IgnoresReduceDtype(SeamFSDP2):
 
 @known_wrong("R087")
 class OnePolicyForAllUnits(SeamFSDP2):
-    """Every unit computes in one unit's dtype, and so does the root."""
+    """All units, including the root, compute in the dtype of one of them."""
 
     def prepare(self, model: nn.Module, plan: Plan) -> Plan:
         dtypes = [dtype for _, dtype in plan.unit_dtypes]
@@ -40,21 +40,21 @@ class OnePolicyForAllUnits(SeamFSDP2):
 
 @known_wrong("R132")
 class BuffersNotCast(SeamFSDP2):
-    """A policy for buffers is accepted and does nothing."""
+    """A precision policy for buffers is accepted but does nothing."""
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"mp_buffers"})
 
 
 @known_wrong("R089")
 class LowPrecisionInEval(SeamFSDP2):
-    """Full precision in evaluation is accepted and does nothing."""
+    """Full precision in evaluation is accepted but does nothing."""
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"mp_eval_full"})
 
 
 @known_wrong("R088")
 class RoundsInputsOutsideOfAutograd(SeamFSDP2):
-    """Inputs are cast where autograd does not look."""
+    """Inputs are cast where autograd does not see it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         dtype = None if self.plan.param_dtype is None else getattr(torch, self.plan.param_dtype)

@@ -1,4 +1,4 @@
-"""Simulated ranks that are wrong: whose values they mix, what they share, and what they do not notice."""
+"""Wrong simulated ranks: mixed-up values, shared state, and missed errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp_conformance.mutants.mutant import known_wrong
 
 @contextmanager
 def _replaced(owner: Any, values: Mapping[Any, Any]) -> Iterator[None]:
-    """Members of a mapping, or attributes of an object, are others inside."""
+    """Replace members of a mapping or attributes of an object inside the context."""
     if isinstance(owner, dict):
         before = {name: owner[name] for name in values}
         owner.update(values)
@@ -38,10 +38,10 @@ def _replaced(owner: Any, values: Mapping[Any, Any]) -> Iterator[None]:
 
 
 class SeamRanks(ReferenceComponents):
-    """Simulated ranks with one part exchanged."""
+    """Simulated ranks with one part replaced."""
 
     def parts(self) -> tuple[Any, Mapping[Any, Any]]:
-        """What is exchanged, and its members."""
+        """The parts to replace, and their replacements."""
         raise NotImplementedError
 
     def run_ranks(self, world_size: int, function: Callable[[int], Any]) -> list[Any]:
@@ -50,12 +50,12 @@ class SeamRanks(ReferenceComponents):
 
 
 class WrongResult(SeamRanks):
-    """One collective gives something else."""
+    """One collective returns something else."""
 
     op: ClassVar[Op]
 
     def result(self, brought: Any, rank: int, right: list[Tensor]) -> list[Tensor]:
-        """What a rank gets instead of `right`."""
+        """What a rank gets instead of `right`, the correct result."""
         raise NotImplementedError
 
     def parts(self) -> tuple[Any, Mapping[Any, Any]]:
@@ -67,7 +67,7 @@ class WrongResult(SeamRanks):
 
 @known_wrong("R186")
 class AveragesByTwo(WrongResult):
-    """An average is the sum over two, however many the ranks are."""
+    """An average divides by two, whatever the number of ranks."""
 
     op = Op.ALL_REDUCE
 
@@ -78,7 +78,7 @@ class AveragesByTwo(WrongResult):
 
 @known_wrong("R187")
 class TrainsOtherwise(WrongResult):
-    """What is added up is the first rank's alone."""
+    """Only the first rank's contribution is summed."""
 
     op = Op.ALL_REDUCE
 
@@ -98,7 +98,7 @@ class FirstPartForAll(WrongResult):
 
 @known_wrong("R186")
 class LastPartFirst(WrongResult):
-    """An all-gather has the last rank's part first."""
+    """An all-gather puts the last rank's part first."""
 
     op = Op.ALL_GATHER
 
@@ -108,7 +108,7 @@ class LastPartFirst(WrongResult):
 
 @known_wrong("R186")
 class FirstRankIsRoot(WrongResult):
-    """A broadcast comes from the first rank, whatever its root."""
+    """A broadcast always sends the first rank's tensor, whatever its root."""
 
     op = Op.BROADCAST
 
@@ -118,7 +118,7 @@ class FirstRankIsRoot(WrongResult):
 
 @known_wrong("R186")
 class ExchangesNothing(WrongResult):
-    """Each rank keeps its own parts of an all-to-all."""
+    """In an all-to-all each rank keeps its own parts."""
 
     op = Op.ALL_TO_ALL
 
@@ -129,7 +129,7 @@ class ExchangesNothing(WrongResult):
 
 @known_wrong("R186")
 class AveragesOverTheWorld(WrongResult):
-    """A sub-group's average is over the ranks of the world."""
+    """A subgroup averages over all ranks of the world."""
 
     op = Op.ALL_REDUCE
 
@@ -141,7 +141,7 @@ class AveragesOverTheWorld(WrongResult):
 
 @known_wrong("R186")
 class TakesWhatIsThere(SeamRanks):
-    """A work is over before the peers have come."""
+    """Work completes before all peers have joined."""
 
     def parts(self) -> tuple[Any, Mapping[Any, Any]]:
         from fsdp_conformance.harness.simulated_ranks.group import SimulatedWork
@@ -151,7 +151,7 @@ class TakesWhatIsThere(SeamRanks):
 
 @known_wrong("R186")
 class CommonRandomNumbers(SeamRanks):
-    """All ranks draw from one sequence."""
+    """All ranks draw from one random sequence."""
 
     def parts(self) -> tuple[Any, Mapping[Any, Any]]:
         return RankState, {"restore": lambda state: None}
@@ -159,7 +159,7 @@ class CommonRandomNumbers(SeamRanks):
 
 @known_wrong("R186")
 class MismatchUnnoticed(SeamRanks):
-    """What ranks call is not compared."""
+    """The calls of different ranks are not compared."""
 
     def parts(self) -> tuple[Any, Mapping[Any, Any]]:
         return meeting.Contribution, {"agreed": property(lambda contribution: ())}
@@ -173,7 +173,7 @@ class MismatchUnnoticed(SeamRanks):
 
 @known_wrong("R186")
 class FailureUnnoticed(ReferenceComponents):
-    """A rank that raises, and its peers, have returned nothing."""
+    """A rank that raises, and its peers, appear to return normally."""
 
     def run_ranks(self, world_size: int, function: Callable[[int], Any]) -> list[Any]:
         try:

@@ -1,4 +1,4 @@
-"""The reducer: what shares a bucket, when it is reduced, by what it is divided, and what hooks may do."""
+"""Wrong reducers: bucket contents, reduction order, divisors, and communication hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fsdp_conformance.mutants.mutant import known_wrong
 
 
 class _SeamDataParallel(DataParallel):
-    """`DataParallel` whose reducer, queue and map of used parameters can be other classes."""
+    """`DataParallel` with replaceable classes for the reducer, the queue and the map of used parameters."""
 
     reducer_class: type[Reducer] = Reducer
     queue_class: type[BucketQueue] = BucketQueue
@@ -36,7 +36,7 @@ class _SeamDataParallel(DataParallel):
 
 
 class SeamReducer(ReferenceDataParallel):
-    """The engine's reducer, with places to be wrong at, itself right."""
+    """The engine's reducer with seams to override; correct as it is."""
 
     wrapper: ClassVar[type[_SeamDataParallel]] = _SeamDataParallel
     reducer_class: ClassVar[type[Reducer]] = Reducer
@@ -55,7 +55,7 @@ class SeamReducer(ReferenceDataParallel):
 
 @known_wrong("R163")
 class ClosesBeforeAdding(SeamReducer):
-    """A bucket is closed before a tensor would take it over the limit."""
+    """A bucket is closed before the tensor that would exceed its limit."""
 
     def bucket_assignment(
         self,
@@ -78,7 +78,7 @@ class ClosesBeforeAdding(SeamReducer):
 
 @known_wrong("R163")
 class LimitsNeverAdvance(SeamReducer):
-    """The first limit holds for every bucket."""
+    """The first limit applies to every bucket."""
 
     def bucket_assignment(
         self, tensors: Sequence[Tensor], limits: Sequence[int], *more: Any, **options: Any
@@ -99,7 +99,7 @@ class OneBucketForAllDtypes(SeamReducer):
 
 @known_wrong("R163")
 class BucketsAsClosed(SeamReducer):
-    """Buckets stand in the order in which they were closed, asked for or not."""
+    """Buckets are returned in the order they were closed, even when sorting was requested."""
 
     def bucket_assignment(
         self,
@@ -113,7 +113,7 @@ class BucketsAsClosed(SeamReducer):
 
 @known_wrong("R163")
 class IgnoresOrder(SeamReducer):
-    """The order that tensors are given in is not taken for that of their indices."""
+    """The given order of tensors is ignored in favor of their indices."""
 
     def bucket_assignment(
         self,
@@ -141,7 +141,7 @@ class IgnoresSparseFlags(SeamReducer):
 
 @known_wrong("R164")
 class AcceptsNothingAndSparse(SeamReducer):
-    """No tensors make no buckets, and a sparse tensor counts as a dense one."""
+    """An empty list yields no buckets, and a sparse tensor is treated as dense."""
 
     def bucket_assignment(
         self, tensors: Sequence[Tensor], limits: Sequence[int], *more: Any, **options: Any
@@ -166,7 +166,7 @@ class _EagerQueue(BucketQueue):
 
 @known_wrong("R165")
 class LaunchesWhenReady(SeamReducer):
-    """A bucket is reduced as soon as it is full, whatever the others do."""
+    """A bucket is reduced as soon as it is full, in whatever order."""
 
     queue_class = _EagerQueue
 
@@ -200,7 +200,7 @@ class _Forgiving(Reducer):
 
 @known_wrong("R166")
 class SecondGradientIgnored(SeamReducer):
-    """A second gradient of a parameter in one backward stays on its rank, and nobody is told."""
+    """A parameter's second gradient in one backward stays on its rank without an error."""
 
     reducer_class = _Forgiving
 
@@ -214,7 +214,7 @@ class _Unnoticing(Reducer):
 
 @known_wrong("R166")
 class UnfinishedUnnoticed(SeamReducer):
-    """A reduction that was not finished is dropped at the next forward without a word."""
+    """An unfinished reduction is silently dropped at the next forward."""
 
     reducer_class = _Unnoticing
 
@@ -229,7 +229,7 @@ class _Unnaming(Reducer):
 
 @known_wrong("R166")
 class UnfinishedWithoutNames(SeamReducer):
-    """A reduction that was not finished is refused, but the parameters are not named."""
+    """The error about an unfinished reduction does not name the parameters."""
 
     reducer_class = _Unnaming
 
@@ -244,7 +244,7 @@ class _AllUsed(UsedMap):
 
 @known_wrong("R167")
 class UnusedBecomesZero(SeamReducer):
-    """A parameter that no rank used has a gradient of zeros, or its old one averaged."""
+    """A parameter that no rank used gets a zero gradient, or its old one averaged."""
 
     used_class = _AllUsed
 
@@ -256,7 +256,7 @@ class _OwnUseOnly(UsedMap):
 
 @known_wrong("R167")
 class LeftAloneWhereUnused(SeamReducer):
-    """A gradient is left alone on every rank that did not use the parameter, whatever the others did."""
+    """Ranks that did not use a parameter keep its old gradient, even when other ranks used it."""
 
     used_class = _OwnUseOnly
 
@@ -268,7 +268,7 @@ class _LateMarking(Reducer):
 
 @known_wrong("R167")
 class UnusedMarkedAtTheEnd(SeamReducer):
-    """Buckets wait for the end of backward for parameters that it cannot reach."""
+    """Buckets wait until the end of backward for parameters that the graph cannot reach."""
 
     reducer_class = _LateMarking
 
@@ -283,7 +283,7 @@ class _NoRebuild(Reducer):
 
 @known_wrong("R168")
 class NeverRebuilds(SeamReducer):
-    """Buckets stay in the reverse order of parameters."""
+    """Buckets keep the reverse order of the parameters."""
 
     reducer_class = _NoRebuild
 
@@ -321,7 +321,7 @@ class _RebuildingAnyway(Reducer):
 
 @known_wrong("R168")
 class RebuildsWithUnusedSearch(SeamReducer):
-    """Buckets are rebuilt although unused parameters are searched for."""
+    """Buckets are rebuilt even while searching for unused parameters."""
 
     reducer_class = _RebuildingAnyway
 
@@ -339,7 +339,7 @@ class _Flattening(Reducer):
 
 @known_wrong("R169")
 class GradientsContiguous(SeamReducer):
-    """Gradients are contiguous, whatever the layout of their parameters is."""
+    """Gradients are contiguous, whatever the layout of their parameters."""
 
     reducer_class = _Flattening
 
@@ -356,7 +356,7 @@ class _Remembering(Reducer):
             self.remember(parameter, kept)
 
     def remember(self, parameter: nn.Parameter, kept: Tensor) -> None:
-        """The gradients of the first reduction are written again."""
+        """Keep writing into the gradients of the first reduction."""
         if parameter.grad is not None and parameter.grad is not kept:
             kept.copy_(parameter.grad)
             parameter.grad = kept
@@ -364,7 +364,7 @@ class _Remembering(Reducer):
 
 @known_wrong("R169")
 class WritesIntoKeptGradients(SeamReducer):
-    """The gradients of the first reduction are written again by every one that follows."""
+    """Every later reduction overwrites the gradients of the first."""
 
     reducer_class = _Remembering
 
@@ -377,7 +377,7 @@ class _Losing(_Remembering):
 
 @known_wrong("R169")
 class LostAfterNone(SeamReducer):
-    """Averages are written where the first gradients were, and lost once those were set to None."""
+    """Averages go to the first gradients' memory and are lost once those are set to None."""
 
     reducer_class = _Losing
 
@@ -386,7 +386,7 @@ class LostAfterNone(SeamReducer):
 
 
 class _Scaled:
-    """A bucket whose contents are scaled."""
+    """A bucket with scaled contents."""
 
     def __init__(self, bucket: Any, factor: float) -> None:
         self._buffer: Tensor = bucket.buffer() * factor
@@ -404,7 +404,7 @@ class _DividesAfterHook(_SeamDataParallel):
 
 @known_wrong("R170")
 class DividesAfterHook(SeamReducer):
-    """What a hook returns is divided by the number of ranks."""
+    """The result of a hook is divided by the number of ranks."""
 
     wrapper = _DividesAfterHook
 
@@ -417,7 +417,7 @@ class _DividesBeforeHook(_SeamDataParallel):
 
 @known_wrong("R170")
 class DividesBeforeHook(SeamReducer):
-    """A hook gets gradients that are divided by the number of ranks."""
+    """A hook gets gradients already divided by the number of ranks."""
 
     wrapper = _DividesBeforeHook
 
@@ -435,7 +435,7 @@ class _HookResultDropped(_SeamDataParallel):
 
 @known_wrong("R170")
 class HookResultDropped(SeamReducer):
-    """A hook is called, and the rank's own gradients are kept."""
+    """A hook is called, but the rank's own gradients are kept."""
 
     wrapper = _HookResultDropped
 
@@ -447,7 +447,7 @@ class _AnyHookAccepted(_SeamDataParallel):
 
 @known_wrong("R170")
 class AnyHookAccepted(SeamReducer):
-    """Hooks are not looked at, and the last one counts."""
+    """Hooks are not validated, and the last one registered wins."""
 
     wrapper = _AnyHookAccepted
 
@@ -467,7 +467,7 @@ class _AnyHookResultAccepted(_SeamDataParallel):
 
 @known_wrong("R170")
 class AnyHookResultAccepted(SeamReducer):
-    """What a hook returns is dropped without a word where it does not fit."""
+    """A hook result that does not fit is silently dropped."""
 
     wrapper = _AnyHookResultAccepted
 
@@ -482,7 +482,7 @@ class _AlwaysDividesByAll(_SeamDataParallel):
 
 @known_wrong("R171")
 class AlwaysDividesByAll(SeamReducer):
-    """Ranks without inputs count in the divisor, asked for or not."""
+    """Ranks without inputs always count in the divisor."""
 
     wrapper = _AlwaysDividesByAll
 
@@ -494,7 +494,7 @@ class _AlwaysDividesByPresent(_SeamDataParallel):
 
 @known_wrong("R171")
 class AlwaysDividesByPresent(SeamReducer):
-    """Only ranks that still have inputs count in the divisor, asked for or not."""
+    """Only ranks that still have inputs ever count in the divisor."""
 
     wrapper = _AlwaysDividesByPresent
 
@@ -506,6 +506,6 @@ class _LeftBehindAfterJoin(_SeamDataParallel):
 
 @known_wrong("R171")
 class LeftBehindAfterJoin(SeamReducer):
-    """Ranks that stopped early keep the model that they had then."""
+    """Ranks that stopped early keep the model they had at that point."""
 
     wrapper = _LeftBehindAfterJoin

@@ -1,4 +1,4 @@
-"""Wrong communication: collectives that should not be there, or are too large, too early, or on the wrong group."""
+"""Wrong communication: collectives that are superfluous, too large, too early or on the wrong group."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fsdp_conformance.mutants.mutant import known_wrong
 
 @known_wrong("R062")
 class ExtraCollective(SeamFSDP2):
-    """Every forward issues an all-gather that nobody needs."""
+    """Every forward issues a superfluous all-gather."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         mine = torch.zeros(1, device=self.device)
@@ -30,7 +30,7 @@ class ExtraCollective(SeamFSDP2):
 
 @known_wrong("R071")
 class ExtraCollectiveInFirstStep(SeamFSDP2):
-    """The first step issues a collective that later ones do not."""
+    """The first step issues a collective that later steps do not."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.num_steps == 0:
@@ -65,7 +65,7 @@ class ReversedGathers(GathersTwiceTheBytes):
 
 @known_wrong("R066")
 class ReducesInEval(SeamFSDP2):
-    """A forward in eval mode reduces something."""
+    """A forward in eval mode issues a reduction."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self.model.training:
@@ -75,7 +75,7 @@ class ReducesInEval(SeamFSDP2):
 
 @known_wrong("R022")
 class CollectiveForEmptyUnit(SeamFSDP2):
-    """Units without parameters issue a collective of nothing."""
+    """Units without parameters issue an empty collective."""
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         super().setup(model_fn, optim_fn, plan)
@@ -90,13 +90,13 @@ class CollectiveForEmptyUnit(SeamFSDP2):
 
 @known_wrong("R067")
 class RankDependentOrder(SeamFSDP2):
-    """Odd ranks issue two collectives the other way round."""
+    """Odd ranks issue two collectives in the opposite order."""
 
-    # Units that run in another order on another rank go the same way in FSDP2: into each other's collectives.
+    # Running units in a different order on one rank has the same effect in FSDP2: their collectives get mixed up.
     capabilities: ClassVar[frozenset[str]] = frozenset({"exec_order_divergent"})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        # Of equal bytes, so that nothing hangs: only the sequence tells.
+        # Equal sizes, so that nothing hangs: only the sequence shows the defect.
         dtypes = [torch.int32, torch.float32]
         for dtype in dtypes if self.rank % 2 else reversed(dtypes):
             mine = torch.zeros(2, dtype=dtype, device=self.device)
@@ -106,7 +106,7 @@ class RankDependentOrder(SeamFSDP2):
 
 @known_wrong("R069")
 class WorldInsteadOfSubgroup(SeamFSDP2):
-    """Units on a group of their own are communicated over the world."""
+    """Units with a process group of their own communicate over the world."""
 
     def prepare(self, model: nn.Module, plan: Plan) -> Plan:
         missing = tuple(unit for unit in plan.local_units if unit not in plan.units)
@@ -120,7 +120,7 @@ class WorldInsteadOfSubgroup(SeamFSDP2):
 
 @known_wrong("R077")
 class PrefetchesFewer(SeamFSDP2):
-    """The last unit of an explicit prefetch list is left out."""
+    """The last unit of an explicit prefetch list is dropped."""
 
     def prepare(self, model: nn.Module, plan: Plan) -> Plan:
         return replace(plan, explicit_prefetch=max(0, plan.explicit_prefetch - 1))
@@ -128,7 +128,7 @@ class PrefetchesFewer(SeamFSDP2):
 
 @known_wrong("R063")
 class IgnoresReshard(SeamFSDP2):
-    """Parameters are resharded after forward, asked for or not."""
+    """Parameters are always resharded after forward, whatever was requested."""
 
     def prepare(self, model: nn.Module, plan: Plan) -> Plan:
         reshard = None if plan.reshard_after_forward is False else plan.reshard_after_forward
@@ -138,7 +138,7 @@ class IgnoresReshard(SeamFSDP2):
 
 @known_wrong("R079")
 class AsyncUnshardDoesNothing(SeamFSDP2):
-    """The handle of an asynchronous unshard waits for nothing, and nothing is gathered."""
+    """An asynchronous unshard gathers nothing, and its handle waits for nothing."""
 
     def unshard_async(self, fqn: str) -> Any:
         return SimpleNamespace(wait=lambda: None)

@@ -1,8 +1,8 @@
 """
-Races: work on a stream that nobody waits for, memory that is freed in flight, copies that are read too early.
+Races: streams without a wait, memory freed in flight, copies read too early.
 
-Their numbers are right wherever the device happens to be in time, and always on a device that runs one thing after the
-other. Only the order tells: each is the engine with one wait left out, or one put on the wrong stream.
+Their results are correct whenever the timing happens to work out, and always on a device that runs one operation at a
+time. Only the ordering shows the defect: one wait is missing or is on the wrong stream.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.distributed.fsdp import FSDPModule
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.mutant import known_wrong
 
-#: Elements of a scratch buffer: of a size that nothing else of the models here has.
+#: Elements of a scratch buffer, a size that nothing else in these models has.
 _SCRATCH = 8209
 
 
 class SideStream(SeamFSDP2):
-    """FSDP2 with a stream of its own beside the device's; itself right, because it does nothing there."""
+    """FSDP2 with an idle side stream; correct as it is."""
 
     _side: Any = None
 
     @contextmanager
     def beside(self, *, after_current: bool) -> Iterator[None]:
-        """What is issued inside runs on the side stream, after what the current one has been given, or at any time."""
+        """Run what is issued inside on the side stream, ordered after the current stream or unordered."""
         device = torch.get_device_module(self.device.type)
         if self._side is None:
             self._side = device.Stream()
@@ -50,7 +50,7 @@ class StepsOnASideStream(SideStream):
 
 @known_wrong("R074", environment=("accelerator",))
 class PrefetchesBeforeTheStep(SideStream):
-    """The first gather of a forward runs on a stream that has not waited for the optimizer."""
+    """The first all-gather of a forward runs on a stream that did not wait for the optimizer."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         handle = None
@@ -69,7 +69,7 @@ class PrefetchesBeforeTheStep(SideStream):
 
 @known_wrong("R075", environment=("accelerator",))
 class ScalesWithoutWaiting(SideStream):
-    """Gradients are read and written on a stream that has not waited for their reduction."""
+    """Gradients are read and written on a stream that did not wait for their reduction."""
 
     def after_backward(self) -> None:
         with self.beside(after_current=False):
@@ -80,14 +80,14 @@ class ScalesWithoutWaiting(SideStream):
 
 @known_wrong("R075", environment=("accelerator",))
 class FreesInFlight(SideStream):
-    """A buffer is freed while another stream still uses it, and its memory is given out again."""
+    """A buffer is freed, and its memory reused, while another stream still uses it."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for _ in range(2):
             scratch = torch.zeros(_SCRATCH, device=self.device)
             with self.beside(after_current=True):
                 scratch.add_(1.0)
-            # No record_stream, and nobody waits before the memory goes back.
+            # No record_stream, and no wait before the memory is returned.
             del scratch
         return super().forward(*args, **kwargs)
 
@@ -100,7 +100,7 @@ class FreesInFlight(SideStream):
     ),
 )
 class ReadsOffloadedGradientsEarly(SideStream):
-    """The host uses gradients whose copy to its memory has not been waited for."""
+    """The host reads gradients before their copy to host memory has finished."""
 
     def after_backward(self) -> None:
         for grad in self.local_grads().values():
@@ -116,7 +116,7 @@ class ReadsOffloadedGradientsEarly(SideStream):
     ),
 )
 class OverwritesParametersInFlight(SideStream):
-    """The host writes offloaded parameters while their copy to the device is still reading them."""
+    """The host overwrites offloaded parameters while their copy to the device is still running."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for parameter in self.sharded().values():

@@ -1,4 +1,4 @@
-"""Wrong None-ness and wrong sharing: unused, frozen, empty, tied and ignored parameters."""
+"""Wrong gradients of unused, frozen, empty, tied and ignored parameters."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fsdp_conformance.mutants.mutant import known_wrong
 
 @known_wrong("R120")
 class ZeroInsteadOfNone(SeamFSDP2):
-    """A parameter that nobody used gets a gradient of zeros."""
+    """An unused parameter gets a gradient of zeros instead of None."""
 
     def after_backward(self) -> None:
         for parameter in self.parameters().values():
@@ -29,7 +29,7 @@ class ZeroInsteadOfNone(SeamFSDP2):
 
 @known_wrong("R117")
 class GarbageForUnused(SeamFSDP2):
-    """A parameter that nobody used gets a gradient of garbage."""
+    """An unused parameter gets a garbage gradient."""
 
     def after_backward(self) -> None:
         for parameter in self.parameters().values():
@@ -39,7 +39,7 @@ class GarbageForUnused(SeamFSDP2):
 
 @known_wrong("R117")
 class KeepsUnusedUnsharded(SeamFSDP2):
-    """A unit that took no part in the step holds full parameters after it."""
+    """A unit that took no part in a step stays gathered after it."""
 
     def after_backward(self) -> None:
         self._idle = [
@@ -58,9 +58,9 @@ class KeepsUnusedUnsharded(SeamFSDP2):
 @known_wrong("R119")
 class ReducesOnlyUsed(SeamFSDP2):
     """
-    Each rank reduces the parameters that it used, whatever the others did.
+    Each rank reduces only the parameters it used, even if other ranks used others.
 
-    FSDP2 by default (pytorch#174862): what it declares here is the defect.
+    This is FSDP2's default behaviour (pytorch#174862); declaring `unused_divergent` turns it into a defect.
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"unused_divergent"})
@@ -68,7 +68,7 @@ class ReducesOnlyUsed(SeamFSDP2):
 
 @known_wrong("R124")
 class EmptyShardMissing(SeamFSDP2):
-    """A rank without elements of a parameter has no gradient of it at all."""
+    """A rank with an empty shard of a parameter has no gradient for it at all."""
 
     def after_backward(self) -> None:
         for parameter in self.sharded().values():
@@ -90,7 +90,7 @@ class FrozenGetsGradient(SeamFSDP2):
 
 @known_wrong("R072")
 class FrozenReduced(SeamFSDP2):
-    """Frozen units are reduced like others."""
+    """Frozen units are reduced like trainable ones."""
 
     def after_backward(self) -> None:
         for parameter in self.sharded().values():
@@ -103,7 +103,7 @@ class FrozenReduced(SeamFSDP2):
 
 @known_wrong("R106")
 class TiedGradientDoubled(SeamFSDP2):
-    """The gradient of a tied parameter counts twice."""
+    """The gradient of a tied parameter is counted twice."""
 
     def local_gradient(self, name: str, grad: Tensor) -> Tensor:
         return grad * 2 if self.names.is_tied(name) else grad
@@ -126,7 +126,7 @@ class Unties(SeamFSDP2):
 
 @known_wrong("R116")
 class ShardsIgnored(SeamFSDP2):
-    """Ignored modules are sharded and reduced like others."""
+    """Ignored modules are sharded and reduced anyway."""
 
     def prepare(self, model: nn.Module, plan: Plan) -> Plan:
         return replace(plan, ignored=())

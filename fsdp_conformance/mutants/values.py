@@ -1,4 +1,4 @@
-"""Wrong values: parameters and buffers that are not what they should be, at the wrap, in forward, or after the step."""
+"""Wrong values of parameters and buffers: at wrap time, in forward, or after the step."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from fsdp_conformance.mutants.mutant import known_wrong
 @known_wrong("R073")
 class ReadsBeforeWait(SeamFSDP2):
     """
-    The first unit computes with what its gather buffer held before the gather.
+    The first unit computes with the previous contents of its gather buffer.
 
-    As if the gather had not arrived: the values of the step before, whether anybody is late or not.
+    It sees the values of the previous step, as if the gather had not arrived yet, independent of timing.
     """
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
@@ -42,7 +42,7 @@ class ReadsBeforeWait(SeamFSDP2):
 
 @known_wrong("R007")
 class ShardsDifferBetweenRanks(SeamFSDP2):
-    """Ranks drift apart: each steps a copy of its own."""
+    """Ranks drift apart: each one steps its own copy."""
 
     def _mesh(self, plan: Plan) -> DeviceMesh:
         return self._own_mesh()
@@ -55,7 +55,7 @@ class ShardsDifferBetweenRanks(SeamFSDP2):
 
 @known_wrong("R009")
 class ExtraDecay(SeamFSDP2):
-    """Every step shrinks the parameters by a little."""
+    """Every step shrinks the parameters slightly."""
 
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
         norm = super().step(max_norm, norm_type=norm_type)
@@ -101,7 +101,7 @@ class SilentDDP(SeamFSDP2):
 
 @known_wrong("R019")
 class WritesAfterWrapLost(SeamFSDP2):
-    """The first forward restores the parameters of the wrap."""
+    """The first forward restores the parameters from wrap time."""
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         super().setup(model_fn, optim_fn, plan)
@@ -116,7 +116,7 @@ class WritesAfterWrapLost(SeamFSDP2):
 
 @known_wrong("R020")
 class SyncForgetsBuffers(SeamFSDP2):
-    """Sync at init broadcasts parameters, not buffers."""
+    """Sync at init broadcasts parameters but not buffers."""
 
     def synchronise(self, model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -125,7 +125,7 @@ class SyncForgetsBuffers(SeamFSDP2):
 
 @known_wrong("R021")
 class IgnoresSync(SeamFSDP2):
-    """Sync at init is accepted and does nothing."""
+    """Sync at init is accepted but does nothing."""
 
     def synchronise(self, model: nn.Module) -> None:
         return
@@ -133,7 +133,7 @@ class IgnoresSync(SeamFSDP2):
 
 @known_wrong("R128")
 class RewrapResets(SeamDDP):
-    """Wrapping a trained unit again initialises it anew."""
+    """Wrapping a trained unit again reinitializes it."""
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         for trained in _wrapped_parts(model):
@@ -148,7 +148,7 @@ class RewrapResets(SeamDDP):
 
 @known_wrong("R002")
 class RenamedParameter(SeamFSDP2):
-    """A parameter comes back under another name."""
+    """A parameter comes back under a different name."""
 
     def full_params(self) -> dict[str, Tensor]:
         values = super().full_params()
@@ -158,7 +158,7 @@ class RenamedParameter(SeamFSDP2):
 
 @known_wrong("R130")
 class BufferNotUpdated(SeamFSDP2):
-    """Buffers that forward writes are put back."""
+    """Buffers that forward writes are reset."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         before: Mapping[str, Tensor] = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
