@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
 """
-Step time and memory of the reference engine beside torch's FSDP2, FSDP1 and DDP, on the same work, side by side.
+Step time and memory of the reference engine next to torch's FSDP2, FSDP1 and DDP on the same work.
 
-A transformer is trained by each in turn, in the same processes, on the CPU over gloo; steps of all engines alternate,
-so that what else the machine does falls on all alike. Prints a table for each size, number of ranks and setting:
-medians of milliseconds per step, and the bytes that a rank holds between steps. Settings are float32, bfloat16 (reduced
-in float32), four micro-batches per step of which the last one is reduced, and parameters that are offloaded.
+All engines train a transformer in the same processes, on the CPU over gloo. Their steps alternate, so other load on the
+machine affects them equally. Prints a table for each size, number of ranks and setting: the median milliseconds per
+step and the bytes a rank holds between steps. The settings are float32, bfloat16 (reduced in float32), four
+micro-batches per step of which only the last is reduced, and offloaded parameters.
 
-Peaks are those of the simulated accelerator's allocator in a step after the first two, on two ranks: with a batch of
-one token, which leaves parameters, gradients and what they are gathered into, and with the batch that is timed. Shown
-beside them: a rank's shards of parameters and gradients, and the two largest units. The last line is the engine's step
-time over FSDP2's, the geometric mean over the tables.
+Peaks come from the simulated accelerator's allocator, in the third step on two ranks: with a batch of one token, which
+leaves only parameters, gradients and gather buffers, and with the timed batch. For comparison the table shows a rank's
+shards of parameters and gradients plus the two largest units. The last line is the engine's step time divided by
+FSDP2's, as the geometric mean over the tables.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from fsdp_conformance.engine.sharding_strategy import CPUOffload, MixedPrecision
 VOCABULARY = 256
 TOKENS = (4, 32)
 
-#: Name to width and number of blocks: 12 x width^2 elements a block.
+#: Name to width and number of blocks; a block has 12 x width^2 elements.
 SIZES = {"10M": (320, 8), "60M": (704, 10)}
 
 Build = Callable[[nn.Module], nn.Module]
@@ -90,11 +90,11 @@ class Model(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """How a step is made."""
+    """How a step is run."""
 
     name: str
     precision: torch.dtype | None = None
-    """What is computed in; None: float32."""
+    """The compute dtype; None: float32."""
     micro_batches: int = 1
     offload: bool = False
 
@@ -111,7 +111,7 @@ SETTINGS = {
 
 
 def engines(setting: Setting) -> dict[str, Build]:
-    """Engine to how it wraps a model. DDP has no mixed precision and no offload, FSDP1's pins memory for a GPU."""
+    """Engine to the function that wraps a model. DDP has no mixed precision or offload; FSDP1's offload needs a GPU."""
     low = setting.precision
     reduced = None if low is None else torch.float32
 
@@ -149,7 +149,7 @@ def engines(setting: Setting) -> dict[str, Build]:
 
 
 def unreduced(model: nn.Module) -> AbstractContextManager[Any]:
-    """Gradients of what is done inside stay on the rank."""
+    """Gradients of backwards inside the context are not reduced."""
     if isinstance(model, torch_fsdp.FSDPModule):
         return deferred(model)
     context: AbstractContextManager[Any] = model.no_sync()  # type: ignore[operator]
@@ -158,14 +158,14 @@ def unreduced(model: nn.Module) -> AbstractContextManager[Any]:
 
 @contextmanager
 def deferred(model: torch_fsdp.FSDPModule) -> Iterator[None]:
-    """FSDP2's way to say it."""
+    """The same for FSDP2."""
     model.set_requires_gradient_sync(False)
     yield
     model.set_requires_gradient_sync(True)
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, micro_batches: int = 1) -> None:
-    """One step on so many copies of a batch."""
+    """One step of `micro_batches` copies of a batch."""
     for micro in range(micro_batches):
         with unreduced(model) if micro < micro_batches - 1 else nullcontext():
             logits = model(tokens)
@@ -175,11 +175,11 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer, tokens: Tensor, mic
 
 
 def storage_bytes() -> int:
-    """Bytes of every tensor that is alive in this process and has a storage, each storage once."""
+    """Bytes of all live tensor storages in this process, each counted once."""
     gc.collect()
     found = {}
     for thing in gc.get_objects():
-        # By exact type: wrappers have no storage of their own, and what they wrap is found, too.
+        # By exact type: wrapper subclasses own no storage, and the tensors they wrap are found anyway.
         if type(thing) in (Tensor, nn.Parameter) and thing.device.type == "cpu":
             storage = thing.untyped_storage()
             found[storage.data_ptr()] = storage.nbytes()
@@ -187,7 +187,7 @@ def storage_bytes() -> int:
 
 
 def time_steps(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace, size: str, setting: str) -> None:
-    """One rank: trains with every engine in turn, and writes down what it took."""
+    """One rank: train with every engine in turn and write down the times."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     wrapped: dict[str, tuple[nn.Module, torch.optim.Optimizer]] = {}
@@ -218,7 +218,7 @@ def time_steps(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace,
 
 
 def weigh_steps(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace, size: str, setting: str) -> None:
-    """One rank: peaks of the third step of every engine, with a batch of one token and with that of the timing."""
+    """One rank: measure every engine's peak in its third step, with a batch of one token and with the timed batch."""
     from fsdp_conformance.simulator import checker, device
 
     torch.set_num_threads(1)
@@ -250,7 +250,7 @@ def weigh_steps(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace
 
 
 def spawn(body: Callable[..., None], args: argparse.Namespace, size: str, ranks: int, setting: str) -> Figures:
-    """Call `body` in `ranks` processes. Returns what rank 0 wrote down."""
+    """Call `body` in `ranks` processes. Returns rank 0's result."""
     with tempfile.TemporaryDirectory() as directory:
         args.result = str(Path(directory) / "result.json")
         rendezvous = str(Path(directory) / "rendezvous")
@@ -261,7 +261,7 @@ def spawn(body: Callable[..., None], args: argparse.Namespace, size: str, ranks:
 
 
 def ideal_bytes(size: str, ranks: int) -> float:
-    """A rank's shards of parameters and gradients, and the two largest units, in float32."""
+    """Bytes of a rank's parameter and gradient shards plus the two largest units, in float32."""
     model = Model(*SIZES[size])
     blocks = [sum(each.numel() for each in block.parameters()) for block in model.blocks]
     whole = sum(each.numel() for each in model.parameters())
@@ -270,7 +270,7 @@ def ideal_bytes(size: str, ranks: int) -> float:
 
 
 def show_peaks(args: argparse.Namespace, size: str) -> None:
-    """The table of peaks."""
+    """Print the table of peaks."""
     for setting in ("float32", "accumulation"):
         found = spawn(weigh_steps, args, size, 2, setting)
         print(

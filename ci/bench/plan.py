@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
 """
-How often the cost model orders two ways of sharding as measured step times do.
+How often the cost model ranks two ways of sharding in the same order as measured step times.
 
-For each size and number of ranks, on the CPU over gloo: the link is fitted, forward and backward of each unit and a
-step of the optimizer are timed, and from these the planner predicts the step of every way. Then the engine trains in
-each of them, steps alternating. Nothing that the training took goes back into the prediction. Prints both side by side;
-the last line is the part of all pairs that are ordered as measured. Two columns stand beside it and do not count: with
-two lanes, and with a reduce-scatter that costs what an all-reduce does, as gloo's does.
+For each size and number of ranks, on the CPU over gloo, the benchmark fits the link and times each unit's forward and
+backward and one optimizer step. From these the planner predicts the step time of every way to shard. Then the engine
+trains in each of them, with alternating steps; the predictions never use these measurements. Prints both side by side.
+The last line is the fraction of pairs ordered as measured. Two more columns are informational: a model with two lanes,
+and one in which a reduce-scatter costs as much as an all-reduce, as it does on gloo.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from fsdp_conformance.planner.plan_text import candidate_name
 from fsdp_conformance.planner.plan_unit import PlanUnit, blocks_of_lists, plan_units
 from fsdp_conformance.planner.planner import decide
 
-#: Name to width and number of blocks: 12 x width^2 elements a block.
+#: Name to width and number of blocks; a block has 12 x width^2 elements.
 SIZES = {"1M": (128, 5), "10M": (320, 8)}
 
-#: Pairs whose measured times differ by less are counted, and reported apart.
+#: Pairs whose measured times differ by less than this are counted but reported separately.
 CLEAR = 1.1
 
-#: Adam reads parameter, gradient and two moments of four bytes, and writes all but the gradient.
+#: Adam reads the parameter, the gradient and two moments (4 bytes each) and writes all but the gradient.
 ADAM_BYTES_PER_ELEMENT = 28
 
 
 def ways(ranks: int) -> list[Candidate]:
-    """What is compared."""
+    """The ways of sharding to compare."""
     found = [
         Candidate(ShardingStrategy.FULL_SHARD, ranks, 1),
         Candidate(ShardingStrategy.SHARD_GRAD_OP, ranks, 1),
@@ -61,7 +61,7 @@ def ways(ranks: int) -> list[Candidate]:
 
 
 def median_us(function: Callable[[], object], repetitions: int) -> float:
-    """Microseconds of a call while the other ranks make it too."""
+    """Median microseconds of a call that all ranks make at the same time."""
     times = []
     for _ in range(repetitions):
         dist.barrier()
@@ -72,7 +72,7 @@ def median_us(function: Callable[[], object], repetitions: int) -> float:
 
 
 def computed_us(module: nn.Module, value: Tensor, repetitions: int) -> tuple[float, float]:
-    """Forward and backward of a module on `value`."""
+    """Microseconds of a module's forward and backward on `value`."""
     inputs = value.requires_grad_(value.is_floating_point())
     forward = median_us(lambda: module(inputs), repetitions)
 
@@ -84,20 +84,20 @@ def computed_us(module: nn.Module, value: Tensor, repetitions: int) -> tuple[flo
 
 
 def adam_us(model: nn.Module, repetitions: int) -> float:
-    """A step of Adam on all parameters."""
+    """Microseconds of an Adam step on all parameters."""
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     return median_us(torch.optim.Adam(model.parameters(), lr=1e-6).step, repetitions)
 
 
 def scattered_by_all_reduce_us(way: Candidate, units: Sequence[PlanUnit], cluster: Cluster) -> float:
-    """What a step takes longer if every reduce-scatter is an all-reduce of which a part is kept."""
+    """The extra microseconds of a step if every reduce-scatter costs as much as an all-reduce."""
     axis = cluster.axis(way.num_shards)
     return sum(all_reduce_us(4 * unit.numel, axis) - reduce_scatter_us(4 * unit.numel, axis) for unit in units)
 
 
 def predictions(model: Model, fit: LinkFit, ranks: int, width: int, depth: int, repetitions: int) -> dict[str, Any]:
-    """Milliseconds of every way, by the model as it is for a CPU, and by two others."""
+    """Predicted milliseconds of every way, by the CPU cost model and by two variants."""
     with torch.device("meta"):
         shape = Model(width, depth)
         units = plan_units(
@@ -127,7 +127,7 @@ def predictions(model: Model, fit: LinkFit, ranks: int, width: int, depth: int, 
 
 
 def wrapped(way: Candidate, width: int, depth: int) -> nn.Module:
-    """The engine, sharding a new model in that way."""
+    """The engine around a new model, sharded that way."""
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (way.num_replicas, way.num_shards)) if way.strategy.is_hybrid else None
     return FullyShardedDataParallel(
@@ -136,7 +136,7 @@ def wrapped(way: Candidate, width: int, depth: int) -> nn.Module:
 
 
 def rank_main(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace, size: str) -> None:
-    """One rank: measures, predicts, trains, and writes down both."""
+    """One rank: measure, predict, train, and write down predicted and measured times."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)
     width, depth = SIZES[size]
@@ -169,7 +169,7 @@ def rank_main(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace, 
 
 
 def measure(args: argparse.Namespace, size: str, ranks: int) -> dict[str, Any]:
-    """Run in `ranks` processes. Returns what rank 0 wrote down."""
+    """Run in `ranks` processes. Returns rank 0's result."""
     with tempfile.TemporaryDirectory() as directory:
         args.result = str(Path(directory) / "result.json")
         rendezvous = str(Path(directory) / "rendezvous")
@@ -180,7 +180,7 @@ def measure(args: argparse.Namespace, size: str, ranks: int) -> dict[str, Any]:
 
 
 def agreement(predicted: dict[str, float], measured: dict[str, float]) -> list[tuple[bool, bool]]:
-    """Of each pair: whether it is ordered as measured, and whether the measured times differ clearly."""
+    """For each pair: whether it is ordered as measured, and whether the measured times differ clearly."""
     return [
         (
             (predicted[one] < predicted[other]) == (measured[one] < measured[other]),
@@ -191,7 +191,7 @@ def agreement(predicted: dict[str, float], measured: dict[str, float]) -> list[t
 
 
 def part(pairs: list[tuple[bool, bool]]) -> str:
-    """So many of so many."""
+    """A count out of a total, as text."""
     return f"{sum(agrees for agrees, _ in pairs)} of {len(pairs)}"
 
 

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
 """
-Seconds and memory of the nested parity case on simulated ranks, beside ranks that are processes.
+Seconds and memory of the nested parity case on simulated ranks, next to ranks that are processes.
 
-Full sharding of units within units on the exact probe, as the suites have it, from the start of the ranks to the
-verdict. The probe is proved exact at each world size first, and every verdict must be a PASS: each loss, gradient and
-parameter equals the references' bit for bit, or the benchmark fails. Memory: the sum of the processes' largest
-resident sets, which counts what they share once each, and the sum of their proportional sets (PSS, Linux) when the
-training is done and all ranks are there. The last line is the seconds of the largest simulated world up to 64 ranks,
-of the slower engine.
+The case is the suites' own: full sharding of nested units on the exact probe, timed from starting the ranks to the
+verdict. The probe is first proved exact at each world size, and the benchmark fails unless every verdict is PASS, which
+means that all losses, gradients and parameters equal the references' bit for bit. Memory is the sum of the processes'
+peak resident sets, which counts shared pages once per process, and the sum of their proportional sets (PSS, Linux)
+after training, while all ranks are alive. The last line is the time of the largest simulated world of at most 64 ranks,
+for the slower engine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fsdp_conformance.selftest import BoundCase, run_case
 from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload import Regime
 
-#: The world that the figure is of.
+#: The world size that the figure is about.
 FIGURE_RANKS = 64
 
 MB = 1e6
@@ -40,20 +40,20 @@ MB = 1e6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """One case."""
+    """What one case took."""
 
     seconds: float
-    """From the start of the ranks to the verdict."""
+    """Seconds from starting the ranks to the verdict."""
     cpu_seconds: float
-    """Of all processes of ranks."""
+    """CPU seconds of all rank processes."""
     peak_bytes: int
-    """The sum over processes of the largest resident set."""
+    """Sum of the processes' peak resident set sizes, in bytes."""
     proportional_bytes: int
-    """The sum over processes of the proportional set at the end of the training."""
+    """Sum of the processes' proportional set sizes at the end of training, in bytes."""
 
 
 def measured(implementation: str, ranks: str, world_size: int) -> Measured:
-    """Run the case on fresh ranks of that kind. Exits with the whole finding unless the verdict is a PASS."""
+    """Run the case on fresh ranks of that kind. Exits with the full finding unless the verdict is PASS."""
     name = f"test_nested_parity_ws{world_size}"
     case = case_of(getattr(NestedParity, name))
     assert case is not None, f"{name} is made of a case"
@@ -72,7 +72,7 @@ def measured(implementation: str, ranks: str, world_size: int) -> Measured:
 
 
 def processes(record: CaseRecord) -> list[dict[str, Any]]:
-    """What each process used: the largest of what the ranks that live in it have read."""
+    """What each process used: the maximum over the readings of its ranks."""
     found: dict[int, dict[str, Any]] = {}
     for rank in range(record.world_size):
         read = record.measurements[f"process of rank {rank}"][f"rank {rank}"]

@@ -1,7 +1,7 @@
 """
-The case that `ci/bench/run simulated` times: the nested parity case of the suites, in worlds that no profile has.
+The case that `ci/bench/run simulated` times: the suites' nested parity case in worlds larger than any profile's.
 
-Each rank reads what the process that it lives in has used.
+Each rank reads the resource usage of the process it lives in.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROBE = probes.exact_nested
 
 
 class NestedParity(ConformanceTestCase):
-    """Full sharding of units within units, on the exact probe."""
+    """Full sharding of nested units, on the exact probe."""
 
     @conformance_case("R005", "R002", "R003", chapter="A", axes={"world_size": WORLD_SIZES}, timeout_s=900.0)
     def test_nested_parity(self, world_size: int) -> None:
@@ -30,7 +30,7 @@ class NestedParity(ConformanceTestCase):
         workload = PROBE()
         run = self.train(workload)
         self.check_parity(run, workload)
-        # No rank leaves before the others have looked: the pages that they share are divided among all.
+        # Nobody exits before all have measured: shared pages are divided among the processes that are alive.
         dist.barrier()
         self.report.measurements[f"process of rank {self.rank}"] = used()
         dist.barrier()

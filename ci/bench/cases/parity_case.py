@@ -1,7 +1,7 @@
 """
 The case that `ci/bench/harness` times: FSDP2 trained against DDP on four ranks, once per harness.
 
-The body is the same object for both, so that only the way in which ranks are started, watched and ended differs.
+The body is the same object for both, so only the starting, supervising and ending of ranks differs.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ SIZES = (33, 64, 47, 8)
 
 
 class ParityBody:
-    """What both test cases run in a rank."""
+    """What a rank runs in both test cases."""
 
     world_size = WORLD_SIZE
 
     def train_and_compare(self) -> None:
-        """Losses of FSDP2 equal those of DDP at every step; the seconds that it took go beside the store."""
+        """Compare FSDP2's losses with DDP's at every step, and write the training time next to the store."""
         began = time.perf_counter()
         torch.manual_seed(0)
         layers = [nn.Sequential(nn.Linear(*shape), nn.ReLU()) for shape in pairwise(SIZES)]
@@ -54,7 +54,7 @@ class ParityBody:
         Path(f"{self.file_name}.seconds{self.rank}").write_text(str(seconds))  # type: ignore[attr-defined]
 
     def start_group(self) -> None:
-        """The default process group, over the case's file."""
+        """Start the default process group from the case's rendezvous file."""
         distributed.init_process_group(
             "gloo",
             init_method=f"file://{self.file_name}",  # type: ignore[attr-defined]
@@ -63,7 +63,7 @@ class ParityBody:
         )
 
     def training_seconds(self) -> float:
-        """Of the slowest rank. The files go."""
+        """Training seconds of the slowest rank. Removes the files."""
         files = [Path(f"{self.file_name}.seconds{rank}") for rank in range(WORLD_SIZE)]  # type: ignore[attr-defined]
         slowest = max(float(file.read_text()) for file in files)
         for file in files:
@@ -72,7 +72,7 @@ class ParityBody:
 
 
 class OnTorch(ParityBody, MultiProcessTestCase):
-    """On torch's harness: four spawned processes."""
+    """The case on torch's harness: four spawned processes."""
 
     training_s = 0.0
 
@@ -91,7 +91,7 @@ class OnTorch(ParityBody, MultiProcessTestCase):
 
 
 class OnOurs(ParityBody, ShardedTrainingTestCase):
-    """On ours: four ranks from the warm process."""
+    """The case on our harness: four ranks from the warm process."""
 
     training_s = 0.0
 
@@ -109,6 +109,6 @@ class OnOurs(ParityBody, ShardedTrainingTestCase):
 
 
 class OnOursReused(OnOurs):
-    """On ours, with ranks that have run a case before."""
+    """The case on our harness, on reused ranks."""
 
     reuse_ranks = True
