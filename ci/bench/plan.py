@@ -31,13 +31,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from fsdp_conformance.engine.fully_sharded.wrap_policy import ClassPolicy
 from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
 from fsdp_conformance.engine.sharding_strategy import ShardingStrategy
-from fsdp_conformance.planner.collective_cost import all_reduce_us, reduce_scatter_us
 from fsdp_conformance.planner.device_spec import GIB, DeviceSpec
-from fsdp_conformance.planner.link_fit import LinkFit
-from fsdp_conformance.planner.link_spec import Cluster, LinkSpec
-from fsdp_conformance.planner.plan_candidate import Candidate, PlanOptions
+from fsdp_conformance.planner.link_spec import Cluster, LinkFit, LinkSpec
+from fsdp_conformance.planner.plan_model import PlanUnit, blocks_of_lists, plan_units
+from fsdp_conformance.planner.plan_step import Candidate, PlanOptions
 from fsdp_conformance.planner.plan_text import candidate_name
-from fsdp_conformance.planner.plan_unit import PlanUnit, blocks_of_lists, plan_units
 from fsdp_conformance.planner.planner import decide
 
 #: Name to width and number of blocks; a block has 12 x width^2 elements.
@@ -93,7 +91,7 @@ def adam_us(model: nn.Module, repetitions: int) -> float:
 def scattered_by_all_reduce_us(way: Candidate, units: Sequence[PlanUnit], cluster: Cluster) -> float:
     """The extra microseconds of a step if every reduce-scatter costs as much as an all-reduce."""
     axis = cluster.axis(way.num_shards)
-    return sum(all_reduce_us(4 * unit.numel, axis) - reduce_scatter_us(4 * unit.numel, axis) for unit in units)
+    return sum(axis.all_reduce_us(4 * unit.numel) - axis.reduce_scatter_us(4 * unit.numel) for unit in units)
 
 
 def predictions(model: Model, fit: LinkFit, ranks: int, width: int, depth: int, repetitions: int) -> dict[str, Any]:

@@ -35,9 +35,13 @@ from fsdp_conformance.engine.chunks.group import ChunkGroup
 from fsdp_conformance.engine.chunks.memory_pool import Block, BlockKind, MemoryPool
 from fsdp_conformance.engine.chunks.state import ChunkState, TensorState
 from fsdp_conformance.engine.errors import ChunkStateError, PoolError
-from fsdp_conformance.engine.mesh.collectives import mesh_broadcast, mesh_scatter
-from fsdp_conformance.engine.mesh.gathering import mesh_all_gather, mesh_reduce_scatter
-from fsdp_conformance.engine.mesh.shard_dim_all_to_all import shard_dim_all_to_all
+from fsdp_conformance.engine.mesh.collectives import (
+    mesh_all_gather,
+    mesh_broadcast,
+    mesh_reduce_scatter,
+    mesh_scatter,
+    shard_dim_all_to_all,
+)
 from fsdp_conformance.engine.mesh.tensor_meta import check_tensor_meta
 from fsdp_conformance.engine.mesh.uneven_shards import chunk_sizes, pad_tensor, split_shards, unpad_tensor
 from fsdp_conformance.harness.simulated_ranks.ranks import run_ranks

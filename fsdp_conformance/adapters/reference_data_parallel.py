@@ -1,8 +1,8 @@
 """
-The reference engine's data-parallel mode as a subject: replicated parameters, averaged gradients.
+The reference engine's data-parallel mode under test: replicated parameters, averaged gradients.
 
-It trains rightly and does not shard, as torch's DistributedDataParallel: it is certified in a profile of its own, and
-is one more reference beside that.
+It trains correctly but does not shard, like torch's DistributedDataParallel, so it has a separate profile. It is also a
+second reference besides DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp_conformance.engine.data_parallel.data_parallel import DataParallel
 
 
 class ReferenceDataParallel(TorchAdapter):
-    """`DataParallel` of the engine, told to look for unused parameters and to leave buffers alone."""
+    """The engine's `DataParallel`, which searches for unused parameters and does not broadcast buffers."""
 
     name: ClassVar[str] = "reference-data-parallel"
     capabilities: ClassVar[frozenset[str]] = frozenset(
@@ -57,7 +57,7 @@ class ReferenceDataParallel(TorchAdapter):
         return fsdp_conformance.__version__
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
-        # Where the caller moves the model after the wrap, the wrap must not.
+        # With InitMode.AFTER the caller moves the model after the wrap.
         moves = plan.device_id is not None or (self.device.type != "cpu" and plan.init_mode is not InitMode.AFTER)
         return DataParallel(
             model,
@@ -69,7 +69,7 @@ class ReferenceDataParallel(TorchAdapter):
         )
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        assert isinstance(self.model, DataParallel), "wrap returned it"
+        assert isinstance(self.model, DataParallel), "wrap() returns one"
         return self.model.no_sync()
 
     def reducer(self, module: nn.Module, options: ReducerOptions) -> GradientReducer:

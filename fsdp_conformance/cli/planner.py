@@ -34,13 +34,13 @@ def main(arguments: list[str]) -> int:
 
 def _plan(order: PlanOrder) -> int:
     # Torch comes in with these, and only here.
-    from fsdp_conformance.planner import plan_model
+    from fsdp_conformance.planner.plan_model import counted
+    from fsdp_conformance.planner.plan_step import PlanOptions
     from fsdp_conformance.planner.plan_text import decision_text, size_words
     from fsdp_conformance.planner.planner import decide
 
-    units, options = plan_model.counted(
-        _builder(order.model), order.units, compute_dtype=order.compute_dtype, utilisation=order.utilisation
-    )
+    options = PlanOptions.of(compute_dtype=order.compute_dtype, utilisation=order.utilisation)
+    units = counted(_builder(order.model), order.units, compute_dtype=options.compute_dtype)
     inner, outer = order.links
     cluster = Cluster(world_size=order.world_size, ranks_per_host=order.ranks_per_host, inner=inner, outer=outer)
     decision = decide(units, cluster, DEVICES[order.device], options, memory_bytes=order.memory_bytes)

@@ -7,12 +7,12 @@ The reference sharding engine, built on torch alone: one storage, one schedule, 
     bucketing            small collectives coalesced into few large ones
     mesh                 collectives along one axis of a DeviceMesh
 
-    errors               what the engine raises
+    errors               the errors that the engine raises
     sharding_strategy    full shard, gradient shard, hybrid, none
     flat_collectives     all-gather, reduce-scatter and all-reduce of flat buffers, and the group they run on
-    streams              side streams, where the device has them
+    streams              the order between streams, if the device has any
     structures           the tensors inside nested inputs and outputs
-    verification         whether all ranks built the same model
+    verification         whether all ranks agree, for example on the parameters of their model
 
-A package uses those below it in this order: fully_sharded, data_parallel, chunks, bucketing, mesh, the shared modules.
+A package only uses those after it in this list: fully_sharded, data_parallel, chunks, bucketing, mesh, shared modules.
 """

@@ -1,33 +1,33 @@
 """
-What the engine raises, one class per thing that can go wrong; configurations out of range are `ConfigError`.
+The errors that the engine raises, one class for each thing that can go wrong. Invalid options are `ConfigError`.
 
     EngineError
     +-- ReductionError           the gradients of a step cannot be reduced
     |   +-- ReductionUnfinished  some parameters never got a gradient
     |   +-- MarkedReadyTwice     a parameter got a second gradient in one backward
-    |   +-- GraphChanged         a graph that was declared static is not
+    |   +-- GraphChanged         a graph that was declared static has changed
     |   +-- GradientRefused      a gradient of a kind that cannot be reduced
-    |   +-- HookMisuse           a communication hook, or its result, is not what it should be
-    +-- StructureMismatch        ranks hold different parameters
-    +-- MeshError                a collective along a mesh is given what does not fit: an axis, a source, sizes
+    |   +-- HookMisuse           a communication hook has the wrong signature or result
+    +-- StructureMismatch        parameters differ between ranks
+    +-- MeshError                wrong arguments for a mesh collective: an axis, a source, sizes
     +-- TensorMetaMismatch       tensors of one group differ in dtype, requires_grad, shape or stride
-    +-- ParameterReplaced        a parameter is another object than the one that was wrapped
-    +-- BucketerError            the reduce-scatter bucketer
+    +-- ParameterReplaced        a parameter was replaced after it was wrapped
+    +-- BucketerError            misuse of the reduce-scatter bucketer
     |   +-- InputMismatch        inputs that cannot be reduce-scattered over the group
     |   +-- DataPending          torn down while inputs wait in a bucket
-    +-- PoolError                the memory pool is used wrongly: a foreign block, a second release
+    +-- PoolError                misuse of the memory pool: a foreign block, a second release
     |   +-- PoolExhausted        no block, or no bytes, are left
-    +-- ChunkError               a chunk is used wrongly
+    +-- ChunkError               misuse of a chunk
     |   +-- ChunkFull            a tensor does not fit
-    |   +-- TensorRefused        a tensor that a chunk cannot hold, or does not
-    |   +-- ChunkStateError      not legal in the state that the chunk is in
-    |       +-- IllegalTransition  ... nor in the state that a tensor is in
+    |   +-- TensorRefused        a tensor that a chunk cannot hold, or does not hold
+    |   +-- ChunkStateError      illegal in the state of the chunk
+    |       +-- IllegalTransition  ... or in the state of a tensor
     +-- NoChunkSize              no chunk size fits the memory budget
-    +-- ShardingError            the fully sharded module is used wrongly, or cannot be made
-        +-- TrainingStateError   not legal in the state that a unit is in
-        +-- ExecutionOrderError  ranks run different units, or the same ones in another order
+    +-- ShardingError            misuse of the fully sharded module
+        +-- TrainingStateError   illegal in the state of a unit
+        +-- ExecutionOrderError  ranks run different units, or in a different order
         +-- SharedAcrossUnits    a parameter belongs to two units that no outer unit joins
-        +-- ParameterMoved       a parameter is on another device, or of another dtype, than it may be
+        +-- ParameterMoved       a parameter has the wrong device or dtype
         +-- UsedWhileSharded     a parameter took part in a graph while it was sharded
 """
 
@@ -40,9 +40,10 @@ from fsdp_conformance.errors import ConformanceError
 
 class EngineError(ConformanceError):
     """
-    The base of every error of the engine. Carries every problem found, not only the first.
+    The base class of the engine's errors. Carries every problem that was found, not only the first.
 
-    `problems` are sentences of the form "what=value, but should be expected"; `where` is the call.
+    Each problem is a sentence: "NAME must be WHAT, got VALUE" for an argument, "WHAT: expected VALUE, got VALUE" for a
+    comparison, or "cannot do this: reason" for a state. `where` names the call; `hint` is the next step.
     """
 
     def __init__(self, problems: Sequence[str] | str, *, where: str, hint: str = "") -> None:
@@ -57,43 +58,43 @@ class ReductionError(EngineError, RuntimeError):
 
 
 class ReductionUnfinished(ReductionError):
-    """The backward before this forward left parameters without a gradient, so their buckets were never reduced."""
+    """The last backward left parameters without a gradient, so their buckets were never reduced."""
 
 
 class MarkedReadyTwice(ReductionError):
-    """A parameter got a gradient after its gradient of this backward was handed over."""
+    """A parameter got another gradient after its gradient of this backward was reduced."""
 
 
 class GraphChanged(ReductionError):
-    """A graph that was declared static differs from the one of the first iteration."""
+    """A graph that was declared static differs from that of the first iteration."""
 
 
 class GradientRefused(ReductionError):
-    """A gradient of a kind that cannot be reduced: sparse unannounced, dense where sparse was announced, a graph."""
+    """A gradient that cannot be reduced: unexpectedly sparse, unexpectedly dense, or with a graph."""
 
 
 class HookMisuse(ReductionError, TypeError):
-    """A communication hook, or what it returned, is not what it should be."""
+    """A communication hook has the wrong signature, or returned the wrong thing."""
 
 
 class StructureMismatch(EngineError, RuntimeError):
-    """Ranks hold different parameters. Raised on every rank."""
+    """Parameters differ between ranks. Raised on every rank."""
 
 
 class MeshError(EngineError, ValueError):
-    """An axis, a source, a dim, sizes or a list that do not fit a collective along a mesh. Nothing was sent."""
+    """Wrong arguments for a mesh collective: an axis, a source, a dim, sizes or a list. Nothing was sent."""
 
 
 class TensorMetaMismatch(EngineError, ValueError):
-    """The tensors of a group differ in what was asked to be equal. Raised on every rank of the group."""
+    """The tensors of a group differ in a property that must be equal. Raised on every rank of the group."""
 
 
 class ParameterReplaced(EngineError, RuntimeError):
-    """A parameter is another object than the one that was wrapped: its gradient would stay local."""
+    """A parameter was replaced by another object after it was wrapped. Its gradient would stay on this rank."""
 
 
 class BucketerError(EngineError):
-    """The reduce-scatter bucketer is used wrongly."""
+    """Misuse of the reduce-scatter bucketer."""
 
 
 class InputMismatch(BucketerError, ValueError):
@@ -105,49 +106,47 @@ class DataPending(BucketerError, RuntimeError):
 
 
 class PoolError(EngineError, ValueError):
-    """A block or a specification that the memory pool does not know, or not in that state."""
+    """A block or a specification that the memory pool does not know, or that is in another state."""
 
 
 class PoolExhausted(PoolError):
-    """
-    The memory pool has no free block of the kind that was asked for, or no bytes left. Its counters are as before.
-    """
+    """The memory pool has no free block of the requested kind, or no bytes left. Its counters are unchanged."""
 
 
 class ChunkError(EngineError):
-    """A chunk is used wrongly."""
+    """Misuse of a chunk."""
 
 
 class ChunkFull(ChunkError, ValueError):
-    """A tensor does not fit into what is left of a chunk. The chunk is as before."""
+    """A tensor does not fit into the rest of a chunk. The chunk is unchanged."""
 
 
 class TensorRefused(ChunkError, ValueError):
-    """A tensor, or a gradient, that a chunk cannot hold, or does not. The chunk is as before."""
+    """A tensor or gradient that a chunk cannot hold, or does not hold. The chunk is unchanged."""
 
 
 class ChunkStateError(ChunkError, RuntimeError):
-    """What was asked is not legal in the state that the chunk, or one of its tensors, is in."""
+    """The operation is illegal in the state of the chunk or of one of its tensors."""
 
 
 class IllegalTransition(ChunkStateError):
-    """A tensor may not go from its state to the one asked for. It stays where it is."""
+    """A tensor may not go from its state to the requested one. It stays in its state."""
 
 
 class NoChunkSize(EngineError, ValueError):
-    """No chunk size fits the memory budget. Says what the smallest would need."""
+    """No chunk size fits the memory budget. The message tells what the smallest would need."""
 
 
 class ShardingError(EngineError, RuntimeError):
-    """The fully sharded module is used wrongly, or cannot be made of what it was given."""
+    """Misuse of the fully sharded module."""
 
 
 class TrainingStateError(ShardingError):
-    """What was asked is not legal in the state that a unit is in. The unit stays in it."""
+    """The operation is illegal in the state of a unit. The unit stays in its state."""
 
 
 class ExecutionOrderError(ShardingError):
-    """Ranks run different units, or the same ones in another order: they would train on one another's parameters."""
+    """Ranks run different units, or in a different order: they would train on one another's parameters."""
 
 
 class SharedAcrossUnits(ShardingError):
@@ -155,8 +154,8 @@ class SharedAcrossUnits(ShardingError):
 
 
 class ParameterMoved(ShardingError):
-    """A parameter is on another device, of another dtype or of another size than it may be after the wrap."""
+    """A parameter has the wrong device, dtype or size after it was wrapped."""
 
 
 class UsedWhileSharded(ShardingError):
-    """A parameter took part in a graph while it was sharded, so its gradient would be one of a shard alone."""
+    """A parameter took part in a graph while it was sharded, so its gradient would only be that of a shard."""

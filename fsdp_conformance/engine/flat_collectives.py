@@ -1,7 +1,7 @@
 """
-The collectives of flat tensors, under the names that the installed torch has for them.
+Asynchronous collectives of flat tensors, under the names that the installed torch has for them.
 
-torch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`; both names are looked up once, here.
+torch 2.13 renamed `all_gather_into_tensor` and `reduce_scatter_tensor`. This is the only place that looks them up.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def broadcast(tensor: Tensor, source: int, group: ProcessGroup) -> Work:
 
 def scatter(output: Tensor, parts: Sequence[Tensor], source: int, group: ProcessGroup) -> Work:
     """Start filling `output` (1D, contiguous) with this rank's entry of the parts of group rank `source`."""
-    given = list(parts) or None  # on other ranks there are none
+    given = list(parts) or None  # only the source has any
     rank = dist.get_global_rank(group, source)
     return cast(Work, dist.scatter(output, given, src=rank, group=group, async_op=True))
 
@@ -75,12 +75,14 @@ def resolve_group(group: ProcessGroup | None) -> ProcessGroup:
     """
     The group itself, or the default one for None.
 
-    Raises EngineError if this process is not in it, or if there is no default group yet.
+    Raises EngineError if this rank is not in it, or if there is no default group yet.
     """
     resolved: object = group if group is not None else dist.group.WORLD
     if resolved is None:
-        raise EngineError("process_group=None, but should be a group, or torch.distributed initialised", where="engine")
-    # `new_group` gives a stand-in to those who are not in the group.
+        raise EngineError(
+            "process_group must be given if torch.distributed is not initialised, got None", where="engine"
+        )
+    # `new_group` returns a placeholder on ranks outside the group.
     if not isinstance(resolved, ProcessGroup) or dist.get_rank(resolved) < 0:
-        raise EngineError(f"process_group={resolved!r}, but should be one that this rank is in", where="engine")
+        raise EngineError(f"process_group must contain this rank, got {resolved!r}", where="engine")
     return resolved

@@ -1,7 +1,7 @@
 """
-The streams of one device, or none: what orders work that is issued from several of them.
+The order between the streams of one device.
 
-On the CPU there are no streams and everything here does nothing, at the price of one comparison.
+The CPU has no streams: there, everything in this module does nothing, at the price of one comparison.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 class Streams:
-    """The current stream of a device, and the order between it and others."""
+    """The current stream of a device, and its order relative to others."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -23,11 +23,11 @@ class Streams:
         """Whether the device has streams."""
 
     def current(self) -> Any:
-        """The current stream of the device; None where there are none."""
+        """The current stream of the device; None if it has no streams."""
         return None if self._module is None else self._module.current_stream(self._device)
 
     def follow(self, others: Iterable[Any]) -> None:
-        """What is issued on the current stream from now on runs after what `others` have been given so far."""
+        """Make later work on the current stream run after all work issued on `others` so far."""
         if self._module is None:
             return
         current = self.current()
@@ -37,9 +37,9 @@ class Streams:
 
     def keep(self, tensor: Tensor, allocated_on: Any) -> None:
         """
-        Let the memory of `tensor` not be reused before the current stream is done with it.
+        Keep the memory of `tensor` from being reused before the current stream is done with it.
 
-        The allocator gives a freed block to the stream that it was allocated on, and knows of no other by itself.
+        When a tensor is freed, the allocator only considers the stream that allocated it.
         """
         if self._module is not None:
             current = self.current()

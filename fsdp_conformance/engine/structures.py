@@ -1,4 +1,4 @@
-"""Tensors inside what modules take and give: nested lists, tuples, dicts, dataclasses, registered pytree nodes."""
+"""The tensors inside nested inputs and outputs: lists, tuples, dicts, dataclasses and registered pytree nodes."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-#: What can hold no tensor.
+#: Types that cannot hold a tensor.
 _WITHOUT_TENSORS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
-#: What is looked into, empty as it may be.
+#: Types that are searched, and may be empty.
 _CONTAINERS = (Mapping, list, tuple, set, frozenset, deque, SimpleNamespace)
 
 
 def tensors_in(structure: object) -> Iterator[Tensor]:
     """
-    Every tensor inside `structure`, in order; one that occurs twice comes twice.
+    Every tensor inside `structure`, in order and with repetitions.
 
-    Objects of unknown types are not looked into: what they hold is not found.
+    Does not search objects of unknown types.
     """
-    if isinstance(structure, Tensor):  # the usual output, and the quickest way out
+    if isinstance(structure, Tensor):  # the usual output, and the fastest path
         yield structure
         return
-    seen: set[int] = set()  # containers that hold themselves
+    seen: set[int] = set()  # for containers that hold themselves
     pending = [structure]
     while pending:
         item = pending.pop()
@@ -44,7 +44,7 @@ def tensors_in(structure: object) -> Iterator[Tensor]:
 
 
 def has_unknown(structure: object) -> bool:
-    """Whether there is an object in `structure` that is not looked into, and may hold tensors that nobody finds."""
+    """Whether `structure` holds an object of unknown type, which may hold tensors that `tensors_in` does not find."""
     seen: set[int] = set()
     pending = [structure]
     while pending:
@@ -60,7 +60,7 @@ def has_unknown(structure: object) -> bool:
 
 
 def _inside(item: object) -> list[object]:
-    """What `item` holds directly."""
+    """The objects that `item` holds directly."""
     if isinstance(item, Mapping):
         return list(item.values())
     if isinstance(item, (list, tuple, set, frozenset, deque)):
@@ -76,14 +76,14 @@ def _inside(item: object) -> list[object]:
 
 def with_tensors(structure: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """
-    `structure` with every tensor in it changed; types, and what is not a tensor, stay as they are.
+    A copy of `structure` with every tensor in it changed. Types and other objects stay the same.
 
-    Containers are copied, not written into. Objects of unknown types are passed on as they are.
+    Containers are copied, not modified. Objects of unknown types are passed on unchanged.
     """
     if isinstance(structure, Tensor):
         return change(structure)
     if isinstance(structure, PackedSequence):
-        # Its batch sizes belong on the CPU, wherever the data is.
+        # Its batch sizes belong on the CPU, whatever the device of the data.
         indices = (structure.sorted_indices, structure.unsorted_indices)
         changed = [None if index is None else change(index) for index in indices]
         return PackedSequence(change(structure.data), structure.batch_sizes, *changed)
@@ -100,7 +100,7 @@ def with_tensors(structure: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if dataclasses.is_dataclass(structure) and not isinstance(structure, type):
         twin = copy.copy(structure)
         for field in dataclasses.fields(structure):
-            # Past a frozen dataclass's refusal, and past a constructor that would compute fields anew.
+            # Works for frozen dataclasses, and bypasses a constructor that would recompute fields.
             object.__setattr__(twin, field.name, with_tensors(getattr(structure, field.name), change))
         return twin
     if type(structure) in pytree.SUPPORTED_NODES:

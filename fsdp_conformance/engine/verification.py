@@ -1,11 +1,13 @@
 """
-Do all ranks hold the same parameters? Asked before gradients are reduced by position.
+Whether all ranks of a group agree: on a text, or on the parameters whose gradients are reduced by position.
 
-Names, order, shapes, strides, dtypes and `requires_grad` are compared with those of the group's first rank.
+Every rank comes to the same answer, so either all raise or none does. A rank that carried on alone would hang in the
+first collective that its peers never issue.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_conformance.engine.errors import StructureMismatch
-from fsdp_conformance.engine.mesh.agreement import texts_unless_equal
+from fsdp_conformance.engine.flat_collectives import all_gather
 
 #: How many problems an error lists.
 PROBLEMS_LISTED = 20
@@ -32,9 +34,14 @@ class ParameterFacts(NamedTuple):
     requires_grad: bool
 
 
-def facts_of(named: Sequence[tuple[str, Tensor]]) -> list[ParameterFacts]:
-    """The facts of some parameters, in order."""
-    return [
+def verify_parameters(named: Sequence[tuple[str, Tensor]], group: ProcessGroup, *, device: torch.device) -> None:
+    """
+    Compare names, order, shapes, strides, dtypes and `requires_grad` of parameters over a group. Collective.
+
+    Sends nothing in a group of one. `device` is one that the group can communicate from. Raises StructureMismatch on
+    every rank if one of them differs from the first, naming ranks and parameters.
+    """
+    facts = [
         ParameterFacts(
             name,
             tuple(tensor.shape),
@@ -44,24 +51,15 @@ def facts_of(named: Sequence[tuple[str, Tensor]]) -> list[ParameterFacts]:
         )
         for name, tensor in named
     ]
-
-
-def verify_parameters(named: Sequence[tuple[str, Tensor]], group: ProcessGroup, *, device: torch.device) -> None:
-    """
-    Compare parameters over the ranks of a group. Collective; nothing is sent in a group of one.
-
-    `device` is one that the group can communicate from. Raises StructureMismatch on every rank if one of them differs
-    from the first, naming ranks and parameters.
-    """
-    texts = texts_unless_equal(json.dumps(facts_of(named)), group, device=device)
+    texts = texts_unless_equal(json.dumps(facts), group, device=device)
     if texts is None:
         return
-    facts = [[ParameterFacts(*_tuples(entry)) for entry in json.loads(text)] for text in texts]
+    first, *others = ([ParameterFacts(*_tuples(entry)) for entry in json.loads(text)] for text in texts)
     ranks = dist.get_process_group_ranks(group)
     problems = [
-        f"rank {rank}: {difference} as on rank {ranks[0]}"
-        for rank, mine in zip(ranks[1:], facts[1:], strict=True)
-        for difference in differences(mine, facts[0])
+        f"rank {rank}: {difference}"
+        for rank, mine in zip(ranks[1:], others, strict=True)
+        for difference in _differences(mine, first, f"as on rank {ranks[0]}")
     ]
     more = len(problems) - PROBLEMS_LISTED
     raise StructureMismatch(
@@ -80,36 +78,61 @@ def agree_on_text(text: str, group: ProcessGroup, *, device: torch.device, what:
     other = [rank for rank, each in enumerate(texts) if each != texts[0]]
     if other:
         raise StructureMismatch(
-            f"{what} of group ranks {other} differs, but should be that of the first rank",
-            where=f"rank {dist.get_rank()}",
+            f"{what} of group ranks {other} differs from that of the first rank", where=f"rank {dist.get_rank()}"
         )
 
 
-def differences(mine: Sequence[ParameterFacts], first: Sequence[ParameterFacts]) -> list[str]:
-    """Where the facts of a rank are not those of the first one, a sentence each."""
+def texts_unless_equal(text: str, group: ProcessGroup, *, device: torch.device) -> list[str] | None:
+    """
+    The text of every rank in group order, or None if all are equal. Collective; sends nothing in a group of one.
+
+    Digests are compared first; the texts are only gathered if they differ. `device` is one that the group can
+    communicate from.
+    """
+    if group.size() == 1:
+        return None
+    mine = text.encode()
+    digests = _gathered(hashlib.sha256(mine).digest(), group, device)
+    if len(set(digests)) == 1:
+        return None
+    lengths = [int.from_bytes(length) for length in _gathered(len(mine).to_bytes(8), group, device)]
+    padded = _gathered(mine.ljust(max(lengths), b"\0"), group, device)
+    return [each[:length].decode() for each, length in zip(padded, lengths, strict=True)]
+
+
+def _gathered(mine: bytes, group: ProcessGroup, device: torch.device) -> list[bytes]:
+    """The bytes of every rank, of which all have equally many. Collective."""
+    sent = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+    received = sent.new_empty(group.size() * len(mine))
+    all_gather(received, sent, group).wait()
+    return [bytes(part.tolist()) for part in received.cpu().view(group.size(), -1)]
+
+
+def _differences(mine: Sequence[ParameterFacts], first: Sequence[ParameterFacts], source: str) -> list[str]:
+    """A sentence for each difference between a rank and the first one, which `source` names."""
+
+    def differs(what: str, expected: object, got: object) -> str:
+        return f"{what}: expected {expected}, {source}, got {got}"
+
     problems = []
     if len(mine) != len(first):
-        problems.append(f"number of parameters={len(mine)}, but should be {len(first)}")
-    own, expected = {facts.name: facts for facts in mine}, {facts.name: facts for facts in first}
-    absent, foreign = [name for name in expected if name not in own], [name for name in own if name not in expected]
+        problems.append(differs("number of parameters", len(first), len(mine)))
+    own, wanted = {facts.name: facts for facts in mine}, {facts.name: facts for facts in first}
+    absent, foreign = [name for name in wanted if name not in own], [name for name in own if name not in wanted]
     if absent or foreign:
-        problems.append(
-            f"parameters={', '.join(foreign) or 'none'}, but should be {', '.join(absent) or 'none'} in their place"
-        )
-    elif [facts.name for facts in mine] != [facts.name for facts in first]:
-        problems.append(
-            f"order={', '.join(facts.name for facts in mine)}, but should be {', '.join(facts.name for facts in first)}"
-        )
+        problems.append(differs("parameters", ", ".join(absent) or "no others", ", ".join(foreign) or "no others"))
+    elif list(own) != list(wanted):
+        problems.append(differs("order", ", ".join(wanted), ", ".join(own)))
     for name, facts in own.items():
-        if name in expected:
+        if name in wanted:
             problems += [
-                f"{field} of {name}={got}, but should be {wanted}"
-                for field, got, wanted in zip(ParameterFacts._fields, facts, expected[name], strict=True)
-                if got != wanted
+                differs(f"{field} of {name}", expected, got)
+                for field, got, expected in zip(ParameterFacts._fields, facts, wanted[name], strict=True)
+                if got != expected
             ]
     return problems
 
 
 def _tuples(entry: Sequence[Any]) -> list[Any]:
-    """What JSON made lists of are tuples again."""
+    """JSON turns tuples into lists: turn them back."""
     return [tuple(value) if isinstance(value, list) else value for value in entry]

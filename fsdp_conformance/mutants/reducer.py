@@ -12,10 +12,10 @@ from torch.distributed.algorithms.join import Join
 
 from fsdp_conformance.adapters.components import Assignment, GradientReducer, ReducerOptions
 from fsdp_conformance.adapters.reference_data_parallel import ReferenceDataParallel, reducer_options
-from fsdp_conformance.engine.data_parallel.bucket_queue import BucketQueue
 from fsdp_conformance.engine.data_parallel.data_parallel import DataParallel
+from fsdp_conformance.engine.data_parallel.gradient_buckets import BucketQueue
+from fsdp_conformance.engine.data_parallel.parameter_use import UsedMap
 from fsdp_conformance.engine.data_parallel.reducer import Phase, Reducer
-from fsdp_conformance.engine.data_parallel.unused_parameters import UsedMap
 from fsdp_conformance.engine.errors import ReductionError, ReductionUnfinished
 from fsdp_conformance.mutants.mutant import known_wrong
 

@@ -1,4 +1,4 @@
-"""What a device computes and holds, as data: the nominal numbers of data sheets."""
+"""What a device computes and holds: nominal numbers from data sheets."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceSpec:
-    """One device, and its rank's part of the host."""
+    """One device, and its rank's share of the host."""
 
     tflops_16_bit: float
     """10**12 floating-point operations per second of matrix products in bfloat16 or float16, dense."""
@@ -24,15 +24,15 @@ class DeviceSpec:
     memory_gb_per_s: float
     """GB (10**9 bytes) per second between the device and its memory."""
     host_link: LinkSpec
-    """Between the device and the host's memory, in each direction."""
+    """Between the device and host memory, in each direction."""
     host_memory_gb_per_s: float
     """GB per second between the host's processors and memory, divided by the ranks of the host."""
     overlaps: bool = True
-    """Whether collectives run beside computation; False where the cores that compute also communicate."""
+    """Whether collectives overlap with computation. False if the same cores do both."""
 
     def __post_init__(self) -> None:
         problems = [
-            f"{field.name}={value!r}, but should be positive"
+            f"{field.name} must be positive, got {value!r}"
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), (int, float))
             and field.name != "overlaps"
@@ -42,7 +42,7 @@ class DeviceSpec:
             raise ConfigError(problems, where="DeviceSpec")
 
     def tflops(self, itemsize: int) -> float:
-        """Those of a dtype of so many bytes."""
+        """TFLOPS in a dtype of `itemsize` bytes."""
         return self.tflops_16_bit if itemsize <= 2 else self.tflops_32_bit
 
 
@@ -50,7 +50,7 @@ class DeviceSpec:
 _PCIE_5 = LinkSpec(launch_us=10.0, latency_us=0.0, bandwidth_gb_per_s=63.0)
 _PCIE_4 = LinkSpec(launch_us=10.0, latency_us=0.0, bandwidth_gb_per_s=31.5)
 
-#: Named devices. Memory of 80 GB is sold and addressed as 80 x 2**30 bytes, of which the driver keeps less than 1 %.
+#: Named devices. Memory sold as 80 GB is 80 x 2**30 bytes, of which the driver keeps less than 1 %.
 DEVICES: Mapping[str, DeviceSpec] = {
     # NVIDIA A100 data sheet, SXM 80GB; DGX A100: 16 channels of DDR4-3200, 410 GB/s, for 8 ranks.
     "a100": DeviceSpec(
@@ -62,7 +62,7 @@ DEVICES: Mapping[str, DeviceSpec] = {
         tflops_16_bit=989.0, tflops_32_bit=67.0, memory_gib=80.0, memory_gb_per_s=3350.0, host_link=_PCIE_5,
         host_memory_gb_per_s=77.0,
     ),
-    # NVIDIA H200 data sheet, SXM; the host as for the H100.
+    # NVIDIA H200 data sheet, SXM; the host of the H100.
     "h200": DeviceSpec(
         tflops_16_bit=989.0, tflops_32_bit=67.0, memory_gib=141.0, memory_gb_per_s=4800.0, host_link=_PCIE_5,
         host_memory_gb_per_s=77.0,

@@ -1,4 +1,4 @@
-"""A decision of the planner in words: a table of the candidates, why one was chosen, and what its units do."""
+"""A decision of the planner in words: a table of the candidates, the reason for the choice, and what its units do."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from fsdp_conformance.planner.plan_candidate import Candidate
-from fsdp_conformance.planner.plan_unit import PlanUnit
+from fsdp_conformance.planner.plan_model import PlanUnit
+from fsdp_conformance.planner.plan_step import Candidate
 from fsdp_conformance.planner.planner import Decision, Estimate
 
 _HEADINGS = ("strategy", "ranks", "offload", "step ms", "compute", "gather", "reduce", "optimizer", "exposed", "memory")
@@ -15,18 +15,18 @@ _WIDTHS = (20, 11, 8, 10, 10, 10, 10, 10, 10, 11)
 
 
 def decision_text(decision: Decision, *, num_rows: int = 12) -> str:
-    """The whole: table, choice, units."""
+    """The whole text: table, choice, units."""
     return "\n".join([*_table(decision, num_rows), *_reasons(decision), *_unit_lines(decision)])
 
 
 def candidate_name(candidate: Candidate) -> str:
-    """Strategy, shards x replicas, and where the shards are."""
+    """Strategy, shards x replicas, and whether the shards are offloaded."""
     offload = ", offloaded" if candidate.cpu_offload else ""
     return f"{candidate.strategy.value} {_ranks(candidate)}{offload}"
 
 
 def size_words(nbytes: float) -> str:
-    """A size in the largest unit of which there is one."""
+    """A size in the largest unit that it reaches."""
     for unit, factor in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= factor:
             return f"{nbytes / factor:.1f} {unit}"
@@ -76,8 +76,8 @@ def _reasons(decision: Decision) -> Iterator[str]:
     if chosen is None:
         least = decision.smallest
         yield (
-            f"chosen: none. {candidate_name(least.candidate)} needs least, {size_words(least.memory.on_device)}, "
-            f"but the device has {size_words(decision.memory_bytes)}: more ranks, smaller units or batches, or "
+            f"chosen: none. {candidate_name(least.candidate)} needs the least, {size_words(least.memory.on_device)}, "
+            f"but the device has {size_words(decision.memory_bytes)}: use more ranks, smaller units or batches, or "
             "activation checkpointing"
         )
         return
@@ -109,7 +109,7 @@ def _reasons(decision: Decision) -> Iterator[str]:
     communication = chosen.time.gather + chosen.time.reduce
     if communication:
         hidden = 1 - chosen.time.exposed / communication
-        yield f"  communication: {communication / 1000:.2f} ms, of which {hidden:.0%} beside computation"
+        yield f"  communication: {communication / 1000:.2f} ms, of which {hidden:.0%} overlaps with computation"
 
 
 def _unit_lines(decision: Decision) -> Iterator[str]:

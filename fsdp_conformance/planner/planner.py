@@ -1,30 +1,39 @@
 """
-How to shard a model over a cluster: every way is priced, and the cheapest that fits into the memory is chosen.
+How to shard a model over a cluster: prices every way and chooses the fastest that fits into memory.
 
     units = plan_units(model, inputs, blocks_of_lists(model), compute_dtype=torch.bfloat16)  # on meta
     decision = decide(units, cluster, device, PlanOptions(), memory_bytes=80 * GIB)
     print(decision_text(decision))
 
-A simulation from data: nothing is trained and no rank is started. `plan_text` has the words.
+This is a simulation: nothing is trained and no rank is started.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from fsdp_conformance.engine.sharding_strategy import ShardingStrategy
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.planner.device_spec import DeviceSpec
 from fsdp_conformance.planner.link_spec import Cluster
-from fsdp_conformance.planner.plan_candidate import Candidate, PlanOptions, candidates
-from fsdp_conformance.planner.plan_memory import PlanMemory, plan_memory
-from fsdp_conformance.planner.plan_step import StepTime, UnitTime, optimizer_us, step_time, unit_time
-from fsdp_conformance.planner.plan_unit import PlanUnit
+from fsdp_conformance.planner.plan_model import PlanUnit
+from fsdp_conformance.planner.plan_step import (
+    Candidate,
+    PlanMemory,
+    PlanOptions,
+    StepTime,
+    UnitTime,
+    optimizer_us,
+    plan_memory,
+    step_time,
+    unit_time,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """What one way costs."""
+    """The cost of one candidate."""
 
     candidate: Candidate
     time: StepTime
@@ -32,13 +41,13 @@ class Estimate:
     units: tuple[UnitTime, ...]
 
     def fits(self, memory_bytes: float) -> bool:
-        """Whether a device of so many bytes holds it."""
+        """Whether it fits into this much device memory."""
         return self.memory.on_device <= memory_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """All estimates, the fastest first, and the choice."""
+    """All estimates, the fastest first, and the choice among them."""
 
     units: tuple[PlanUnit, ...]
     options: PlanOptions
@@ -47,12 +56,12 @@ class Decision:
 
     @property
     def chosen(self) -> Estimate | None:
-        """The fastest that fits; None if none does."""
+        """The fastest estimate that fits; None if none does."""
         return next((estimate for estimate in self.estimates if estimate.fits(self.memory_bytes)), None)
 
     @property
     def smallest(self) -> Estimate:
-        """The one that needs least of the device's memory."""
+        """The estimate that needs the least device memory."""
         return min(self.estimates, key=lambda estimate: estimate.memory.on_device)
 
 
@@ -67,16 +76,17 @@ def decide(
     among: Iterable[Candidate] | None = None,
 ) -> Decision:
     """
-    Price every candidate for units of which the root is the first.
+    Price every candidate. The first unit is the root.
 
-    `computed_us`: forward and backward of each unit as measured. Of two that take equally long the one that needs less
-    memory comes first. Raises ConfigError for times of other units, and for a memory of nothing.
+    `computed_us`: measured times of each unit's forward and backward. `among`: other candidates than all. Of two that
+    take equally long, the one that needs less memory comes first. Raises ConfigError if there are not as many measured
+    times as units, and if there is no memory.
     """
     problems = []
     if computed_us is not None and len(computed_us) != len(units):
-        problems.append(f"{len(computed_us)} computed times, but should be {len(units)}, one for each unit")
+        problems.append(f"computed_us must have {len(units)} entries, one for each unit, got {len(computed_us)}")
     if not memory_bytes > 0:
-        problems.append(f"memory_bytes={memory_bytes}, but should be positive")
+        problems.append(f"memory_bytes must be positive, got {memory_bytes}")
     if problems:
         raise ConfigError(problems, where="decide")
     estimates = []
@@ -90,3 +100,19 @@ def decide(
         estimates.append(Estimate(candidate, step, plan_memory(units, candidate, options), times))
     estimates.sort(key=lambda estimate: (estimate.time.step, estimate.memory.on_device))
     return Decision(tuple(units), options, tuple(estimates), memory_bytes)
+
+
+def candidates(world_size: int) -> Iterator[Candidate]:
+    """Full shard, shard-grad-op, both hybrids of every factor, and replicas; each with and without CPU offload."""
+    for cpu_offload in (False, True):
+        for strategy in ShardingStrategy:
+            for num_shards in _shard_sizes(strategy, world_size):
+                yield Candidate(strategy, num_shards, world_size // num_shards, cpu_offload)
+
+
+def _shard_sizes(strategy: ShardingStrategy, world_size: int) -> list[int]:
+    if strategy is ShardingStrategy.NO_SHARD:
+        return [1]
+    if strategy.is_hybrid:
+        return [size for size in range(2, world_size) if world_size % size == 0]
+    return [world_size] if world_size > 1 else []

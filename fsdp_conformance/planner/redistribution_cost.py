@@ -1,16 +1,16 @@
 """
-What it takes to bring a tensor from one layout on a mesh to another, in microseconds; communication alone.
+The cost of moving a tensor from one layout on a mesh to another, in microseconds: communication only.
 
-A layout has a placement for each axis of the mesh: Replicate, Shard(dim) or Partial. Each axis that changes does so by
-one collective (or none), and costs add up:
+A layout has a placement for each axis of the mesh: Replicate, Shard(dim) or Partial. Each axis that changes takes one
+collective or none, and the costs add up:
 
     Shard -> Replicate      all-gather           Partial -> Replicate    all-reduce
     Shard -> Shard          all-to-all           Partial -> Shard        reduce-scatter
     Replicate -> Shard, Partial   nothing is sent
-    Shard -> Partial, one kind of Partial -> another     not done: infinite
+    Shard -> Partial, one kind of Partial -> another     unsupported: infinite
 
-A dim that several axes shard is divided by the outermost axis first, so only the innermost of them can change. What
-is in the way is gathered, and sliced again afterwards.
+A dim that several axes shard is divided by the outermost axis first, so only the innermost of them can change. An
+inner axis that is in the way is gathered first and sliced again afterwards.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.planner.collective_cost import all_gather_us, all_reduce_us, all_to_all_us, reduce_scatter_us
 from fsdp_conformance.planner.link_spec import LinkedAxis, LinkSpec
 
 _WHERE = "redistribution_cost_us"
@@ -33,7 +32,7 @@ _WHERE = "redistribution_cost_us"
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the parts of a tensor are."""
+    """How a tensor is distributed over a mesh."""
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
@@ -44,10 +43,10 @@ def redistribution_cost_us(
     shape: Sequence[int], dtype: torch.dtype, source: Layout, target: Layout, links: Sequence[LinkSpec]
 ) -> float:
     """
-    Microseconds from `source` to `target`; infinite where there is no way. Not collective.
+    Microseconds from `source` to `target`; infinite if that is unsupported. Not collective.
 
-    `shape` is that of the whole tensor, `links[a]` the link of axis a. A rank that is not in the mesh takes no time.
-    Raises ConfigError for placements and links that do not fit the mesh.
+    `shape` is that of the whole tensor, `links[a]` the link of axis a. A rank outside the mesh takes no time. Raises
+    ConfigError for placements and links that do not fit the mesh.
     """
     _check(len(shape), source, target, links)
     if source.mesh != target.mesh:
@@ -61,7 +60,7 @@ def redistribution_cost_us(
 
 
 class _Redistribution:
-    """Axes on their way from one placement to another."""
+    """The axes of a mesh while they change from one placement to another."""
 
     def __init__(
         self, nbytes: float, axes: Sequence[LinkedAxis], source: Sequence[Placement], target: Sequence[Placement]
@@ -73,10 +72,10 @@ class _Redistribution:
             axis.num_ranks for axis, placement in zip(axes, source, strict=True) if isinstance(placement, Shard)
         )
         self.local_bytes = nbytes / shards
-        """What this rank holds now."""
+        """Bytes that this rank holds now."""
 
     def cost_us(self) -> float:
-        """Take every axis to its target, what shrinks the tensor first."""
+        """Move every axis to its target. Those that shrink the tensor come first."""
         cost = 0.0
         while pending := [axis for axis in range(len(self.axes)) if self.current[axis] != self.target[axis]]:
             ready = [axis for axis in pending if self._is_free(axis)]
@@ -90,7 +89,7 @@ class _Redistribution:
         return cost
 
     def _is_free(self, axis: int) -> bool:
-        """Whether an axis can change now: no inner axis divides its dims, and outer ones are done with the new one."""
+        """Whether an axis can change now: no inner axis divides its dims, and outer axes have settled the new one."""
         for other, placement in enumerate(self.current):
             for end in (self.current[axis], self.target[axis]):
                 if other > axis and isinstance(end, Shard) and placement == end:
@@ -105,24 +104,24 @@ class _Redistribution:
         return max(axis for axis, placement in enumerate(self.current) if placement in dims)
 
     def _growth(self, axis: int) -> int:
-        """-1: the tensor gets smaller, 0: it stays, 1: it is gathered."""
+        """-1 if the tensor is sliced, 1 if it is gathered, 0 if its size stays the same."""
         return isinstance(self.current[axis], Shard) - isinstance(self.target[axis], Shard)
 
     def _move(self, number: int, placement: Placement) -> float:
-        """Change one axis. Returns the cost."""
+        """Change one axis and return the cost."""
         before, axis = self.current[number], self.axes[number]
         self.current[number] = placement
         held = self.local_bytes
         self.local_bytes *= float(axis.num_ranks) ** (isinstance(before, Shard) - isinstance(placement, Shard))
         match before, placement:
             case Shard(), Replicate():
-                return all_gather_us(self.local_bytes, axis)
+                return axis.all_gather_us(self.local_bytes)
             case Shard(), Shard():
-                return all_to_all_us(held, axis)
+                return axis.all_to_all_us(held)
             case Partial(), Replicate():
-                return all_reduce_us(held, axis)
+                return axis.all_reduce_us(held)
             case Partial(), Shard():
-                return reduce_scatter_us(held, axis)
+                return axis.reduce_scatter_us(held)
             case Replicate(), _:
                 return 0.0
             case _:
@@ -134,16 +133,16 @@ def _check(num_dims: int, source: Layout, target: Layout, links: Sequence[LinkSp
     for name, layout in (("source", source), ("target", target)):
         if len(layout.placements) != layout.mesh.ndim:
             problems.append(
-                f"{name}.placements={layout.placements}, but should be {layout.mesh.ndim}, one for each axis"
+                f"{name}.placements must be {layout.mesh.ndim}, one for each axis of the mesh, got {layout.placements}"
             )
         for placement in layout.placements:
             known = type(placement) in (Shard, Replicate) or isinstance(placement, Partial)
             if not known or (isinstance(placement, Shard) and not 0 <= placement.dim < num_dims):
                 problems.append(
-                    f"{name}.placements has {placement!r}, but should have Replicate, Partial, or Shard of "
-                    f"a dim from 0 to {num_dims - 1}"
+                    f"{name}.placements must be Replicate, Partial, or Shard of a dim from 0 to {num_dims - 1}, got "
+                    f"{placement!r}"
                 )
     if len(links) != source.mesh.ndim:
-        problems.append(f"{len(links)} links, but should be {source.mesh.ndim}, one for each axis of the mesh")
+        problems.append(f"links must be {source.mesh.ndim}, one for each axis of the mesh, got {len(links)}")
     if problems:
         raise ConfigError(problems, where=_WHERE)

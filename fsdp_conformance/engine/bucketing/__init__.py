@@ -2,6 +2,6 @@
 Bucketing: many small collectives become few large ones.
 
     bucket_assignment         which tensors share a bucket, by size
-    broadcast                 parameters and buffers sent from one rank in buckets
-    reduce_scatter_bucketer   small reduce-scatters, coalesced
+    broadcast                 sends parameters and buffers of one rank to the others, in buckets
+    reduce_scatter_bucketer   coalesces small reduce-scatters
 """

@@ -1,4 +1,4 @@
-"""Tensors of one rank, sent to the others in a few collectives: parameters and buffers at the start, then buffers."""
+"""Sends tensors of one rank to the others in a few collectives: parameters and buffers at the start, later buffers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from torch.distributed import ProcessGroup
 from fsdp_conformance.engine.bucketing.bucket_assignment import MIB, bucket_assignment
 from fsdp_conformance.engine.mesh.collectives import mesh_broadcast
 
-#: Bytes that are sent at once; so much memory is taken beside the tensors, and no more than they have.
+#: Bytes that are sent at once, which is also the extra memory that this takes (at most that of the tensors).
 BROADCAST_NBYTES = 250 * MIB
 
 
 def broadcast(tensors: Sequence[Tensor], group: ProcessGroup, *, source: int = 0) -> None:
     """
-    Overwrite tensors, in place, with those of group rank `source`. Collective; nothing is sent in a group of one.
+    Overwrite tensors, in place, with those of group rank `source`. Collective; sends nothing in a group of one.
 
-    They have the same shapes, dtypes and order on every rank, and may be on several devices. They go as bytes, so that
-    every dtype can be sent, whatever the backend computes with.
+    They have the same shapes, dtypes and order on every rank, and may be on several devices and of any dtype.
     """
     tensors = [tensor.detach() for tensor in tensors if tensor.numel()]
     if group.size() == 1 or not tensors:

@@ -1,7 +1,7 @@
 """
-Which tensors are reduced together: assignment of tensors to buckets by size.
+Assigns tensors to buckets by size: which ones are reduced together.
 
-A bucket holds tensors of one dtype and one device. Sizes are bytes of the tensors as they are; nothing is padded.
+A bucket holds tensors of one dtype and one device. Sizes are the tensors' bytes, without padding.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 from fsdp_conformance.errors import ConfigError
 
 MIB = 1024 * 1024
-#: The first bucket is small, so that communication begins early in backward; the last limit holds for all that follow.
+#: The first bucket is small, so communication begins early in backward. The last limit applies to all later buckets.
 DEFAULT_LIMITS = (1 * MIB, 25 * MIB)
-#: The limit that is reported for a bucket of one tensor with sparse gradients: it is alone, whatever its size.
+#: The reported limit of a tensor with sparse gradients, which has a bucket to itself whatever its size.
 NO_LIMIT = 0
 
 
@@ -27,7 +27,7 @@ class BucketAssignment(NamedTuple):
     buckets: tuple[tuple[int, ...], ...]
     """Indices of the tensors in each bucket."""
     limits: tuple[int, ...]
-    """The limit in bytes that each bucket was filled under; NO_LIMIT for sparse ones."""
+    """The limit in bytes under which each bucket was filled; NO_LIMIT for sparse ones."""
 
 
 class _OpenBucket:
@@ -43,7 +43,7 @@ class _OpenBucket:
         self.nbytes += nbytes
 
     def close(self, num_limits: int) -> tuple[int, ...]:
-        """Its indices; it is empty afterwards, and the next limit holds."""
+        """Empty the bucket, move on to its next limit, and return its indices."""
         indices = tuple(self.indices)
         self.indices, self.nbytes = [], 0
         self.stage = min(self.stage + 1, num_limits - 1)
@@ -57,18 +57,19 @@ def bucket_assignment(
     order: Sequence[int] = (),
 ) -> BucketAssignment:
     """
-    Put tensors into buckets: a tensor is added first, and the bucket is closed when its bytes reach the limit.
+    Put tensors into buckets. A tensor is added first; then the bucket is closed if its bytes have reached the limit.
 
     So a bucket may exceed its limit by nearly one tensor, and a tensor above the limit joins the bucket that is open.
-    There is one open bucket per (dtype, device); each closing advances the limit of that pair, and the last limit
+    There is one open bucket per (dtype, device). Closing it advances the limit of that pair, and the last limit
     repeats. With limits of 40 and 80 bytes four tensors of 40 bytes become [0], [1, 2], [3].
 
-    `sparse_flags[i]` is true for a tensor i whose gradient will be sparse: it is a bucket of its own. `order[k]` is the
-    index that tensors[k] is known by (the order of readiness, say); empty: k. Without an order the result is sorted by
-    the lowest index of each bucket; with one, buckets stand in the order in which they closed, then what was left open
-    in the order in which it was opened: the same on every rank, whatever its device is called.
+    `sparse_flags[i]` is true if the gradient of tensor i will be sparse; it then has a bucket to itself. `order[k]` is
+    the index of tensors[k], for example in the order of readiness; empty means k. Without an order, buckets are sorted
+    by their lowest index. With one, they are in the order in which they were closed, followed by those left open in the
+    order in which they were opened, so the result is the same on every rank, whatever its device is called.
 
-    Raises ConfigError for no tensors, sparse tensors, no limits, or flags and orders of the wrong length: all at once.
+    Raises ConfigError, with every problem, for missing or sparse tensors, missing limits, and flags or orders of the
+    wrong length.
 
     Source: torch's `compute_bucket_assignment_by_size` (torch/csrc/distributed/c10d/reducer.cpp).
     """
@@ -83,7 +84,7 @@ def bucket_assignment(
         key = (tensor.dtype, tensor.device)
         bucket = opened.setdefault(key, _OpenBucket())
         if order and not bucket.indices:
-            opened[key] = opened.pop(key)  # what is left open is appended in the order of opening
+            opened[key] = opened.pop(key)  # buckets left open are appended in the order of opening
         bucket.add(index, tensor.numel() * tensor.element_size())
         limit = limits[bucket.stage]
         if bucket.nbytes >= limit:
@@ -103,15 +104,15 @@ def _check(
     count = len(tensors)
     problems = []
     if not count:
-        problems.append("tensors=[], but should be at least one tensor")
+        problems.append("tensors must not be empty")
     sparse = [index for index, tensor in enumerate(tensors) if tensor.layout != torch.strided]
     if sparse:
-        problems.append(f"tensors {sparse} are sparse, but should be dense: sparse_flags announces sparse gradients")
+        problems.append(f"tensors must be dense, got sparse ones at {sparse}; sparse_flags is for sparse gradients")
     if not limits or min(limits) < 0:
-        problems.append(f"limits={list(limits)}, but should be at least one number of bytes, none of them negative")
+        problems.append(f"limits must be one or more non-negative numbers of bytes, got {list(limits)}")
     if sparse_flags and len(sparse_flags) != count:
-        problems.append(f"sparse_flags has {len(sparse_flags)} entries, but should have {count}")
+        problems.append(f"sparse_flags must have one entry for each of {count} tensors, got {len(sparse_flags)}")
     if order and sorted(order) != list(range(count)):
-        problems.append(f"order={list(order)}, but should name each index below {count} once")
+        problems.append(f"order must name each index below {count} once, got {list(order)}")
     if problems:
         raise ConfigError(problems, where="bucket_assignment")

@@ -1,9 +1,9 @@
 """
-Communication hooks: a user's own reduction in place of the averaging all-reduce.
+Communication hooks: user-defined reductions that replace the averaging all-reduce.
 
-A hook is `hook(state, bucket) -> Future`; it gets the gradients of one bucket as they are on this rank, undivided, and
-its result replaces the average: nothing is divided afterwards. Hooks written for torch's DistributedDataParallel work
-unchanged: `GradientBucket` has the methods of `torch.distributed.GradBucket`.
+A hook is `hook(state, bucket) -> Future`. It gets this rank's gradients of one bucket, undivided, and its result
+replaces the average: nothing is divided afterwards. Hooks written for torch's DistributedDataParallel work unchanged,
+because `GradientBucket` has the methods of `torch.distributed.GradBucket`.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torch.futures import Future
 from fsdp_conformance.engine.errors import HookMisuse
 
 Hook = Callable[[Any, Any], Any]
-"""(state, bucket) to a torch.futures.Future of a tensor, or of a list that holds one."""
+"""Takes (state, bucket) and returns a torch.futures.Future of a tensor, or of a list of one tensor."""
 
 _TorchsBucket: type = dist.GradBucket  # type: ignore[attr-defined]
 _REGISTER = "register_comm_hook"
 
 
 class CommunicationHook(NamedTuple):
-    """A hook that passed `checked_hook`, with its state."""
+    """A hook that `checked_hook` accepted, with its state."""
 
     state: Any
     function: Hook
@@ -36,16 +36,16 @@ class CommunicationHook(NamedTuple):
     def start(self, bucket: GradientBucket) -> torch._C.Future[Any]:
         """Run the hook. Raises HookMisuse if it returns no future."""
         future = self.function(self.state, bucket)
-        if not isinstance(future, torch._C.Future):  # the base class, which Work.get_future() is an object of
+        if not isinstance(future, torch._C.Future):  # the base class, which Work.get_future() returns
             raise HookMisuse(
-                f"{_name(self.function)} returned {type(future).__name__}, but should return a torch.futures.Future",
+                f"{_name(self.function)} must return a torch.futures.Future, got {type(future).__name__}",
                 where=f"communication hook, bucket {bucket.index()}",
             )
         return future
 
 
 class GradientBucket:
-    """What a hook sees of one bucket. Its methods are those of `torch.distributed.GradBucket`."""
+    """A hook's view of one bucket, with the methods of `torch.distributed.GradBucket`."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class GradientBucket:
         self._last = last
 
     def index(self) -> int:
-        """Its place among the buckets of this backward; 0 is reduced first."""
+        """The bucket's place among those of this backward; 0 is reduced first."""
         return self._index
 
     def buffer(self) -> Tensor:
@@ -71,7 +71,7 @@ class GradientBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replace what `buffer()` returns; what is reduced is the hook's result all the same."""
+        """Replace what `buffer()` returns. The hook's result is used all the same."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:
@@ -83,18 +83,18 @@ class GradientBucket:
         return self._parameters
 
     def is_last(self) -> bool:
-        """Whether it is the last bucket of this backward."""
+        """Whether this is the last bucket of this backward."""
         return self._last
 
 
 def checked_hook(state: Any, hook: Hook) -> CommunicationHook:
     """
-    The hook, if it can be called with a state and a bucket and its annotations, where it has any, fit.
+    The hook, if it can be called with a state and a bucket and its annotations, if it has any, are right.
 
-    Annotations may be strings. Raises HookMisuse naming everything that does not fit.
+    Annotations may be strings. Raises HookMisuse with every problem.
     """
     if not callable(hook):
-        raise HookMisuse(f"hook={hook!r}, but should be callable", where=_REGISTER)
+        raise HookMisuse(f"hook must be callable, got {hook!r}", where=_REGISTER)
     problems = []
     parameters: list[inspect.Parameter] = []
     try:
@@ -105,19 +105,15 @@ def checked_hook(state: Any, hook: Hook) -> CommunicationHook:
         try:
             signature.bind(state, None)
         except TypeError as error:
-            problems.append(f"{_name(hook)}{signature}, but should take (state, bucket): {error}")
+            problems.append(f"{_name(hook)} must take (state, bucket), got {signature}: {error}")
         parameters = list(signature.parameters.values())
     hints = _hints(hook)
     bucket = hints.get(parameters[1].name) if len(parameters) > 1 else None
     if isinstance(bucket, type) and not issubclass(bucket, (GradientBucket, _TorchsBucket)):
-        problems.append(
-            f"{_name(hook)} annotates its bucket as {bucket.__name__}, but should annotate it as GradientBucket"
-        )
+        problems.append(f"{_name(hook)} must annotate its bucket as GradientBucket, got {bucket.__name__}")
     result = hints.get("return")
     if result is not None and typing.get_origin(result) is not Future and result is not Future:
-        problems.append(
-            f"{_name(hook)} is annotated to return {result}, but should return torch.futures.Future[Tensor]"
-        )
+        problems.append(f"{_name(hook)} must be annotated to return torch.futures.Future[Tensor], got {result}")
     if problems:
         raise HookMisuse(problems, where=_REGISTER)
     return CommunicationHook(state, hook)
@@ -125,17 +121,17 @@ def checked_hook(state: Any, hook: Hook) -> CommunicationHook:
 
 def hook_result(value: object, like: Tensor, *, bucket: int) -> Tensor:
     """
-    The tensor that a hook's future holds: itself, or the only element of a list.
+    The tensor in a hook's future, which holds it directly or in a list.
 
-    Raises HookMisuse unless it has the number of elements, the dtype, the device and the layout of `like`.
+    Raises HookMisuse unless its number of elements, dtype, device and layout are those of `like`.
     """
     where = f"result of the communication hook, bucket {bucket}"
     if isinstance(value, (list, tuple)) and len(value) == 1:
         value = value[0]
     if not isinstance(value, Tensor):
-        raise HookMisuse(f"value={type(value).__name__}, but should be a tensor or a list of one", where=where)
+        raise HookMisuse(f"the result must be a tensor or a list of one, got {type(value).__name__}", where=where)
     problems = [
-        f"{what}={got}, but should be {expected}"
+        f"{what}: expected {expected}, got {got}"
         for what, got, expected in (
             ("layout", value.layout, like.layout),
             ("dtype", value.dtype, like.dtype),
@@ -150,7 +146,7 @@ def hook_result(value: object, like: Tensor, *, bucket: int) -> Tensor:
 
 
 def _hints(hook: Hook) -> dict[str, Any]:
-    """The annotations of a hook, resolved where they can be; those that cannot are left out."""
+    """The annotations of a hook, or none if they cannot be resolved."""
     function = hook if inspect.isroutine(hook) else getattr(hook, "__call__", hook)  # noqa: B004  its own annotations
     try:
         return typing.get_type_hints(function)

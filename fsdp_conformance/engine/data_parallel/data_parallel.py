@@ -1,5 +1,5 @@
 """
-Replicated training: every rank holds the whole module, and gradients are averaged in backward.
+Replicated training: every rank holds the whole module, and gradients are averaged during backward.
 
     model = DataParallel(module)
     for batch in batches:
@@ -7,14 +7,14 @@ Replicated training: every rank holds the whole module, and gradients are averag
         optimizer.step()
         optimizer.zero_grad()
 
-In the shape that users of torch's DistributedDataParallel know, and with its contract, except where that lets a run go
-on with wrong numbers:
+The interface and the contract are those of torch's DistributedDataParallel, except where these let a run continue with
+wrong numbers:
 
-  - parameters that are frozen or thawed between iterations are left out or taken in;
-  - the wrapped module may be moved or cast (`model.to(...)`); a parameter that is replaced is refused;
-  - two forwards and then two backwards, or several backwards of one forward, are averaged each;
-  - ranks whose parameters differ raise all of them, naming the parameters;
-  - after an exception in backward, on all ranks, training can go on with the next forward.
+  - Parameters may be frozen or unfrozen between iterations.
+  - The wrapped module may be moved or cast (`model.to(...)`). Replacing a parameter raises an error.
+  - Two forwards followed by two backwards, or several backwards of one forward, are averaged once each.
+  - If parameters differ between ranks, every rank raises an error that names them.
+  - After an exception in backward on all ranks, training can continue with the next forward.
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ from fsdp_conformance.engine.bucketing.broadcast import broadcast
 from fsdp_conformance.engine.bucketing.bucket_assignment import DEFAULT_LIMITS, MIB
 from fsdp_conformance.engine.data_parallel.communication_hook import Hook
 from fsdp_conformance.engine.data_parallel.join import DataParallelJoinHook, RollCall, agreed_rank
-from fsdp_conformance.engine.data_parallel.reducer import Reducer
-from fsdp_conformance.engine.data_parallel.reducer_config import ReducerConfig
+from fsdp_conformance.engine.data_parallel.reducer import Reducer, ReducerConfig
 from fsdp_conformance.engine.errors import ParameterReplaced
 from fsdp_conformance.engine.flat_collectives import resolve_group
 from fsdp_conformance.engine.structures import tensors_in, with_tensors
@@ -60,14 +59,14 @@ class _Place(NamedTuple):
 
 class DataParallel(nn.Module, Joinable):
     """
-    A module whose gradients are averaged over the ranks of a group. Making one is collective.
+    A module whose gradients are averaged over the ranks of a group. The constructor is collective.
 
-    Parameters and buffers of the group's first rank are sent to the others at the start. Buffers are sent again before
-    a forward that follows a synchronised one (once for several micro-batches under `no_sync`), as
-    DistributedDataParallel does. State dicts have the names of the wrapper: `module.` stands before the module's own.
+    It broadcasts the parameters and buffers of the group's first rank. Buffers are broadcast again before a forward
+    that follows a synchronised one (so once for several micro-batches under `no_sync`), as DistributedDataParallel
+    does. Names in state dicts start with `module.`.
 
-    Raises ConfigError for options out of range and for a module on several devices, Unsupported for parameters that
-    cannot be averaged, and StructureMismatch, on every rank, where ranks hold different parameters.
+    Raises ConfigError for invalid options and for a module on several devices, Unsupported for parameters that cannot
+    be averaged, and StructureMismatch, on every rank, if parameters differ between ranks.
     """
 
     module: nn.Module
@@ -87,11 +86,11 @@ class DataParallel(nn.Module, Joinable):
         sync_module_states: bool = True,
     ) -> None:
         """
-        `process_group`: the default group where it is None. `device_id`: the module is moved to this device, and so are
-        the inputs of every forward; an int is an index of the current accelerator. `bucket_cap_mb`: the limit of a
-        bucket in MiB, or those of the first, second, ... bucket, the last repeating; None: a first bucket of 1 and then
-        25. `ignored_names`: parameters and buffers that stay this rank's own. `sync_module_states=False`: nothing is
-        sent at the start; parameters must be equal already. The other options are those of `ReducerConfig`.
+        `process_group`: None is the default group. `device_id`: moves the module, and the inputs of every forward, to
+        this device; an int is an index of the current accelerator. `bucket_cap_mb`: the limit of a bucket in MiB, or
+        of the first, second, ... bucket, of which the last repeats; None is 1 for the first and 25 for the others.
+        `ignored_names`: parameters and buffers that are never communicated. `sync_module_states=False`: broadcast
+        nothing here, because parameters are already equal. The other options are those of `ReducerConfig`.
         """
         nn.Module.__init__(self)
         Joinable.__init__(self)
@@ -121,7 +120,7 @@ class DataParallel(nn.Module, Joinable):
         self._buffers_due = True
         self._divide_by_initial_world_size = True
         self._hook: tuple[Any, Hook] | None = None
-        # The reducer, and how many reductions it had made, at the last forward under no_sync.
+        # The reducer at the last forward under no_sync, and its number of reductions then.
         self._deferred_at: tuple[Reducer, int] | None = None
         self._reducer: Reducer | None = None
         self._note_parameters()
@@ -135,7 +134,7 @@ class DataParallel(nn.Module, Joinable):
     # --- training ----------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward. Collective where buffers are sent or buckets rebuilt."""
+        """The module's forward. Collective if buffers are broadcast or buckets rebuilt."""
         with record_function("DataParallel::before_forward"):
             keeps_graph = torch.is_grad_enabled()
             self._before_forward(keeps_graph)
@@ -154,9 +153,9 @@ class DataParallel(nn.Module, Joinable):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """
-        The backward of a forward that runs in here adds to this rank's gradients and reduces nothing.
+        The backward of a forward in this context adds to this rank's gradients and reduces nothing.
 
-        The next synchronised backward averages what has been accumulated.
+        The next synchronised backward averages everything that was accumulated.
         """
         before, self._synchronise = self._synchronise, False
         try:
@@ -171,17 +170,17 @@ class DataParallel(nn.Module, Joinable):
 
     def reset(self) -> None:
         """
-        Drop a reduction that was begun and cannot end. Called by the next forward itself after an exception.
+        Drop a reduction that began and cannot end. After an exception, the next forward calls this.
 
-        All ranks must have issued the same collectives, as they have if the exception was raised on each at the same
-        place; otherwise a new process group is needed.
+        All ranks must have issued the same collectives, as they have if each raised the exception at the same place.
+        Otherwise a new process group is needed.
         """
         self.reducer.reset()
 
     @property
     def reducer(self) -> Reducer:
-        """What averages the gradients; another one after parameters were frozen, thawed, moved or cast."""
-        assert self._reducer is not None, "made in the constructor"
+        """Averages the gradients. Replaced when parameters are frozen, unfrozen, moved or cast."""
+        assert self._reducer is not None, "the constructor makes one"
         return self._reducer
 
     def _before_forward(self, keeps_graph: bool) -> None:
@@ -207,20 +206,20 @@ class DataParallel(nn.Module, Joinable):
 
     def _send_buffers(self, source: int) -> None:
         buffers = self._current_buffers()
-        # A graph of an earlier forward may have saved them; what it needs is the same on every rank or nobody's.
+        # The graph of an earlier forward may have saved them; autograd must not reject its backward for the new values.
         with _preserve_version_counter(tuple(buffers)):
             broadcast(buffers, self.process_group, source=source)
 
     def _current_buffers(self) -> list[Tensor]:
-        """The buffers as they are registered now: a forward may have replaced them."""
+        """The buffers that are registered now: a forward may have replaced some."""
         return [buffer for registry, key in self._buffer_places if (buffer := registry.get(key)) is not None]
 
     def __getattr__(self, name: str) -> Any:
         """
-        The module's own attributes, as long as they are data.
+        The module's own attributes, if they are data.
 
-        Methods and submodules are not: what they compute goes past the wrapper, and the gradients of their backward
-        stay on this rank. Who wants that says `.module`.
+        Methods and submodules bypass the wrapper, so the gradients of their backward stay on this rank. They are only
+        available through `.module`.
         """
         try:
             return super().__getattr__(name)
@@ -230,19 +229,19 @@ class DataParallel(nn.Module, Joinable):
         value = getattr(self.module, name)
         if callable(value):
             raise AttributeError(
-                f"{name} of {type(self.module).__name__} is called through .module: it goes past DataParallel, so the "
-                "gradients of its backward stay on this rank until a forward of the wrapper is reduced"
+                f"{name} of {type(self.module).__name__} bypasses DataParallel, so the gradients of its backward stay "
+                f"on this rank until a forward of the wrapper is reduced: use .module.{name} if that is intended"
             )
         return value
 
     def __getitem__(self, key: Any) -> Any:
-        """The item of the module, where that is a container."""
+        """The module's item, if it is a container."""
         return cast(Any, self.module)[key]
 
     # --- what may change between iterations --------------------------------------------------------------------------
 
     def _note_parameters(self) -> None:
-        """Where parameters and buffers are, each under the first of its names."""
+        """Find where parameters and buffers are registered, each under the first of its names."""
         places: dict[int, _Place] = {}
         buffers: dict[int, tuple[dict[str, Tensor | None], str]] = {}
         self._sparse: set[str] = set()
@@ -262,37 +261,37 @@ class DataParallel(nn.Module, Joinable):
         self._managed = [(place.name, place.parameter) for place in self._places]
 
     def _follow_changes(self) -> None:
-        """Make the reducer fit what the parameters are now. Collective if anything changed, the same on every rank."""
+        """Renew the reducer if parameters changed, as they must have on every rank. Collective if they did."""
         replaced = [place.name for place in self._places if place.registry.get(place.key) is not place.parameter]
         if replaced:
             raise ParameterReplaced(
-                f"{', '.join(replaced)} is another parameter than the one that was wrapped, but should be the same",
+                f"parameters were replaced after the module was wrapped: {', '.join(replaced)}",
                 where="DataParallel.forward",
                 hint="Wrap the module again.",
             )
         reduced = self._keeps_frozen and not self._has_deferred()
         if reduced or self._traits() != self._noted_traits:
             if self._join_config.enable:
-                raise Unsupported("frozen_dynamic", "parameters were frozen, thawed, moved or cast inside of join()")
+                raise Unsupported("frozen_dynamic", "parameters were frozen, unfrozen, moved or cast inside join()")
             self.reducer.expect_finished()
             self._renew_reducer(verify=True)
 
     def _has_deferred(self) -> bool:
-        """Whether gradients of this step have not been reduced yet, judged as every rank does."""
+        """Whether gradients of this step are still to be reduced. The answer is the same on every rank."""
         return self._reducer is not None and self._deferred_at == (self._reducer, self._reducer.reductions)
 
     def _traits(self) -> list[tuple[bool, torch.dtype, torch.device]]:
         return [(parameter.requires_grad, parameter.dtype, parameter.device) for _, parameter in self._managed]
 
     def _renew_reducer(self, *, verify: bool) -> None:
-        """A reducer for the parameters that have, or will get, gradients to be averaged. Collective with `verify`."""
+        """Make a reducer for the parameters that have, or will get, gradients to average. Collective with `verify`."""
         before = self._reducer
         kept: frozenset[str] = frozenset()
         used: list[str] = []
         if before is not None:
             used = before.used_names()
             if self._has_deferred():
-                kept = frozenset(before.names)  # frozen now, but their gradients of this step were not reduced yet
+                kept = frozenset(before.names)  # may be frozen now, but have gradients of this step to reduce
             before.close()
         if self._managed:
             self._device = self._managed[0][1].device
@@ -312,9 +311,9 @@ class DataParallel(nn.Module, Joinable):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> DataParallel:
         """
-        Move or cast: `.to()`, `.double()`. Nothing is communicated: one rank alone may do it, to save a model.
+        Move or cast, as `.to()` and `.double()` do. Not collective: one rank alone may do it, to save a model.
 
-        Where the objects of parameters change with it, or their traits, the next forward makes another reducer.
+        If this changes the parameter objects, or their traits, the next forward makes a new reducer.
         """
         before = [parameter for _, parameter in self._managed]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -335,11 +334,12 @@ class DataParallel(nn.Module, Joinable):
         throw_on_early_termination: bool = False,
     ) -> Join:
         """
-        A context for ranks with different numbers of inputs, as DistributedDataParallel's `join`.
+        A context for ranks with different numbers of inputs, like DistributedDataParallel's `join`.
 
-        A rank that leaves the loop early contributes zeros until the others have left it too; then all take over the
-        model of one that left last. Gradients are divided by the size of the group, or else by the number of ranks that
-        still have inputs. With `throw_on_early_termination` every rank raises as soon as one has none left.
+        A rank that leaves the loop early contributes zeros until the others have left it too; then all ranks copy the
+        model of one that left last. Gradients are divided by the size of the group, or (with
+        `divide_by_initial_world_size=False`) by the number of ranks that still have inputs. With
+        `throw_on_early_termination` every rank raises as soon as one has run out.
         """
         return Join(
             [self],
@@ -349,13 +349,13 @@ class DataParallel(nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """For torch's `Join`: `divide_by_initial_world_size` is read, other options are other joinables'."""
+        """For torch's `Join`. Reads `divide_by_initial_world_size`; other options are for other joinables."""
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return DataParallelJoinHook(self)
 
     @property
     def join_device(self) -> torch.device:
-        """Where the context communicates from."""
+        """The device that the context communicates from."""
         return self._device
 
     @property
@@ -375,7 +375,7 @@ class DataParallel(nn.Module, Joinable):
             self.reducer.shadow_backward()
 
     def adopt_last_model(self, *, is_last: bool) -> None:
-        """Take over the model of a rank that joined last, and end the context. Collective."""
+        """Copy the model of a rank that joined last, and end the context. Collective."""
         source = agreed_rank(self.process_group, self._device, candidate=is_last)
         tensors: list[Tensor] = [parameter for _, parameter in self._managed]
         broadcast(tensors, self.process_group, source=source)
@@ -387,15 +387,15 @@ class DataParallel(nn.Module, Joinable):
     # --- copies ------------------------------------------------------------------------------------------------------
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DataParallel:
-        """A wrapper of a copy of the module, on the same group. Nothing is communicated."""
+        """A wrapper of a copy of the module, on the same group. Not collective."""
         self._refuse_copy()
         return _restored(type(self), copy.deepcopy(self.module, memo), self._options, self.training, self.process_group)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For pickle: the module and the options; it comes back on the default group. Nothing is communicated."""
+        """For pickle: the module and the options. Unpickled on the default group. Not collective."""
         self._refuse_copy()
         if self.process_group is not dist.group.WORLD:
-            raise Unsupported("copyable", "a DataParallel on another group than the default one cannot be pickled")
+            raise Unsupported("copyable", "only a DataParallel on the default group can be pickled")
         return _restored, (type(self), self.module, self._options, self.training)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -407,7 +407,8 @@ class DataParallel(nn.Module, Joinable):
     def _refuse_copy(self) -> None:
         if self._hook is not None:
             raise Unsupported(
-                "copyable", "a DataParallel with a communication hook cannot be copied: its state is one rank's"
+                "copyable",
+                "a DataParallel with a communication hook cannot be copied: the hook's state belongs to one rank",
             )
 
 
@@ -418,7 +419,7 @@ def _restored(
     training: bool,
     process_group: ProcessGroup | None = None,
 ) -> DataParallel:
-    """A wrapper as it was when it was copied."""
+    """A wrapper with the options and the mode of the one that was copied."""
     wrapper = kind(module, process_group, **options, sync_module_states=False)
     wrapper.training = training
     return wrapper
@@ -435,19 +436,18 @@ def _limits(bucket_cap_mb: float | Sequence[float] | None) -> tuple[int, ...]:
     caps = [bucket_cap_mb] if isinstance(bucket_cap_mb, (int, float)) else list(bucket_cap_mb)
     if not caps or min(caps) < 0:
         raise ConfigError(
-            [f"bucket_cap_mb={bucket_cap_mb}, but should be one or more numbers of MiB, none negative"], where=_WHERE
+            [f"bucket_cap_mb must be one or more non-negative numbers of MiB, got {bucket_cap_mb}"], where=_WHERE
         )
     return tuple(int(cap * MIB) for cap in caps)
 
 
 def _device(device_id: int | torch.device) -> torch.device:
-    """The device meant, with an index where its type has several."""
+    """The device, with an index unless it is the CPU."""
     if isinstance(device_id, int):
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None:
-            raise ConfigError(
-                [f"device_id={device_id}, but should be a torch.device: there is no accelerator"], where=_WHERE
-            )
+            problem = f"device_id must be a torch.device on a machine without an accelerator, got {device_id}"
+            raise ConfigError([problem], where=_WHERE)
         return torch.device(accelerator.type, device_id)
     index: int | None = device_id.index
     if device_id.type == "cpu" or index is not None:
@@ -456,25 +456,25 @@ def _device(device_id: int | torch.device) -> torch.device:
 
 
 def _check(module: nn.Module, ignored: Collection[str], managed: Sequence[tuple[str, nn.Parameter]]) -> None:
-    """Raise for a module that cannot be replicated, with every reason."""
+    """Raise if a module cannot be replicated, with every reason."""
     wrapped = [name or "the module itself" for name, child in module.named_modules() if isinstance(child, _WRAPPERS)]
     known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
     problems = []
     if getattr(type(module), "forward", None) is nn.Module.forward and "forward" not in vars(module):
-        problems.append(f"module is a {type(module).__name__}, which has no forward, but should have one")
+        problems.append(f"module must have a forward, got a {type(module).__name__}, which has none")
     if wrapped:
-        problems.append(f"{', '.join(wrapped)} averages gradients already, but should be wrapped once")
+        problems.append(f"module must not average gradients already, as {', '.join(wrapped)} does")
     if set(ignored) - known:
-        problems.append(f"ignored_names={sorted(set(ignored) - known)}, but should be names of parameters or buffers")
+        problems.append(f"ignored_names must be names of parameters or buffers, got {sorted(set(ignored) - known)}")
     devices: dict[str, list[str]] = {}
     for name, parameter in managed:
         devices.setdefault(str(parameter.device), []).append(name)
     if len(devices) > 1:
         where = "; ".join(f"{', '.join(names[:3])} on {device}" for device, names in devices.items())
-        problems.append(f"parameters are on {len(devices)} devices ({where}), but should be on one")
+        problems.append(f"parameters must be on one device, got {len(devices)}: {where}")
     if "meta" in devices:
-        problems.append(f"{', '.join(devices['meta'][:3])} are on the meta device, but should have values")
+        problems.append(f"parameters must have values, got {', '.join(devices['meta'][:3])} on the meta device")
     if problems:
         raise ConfigError(problems, where=_WHERE)
     lazy = [name for name, parameter in managed if _is_lazy(parameter)]
@@ -482,12 +482,10 @@ def _check(module: nn.Module, ignored: Collection[str], managed: Sequence[tuple[
         raise Unsupported("meta_init", f"{', '.join(lazy)} have no shape yet: run a forward first")
     foreign = [name for name, parameter in managed if _is_subclass(parameter)]
     if foreign:
-        raise Unsupported(
-            "tp", f"{', '.join(foreign)} are tensor subclasses (DTensor), which cannot be averaged as they are"
-        )
+        raise Unsupported("tp", f"{', '.join(foreign)} are tensor subclasses such as DTensor, which cannot be averaged")
 
 
-#: Untyped: to mypy no parameter is either.
+#: Untyped, because mypy believes that no parameter is either.
 _is_lazy: Callable[[Any], bool] = nn_parameter.is_lazy
 _is_subclass: Callable[[Any], bool] = _python_dispatch.is_traceable_wrapper_subclass
 _WHERE = "DataParallel"

@@ -1,9 +1,8 @@
 """
-Uneven inputs: a rank whose inputs are exhausted goes on to take part in the collectives of the others.
+Uneven inputs: a rank that runs out of inputs keeps taking part in the collectives of the others.
 
-It works with torch's `Join` context, alone or beside other joinables (`ZeroRedundancyOptimizer`).
-In each forward the ranks that still have inputs call a roll; a rank that has joined answers it, and learns what the
-others are about to communicate.
+Works with torch's `Join` context, alone or with other joinables such as `ZeroRedundancyOptimizer`. In each forward the
+ranks that still have inputs call a roll; a rank that has joined answers it and learns what the others will communicate.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from fsdp_conformance.engine.flat_collectives import all_reduce
 
 class RollCall:
     """
-    Which ranks still have inputs, and what this forward of theirs will do. Collective.
+    Which ranks still have inputs, and what their forward will do. Collective.
 
-    One all-reduce, awaited when its result is asked for: a flag for each rank, then the three questions.
+    One all-reduce of a flag per rank and three answers, awaited when one of them is read.
     """
 
     def __init__(
@@ -46,7 +45,7 @@ class RollCall:
 
     @property
     def present(self) -> list[int]:
-        """Group ranks that still have inputs."""
+        """The group ranks that still have inputs."""
         return [rank for rank, flag in enumerate(self._result()[: self._size]) if flag]
 
     @property
@@ -56,12 +55,12 @@ class RollCall:
 
     @property
     def synchronises(self) -> bool:
-        """Whether gradients will be reduced in it."""
+        """Whether that backward will reduce gradients."""
         return self._result()[self._size + 1] > 0
 
     @property
     def broadcasts(self) -> bool:
-        """Whether buffers are sent before the forward."""
+        """Whether buffers are broadcast before the forward."""
         return self._result()[self._size + 2] > 0
 
     def _result(self) -> list[int]:
@@ -73,7 +72,7 @@ class RollCall:
 
 
 class Joining(Protocol):
-    """What the hook asks of the wrapper."""
+    """What the hook needs from the wrapper."""
 
     def shadow_iteration(self) -> None:
         """Take part in one iteration of the ranks that still have inputs. Collective."""
@@ -83,7 +82,7 @@ class Joining(Protocol):
 
 
 class DataParallelJoinHook(JoinHook):
-    """What a rank does while others still train, and when nobody does any more."""
+    """What a rank does while others still train, and when all have finished."""
 
     def __init__(self, wrapper: Joining) -> None:
         super().__init__()
@@ -97,7 +96,7 @@ class DataParallelJoinHook(JoinHook):
 
 
 def agreed_rank(group: ProcessGroup, device: torch.device, *, candidate: bool) -> int:
-    """The highest group rank that is a candidate. Collective. At least one must be."""
+    """The highest group rank that is a candidate. Collective. There must be at least one."""
     rank = torch.tensor([dist.get_rank(group) if candidate else -1], dtype=torch.int64).to(device)
     dist.all_reduce(rank, op=dist.ReduceOp.MAX, group=group)
     found: Any = rank.item()

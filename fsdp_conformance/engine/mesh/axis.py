@@ -1,9 +1,9 @@
 """
-Where a collective along a mesh takes place: the group of this rank's row, from an axis of a DeviceMesh or as it is.
+Where a collective along a mesh takes place: the group of this rank's row, from an axis of a DeviceMesh.
 
-In a mesh of ranks [[0, 1], [2, 3]] axis 1 has the rows [0, 1] and [2, 3], and axis 0 has [0, 2] and [1, 3]. Each row
-communicates by itself, and its ranks are counted from 0: group rank 1 of axis 1 is rank 1 in the one row and 3 in the
-other.
+In a mesh of ranks [[0, 1], [2, 3]] the rows of axis 1 are [0, 1] and [2, 3], and those of axis 0 are [0, 2] and [1, 3].
+Each row communicates separately, and its ranks are counted from 0: group rank 1 of axis 1 is rank 1 in one row and
+rank 3 in the other.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ _WHERE = "axis of a mesh"
 
 def axis_group(axis: Axis) -> ProcessGroup:
     """
-    The group that this rank is in along an axis; a group is its own.
+    This rank's group along an axis. A group is returned unchanged.
 
-    Raises MeshError for an axis that the mesh does not have, or none, and for a rank that is not in the mesh;
-    EngineError for a group that this rank is not in.
+    Raises MeshError for a missing or unknown axis and for a rank outside the mesh, and EngineError for a group that
+    does not contain this rank.
     """
     if isinstance(axis, DeviceMesh):
-        raise MeshError(f"axis={axis}, but should be one of its axes: (mesh, 0)", where=_WHERE)
+        raise MeshError(f"axis must be one axis of a mesh, such as (mesh, 0), got {axis}", where=_WHERE)
     if not isinstance(axis, tuple):
         return resolve_group(axis)
     mesh, key = axis
-    names = mesh.mesh_dim_names or ()
+    names = mesh.mesh_dim_names
     problems = []
     if isinstance(key, str):
-        if key not in names:
-            problems.append(f"axis={key!r}, but should be one of {', '.join(map(repr, names)) or 'none: unnamed axes'}")
+        if not names:
+            problems.append(f"axis must be an index, because the mesh has no names, got {key!r}")
+        elif key not in names:
+            problems.append(f"axis must be one of {', '.join(map(repr, names))}, got {key!r}")
     elif not -mesh.ndim <= key < mesh.ndim:
-        problems.append(f"axis={key}, but should be from {-mesh.ndim} to {mesh.ndim - 1}")
+        problems.append(f"axis must be from {-mesh.ndim} to {mesh.ndim - 1}, got {key}")
     if mesh.get_coordinate() is None:
-        problems.append(f"{mesh}, but should be a mesh that this rank is in")
+        problems.append(f"the mesh must contain this rank, got {mesh}")
     if problems:
         raise MeshError(problems, where=_WHERE)
     return mesh.get_group(key if isinstance(key, str) else key % mesh.ndim)
@@ -50,10 +52,3 @@ def axis_group(axis: Axis) -> ProcessGroup:
 def communicates_from(group: ProcessGroup, device: torch.device) -> bool:
     """Whether a group has a backend for tensors on a device."""
     return any(known.type == device.type for known in group._device_types)
-
-
-def source_problems(source: int, group: ProcessGroup) -> list[str]:
-    """What is wrong with a group rank that is to be the source of a collective."""
-    if 0 <= source < group.size():
-        return []
-    return [f"source={source}, but should be a rank of the group: from 0 to {group.size() - 1}"]

@@ -1,4 +1,4 @@
-"""Are the tensors of a group alike, but for their values? Asked before a collective that trusts that they are."""
+"""Whether the tensors of a group agree in everything but their values, for collectives that rely on it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_conformance.engine.errors import TensorMetaMismatch
-from fsdp_conformance.engine.mesh.agreement import texts_unless_equal
 from fsdp_conformance.engine.mesh.axis import Axis, axis_group, communicates_from
+from fsdp_conformance.engine.verification import texts_unless_equal
 
 
 def check_tensor_meta(tensor: Tensor, axis: Axis, *, shape: bool = False, stride: bool = False) -> None:
     """
-    Compare dtype and requires_grad, and on request shape and stride, over this rank's row alone. Collective.
+    Compare dtype and requires_grad, and on request shape and stride, over this rank's row. Collective.
 
-    Ranks outside of the row take no part. A tensor on meta is compared like any other, for which the ranks do
-    communicate. Raises TensorMetaMismatch on every rank of the row if one differs from its first, naming each rank (of
-    the world) and what it differs in, and nothing that was not asked for.
+    Ranks outside the row take no part. A meta tensor is compared like any other, so ranks do communicate for it. Raises
+    TensorMetaMismatch on every rank of the row if one differs from the first, naming each rank (of the world) and every
+    requested property in which it differs.
 
-    Source: torch's `check_tensor_meta` (distributed/tensor/_collective_utils.py), which asks the whole world.
+    Source: torch's `check_tensor_meta` (distributed/tensor/_collective_utils.py), which compares the whole world.
     """
     group = axis_group(axis)
     facts: dict[str, Any] = {"dtype": str(tensor.dtype).removeprefix("torch."), "requires_grad": tensor.requires_grad}
@@ -38,7 +38,7 @@ def check_tensor_meta(tensor: Tensor, axis: Axis, *, shape: bool = False, stride
     ranks = dist.get_process_group_ranks(group)
     raise TensorMetaMismatch(
         [
-            f"rank {rank}: {name}={_shown(mine[name])}, but should be {_shown(first[name])} as on rank {ranks[0]}"
+            f"rank {rank}: {name}: expected {_shown(first[name])}, as on rank {ranks[0]}, got {_shown(mine[name])}"
             for rank, mine in zip(ranks[1:], others, strict=True)
             for name in facts
             if mine.get(name) != first.get(name)
@@ -48,7 +48,7 @@ def check_tensor_meta(tensor: Tensor, axis: Axis, *, shape: bool = False, stride
 
 
 def _sending_device(device: torch.device, group: ProcessGroup) -> torch.device:
-    """The tensor's device, or one that the group has a backend for."""
+    """The tensor's device if the group has a backend for it, otherwise one that it has a backend for."""
     if communicates_from(group, device):
         return device
     host = torch.device("cpu")

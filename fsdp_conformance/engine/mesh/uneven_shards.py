@@ -1,8 +1,8 @@
 """
-A tensor cut along one dim into a shard for each rank of a group, which need not be equal, nor hold anything.
+A tensor cut along one dim into a shard for each rank of a group. Shards may be uneven or empty.
 
-As `torch.chunk` does it: 5 rows over 4 ranks are 2, 2, 1 and 0. Collectives of one size send shards that are padded to
-the largest, and cut the padding off behind.
+The sizes are those of `torch.chunk`: 5 rows over 4 ranks are 2, 2, 1 and 0. Collectives whose shards must be of equal
+size pad them to the largest, and cut the padding off afterwards.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from fsdp_conformance.engine.errors import MeshError
 
 def chunk_sizes(length: int, num_shards: int) -> list[int]:
     """
-    How long each shard of `length` elements is: the first as long as the quotient rounded up, the last maybe empty.
+    The length of each shard of `length` elements: the quotient rounded up, until nothing is left for the last ones.
 
-    Source: `torch.chunk`, which leaves the empty ones out.
+    Source: `torch.chunk`, which leaves out empty shards.
     """
     size = -(-length // num_shards)
     return [min(max(length - index * size, 0), size) for index in range(num_shards)]
 
 
 def split_shards(tensor: Tensor, num_shards: int, dim: int = 0) -> list[Tensor]:
-    """Views of a tensor's shards along `dim`, of `chunk_sizes`; an empty one is as long as the others in other dims."""
-    dim = checked_dim(tensor, dim, "split_shards")
+    """Views of a tensor's shards along `dim`, of `chunk_sizes`. Empty shards keep their other dims."""
+    dim = _checked_dim(tensor, dim, "split_shards")
     return list(torch.split(tensor, chunk_sizes(tensor.shape[dim], num_shards), dim))
 
 
 def pad_tensor(tensor: Tensor, dim: int, amount: int) -> Tensor:
-    """A tensor with `amount` zeros appended along `dim`; for 0 the same object."""
-    dim = checked_dim(tensor, dim, "pad_tensor")
+    """A tensor with `amount` zeros appended along `dim`; the tensor itself if that is 0."""
+    dim = _checked_dim(tensor, dim, "pad_tensor")
     if amount < 0:
-        raise MeshError(f"amount={amount}, but should be at least 0", where="pad_tensor")
+        raise MeshError(f"amount must be at least 0, got {amount}", where="pad_tensor")
     return F.pad(tensor, [0, 0] * (tensor.dim() - 1 - dim) + [0, amount]) if amount else tensor
 
 
 def unpad_tensor(tensor: Tensor, dim: int, amount: int) -> Tensor:
-    """A view of a tensor without the last `amount` elements along `dim`; for 0 the same object."""
-    dim = checked_dim(tensor, dim, "unpad_tensor")
+    """A view of a tensor without the last `amount` elements along `dim`; the tensor itself if that is 0."""
+    dim = _checked_dim(tensor, dim, "unpad_tensor")
     if not 0 <= amount <= tensor.shape[dim]:
-        raise MeshError(f"amount={amount}, but should be from 0 to {tensor.shape[dim]}", where="unpad_tensor")
+        raise MeshError(f"amount must be from 0 to {tensor.shape[dim]}, got {amount}", where="unpad_tensor")
     return tensor.narrow(dim, 0, tensor.shape[dim] - amount) if amount else tensor
 
 
@@ -55,8 +55,8 @@ def with_length(shape: Sequence[int], dim: int, length: int) -> list[int]:
     return changed
 
 
-def checked_dim(tensor: Tensor, dim: int, where: str) -> int:
-    """`dim` counted from the front. Raises MeshError for one that the tensor does not have."""
+def _checked_dim(tensor: Tensor, dim: int, where: str) -> int:
+    """`dim` counted from the front. Raises MeshError if the tensor does not have it."""
     problems = dim_problems(tensor, dim)
     if problems:
         raise MeshError(problems, where=where)
@@ -67,21 +67,21 @@ def dim_problems(tensor: Tensor, dim: int, name: str = "dim") -> list[str]:
     """What is wrong with a dim of a tensor."""
     if -tensor.dim() <= dim < tensor.dim():
         return []
-    return [f"{name}={dim} of a {tensor.dim()}-dim tensor, but should be one of its dims"]
+    return [f"{name} must be a dim of a {tensor.dim()}-dim tensor, got {dim}"]
 
 
 def size_problems(sizes: Sequence[int] | None, num_shards: int, *, length: int, shard: int | None = None) -> list[str]:
     """
     What is wrong with the sizes of shards along a dim, if they are given.
 
-    `length` is what the tensor at hand has along it: one shard, that of the index `shard`, or (None) all of them.
+    `length` is the tensor's length along it: that of shard number `shard`, or of all shards together (None).
     """
     if sizes is None:
         return []
     if len(sizes) != num_shards or min(sizes, default=0) < 0:
-        return [f"sizes={list(sizes)}, but should be {num_shards} sizes, none below 0"]
+        return [f"sizes must be {num_shards} non-negative numbers, got {list(sizes)}"]
     expected = sum(sizes) if shard is None else sizes[shard]
     if length != expected:
-        whose = "the whole" if shard is None else f"shard {shard}"
-        return [f"length={length} of {whose}, but should be {expected} by sizes={list(sizes)}"]
+        whose = "the whole tensor" if shard is None else f"shard {shard}"
+        return [f"length of {whose}: expected {expected}, by sizes {list(sizes)}, got {length}"]
     return []

@@ -67,7 +67,7 @@ def test_nothing_fits(place: Path) -> None:
 
     assert found.status == Status.NOT_CERTIFIED
     assert "one unit: the model has no module lists" in found.out
-    assert "needs least, 44.2 KiB, but the device has 1.0 KiB" in found.out
+    assert "needs the least, 44.2 KiB, but the device has 1.0 KiB" in found.out
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_nothing_fits(place: Path) -> None:
         ("my_model:bild", "my_model should have a function 'bild'"),
         ("no_model:build", "cannot be imported: ModuleNotFoundError"),
         ("no_model.py:build", "cannot be imported: FileNotFoundError"),
-        ("my_model:without_inputs", "returned Linear, but should return a module and a tuple"),
+        ("my_model:without_inputs", "must return a module and a tuple of the inputs"),
     ],
 )
 def test_a_model_that_is_none(place: Path, model: str, expected: str) -> None:

@@ -1,4 +1,4 @@
-"""The waits of the engine on the simulated accelerator: which are executed, and what happens without one of them."""
+"""The engine's waits on the simulated accelerator: which are executed, and what happens without one of them."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fsdp_conformance.simulator import checker
 from fsdp_conformance.simulator.checker import Reuse, Wait
 
 SiteOf = Callable[[Wait], str | None]
-"""From a wait to the engine's function that asks for it; None if it is not the engine's."""
+"""The engine's function that asks for a wait; None if another function does."""
 
-#: Where the engine lies.
+#: The engine's directory.
 _ENGINE = os.path.dirname(engine.__file__) + os.sep
 
-#: Modules of the engine that only pass a call on: who calls them is the site.
+#: Modules of the engine that only pass a call on: their caller is the site.
 _HELPERS = ("chunks/streams.py", "streams.py")
 
 
 @contextmanager
 def noting_sites(sites: set[str], dropped: Collection[str], site_of: SiteOf) -> Iterator[None]:
-    """Note the engine's waits that are executed inside, and leave out those in `dropped`."""
+    """Note the engine's waits that are executed in this context, and skip those in `dropped`."""
 
     def keep(kind: Wait, _stream: int, _device: int) -> bool:
         site = site_of(kind)
@@ -41,8 +41,8 @@ def watching_engine(sites: set[str], dropped: Collection[str]) -> Iterator[None]
     """
     `noting_sites` for a part of the engine that a test calls.
 
-    New memory is taken to be any free block that the allocator might have given out: what is freed too early is found
-    though nothing happens to use it again.
+    New memory counts as any free block that the allocator might have returned, so a premature free is found even if
+    that memory is not reused.
     """
     with noting_sites(sites, dropped, _site), checker.reuse(Reuse.WORST_CASE):
         yield
@@ -56,12 +56,12 @@ def site_in_program(
     kind: Wait, *, helpers: Collection[str], is_others: Callable[[str, Wait, str], bool] = _nobody
 ) -> str | None:
     """
-    The innermost function of the engine, outside of the files `helpers`, that asks for a wait in a whole program.
+    The innermost function of the engine, outside the files `helpers`, that asks for a wait in a whole program.
 
-    None if torch, the model, or a function that `is_others` is true of does.
+    None if torch, the model, or a function for which `is_others` is true asks for it.
     """
     if kind is Wait.HOST_WAITS_STREAM:
-        return None  # A tensor is read on the host: that is what a wait is for.
+        return None  # a tensor is read on the host, which requires a wait
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         path = frame.f_code.co_filename
@@ -70,7 +70,8 @@ def site_in_program(
             return None
         if file_in_engine(path) and name not in helpers:
             return f"{kind} {name} {frame.f_code.co_name}"
-        if not {"engine", "simulator", "torch"} & set(path.split(os.sep)):
+        parts = set(path.split(os.sep))
+        if "tests" in parts or not {"engine", "simulator", "torch"} & parts:
             return None
         frame = frame.f_back
     return None
@@ -82,12 +83,12 @@ def file_in_engine(path: str) -> str | None:
 
 
 def _site(kind: Wait) -> str | None:
-    """The innermost function of the engine that asks for a wait; None if it is no one's, or in a collective."""
+    """The innermost function of the engine that asks for a wait; None if there is none or it is in a collective."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = file_in_engine(frame.f_code.co_filename)
         if name and name not in _HELPERS:
-            # The event that a collective records at its issue is its own.
+            # A collective records an event when it is issued.
             inside = name == "flat_collectives.py" and kind is Wait.EVENT_RECORD
             return None if inside else f"{kind} {name} {frame.f_code.co_name}"
         frame = frame.f_back

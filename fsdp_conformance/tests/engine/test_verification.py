@@ -35,13 +35,13 @@ class Verification(ReducerTestCase):
     def test_every_difference_raises_on_every_rank(self) -> None:
         """Number, name, shape, stride, dtype, requires_grad and order; the reference raises on rank 1 alone."""
         expected = {
-            "number": "rank 1: number of parameters=3, but should be 4 as on rank 0",
-            "name": "rank 1: parameters=q0, but should be p3 in their place as on rank 0",
-            "shape": "rank 1: shape of p1=(6,), but should be (5,) as on rank 0",
-            "stride": "rank 1: stride of p2=(1, 2), but should be (3, 1) as on rank 0",
-            "dtype": "rank 1: dtype of p0=float64, but should be float32 as on rank 0",
-            "requires_grad": "rank 1: requires_grad of p0=False, but should be True as on rank 0",
-            "order": "rank 1: order=p1, p0, but should be p0, p1 as on rank 0",
+            "number": "rank 1: number of parameters: expected 4, as on rank 0, got 3",
+            "name": "rank 1: parameters: expected p3, as on rank 0, got q0",
+            "shape": "rank 1: shape of p1: expected (5,), as on rank 0, got (6,)",
+            "stride": "rank 1: stride of p2: expected (3, 1), as on rank 0, got (1, 2)",
+            "dtype": "rank 1: dtype of p0: expected float32, as on rank 0, got float64",
+            "requires_grad": "rank 1: requires_grad of p0: expected True, as on rank 0, got False",
+            "order": "rank 1: order: expected p0, p1, as on rank 0, got p1, p0",
         }
         for kind, sentence in expected.items():
             texts = self._errors(_differing(kind, changed=self.rank == 1))
@@ -52,8 +52,8 @@ class Verification(ReducerTestCase):
         """Not only the first."""
         module = Coded([(3 + self.rank,), (5 + self.rank,)])
         for text in self._errors(module):
-            self.assertIn("shape of p0=(4,), but should be (3,)", text)
-            self.assertIn("shape of p1=(6,), but should be (5,)", text)
+            self.assertIn("shape of p0: expected (3,), as on rank 0, got (4,)", text)
+            self.assertIn("shape of p1: expected (5,), as on rank 0, got (6,)", text)
 
 
 def _differing(kind: str, *, changed: bool) -> nn.Module:

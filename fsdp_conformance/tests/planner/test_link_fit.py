@@ -8,8 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.planner.link_fit import SIZES_BYTES, Timing, fit_link
-from fsdp_conformance.planner.link_spec import LinkSpec
+from fsdp_conformance.planner.link_spec import SIZES_BYTES, LinkSpec, Timing, fit_link
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 
 
@@ -66,7 +65,9 @@ def test_nothing_is_negative() -> None:
 
 def test_too_little_is_refused() -> None:
     """Two timings do not tell three unknowns, and one that took no time was none."""
-    with pytest.raises(ConfigError, match=r"us=0\.0.*2 timings, but should be at least 3"):
+    with pytest.raises(
+        ConfigError, match=r"timings must be positive, got 0\.0 us.*at least 3 timings are needed for 3 unknowns, got 2"
+    ):
         fit_link([Timing(1, 10.0, 5.0), Timing(2, 20.0, 0.0)])
 
 
@@ -88,6 +89,6 @@ class Measurements(RankTestCase):
     def test_one_rank_has_no_link(self) -> None:
         """An axis of one rank is refused, by name."""
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-        with self.assertRaisesRegex(ConfigError, "axis 'shard' has 1 rank"):
+        with self.assertRaisesRegex(ConfigError, "axis 'shard' must have at least 2 ranks, got 1"):
             LinkSpec.measure(mesh, "shard")
         self.assertEqual(2, torch.distributed.get_world_size(mesh.get_group("replicate")))

@@ -15,13 +15,18 @@ from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.planner.device_spec import GIB, DeviceSpec
 from fsdp_conformance.planner.link_spec import Cluster, LinkSpec
-from fsdp_conformance.planner.plan_candidate import Candidate, PlanOptions, candidates
-from fsdp_conformance.planner.plan_memory import plan_memory
-from fsdp_conformance.planner.plan_model import counted
-from fsdp_conformance.planner.plan_step import UnitTime, optimizer_us, step_time, unit_time
+from fsdp_conformance.planner.plan_model import PlanUnit, blocks_of_lists, counted, named_classes, plan_units
+from fsdp_conformance.planner.plan_step import (
+    Candidate,
+    PlanOptions,
+    UnitTime,
+    optimizer_us,
+    plan_memory,
+    step_time,
+    unit_time,
+)
 from fsdp_conformance.planner.plan_text import decision_text
-from fsdp_conformance.planner.plan_unit import PlanUnit, blocks_of_lists, named_classes, plan_units
-from fsdp_conformance.planner.planner import Decision, decide
+from fsdp_conformance.planner.planner import Decision, candidates, decide
 from fsdp_conformance.tests.engine.fully_sharded.sharded_ranks import (
     ShardedTestCase,
     Stage,
@@ -145,9 +150,9 @@ def test_attention_keeps_no_weights() -> None:
 def test_what_cannot_be_counted_is_refused() -> None:
     """A model elsewhere than on meta, one without parameters, and one whose forward raises, by name."""
     refused: list[tuple[nn.Module, list[Tensor], str]] = [
-        (nn.Linear(2, 2), [], "weight is on cpu, but all parameters should be on meta"),
-        (nn.Tanh(), [], "it has no parameters"),
-        (on_meta(Tied), [], r"forward on meta raised TypeError: .*'tokens'"),
+        (nn.Linear(2, 2), [], "must be on the meta device, got weight on cpu"),
+        (nn.Tanh(), [], "must be on the meta device, got none"),
+        (on_meta(Tied), [], r"forward must run on the meta device, but raised TypeError: .*'tokens'"),
     ]
     for model, inputs, expected in refused:
         with pytest.raises(ConfigError, match=expected):
@@ -156,17 +161,17 @@ def test_what_cannot_be_counted_is_refused() -> None:
 
 def test_what_the_users_function_returns() -> None:
     """A module and a tuple of inputs; otherwise the error says what came, and which classes there are."""
-    units, options = counted(lambda: (Tied(), (tokens(),)), ["Layer"], compute_dtype="bfloat16", utilisation=0.5)
+    units = counted(lambda: (Tied(), (tokens(),)), ["Layer"], compute_dtype=torch.bfloat16)
 
-    assert ([unit.name for unit in units], options.utilisation) == (["", "layers.0", "layers.1"], 0.5)
+    assert [unit.name for unit in units] == ["", "layers.0", "layers.1"]
     for build, classes, expected in (
-        (Tied, [], "returned Tied, but should return a module and a tuple"),
-        (lambda: (Tied(), 3), [], r"returned \(Tied, int\)"),
+        (Tied, [], r"must return a module and a tuple .*, got Tied"),
+        (lambda: (Tied(), 3), [], r"got \(Tied, int\)"),
         (lambda: 1 / 0, [], "raised ZeroDivisionError"),
-        (lambda: (Tied(), ()), ["Layr"], "units='Layr', but should be a class of the model: Embedding, Layer"),
+        (lambda: (Tied(), ()), ["Layr"], "units must be classes of the model .Embedding, Layer.*, got 'Layr'"),
     ):
         with pytest.raises(ConfigError, match=expected):
-            counted(build, classes, compute_dtype="bfloat16", utilisation=0.5)
+            counted(build, classes, compute_dtype=torch.bfloat16)
 
 
 # --- what a step takes -----------------------------------------------------------------------------------------------
@@ -322,16 +327,18 @@ def test_the_text_of_a_choice() -> None:
 
 
 def test_nothing_fits() -> None:
-    """The text says which candidate needs least, and what could be done."""
+    """The text names the candidate that needs the least memory, and what can be done."""
     text = decision_text(decision(10.0))
 
-    assert "chosen: none. full_shard 4 x 1, offloaded needs least" in text
+    assert "chosen: none. full_shard 4 x 1, offloaded needs the least, " in text
     assert "> " not in text
 
 
 def test_what_decide_refuses() -> None:
     """Times of other units, and a memory of nothing, in one error."""
-    with pytest.raises(ConfigError, match=r"1 computed times, but should be 4.*memory_bytes=0"):
+    with pytest.raises(
+        ConfigError, match=r"computed_us must have 4 entries.*, got 1.*memory_bytes must be positive, got 0"
+    ):
         decide(UNITS, cluster(), DEVICE, OPTIONS, memory_bytes=0, computed_us=[(1.0, 2.0)])
 
 

@@ -149,4 +149,4 @@ def test_what_does_not_fit_is_refused(mesh: DeviceMesh) -> None:
         )
 
     assert len(caught.value.problems) == 3
-    assert "links, but should be 2" in caught.value.problems[2]
+    assert "links must be 2" in caught.value.problems[2]

@@ -25,6 +25,17 @@ def inputs_of(rank: int, tag: int, shape: tuple[int, ...], *, num_ranks: int = 4
     return [(elements + 100 * tag + 10 * other + 1) * 2**rank for other in range(num_ranks)]
 
 
+def num_in_flight(bucketer: ReduceScatterBucketer) -> int:
+    """Inputs whose collective was started and whose callback has not run."""
+    return sum(len(launch.pending) for launch in bucketer._in_flight) + len(bucketer._reduced)
+
+
+def buffer_nbytes(bucketer: ReduceScatterBucketer) -> int:
+    """Bytes of the buffers that buckets hold now."""
+    buffers = [bucket._buffer for bucket in bucketer._buckets.values()]
+    return sum(buffer.untyped_storage().nbytes() for buffer in buffers if buffer is not None)
+
+
 def sum_for(rank: int, tag: int, shape: tuple[int, ...], *, num_ranks: int = 4) -> Tensor:
     """The sum that rank `rank` must get for that input."""
     elements = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
@@ -34,11 +45,11 @@ def sum_for(rank: int, tag: int, shape: tuple[int, ...], *, num_ranks: int = 4) 
 class BucketerTestCase(ChunkTestCase):
     """Four ranks. Results are noted by the callbacks, in the order in which they run."""
 
-    def start(self, cap_mb: float = CAP_16, **options: int) -> ReduceScatterBucketer:
+    def start(self, cap_mb: float = CAP_16) -> ReduceScatterBucketer:
         """A bucketer, and an empty list of results."""
         self.results: list[tuple[int, Tensor]] = []
         self.schedule()
-        return ReduceScatterBucketer(cap_mb, **options)
+        return ReduceScatterBucketer(cap_mb)
 
     def note(self, tag: int) -> Callable[[Tensor], None]:
         """A callback that notes its result."""

@@ -129,12 +129,12 @@ def test_no_element_at_all() -> None:
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (([], [400]), "tensors=[], but should be at least one tensor [bucket_assignment]"),
-        ((sized(1), []), "limits=[], but should be at least one number of bytes, none of them negative"),
-        ((sized(1), [4, -1]), "limits=[4, -1], but should be"),
-        ((sized(1, 2), [4], [True]), "sparse_flags has 1 entries, but should have 2"),
-        ((sized(1, 2), [4], [], [1, 1]), "order=[1, 1], but should name each index below 2 once"),
-        (([torch.eye(3).to_sparse()], [4]), "tensors [0] are sparse, but should be dense"),
+        (([], [400]), "tensors must not be empty [bucket_assignment]"),
+        ((sized(1), []), "limits must be one or more non-negative numbers of bytes, got []"),
+        ((sized(1), [4, -1]), "numbers of bytes, got [4, -1]"),
+        ((sized(1, 2), [4], [True]), "sparse_flags must have one entry for each of 2 tensors, got 1"),
+        ((sized(1, 2), [4], [], [1, 1]), "order must name each index below 2 once, got [1, 1]"),
+        (([torch.eye(3).to_sparse()], [4]), "tensors must be dense, got sparse ones at [0]"),
     ],
 )
 def test_what_cannot_be_assigned_is_refused(arguments: tuple[object, ...], expected: str) -> None:

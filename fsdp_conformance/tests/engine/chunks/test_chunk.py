@@ -151,7 +151,7 @@ class FillingTest(ChunkTestCase):
         if self.rank == 0:
             Chunk(MemoryPool("cpu"), 4, torch.float32, group)
         else:
-            with self.assertRaisesRegex(EngineError, "should be one that this rank is in"):
+            with self.assertRaisesRegex(EngineError, "process_group must contain this rank"):
                 Chunk(MemoryPool("cpu"), 4, torch.float32, group)
 
     def test_append_aliases(self) -> None:

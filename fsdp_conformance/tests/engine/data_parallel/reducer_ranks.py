@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_conformance.engine.data_parallel.data_parallel import DataParallel
-from fsdp_conformance.engine.data_parallel.reducer import Reducer
-from fsdp_conformance.engine.data_parallel.reducer_config import ReducerConfig
+from fsdp_conformance.engine.data_parallel.reducer import Reducer, ReducerConfig
 from fsdp_conformance.engine.structures import tensors_in
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.recording.collective_log import log
@@ -140,7 +139,7 @@ class ReducerTestCase(ShardedTrainingTestCase):
             factor = mean_code(self.world_size, step, ranks)
         expected = pattern(parameter.shape, parameter.dtype) * factor
         assert parameter.grad is not None, "no gradient"
-        self.assertTrue(torch.equal(expected, parameter.grad), msg=f"{parameter.grad}, but should be {expected}")
+        self.assertTrue(torch.equal(expected, parameter.grad), msg=f"expected {expected}, got {parameter.grad}")
 
     def assert_means(self, module: nn.Module, *, step: int = 0) -> None:
         """Every gradient is the mean of all ranks."""

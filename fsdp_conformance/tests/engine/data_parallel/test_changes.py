@@ -71,7 +71,7 @@ class Changes(ReducerTestCase):
         module = Coded()
         model = DataParallel(module)
         module.get_parameter(f"p{self.rank}").requires_grad_(False)
-        with self.assertRaisesRegex(StructureMismatch, "requires_grad of p0=True, but should be False"):
+        with self.assertRaisesRegex(StructureMismatch, "requires_grad of p0: expected False, as on rank 0, got True"):
             model(1.0)
 
     def test_cast(self) -> None:
@@ -108,7 +108,7 @@ class Changes(ReducerTestCase):
         """Its gradient would stay local: the next forward says so."""
         model = DataParallel(Coded())
         coded(model).p1 = nn.Parameter(torch.zeros(5))
-        with self.assertRaisesRegex(ParameterReplaced, "p1 is another parameter than the one that was wrapped"):
+        with self.assertRaisesRegex(ParameterReplaced, "parameters were replaced after the module was wrapped: p1"):
             model(1.0)
 
     def test_wrapped_again_after_training(self) -> None:
@@ -167,7 +167,7 @@ class Copies(ReducerTestCase):
         with self.assertRaisesRegex(Unsupported, "two wrappers cannot share one module"):
             copy.copy(model)
         other = DataParallel(Coded(), dist.new_group([0, 1]))
-        with self.assertRaisesRegex(Unsupported, "another group than the default one"):
+        with self.assertRaisesRegex(Unsupported, "only a DataParallel on the default group"):
             pickle.dumps(other)
         self.assertIs(other.process_group, copy.deepcopy(other).process_group)
         model.register_comm_hook(None, default_hooks.allreduce_hook)

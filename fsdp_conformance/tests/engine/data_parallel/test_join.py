@@ -80,7 +80,7 @@ class Joining(ReducerTestCase):
                 self.assert_mean(module.p3, code(1, step) / 2)
                 model.zero_grad()
 
-        self.assertTrue(all(self.on_every_rank(model.reducer.rebuilt)))
+        self.assertTrue(all(self.on_every_rank(model.reducer._rebuilt)))
         for step in range(2):
             self.train(model, step)
             self.assert_means(model, step=step)

@@ -79,15 +79,15 @@ SCHEDULES = {
     "joined": Schedule(joined=True),
 }
 
-#: Modules of the engine that only pass a call on: who calls them is the site.
+#: Modules of the engine that only pass a call on: their caller is the site.
 _HELPERS = ("streams.py",)
-#: Waits of torch itself, by the module, the kind and the function.
+#: Waits that torch asks for, by module, kind and function.
 _TORCHS: set[tuple[str, ...]] = {
-    # The event of a collective at its issue is its own,
+    # A collective records an event when it is issued.
     ("distributed_c10d.py", Wait.EVENT_RECORD),
     ("flat_collectives.py", Wait.EVENT_RECORD),
-    # and a hook's future records what it holds on the stream that waits, beside what the bucket does.
-    ("data_parallel/gradient_bucket.py", Wait.RECORD_STREAM, "_await"),
+    # A hook's future records its tensors on the stream that waits, as the bucket does too.
+    ("data_parallel/gradient_buckets.py", Wait.RECORD_STREAM, "_await"),
 }
 
 
@@ -190,7 +190,7 @@ class Simulated(SimulatedRanks):
                 self.assertEqual("", "\n".join(found), name)
                 self.assertTrue(sites, msg=name)
                 for parameter, on_cpu in zip(got, expected, strict=True):
-                    self.assertTrue(torch.equal(on_cpu, parameter), msg=f"{name}: {parameter}, but should be {on_cpu}")
+                    self.assertTrue(torch.equal(on_cpu, parameter), msg=f"{name}: expected {on_cpu}, got {parameter}")
                 if not schedule.joined:
                     with checker.without_waits():
                         _, found, _ = self.train(schedule, self.device)

@@ -169,13 +169,13 @@ class Refused(MeshTestCase):
 
     def test_axes(self) -> None:
         """An axis that the mesh does not have, or none, and a mesh or a group that this rank is not in."""
-        with self.refused(f"axis={self.line}, but should be one of its axes: (mesh, 0)"):
+        with self.refused(f"axis must be one axis of a mesh, such as (mesh, 0), got {self.line}"):
             axis_group(cast(Axis, self.line))
-        with self.refused("axis=2, but should be from -2 to 1"):
+        with self.refused("axis must be from -2 to 1, got 2"):
             axis_group((self.square, 2))
-        with self.refused("axis='pipe', but should be one of 'replicate', 'shard'"):
+        with self.refused("axis must be one of 'replicate', 'shard', got 'pipe'"):
             axis_group((self.square, "pipe"))
-        with self.refused("axis='shard', but should be one of none: unnamed axes"):
+        with self.refused("axis must be an index, because the mesh has no names, got 'shard'"):
             axis_group((self.line, "shard"))
         pair = DeviceMesh(self.device_type, [0, 1])
         strangers = dist.new_group([0, 1])
@@ -183,20 +183,20 @@ class Refused(MeshTestCase):
             self.assertEqual([0, 1], dist.get_process_group_ranks(axis_group((pair, 0))))
             self.assertIs(strangers, axis_group(strangers))
             return
-        with self.refused("axis=1, but should be from -1 to 0", f"{pair}, but should be a mesh that this rank is in"):
+        with self.refused("axis must be from -1 to 0, got 1", f"the mesh must contain this rank, got {pair}"):
             axis_group((pair, 1))
-        with self.assertRaisesRegex(EngineError, "should be one that this rank is in"):
+        with self.assertRaisesRegex(EngineError, "process_group must contain this rank"):
             axis_group(strangers)
 
     def test_sources_and_sizes(self) -> None:
         """A source outside of the row, a dim that is not there, and an output of another size."""
         axis: Axis = (self.square, 1)
-        source = "source=2, but should be a rank of the group: from 0 to 1"
+        source = "source must be a rank of the group, from 0 to 1, got 2"
         with self.refused(source):
             mesh_broadcast(torch.zeros(2), axis, source=2)
-        with self.refused(source, "dim=1 of a 1-dim tensor, but should be one of its dims"):
+        with self.refused(source, "dim must be a dim of a 1-dim tensor, got 1"):
             mesh_scatter(torch.zeros(2), None, axis, source=2, dim=1, sizes=[1, 1])
-        with self.refused(f"length=2 of shard {self.rank % 2}, but should be 1 by sizes=[1, 1]"):
+        with self.refused(f"length of shard {self.rank % 2}: expected 1, by sizes [1, 1], got 2"):
             mesh_scatter(torch.zeros(2), None, axis, sizes=[1, 1])
         self.assertEqual([], self.sent())
 
@@ -204,14 +204,14 @@ class Refused(MeshTestCase):
         """No list, one of the wrong length, and entries of another shape, dtype or device than the output."""
         axis: Axis = (self.square, 1)
         source = self.rank % 2  # every rank is the source of a call that is never sent
-        for shards, found in ((None, "None"), ([torch.zeros(2)] * 3, "3 tensors")):
-            with self.refused(f"shards={found}, but should be 2 tensors, one for each rank of the group"):
+        for shards, found in ((None, "None"), ([torch.zeros(2)] * 3, "3")):
+            with self.refused(f"shards must be 2 tensors, one for each rank of the group, got {found}"):
                 mesh_scatter(torch.zeros(2), shards, axis, source=source)
         wrong = [torch.zeros(3), torch.zeros(2, dtype=torch.int64, device="meta")]
         with self.refused(
-            "shape of shard 0=(3,), but should be (2,) as the output's",
-            "dtype of shard 1=torch.int64, but should be torch.float32 as the output's",
-            "device of shard 1=meta, but should be cpu as the output's",
+            "shape of shard 0: expected (2,), as for the output, got (3,)",
+            "dtype of shard 1: expected torch.float32, as for the output, got torch.int64",
+            "device of shard 1: expected cpu, as for the output, got meta",
         ):
             mesh_scatter(torch.zeros(2), wrong, axis, source=source)
         self.assertEqual([], self.sent())

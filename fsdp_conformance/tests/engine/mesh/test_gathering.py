@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from fsdp_conformance.engine.mesh import shard_dim_all_to_all as all_to_all_module
+from fsdp_conformance.engine.mesh import collectives
 from fsdp_conformance.engine.mesh.axis import Axis
-from fsdp_conformance.engine.mesh.gathering import mesh_all_gather, mesh_reduce_scatter
-from fsdp_conformance.engine.mesh.shard_dim_all_to_all import shard_dim_all_to_all
+from fsdp_conformance.engine.mesh.collectives import mesh_all_gather, mesh_reduce_scatter, shard_dim_all_to_all
 from fsdp_conformance.engine.mesh.uneven_shards import chunk_sizes
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.tests.engine.mesh.mesh_ranks import MeshTestCase, by_columns, coded, sizes_of
@@ -149,8 +148,8 @@ class AllToAll(MeshTestCase):
     def test_a_backend_without_it_gathers(self) -> None:
         """The same results, and one warning however often it is asked."""
         refuses = RuntimeError("Backend partial does not support alltoall_base")
-        all_to_all_module._warn_once.cache_clear()
-        with mock.patch.object(all_to_all_module, "all_to_all", side_effect=refuses) as native:
+        collectives._warn_once.cache_clear()
+        with mock.patch.object(collectives, "all_to_all", side_effect=refuses) as native:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 for shape in ((5, 3), (4, 8)):
@@ -159,11 +158,11 @@ class AllToAll(MeshTestCase):
             native.side_effect = RuntimeError("connection closed")
             with self.assertRaisesRegex(RuntimeError, "connection closed"):
                 shard_dim_all_to_all(torch.zeros(2, 2), (self.line, 0), gather_dim=0, shard_dim=1)
-        all_to_all_module._warn_once.cache_clear()
+        collectives._warn_once.cache_clear()
 
         self.assertEqual([Op.ALL_GATHER] * 2, [op for op, _, _ in self.sent()])
         self.assertEqual(1, len(caught), msg=str([str(each.message) for each in caught]))
-        self.assertIn("backend='gloo' has no all-to-all", str(caught[0].message))
+        self.assertIn("backend 'gloo' has no all-to-all", str(caught[0].message))
 
 
 class Refused(MeshTestCase):
@@ -172,20 +171,20 @@ class Refused(MeshTestCase):
     def test_what_does_not_fit(self) -> None:
         """Dims that are not there, sizes of another number or sum, and twice the same dim."""
         axis: Axis = (self.square, 1)
-        with self.refused("dim=0 of a 0-dim tensor, but should be one of its dims"):
+        with self.refused("dim must be a dim of a 0-dim tensor, got 0"):
             mesh_all_gather(torch.tensor(1.0), axis)
-        with self.refused("sizes=[2], but should be 2 sizes, none below 0"):
+        with self.refused("sizes must be 2 non-negative numbers, got [2]"):
             mesh_all_gather(torch.zeros(2), axis, sizes=[2])
-        with self.refused("length=3 of the whole, but should be 4 by sizes=[2, 2]"):
+        with self.refused("length of the whole tensor: expected 4, by sizes [2, 2], got 3"):
             mesh_reduce_scatter(torch.zeros(3), axis, sizes=[2, 2])
         with self.refused(
-            "gather_dim=2 of a 2-dim tensor, but should be one of its dims",
-            "shard_dim=-3 of a 2-dim tensor, but should be one of its dims",
+            "gather_dim must be a dim of a 2-dim tensor, got 2",
+            "shard_dim must be a dim of a 2-dim tensor, got -3",
         ):
             shard_dim_all_to_all(torch.zeros(2, 2), axis, gather_dim=2, shard_dim=-3)
         with self.refused(
-            f"length=2 of shard {self.rank % 2}, but should be 1 by sizes=[1, 1]",
-            "shard_dim=1, but should be another dim than gather_dim=1",
+            f"length of shard {self.rank % 2}: expected 1, by sizes [1, 1], got 2",
+            "shard_dim and gather_dim must be different, got 1 for both",
         ):
             shard_dim_all_to_all(torch.zeros(2, 2), axis, gather_dim=-1, shard_dim=1, sizes=[1, 1])
         self.assertEqual([], self.sent())

@@ -14,11 +14,15 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.engine.errors import TensorMetaMismatch
-from fsdp_conformance.engine.mesh.collectives import mesh_broadcast, mesh_scatter
-from fsdp_conformance.engine.mesh.gathering import mesh_all_gather, mesh_reduce_scatter
-from fsdp_conformance.engine.mesh.shard_dim_all_to_all import shard_dim_all_to_all
+from fsdp_conformance.engine.mesh.collectives import (
+    MeshWork,
+    mesh_all_gather,
+    mesh_broadcast,
+    mesh_reduce_scatter,
+    mesh_scatter,
+    shard_dim_all_to_all,
+)
 from fsdp_conformance.engine.mesh.tensor_meta import check_tensor_meta
-from fsdp_conformance.engine.mesh.work import MeshWork
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.hazard import Hazard
 from fsdp_conformance.tests.engine.engine_sites import watching_engine
@@ -106,7 +110,7 @@ class SimulatedMeshTest(SimulatedRanks):
             got, found, sites = self.on_device(name)
             self.assertEqual(0, len(found), msg="\n".join([name, *(hazard.explain() for hazard in found)]))
             self.assertTrue(sites, msg=name)
-            self.assertTrue(torch.equal(expected, got), msg=f"{name}: {got}, but should be {expected}")
+            self.assertTrue(torch.equal(expected, got), msg=f"{name}: expected {expected}, got {got}")
             with checker.without_waits():
                 self.assertNotEqual((), self.on_device(name)[1], msg=name)
 
@@ -128,6 +132,6 @@ class SimulatedMeshTest(SimulatedRanks):
         with nullcontext() if self.rank else checker.suspended():
             tensor = torch.zeros(3 + self.rank, device=self.device)
         check_tensor_meta(tensor, (self.meshes[SIMULATED], 1))
-        with self.assertRaisesRegex(TensorMetaMismatch, r"rank 1: shape=\(4,\), but should be \(3,\) as on rank 0"):
+        with self.assertRaisesRegex(TensorMetaMismatch, r"rank 1: shape: expected \(3,\), as on rank 0, got \(4,\)"):
             check_tensor_meta(tensor, (self.meshes[SIMULATED], 1), shape=True)
         self.assertEqual((), checker.hazards())

@@ -30,7 +30,7 @@ class TensorMeta(MeshTestCase):
         """Every rank of a row with rank 3 is told this of it, and the other row nothing."""
         for axis in (0, 1):
             row = self.row(axis)
-            told = [f"rank 3: {each} as on rank {row[0]}" for each in expected] if 3 in row else []
+            told = [f"rank 3: {each.format(first=row[0])}" for each in expected] if 3 in row else []
             self.assertEqual(told, self.problems(mine, axis, **asked))
 
     def different(self, different: Tensor, usual: Tensor) -> Tensor:
@@ -40,14 +40,17 @@ class TensorMeta(MeshTestCase):
         """In what was asked for, and nothing else is mentioned."""
         usual = coded(self.rank, 2, 3)
         for other, always, asked in (
-            (usual.double(), ["dtype=float64, but should be float32"], []),
-            (usual.clone().requires_grad_(), ["requires_grad=True, but should be False"], []),
-            (usual[:1], [], [("shape", "shape=(1, 3), but should be (2, 3)")]),
-            (usual.t().contiguous().t(), [], [("stride", "stride=(1, 2), but should be (3, 1)")]),
+            (usual.double(), ["dtype: expected float32, as on rank {first}, got float64"], []),
+            (usual.clone().requires_grad_(), ["requires_grad: expected False, as on rank {first}, got True"], []),
+            (usual[:1], [], [("shape", "shape: expected (2, 3), as on rank {first}, got (1, 3)")]),
+            (usual.t().contiguous().t(), [], [("stride", "stride: expected (3, 1), as on rank {first}, got (1, 2)")]),
             (
                 torch.ones(6, dtype=torch.int64),
-                ["dtype=int64, but should be float32"],
-                [("shape", "shape=(6,), but should be (2, 3)"), ("stride", "stride=(1,), but should be (3, 1)")],
+                ["dtype: expected float32, as on rank {first}, got int64"],
+                [
+                    ("shape", "shape: expected (2, 3), as on rank {first}, got (6,)"),
+                    ("stride", "stride: expected (3, 1), as on rank {first}, got (1,)"),
+                ],
             ),
         ):
             mine = self.different(other, usual)
@@ -61,7 +64,9 @@ class TensorMeta(MeshTestCase):
         mine = self.different(torch.zeros(3, device="meta"), coded(self.rank, 3))
         self.assert_told(mine, shape=True, stride=True)
         self.assert_told(
-            self.different(torch.zeros(4, device="meta"), mine), "shape=(4,), but should be (3,)", shape=True
+            self.different(torch.zeros(4, device="meta"), mine),
+            "shape: expected (3,), as on rank {first}, got (4,)",
+            shape=True,
         )
 
     def test_the_row_alone_takes_part(self) -> None:
@@ -69,7 +74,7 @@ class TensorMeta(MeshTestCase):
         self.sent()
         if self.rank >= 2:
             found = self.problems(torch.zeros(self.rank, dtype=torch.float16), 1, shape=True)
-            self.assertEqual(["rank 3: shape=(3,), but should be (2,) as on rank 2"], found)
+            self.assertEqual(["rank 3: shape: expected (2,), as on rank 2, got (3,)"], found)
             self.assertEqual({(2, 3)}, {group for _, _, group in self.sent()})
         self.assertEqual([], self.sent())
 
@@ -88,8 +93,8 @@ class TensorMeta(MeshTestCase):
             check_tensor_meta(torch.zeros(2, dtype=dtypes[self.rank]), (self.line, 0))
         self.assertEqual(
             (
-                "rank 1: dtype=float64, but should be float32 as on rank 0",
-                "rank 3: dtype=int8, but should be float32 as on rank 0",
+                "rank 1: dtype: expected float32, as on rank 0, got float64",
+                "rank 3: dtype: expected float32, as on rank 0, got int8",
             ),
             caught.exception.problems,
         )

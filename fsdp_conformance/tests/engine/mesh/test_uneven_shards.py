@@ -61,16 +61,16 @@ def test_what_does_not_fit_is_refused() -> None:
     """Dims, amounts and sizes are named, with what they should be."""
     tensor = coded(0, 2, 3)
     for call, text in (
-        (lambda: pad_tensor(tensor, 2, 1), "dim=2 of a 2-dim tensor, but should be one of its dims [pad_tensor]"),
-        (lambda: pad_tensor(tensor, 0, -1), "amount=-1, but should be at least 0 [pad_tensor]"),
-        (lambda: unpad_tensor(tensor, 0, 3), "amount=3, but should be from 0 to 2 [unpad_tensor]"),
-        (lambda: split_shards(torch.tensor(1.0), 2), "dim=0 of a 0-dim tensor"),
+        (lambda: pad_tensor(tensor, 2, 1), "dim must be a dim of a 2-dim tensor, got 2 [pad_tensor]"),
+        (lambda: pad_tensor(tensor, 0, -1), "amount must be at least 0, got -1 [pad_tensor]"),
+        (lambda: unpad_tensor(tensor, 0, 3), "amount must be from 0 to 2, got 3 [unpad_tensor]"),
+        (lambda: split_shards(torch.tensor(1.0), 2), "dim must be a dim of a 0-dim tensor, got 0"),
     ):
         with pytest.raises(MeshError) as caught:
             call()
         assert text in str(caught.value)
-    assert size_problems([2, 1], 3, length=3) == ["sizes=[2, 1], but should be 3 sizes, none below 0"]
-    assert size_problems([2, -1], 2, length=3) == ["sizes=[2, -1], but should be 2 sizes, none below 0"]
-    assert size_problems([2, 1], 2, length=4) == ["length=4 of the whole, but should be 3 by sizes=[2, 1]"]
-    assert size_problems([2, 1], 2, length=2, shard=1) == ["length=2 of shard 1, but should be 1 by sizes=[2, 1]"]
+    assert size_problems([2, 1], 3, length=3) == ["sizes must be 3 non-negative numbers, got [2, 1]"]
+    assert size_problems([2, -1], 2, length=3) == ["sizes must be 2 non-negative numbers, got [2, -1]"]
+    assert size_problems([2, 1], 2, length=4) == ["length of the whole tensor: expected 3, by sizes [2, 1], got 4"]
+    assert size_problems([2, 1], 2, length=2, shard=1) == ["length of shard 1: expected 1, by sizes [2, 1], got 2"]
     assert size_problems([2, 1], 2, length=1, shard=1) == size_problems(None, 2, length=9) == []
