@@ -11,7 +11,7 @@ from fsdp_conformance.engine.streams import Streams
 
 
 class _FakeStream:
-    """A stream that notes whom it waits for."""
+    """A stream that notes which streams it waits for."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -22,7 +22,7 @@ class _FakeStream:
 
 
 def test_order_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The current stream waits for every other one, and not for itself; on the CPU there is nothing to wait for."""
+    """The current stream waits for every other one, but not for itself; on the CPU there is nothing to wait for."""
     here, there = _FakeStream("here"), _FakeStream("there")
     fake = SimpleNamespace(current_stream=lambda device: here)
     monkeypatch.setattr(torch, "get_device_module", lambda device_type: fake)

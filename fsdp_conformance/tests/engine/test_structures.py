@@ -1,4 +1,4 @@
-"""Tensors are found in, and put into, whatever a forward may return."""
+"""Tensors are found and replaced in anything that a forward may return."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Record:
 
 
 def test_tensors_in_nested_structures() -> None:
-    """In order, through every container that a forward may return; a container that holds itself ends."""
+    """In order, through every container that a forward may return, even one that holds itself."""
     tensors = [torch.tensor(float(index)) for index in range(9)]
     loop: list[Any] = [tensors[8]]
     loop.append(loop)
@@ -51,7 +51,7 @@ def test_tensors_in_nested_structures() -> None:
 
 
 def test_structures_with_other_tensors() -> None:
-    """Types and everything else stay, originals are not written into, and batch sizes are left alone."""
+    """Types and other objects stay the same, originals are not modified, and batch sizes are left alone."""
     packed = pack_sequence([torch.ones(1), torch.ones(2)], enforce_sorted=False)
     record = _Record(torch.ones(1), (None, "text", {3: torch.ones(1)}))
     structure = {

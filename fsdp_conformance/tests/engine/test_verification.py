@@ -1,4 +1,4 @@
-"""Ranks that hold different parameters are told so, all of them."""
+"""If ranks hold different parameters, every rank raises."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import SHAPES, Co
 
 
 class Verification(ReducerTestCase):
-    """Ranks that hold different parameters are told so, all of them."""
+    """If ranks hold different parameters, every rank raises."""
 
     def _errors(self, module: nn.Module) -> list[str]:
         try:
@@ -26,7 +26,7 @@ class Verification(ReducerTestCase):
         return [str(found) for found in self.on_every_rank(text)]
 
     def test_equal_structures_cost_one_collective(self) -> None:
-        """A digest of 32 bytes a rank."""
+        """A digest of 32 bytes per rank."""
         begin = self.mark()
         verify_parameters(list(Coded().named_parameters()), _get_default_group(), device=torch.device("cpu"))
 
@@ -57,7 +57,7 @@ class Verification(ReducerTestCase):
 
 
 def _differing(kind: str, *, changed: bool) -> nn.Module:
-    """A module that differs in one way, if it is to be changed."""
+    """A module, which differs in one way on request."""
     shapes: list[tuple[int, ...]] = list(SHAPES)
     if kind == "stride":
         module = Coded([(3,), (5,), (2, 3)])

@@ -1,4 +1,4 @@
-"""A link is recovered from timings, synthetic or taken on two ranks of gloo."""
+"""A link is recovered from timings: synthetic ones, and those of two gloo ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 
 
 def timings_of(link: LinkSpec, *, num_ranks: int = 4, factors: tuple[float, ...] = (1.0,)) -> list[Timing]:
-    """What a link would take for all-gathers and all-reduces, each times the next of `factors`."""
+    """The times of all-gathers and all-reduces on a link, each multiplied by the next of `factors`."""
     found = []
     for number, nbytes in enumerate(SIZES_BYTES):
         for passes in (1, 2):
@@ -35,7 +35,7 @@ def timings_of(link: LinkSpec, *, num_ranks: int = 4, factors: tuple[float, ...]
     ids=str,
 )
 def test_exact_timings_give_the_link_back(link: LinkSpec) -> None:
-    """Without noise the fit is the link, and its error nothing, also where a part of it is 0."""
+    """Without noise the fit is the link and its error is 0, even if a part of the link is 0."""
     fit = fit_link(timings_of(link))
 
     assert fit.link.launch_us == pytest.approx(link.launch_us, abs=1e-6)
@@ -45,7 +45,7 @@ def test_exact_timings_give_the_link_back(link: LinkSpec) -> None:
 
 
 def test_noise_is_reported() -> None:
-    """Timings that are a tenth off, up and down, have an error of about a tenth, and the bandwidth to within that."""
+    """Timings that are off by a tenth, up and down, give an error of about a tenth, also in the bandwidth."""
     link = LinkSpec(launch_us=8.4, latency_us=3.4, bandwidth_gb_per_s=450.0)
     fit = fit_link(timings_of(link, factors=(0.9, 1.1, 1.1, 0.9)))
 
@@ -54,7 +54,7 @@ def test_noise_is_reported() -> None:
 
 
 def test_nothing_is_negative() -> None:
-    """Timings that fall with the number of hops still give a link."""
+    """Timings that decrease with the number of hops still give a link."""
     falling = [Timing(hops, 1000.0 * size, 100.0 / hops + size) for hops in (1, 2) for size in (1, 4, 16)]
     link = fit_link(falling).link
 
@@ -64,7 +64,7 @@ def test_nothing_is_negative() -> None:
 
 
 def test_too_little_is_refused() -> None:
-    """Two timings do not tell three unknowns, and one that took no time was none."""
+    """Two timings cannot determine three unknowns, and a timing must be positive."""
     with pytest.raises(
         ConfigError, match=r"timings must be positive, got 0\.0 us.*at least 3 timings are needed for 3 unknowns, got 2"
     ):
@@ -75,7 +75,7 @@ class Measurements(RankTestCase):
     """On two ranks of gloo."""
 
     def test_measure(self) -> None:
-        """Both ranks have the same link, of positive bandwidth, fitted to two timings of each size."""
+        """Both ranks get the same link, of positive bandwidth, fitted to two timings of each size."""
         fit = LinkSpec.measure(init_device_mesh("cpu", (2,)))
         everyone: list[object] = [None, None]
         dist.all_gather_object(everyone, fit)
@@ -87,7 +87,7 @@ class Measurements(RankTestCase):
         self.assertGreaterEqual(min(fit.link.latency_us, fit.link.launch_us, fit.relative_error), 0)
 
     def test_one_rank_has_no_link(self) -> None:
-        """An axis of one rank is refused, by name."""
+        """An axis of one rank is rejected, by name."""
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         with self.assertRaisesRegex(ConfigError, "axis 'shard' must have at least 2 ranks, got 1"):
             LinkSpec.measure(mesh, "shard")

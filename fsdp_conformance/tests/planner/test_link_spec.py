@@ -21,7 +21,7 @@ def cluster(world_size: int = 32, ranks_per_host: int = 8) -> Cluster:
 
 def test_the_ring_formulas() -> None:
     """
-    Four ranks, 40,000 bytes at 10,000 bytes a microsecond: three hops of 2 us, 30,000 bytes in 3 us, and a start of 5;
+    Four ranks, 40,000 bytes at 10,000 bytes per microsecond: three hops of 2 us, 30,000 bytes in 3 us, a start-up of 5;
     an all-reduce has six hops and 60,000 bytes.
     """
     axis = LinkedAxis(4, LINK)
@@ -33,7 +33,7 @@ def test_the_ring_formulas() -> None:
 
 
 def test_one_rank_communicates_nothing() -> None:
-    """An axis of one rank costs nothing, not even a start."""
+    """An axis of one rank costs nothing, not even a start-up."""
     axis = LinkedAxis(1, LINK)
 
     costs = (axis.all_gather_us, axis.reduce_scatter_us, axis.all_reduce_us, axis.all_to_all_us)
@@ -41,7 +41,7 @@ def test_one_rank_communicates_nothing() -> None:
 
 
 def test_a_message() -> None:
-    """A message has its start, its latency and its bytes; no bytes are no message."""
+    """A message costs a start-up, a latency and its bytes; without bytes there is no message."""
     assert LINK.message_us(20_000) == 5 + 2 + 2
     assert LINK.message_us(0) == 0.0
 
@@ -59,8 +59,8 @@ def test_a_group_with_one_rank_of_each_host_is_on_the_outer_link() -> None:
 
 def test_a_group_that_spans_hosts_crosses_once_for_each_host() -> None:
     """
-    Of eight hops seven are inside; the adapters of all eight ranks carry what one rank sends inside, 8 x 50 GB/s. Those
-    of two ranks in a row carry 2 x 50.
+    Seven of eight hops are inside a host. The adapters of all eight ranks carry one ring's bytes, 8 x 50 GB/s. Those
+    of two consecutive ranks carry 2 x 50.
     """
     whole, pairs = cluster().axis(32).link, cluster().axis(8, stride=4).link
 
@@ -69,7 +69,7 @@ def test_a_group_that_spans_hosts_crosses_once_for_each_host() -> None:
 
 
 def test_a_group_that_does_not_divide_a_host() -> None:
-    """Of groups of three one has ranks 6, 7 and 8; of groups of twelve each has four on one of its hosts."""
+    """One group of three has ranks 6, 7 and 8; each group of twelve has four ranks on one of its hosts."""
     threes, twelves = cluster(24).axis(3), cluster(24).axis(12)
 
     assert threes == LinkedAxis(3, OUTER)
@@ -78,7 +78,7 @@ def test_a_group_that_does_not_divide_a_host() -> None:
 
 
 def test_what_is_out_of_range_is_said_at_once() -> None:
-    """Every wrong number is in one error."""
+    """One error for all wrong numbers."""
     with pytest.raises(ConfigError) as caught:
         LinkSpec(launch_us=-1.0, latency_us=math.nan, bandwidth_gb_per_s=0.0)
 
@@ -90,7 +90,7 @@ def test_what_is_out_of_range_is_said_at_once() -> None:
 
 
 def test_a_cluster_has_full_hosts() -> None:
-    """Twelve ranks do not fill hosts of eight; six are one host that is not full."""
+    """Twelve ranks do not fill hosts of eight; six are one host that is partly full."""
     with pytest.raises(ConfigError, match="ranks_per_host must be a factor of world_size=12, got 8"):
         cluster(12)
     with pytest.raises(
@@ -102,13 +102,13 @@ def test_a_cluster_has_full_hosts() -> None:
 
 
 def test_an_axis_has_ranks() -> None:
-    """An axis of no ranks is refused."""
+    """An axis without ranks is rejected."""
     with pytest.raises(ConfigError, match="num_ranks must be at least 1, got 0"):
         LinkedAxis(0, LINK)
 
 
 def test_a_device_computes_something() -> None:
-    """A device without operations, memory or bandwidth is refused, with every problem."""
+    """A device without operations, memory or bandwidth is rejected, with every problem."""
     with pytest.raises(ConfigError) as caught:
         DeviceSpec(
             tflops_16_bit=0.0, tflops_32_bit=1.0, memory_gib=-1.0, memory_gb_per_s=1.0, host_link=LINK,
@@ -119,7 +119,7 @@ def test_a_device_computes_something() -> None:
 
 
 def test_the_named_ones_are_in_order() -> None:
-    """What is nearer is faster, and a device computes faster in 16 bits."""
+    """Nearer links are faster, and a device computes faster in 16 bits."""
     speeds = [LINKS[name].bandwidth_gb_per_s for name in ("ethernet", "ib", "pcie", "nvlink")]
 
     assert speeds == sorted(speeds)

@@ -1,4 +1,4 @@
-"""The planner: what it counts of a model, what a step takes by it, and what it chooses and says."""
+"""The planner: how it counts a model and prices a step, what it chooses, and its text."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from fsdp_conformance.tests.engine.fully_sharded.sharded_ranks import (
 
 FULL, GRAD_OP, NO_SHARD = ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP, ShardingStrategy.NO_SHARD
 
-#: A thousand bytes a microsecond, and no latency: costs are bytes.
+#: A thousand bytes per microsecond and no latency, so costs are bytes.
 WIRE = LinkSpec(launch_us=0.0, latency_us=0.0, bandwidth_gb_per_s=1.0)
 DEVICE = DeviceSpec(
     tflops_16_bit=2.0, tflops_32_bit=1.0, memory_gib=1.0, memory_gb_per_s=2.0, host_link=WIRE, host_memory_gb_per_s=1.0
@@ -88,7 +88,7 @@ class Tied(nn.Module):
 
 
 class Attention(nn.Module):
-    """Attention of four heads without parameters of its own, and a product."""
+    """Attention of four heads without parameters, and a product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ def test_units_of_a_model() -> None:
 
 
 def test_the_dtype_of_the_computation() -> None:
-    """In bfloat16 activations are half as large; parameters are stored as they were."""
+    """In bfloat16 activations are half as large; the stored parameters do not change."""
     model = on_meta(Tied)
     units = plan_units(model, [tokens()], named_classes(["Layer"]), compute_dtype=torch.bfloat16)
 
@@ -136,7 +136,7 @@ def test_the_dtype_of_the_computation() -> None:
 
 
 def test_attention_keeps_no_weights() -> None:
-    """As by the fused kernel of accelerators: what is kept grows with the tokens, not with their square."""
+    """As with the fused kernel of accelerators, memory grows with the tokens, not with their square."""
 
     def kept(number: int) -> float:
         inputs = [torch.zeros(1, number, 32, device="meta")]
@@ -148,7 +148,7 @@ def test_attention_keeps_no_weights() -> None:
 
 
 def test_what_cannot_be_counted_is_refused() -> None:
-    """A model elsewhere than on meta, one without parameters, and one whose forward raises, by name."""
+    """A model on a real device, one without parameters, and one whose forward raises."""
     refused: list[tuple[nn.Module, list[Tensor], str]] = [
         (nn.Linear(2, 2), [], "must be on the meta device, got weight on cpu"),
         (nn.Tanh(), [], "must be on the meta device, got none"),
@@ -160,7 +160,7 @@ def test_what_cannot_be_counted_is_refused() -> None:
 
 
 def test_what_the_users_function_returns() -> None:
-    """A module and a tuple of inputs; otherwise the error says what came, and which classes there are."""
+    """A module and a tuple of inputs; otherwise the error shows what it got, and the classes of the model."""
     units = counted(lambda: (Tied(), (tokens(),)), ["Layer"], compute_dtype=torch.bfloat16)
 
     assert [unit.name for unit in units] == ["", "layers.0", "layers.1"]
@@ -205,7 +205,7 @@ def test_the_bytes_of_a_unit() -> None:
 
 
 def test_computation_by_operations() -> None:
-    """4 x 10**6 operations at 10**12 a second are 4 us, and twice that in backward; half as long in 16 bits."""
+    """4 x 10**6 operations at 10**12 per second are 4 us, and twice that in backward; half as long in 16 bits."""
     candidate = Candidate(FULL, 4, 1)
     wide = unit_time(UNITS[1], candidate, cluster(), DEVICE, OPTIONS)
     low = unit_time(UNITS[1], candidate, cluster(), DEVICE, replace(OPTIONS, compute_dtype=torch.bfloat16))
@@ -217,7 +217,7 @@ def test_computation_by_operations() -> None:
 
 
 def test_the_optimizer_reads_its_memory() -> None:
-    """7,000 elements over four ranks, 3 x 4 + 2 x 8 bytes each, at 2,000 bytes a microsecond; on the host at 1,000."""
+    """7,000 elements over four ranks, 3 x 4 + 2 x 8 bytes each, at 2,000 bytes per microsecond; on the host at 1,000."""
     expected_us = 1750 * 28 / 2000
 
     assert optimizer_us(UNITS, Candidate(FULL, 4, 1), DEVICE, OPTIONS) == pytest.approx(expected_us)
@@ -251,7 +251,7 @@ def test_a_step_with_overlap() -> None:
 @pytest.mark.parametrize("gather", [0.0, 1.0, 20.0])
 @pytest.mark.parametrize("strategy", [FULL, GRAD_OP])
 def test_overlap_is_between_the_longer_lane_and_the_sum(gather: float, strategy: ShardingStrategy) -> None:
-    """A step takes no less than its computation, and than its communication, and no more than both."""
+    """A step takes at least as long as its computation and its communication, and at most as long as both."""
     times = [UnitTime(forward=3.0, backward=6.0, gather=gather, reduce=gather / 2)] * 5
     candidate = Candidate(strategy, 4, 1)
     found = step_time(times, candidate, 0.0, overlaps=True)
@@ -275,8 +275,8 @@ def test_more_ranks_send_more_and_hold_less() -> None:
 
 def test_memory() -> None:
     """
-    7,000 elements over four ranks: 1,750 of 4 bytes, as many of gradients, 8 bytes each of optimizer state. Gathered
-    are the root and two blocks under full shard, everything under shard-grad-op, nothing more where all is replicated.
+    7,000 elements over four ranks: 1,750 of 4 bytes, as many gradients, 8 bytes each of optimizer state. Full shard
+    gathers the root and two blocks, shard-grad-op everything; without sharding nothing is gathered.
     """
     full = plan_memory(UNITS, Candidate(FULL, 4, 1), OPTIONS)
     grad_op = plan_memory(UNITS, Candidate(GRAD_OP, 4, 1), OPTIONS)
@@ -298,7 +298,7 @@ def decision(memory_bytes: float) -> Decision:
 
 
 def test_the_fastest_that_fits() -> None:
-    """With room for all it is the fastest of all; with less a slower one, and each that is faster does not fit."""
+    """With enough memory it is the fastest of all; with less it is slower, and no faster one fits."""
     roomy = decision(GIB)
 
     assert roomy.chosen is roomy.estimates[0]
@@ -313,7 +313,7 @@ def test_the_fastest_that_fits() -> None:
 
 
 def test_the_text_of_a_choice() -> None:
-    """The table marks the choice, says what does not fit, and what a faster one would need."""
+    """The table marks the choice and those that do not fit; the text tells what a faster one would need."""
     roomy = decision(GIB)
     tight = decide(UNITS, cluster(), DEVICE, OPTIONS, memory_bytes=roomy.smallest.memory.on_device)
     text = decision_text(tight, num_rows=3)
@@ -335,7 +335,7 @@ def test_nothing_fits() -> None:
 
 
 def test_what_decide_refuses() -> None:
-    """Times of other units, and a memory of nothing, in one error."""
+    """The wrong number of times and no memory, in one error."""
     with pytest.raises(
         ConfigError, match=r"computed_us must have 4 entries.*, got 1.*memory_bytes must be positive, got 0"
     ):
@@ -354,18 +354,18 @@ def test_options_out_of_range() -> None:
 
 
 class BesideTheEngine(ShardedTestCase):
-    """What the engine holds and sends."""
+    """The memory and the traffic of the engine."""
 
     def planned(self) -> list[PlanUnit]:
-        """The units of the chain by the planner."""
+        """The planner's units of the chain."""
         model = chain().to("meta")
         is_unit = named_classes([Stage.__name__])
         return plan_units(model, [batch(0).to("meta")], is_unit, compute_dtype=torch.float32)
 
     def test_bytes(self) -> None:
         """
-        In a step the engine gathers and reduces what the planner says, but for one element a unit (its number) and the
-        padding to the number of ranks; between steps it holds the shards that the planner says, within the same.
+        In a step the engine gathers and reduces what the planner predicts, except for one element per unit (its number)
+        and the padding to the number of ranks. Between steps it holds the predicted shards, with the same exceptions.
         """
         units = self.planned()
         for strategy in (FULL, GRAD_OP, NO_SHARD):

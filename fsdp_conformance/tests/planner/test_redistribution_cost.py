@@ -1,9 +1,9 @@
 """
-The cost of redistributions beside torch's own model, on a mesh of eight ranks that only this process knows of.
+The cost of redistributions compared with torch's model, on a mesh of eight ranks that only this process knows.
 
-With torch's constants ours has torch's costs, but for three things that torch's own comments name or that it does not
-do: it adds a microsecond to every all-to-all in place of a price for it, takes axes in an order in which more is sent,
-and lets an axis of one rank start a collective.
+With torch's constants ours gives torch's costs, except for three things that torch's comments name or that it does not
+do: it adds a microsecond to every all-to-all instead of pricing it, orders axes so that more is sent,
+and charges an axis of one rank for starting a collective.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Placements = tuple[Placement, ...]
 R, S0, S1, P = Replicate(), Shard(0), Shard(1), Partial()
 TENSOR = torch.empty(64, 64)
 
-#: torch's base latency (tensor/_collective_utils.py), and how many of its gigabytes, 2**30 bytes, are ours.
+#: torch's base latency (tensor/_collective_utils.py), and its gigabyte of 2**30 bytes in ours.
 TORCH_LAUNCH_US = 6.6
 TORCH_GB = 2**30 / 10**9
 
@@ -45,7 +45,7 @@ def _mesh() -> Iterator[DeviceMesh]:
 
 
 def torch_links(mesh: DeviceMesh) -> list[LinkSpec]:
-    """Our links with the constants that torch has for the axes of a mesh."""
+    """Links with torch's constants for the axes of a mesh."""
     topology = MeshTopoInfo.build_from_mesh(mesh)
     return [
         LinkSpec(launch_us=TORCH_LAUNCH_US, latency_us=latency, bandwidth_gb_per_s=bandwidth * TORCH_GB)
@@ -71,7 +71,7 @@ def pairs() -> Iterator[tuple[Placements, Placements]]:
 
 
 def test_one_axis_costs_what_torch_says(mesh: DeviceMesh) -> None:
-    """Where one axis changes, the other is replicated, and no shard moves to another dim, the costs are torch's."""
+    """If one axis changes, the other is replicated, and no shard moves to another dim, the costs equal torch's."""
     checked = 0
     for before, after, axis in itertools.product((R, S0, S1, P), (R, S0, S1, P), (0, 1)):
         if {before, after} != {S0, S1}:
@@ -86,7 +86,7 @@ def test_one_axis_costs_what_torch_says(mesh: DeviceMesh) -> None:
 def test_never_dearer_than_torch_and_never_far_below(mesh: DeviceMesh) -> None:
     """
     Of 256 pairs of layouts 192 cost the same. The others are cheaper here: an all-to-all by the microsecond that torch
-    adds, or because what shrinks the tensor goes first. What is impossible is so in both.
+    adds, or because axes that shrink the tensor go first. Both agree on what is impossible.
     """
     same = 0
     for source, target in pairs():
@@ -117,20 +117,20 @@ def test_inner_shards_are_gathered_first(mesh: DeviceMesh) -> None:
 
 
 def test_two_axes_that_swap_dims(mesh: DeviceMesh) -> None:
-    """Each waits for the other: one is gathered, the other exchanged, the first sliced again."""
+    """Each axis waits for the other: one is gathered, the other exchanged, the first sliced again."""
     expected = ours(mesh, (S0, S1), (S0, R)) + ours(mesh, (S0, R), (S1, R))
 
     assert ours(mesh, (S0, S1), (S1, S0)) == pytest.approx(expected)
 
 
 def test_kinds_of_partial(mesh: DeviceMesh) -> None:
-    """A partial sum becomes no partial maximum, but what is replicated becomes any partial at no cost."""
+    """A partial sum cannot become a partial maximum, but a replicated tensor becomes any partial at no cost."""
     assert ours(mesh, (P, R), (Partial("max"), R)) == math.inf
     assert ours(mesh, (R, S0), (P, S0)) == 0.0
 
 
 def test_every_cost_ends(mesh: DeviceMesh) -> None:
-    """On three axes every pair of layouts has a cost, infinite only where a shard or a partial would become partial."""
+    """On three axes every pair of layouts has a cost, infinite only if a shard or a partial would become partial."""
     cube = init_device_mesh("cpu", (2, 2, 2))
     links = [LinkSpec(launch_us=1.0, latency_us=1.0, bandwidth_gb_per_s=1.0)] * 3
     layouts = list(itertools.product((R, S0, S1, P), repeat=3))
@@ -142,7 +142,7 @@ def test_every_cost_ends(mesh: DeviceMesh) -> None:
 
 
 def test_what_does_not_fit_is_refused(mesh: DeviceMesh) -> None:
-    """A placement for each axis, of a dim that the tensor has, and a link for each axis; all problems at once."""
+    """One placement per axis, of a dim that the tensor has, and one link per axis; all problems at once."""
     with pytest.raises(ConfigError) as caught:
         redistribution_cost_us(
             (4,), torch.float32, Layout(mesh, (R,)), Layout(mesh, (R, Shard(1))), torch_links(mesh)[:1]

@@ -18,8 +18,8 @@ def inputs_of(rank: int, tag: int, shape: tuple[int, ...], *, num_ranks: int = 4
     """
     What rank r gives to rank k: element j is 2**r * (100 tag + 10 k + j + 1).
 
-    The sum over ranks is (2**num_ranks - 1) times the bracket: another rank's part, another input's, another order of
-    elements, or a rank that is missing or doubled, all show.
+    The sum over ranks is (2**num_ranks - 1) times the bracket, so it shows parts of other ranks or inputs, a wrong
+    order of elements, and ranks that are missing or doubled.
     """
     elements = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     return [(elements + 100 * tag + 10 * other + 1) * 2**rank for other in range(num_ranks)]
@@ -43,7 +43,7 @@ def sum_for(rank: int, tag: int, shape: tuple[int, ...], *, num_ranks: int = 4) 
 
 
 class BucketerTestCase(ChunkTestCase):
-    """Four ranks. Results are noted by the callbacks, in the order in which they run."""
+    """Four ranks. Callbacks note the results, in the order in which they run."""
 
     def start(self, cap_mb: float = CAP_16) -> ReduceScatterBucketer:
         """A bucketer, and an empty list of results."""

@@ -1,4 +1,4 @@
-"""Buckets are filled by size, per dtype and device, and stand in an order that is the same on every rank."""
+"""Buckets are filled by size, per dtype and device, in an order that is the same on every rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FLOAT, DOUBLE, HALF = torch.float32, torch.float64, torch.float16
 
 
 def sized(*numels: int, dtype: torch.dtype = FLOAT) -> list[Tensor]:
-    """Empty tensors of so many elements."""
+    """Empty tensors of these sizes."""
     return [torch.empty(numel, dtype=dtype) for numel in numels]
 
 
@@ -26,7 +26,7 @@ def alternating(numels: list[int]) -> list[Tensor]:
 
 
 def test_a_tensor_that_reaches_the_limit_closes_its_bucket() -> None:
-    """400 bytes: 100, 200 and 100 floats reach it at once, 50 are left over."""
+    """400 bytes: 100, 200 and 100 floats each reach the limit at once, 50 are left over."""
     found = bucket_assignment(sized(100, 200, 100, 50), [400])
 
     assert found.buckets == ((0,), (1,), (2,), (3,))
@@ -52,7 +52,7 @@ def test_each_closing_advances_the_limit_and_the_last_repeats() -> None:
 
 
 def test_limits_advance_for_each_dtype_by_itself() -> None:
-    """Both dtypes begin at 200 bytes and go on at 400."""
+    """Both dtypes begin with a limit of 200 bytes and continue with 400."""
     tensors = alternating([50, 25, 50, 25, 50, 25])
     found = bucket_assignment(tensors, [200, 400])
 
@@ -68,7 +68,7 @@ def test_devices_do_not_share_a_bucket() -> None:
 
 
 def test_a_large_tensor_joins_the_open_bucket() -> None:
-    """It is added first: 40 bytes and then 4000 in one bucket of 100."""
+    """It is added before the bucket is closed: 40 bytes and 4000 in one bucket of 100."""
     found = bucket_assignment(sized(10, 1000, 10), [100])
 
     assert found.buckets == ((0, 1), (2,))
@@ -82,7 +82,7 @@ def test_the_result_is_sorted_by_lowest_index() -> None:
 
 
 def test_an_order_is_kept() -> None:
-    """Buckets stand as they close, under the names of the order."""
+    """Buckets are in the order in which they close, with the indices that the order gives."""
     found = bucket_assignment(sized(10, 10, 10, 10, 10), [40, 80], order=[4, 2, 0, 3, 1])
 
     assert found.buckets == ((4,), (2, 0), (3, 1))
@@ -91,7 +91,7 @@ def test_an_order_is_kept() -> None:
 
 def test_leftovers_of_an_order_stand_as_they_were_opened() -> None:
     """
-    Not as a hash of dtype and device has it, which may differ between ranks: the reference's does.
+    Unlike the reference's, the order does not depend on a hash of dtype and device, which may differ between ranks.
 
     The float's bucket is closed and opened again after the double's, so it comes last.
     """
@@ -103,7 +103,7 @@ def test_leftovers_of_an_order_stand_as_they_were_opened() -> None:
 
 
 def test_a_sparse_flag_makes_a_bucket_of_its_own() -> None:
-    """Its limit is 0; flags go by index, also where an order is given."""
+    """Its limit is 0. Flags are by index, even if an order is given."""
     flags = [False, True, False]
 
     assert bucket_assignment(sized(10, 10, 10), [1000], flags).buckets == ((0, 2), (1,))
@@ -112,7 +112,7 @@ def test_a_sparse_flag_makes_a_bucket_of_its_own() -> None:
 
 
 def test_the_first_bucket_is_small_by_default() -> None:
-    """1 MiB, then 25 MiB, and never more than one tensor above."""
+    """1 MiB, then 25 MiB, exceeded by at most one tensor."""
     numel = MIB // 4 // 2  # half a MiB
     found = bucket_assignment(sized(*[numel] * 60))
 
@@ -121,7 +121,7 @@ def test_the_first_bucket_is_small_by_default() -> None:
 
 
 def test_no_element_at_all() -> None:
-    """Tensors without elements are assigned like others; a limit of 0 closes at once."""
+    """Tensors without elements are assigned like others; a limit of 0 closes a bucket at once."""
     assert bucket_assignment(sized(0, 0), [0]).buckets == ((0,), (1,))
     assert bucket_assignment(sized(0, 1, 0), [4]).buckets == ((0, 1), (2,))
 
@@ -138,7 +138,7 @@ def test_no_element_at_all() -> None:
     ],
 )
 def test_what_cannot_be_assigned_is_refused(arguments: tuple[object, ...], expected: str) -> None:
-    """The message says what was given and what should be."""
+    """The message shows the requirement and the value."""
     with pytest.raises(ConfigError) as caught:
         bucket_assignment(*arguments)  # type: ignore[arg-type]
 
@@ -155,7 +155,7 @@ def test_every_problem_is_named() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_as_the_reference_does(seed: int) -> None:
-    """Random tensors, limits and flags: torch's C++ gives the same buckets and limits (one dtype with an order)."""
+    """For random tensors, limits and flags, torch's C++ gives the same buckets and limits (one dtype with an order)."""
     draw = random.Random(seed)
     numels = [draw.randrange(0, 60) for _ in range(draw.randrange(1, 30))]
     limits = [draw.randrange(0, 500) for _ in range(draw.randrange(1, 4))]

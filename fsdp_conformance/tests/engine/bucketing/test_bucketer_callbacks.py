@@ -11,10 +11,10 @@ from fsdp_conformance.tests.engine.bucketing.bucketer_ranks import BucketerTestC
 
 
 class CallbackTest(BucketerTestCase):
-    """Four ranks. Results are noted by the callbacks, in the order in which they run."""
+    """Four ranks. Callbacks note the results, in the order in which they run."""
 
     def test_callbacks_run_in_wait_only(self) -> None:
-        """However fast the collective is: nothing that a callback does depends on timing."""
+        """Even if the collective is fast: nothing that a callback does depends on timing."""
         bucketer = self.start(0.0)
         for tag in range(4):
             self.give(bucketer, tag, 3)
@@ -26,7 +26,7 @@ class CallbackTest(BucketerTestCase):
 
     def test_a_callback_that_starts_more(self) -> None:
         """
-        What it starts is waited for in the same wait; what it puts into a bucket waits for the next flush. Nothing is
+        The same wait finishes what a callback starts; what it puts into a bucket waits for the next flush. Nothing is
         lost, and nothing runs twice.
         """
         bucketer = self.start()
@@ -49,7 +49,7 @@ class CallbackTest(BucketerTestCase):
         self.check_results({0: (2,), 1: (3,), 2: (4,), 3: (17,)})
 
     def test_a_callback_that_flushes_and_waits(self) -> None:
-        """It may: callbacks behind it run inside, in order, each once."""
+        """It may: the callbacks after it run inside, in order, each once."""
         bucketer = self.start()
 
         def drain(result: Tensor) -> None:
@@ -71,7 +71,7 @@ class CallbackTest(BucketerTestCase):
         self.check_results({0: (2,), 1: (3,), 2: (3,), 3: (17,), 4: (5,)})
 
     def test_a_callback_that_raises(self) -> None:
-        """The others run all the same, and it is raised after them; the bucketer goes on as if nothing had been."""
+        """The others still run before it is raised, and the bucketer continues normally."""
         bucketer = self.start()
 
         def fail(result: Tensor) -> None:
@@ -92,7 +92,7 @@ class CallbackTest(BucketerTestCase):
         self.check_results({1: (3,), 2: (17,), 3: (3,)})
 
     def test_two_callbacks_that_raise(self) -> None:
-        """Both are told."""
+        """Both are raised."""
         bucketer = self.start()
 
         def fail(result: Tensor) -> None:
@@ -107,7 +107,7 @@ class CallbackTest(BucketerTestCase):
         self.assertEqual(["no 2", "no 3"], [str(error) for error in caught.exception.exceptions])
 
     def test_gradients_of_graphs(self) -> None:
-        """Inputs that require a gradient are summed, and the result requires none."""
+        """Inputs that require a gradient are summed; the result does not require one."""
         bucketer = self.start()
         given = [row.requires_grad_() for row in inputs_of(self.rank, 0, (2,))]
         bucketer.reduce_scatter(given, callback=self.note(0))

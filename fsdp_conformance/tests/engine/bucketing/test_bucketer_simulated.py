@@ -1,4 +1,4 @@
-"""The reduce-scatter bucketer on the simulated accelerator, given inputs from one stream and asked on another."""
+"""The reduce-scatter bucketer on the simulated accelerator: inputs from one stream, results used on another."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class SimulatedBucketerTest(SimulatedRanks):
 
     def reduce(self, *, dropped: Collection[str] = ()) -> tuple[list[Tensor], tuple[Hazard, ...], set[str]]:
         """
-        Inputs of 3, 9, 20 and 6 elements, by turns on two streams, which wait for what they are given and for nothing
-        else; results are used on a third, and freed. What the device gives out next is written at once.
+        Inputs of 3, 9, 20 and 6 elements, alternately on two streams that wait only for their inputs. Results are used
+        on a third stream, and freed. The memory that the device allocates next is written at once.
         """
         module: Any = torch.get_device_module(SIMULATED)
         streams = [module.Stream(), module.Stream()]
@@ -57,7 +57,7 @@ class SimulatedBucketerTest(SimulatedRanks):
             return [result.to("cpu") for result in results], found, sites
 
     def test_clean_and_right(self) -> None:
-        """Each result is this rank's sum, nothing races, and without waits something does."""
+        """Each result is this rank's sum, nothing races, and something does without waits."""
         results, found, sites = self.reduce()
         self.assertEqual(0, len(found), msg="\n".join(hazard.explain() for hazard in found))
         self.assertTrue(sites)

@@ -1,4 +1,4 @@
-"""The reduce-scatter bucketer: what waits and what goes, in which order, and what comes of odd inputs."""
+"""The reduce-scatter bucketer: which inputs wait and which are sent, in which order, and unusual inputs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_caps_that_are_none() -> None:
 
 
 def test_rows_that_are_one_memory() -> None:
-    """Pieces of one tensor, in order, are sent from where they are; anything else is copied together first."""
+    """Pieces of one tensor, in order, are sent without a copy; anything else is copied first."""
     flat = torch.arange(12.0)
     pieces = list(flat.chunk(3))
     joined = _joined(pieces)
@@ -46,12 +46,12 @@ def test_rows_that_are_one_memory() -> None:
 
 
 class BucketerTest(BucketerTestCase):
-    """Four ranks. Results are noted by the callbacks, in the order in which they run."""
+    """Four ranks. Callbacks note the results, in the order in which they run."""
 
     def test_capacity(self) -> None:
         """
-        floor(cap / element size / group size) elements for one rank; fractions are fine, no cap is no limit, and none
-        or less is 0.
+        floor(cap / element size / group size) elements for one rank; the cap may be a fraction or infinite, and 0
+        or less is a capacity of 0.
         """
         bucketer = self.start(1.0)
         self.assertEqual([65536, 131072], [bucketer.shard_capacity(dtype) for dtype in (torch.float32, torch.bfloat16)])
@@ -64,7 +64,7 @@ class BucketerTest(BucketerTestCase):
         self.assertEqual(12, bucketer.shard_capacity(torch.float32, self.pair_group()))
 
     def test_nothing_waits_without_a_cap(self) -> None:
-        """With a cap of 0 or less every input is its own collective at once, empty ones without any."""
+        """With a cap of 0 or less every input is sent at once, in a separate collective; empty ones are not sent."""
         for cap in (0.0, -3.0):
             bucketer = self.start(cap)
             for tag, shape in enumerate([(1,), (3, 2), (), (0,)]):
@@ -77,7 +77,7 @@ class BucketerTest(BucketerTestCase):
             self.check_results({0: (1,), 1: (3, 2), 2: (), 3: (0,)})
 
     def test_small_inputs_share_one_collective(self) -> None:
-        """Three inputs of 2, 6 and 1 elements go as one of 9 for each rank; each callback gets its own, in order."""
+        """Three inputs of 2, 6 and 1 elements are sent as one of 9 per rank; each callback gets its part, in order."""
         bucketer = self.start()
         for tag, shape in enumerate([(2,), (2, 3), ()]):
             self.give(bucketer, tag, *shape)
@@ -92,7 +92,7 @@ class BucketerTest(BucketerTestCase):
         self.assertEqual(0, num_in_flight(bucketer))
 
     def test_a_large_input_overtakes(self) -> None:
-        """Strictly more than the capacity goes at once, neither flushing nor disturbing what waits."""
+        """An input larger than the capacity is sent at once, without flushing or disturbing those that wait."""
         bucketer = self.start()
         self.give(bucketer, 0, 2)
         self.give(bucketer, 1, 17)
@@ -120,7 +120,7 @@ class BucketerTest(BucketerTestCase):
         self.check_results({0: (16,), 1: (1,)})
 
     def test_no_room_flushes_first(self) -> None:
-        """10 and 7 do not fit in 16: the 10 go, the 7 wait; 10 and 6 fit exactly, and nothing goes."""
+        """10 and 7 do not fit in 16: the 10 are sent, the 7 wait. 10 and 6 fit exactly, and nothing is sent."""
         bucketer = self.start()
         self.give(bucketer, 0, 10)
         self.give(bucketer, 1, 7)
@@ -134,7 +134,7 @@ class BucketerTest(BucketerTestCase):
         self.check_results({0: (10,), 1: (7,), 2: (9,)})
 
     def test_the_cap_is_read_when_it_is_used(self) -> None:
-        """Raised, more waits; lowered below what waits, that goes before the next input is placed, an empty one too."""
+        """With a higher cap more waits. With one below what waits, that is sent before the next input is placed."""
         bucketer = self.start()
         self.give(bucketer, 0, 10)
         bucketer.bucket_cap_mb = 2 * CAP_16
@@ -151,7 +151,7 @@ class BucketerTest(BucketerTestCase):
         self.check_results({0: (10,), 1: (20,), 2: (0,), 3: (17,)})
 
     def test_buckets_by_dtype(self) -> None:
-        """float32, float64 and bfloat16 wait apart; flush goes by the order in which the buckets were made."""
+        """float32, float64 and bfloat16 wait separately; flush follows the order in which the buckets were made."""
         bucketer = self.start()
         dtypes = (torch.float64, torch.float32, torch.bfloat16)
         for tag, dtype in enumerate([*dtypes, *reversed(dtypes)]):
@@ -174,7 +174,7 @@ class BucketerTest(BucketerTestCase):
             self.assert_equal(sum_for(self.rank, 0, (2,)).to(dtype), result)
 
     def test_buckets_by_group_object(self) -> None:
-        """Two groups with the same members are two buckets; a pair sums over its own ranks."""
+        """Two groups with the same members have two buckets; a pair sums over its own ranks."""
         same, other, pair = dist.new_group(), dist.new_group(), self.pair_group()
         bucketer = self.start()
         for tag, group in enumerate((same, other)):
@@ -190,7 +190,7 @@ class BucketerTest(BucketerTestCase):
         self.assert_equal(sum_for(mine, 2, (2,), num_ranks=2), self.results[2][1])
 
     def test_one_tensor_for_all_ranks(self) -> None:
-        """Its first dimension is split over the ranks, in a bucket and past it; strided ones too."""
+        """Its first dimension is split over the ranks, whether it waits in a bucket or not; strided tensors too."""
         bucketer = self.start()
         for tag, (shape, strided) in enumerate([((2,), False), ((2, 3), False), ((2, 3), True), ((5, 4), False)]):
             given = torch.cat(inputs_of(self.rank, tag, shape))
@@ -201,7 +201,7 @@ class BucketerTest(BucketerTestCase):
         self.check_results({0: (2,), 1: (2, 3), 2: (2, 3), 3: (5, 4)})
 
     def test_contiguous_memory_is_not_copied(self) -> None:
-        """A large flat tensor, or pieces of one, are reduced from where they are; the input is as before."""
+        """A large flat tensor, or pieces of one, are reduced without a copy; the input does not change."""
         bucketer = self.start()
         flat = torch.cat(inputs_of(self.rank, 0, (20,)))
         before = flat.clone()
@@ -215,7 +215,7 @@ class BucketerTest(BucketerTestCase):
             self.assert_equal(sum_for(self.rank, 0, (20,)), result)
 
     def test_strided_inputs(self) -> None:
-        """Transposed inputs arrive in their shape, in a bucket and past it."""
+        """Transposed inputs arrive in their shape, whether they wait in a bucket or not."""
         bucketer = self.start()
         for tag, shape in enumerate([(2, 3), (4, 6)]):
             given = [row.t().contiguous().t() for row in inputs_of(self.rank, tag, shape)]
@@ -225,7 +225,7 @@ class BucketerTest(BucketerTestCase):
         self.check_results({0: (2, 3), 1: (4, 6)})
 
     def test_a_waiting_input_may_be_overwritten(self) -> None:
-        """What is in a bucket is a copy: the caller's memory is his again at once."""
+        """A bucket holds a copy: the caller may reuse the memory at once."""
         bucketer = self.start()
         rows = inputs_of(self.rank, 0, (3,))
         bucketer.reduce_scatter(rows, callback=self.note(0))
@@ -237,7 +237,7 @@ class BucketerTest(BucketerTestCase):
         self.check_results({0: (3,), 1: (12,)})
 
     def test_empty_inputs(self) -> None:
-        """They wait their turn, get their callback in order, and are never sent."""
+        """Empty inputs wait, get their callback in order, and are never sent."""
         bucketer = self.start()
         self.give(bucketer, 0, 0)
         bucketer.flush()
@@ -252,7 +252,7 @@ class BucketerTest(BucketerTestCase):
         self.check_results({0: (0,), 1: (0, 3), 2: (2,), 3: (0,)})
 
     def test_scalars(self) -> None:
-        """0-dimensional inputs stay so, in a bucket and past it."""
+        """0-dimensional inputs stay 0-dimensional, whether they wait in a bucket or not."""
         for cap in (CAP_16, 0.0):
             bucketer = self.start(cap)
             self.give(bucketer, 0)
@@ -261,7 +261,7 @@ class BucketerTest(BucketerTestCase):
             self.check_results({0: ()})
 
     def test_without_a_callback(self) -> None:
-        """The data are reduced all the same: the others' places are right, and the handle has the result."""
+        """The data is still reduced: the other inputs are in the right places, and the handle has the result."""
         bucketer = self.start()
         handle = bucketer.reduce_scatter(inputs_of(self.rank, 0, (2,)))
         self.give(bucketer, 1, 3)
@@ -286,7 +286,7 @@ class BucketerTest(BucketerTestCase):
         self.assert_equal(torch.arange(5.0), self.results[0][1])
 
     def test_inputs_that_do_not_fit(self) -> None:
-        """Length, shape, dtype, layout: typed errors that name all that is wrong, and nothing waits or goes."""
+        """Length, shape, dtype, layout: typed errors with every problem; nothing waits or is sent."""
         bucketer = self.start()
         rows = inputs_of(self.rank, 0, (3,))
         with self.assertRaisesRegex(InputMismatch, "inputs must be 4 tensors, one for each rank, got 3"):
@@ -305,7 +305,7 @@ class BucketerTest(BucketerTestCase):
         self.assertEqual((0, 0, []), (bucketer.num_pending, num_in_flight(bucketer), self.schedule()))
 
     def test_flush_of_nothing(self) -> None:
-        """Nothing happens, before anything was given and after."""
+        """Nothing happens, before the first input and after the last."""
         bucketer = self.start()
         for _ in range(2):
             bucketer.flush()
@@ -319,7 +319,7 @@ class BucketerTest(BucketerTestCase):
 
     def test_teardown(self) -> None:
         """
-        Refused while something waits, which is then not lost; buffers are freed, results stay, and it starts again.
+        Raises while inputs wait, without losing them. It frees buffers; results stay valid; the bucketer can be reused.
         """
         bucketer = self.start()
         self.give(bucketer, 0, 3)
@@ -340,7 +340,7 @@ class BucketerTest(BucketerTestCase):
         self.check_results({0: (3,), 1: (17,), 2: (10,), 3: (10,)})
 
     def test_buffers_are_no_larger_than_needed(self) -> None:
-        """None before the first input, a small one for a small input, at most the capacity, none after teardown."""
+        """No buffer before the first input, a small one for a small input, at most the capacity, none at the end."""
         bucketer = self.start(1.0)
         self.assertEqual(0, buffer_nbytes(bucketer))
         self.give(bucketer, 0, 2)
@@ -357,7 +357,7 @@ class BucketerTest(BucketerTestCase):
         self.check_results({0: (2,), 1: (3,), 2: (10,)})
 
     def test_results_stay_valid(self) -> None:
-        """Results of a flush are not touched by the next ones, though the same bucket is filled again."""
+        """Later flushes do not touch the results of earlier ones, although the same bucket is filled again."""
         bucketer = self.start()
         for tag in range(6):
             self.give(bucketer, tag, 10)

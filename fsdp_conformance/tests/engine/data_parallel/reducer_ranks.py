@@ -1,8 +1,8 @@
 """
-Ranks with recorded process groups, and a model whose gradients can be told by hand, for tests of the reducer.
+Ranks with recorded process groups, and a model whose gradients are known by hand, for tests of the reducer.
 
-The gradient of element i of a parameter is (i + 1) * x, and x is `code(rank)`: the mean over ranks says who took part,
-the element says whether it stands where it belongs. All of it is exact in float32, and in float16 for small tensors.
+The gradient of element i of a parameter is (i + 1) * x, where x is `code(rank)`: the mean shows which ranks took part,
+the element whether it is in the right place. Everything is exact in float32, and in float16 for small tensors.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def raise_on_purpose(grad: Tensor) -> Tensor:
 
 
 def coded(model: DataParallel) -> Coded:
-    """What was wrapped."""
+    """The wrapped module."""
     assert isinstance(model.module, Coded)
     return model.module
 
@@ -105,7 +105,7 @@ class ReducerTestCase(ShardedTrainingTestCase):
     # --- a reducer by hand -------------------------------------------------------------------------------------------
 
     def reducer_of(self, module: nn.Module, *, sparse: Sequence[str] = (), **config: Any) -> Reducer:
-        """A reducer of the module's parameters, one bucket for each unless `bucket_limits` says otherwise."""
+        """A reducer of the module's parameters, with one bucket for each by default."""
         config.setdefault("bucket_limits", EACH_ITS_OWN)
         return Reducer(module.named_parameters(), config=ReducerConfig(**config), sparse=sparse)
 
@@ -134,7 +134,7 @@ class ReducerTestCase(ShardedTrainingTestCase):
         step: int = 0,
         ranks: Iterable[int] | None = None,
     ) -> None:
-        """The parameter's gradient is, bit for bit, the mean code (or `factor`) times the pattern."""
+        """The parameter's gradient is exactly the mean code (or `factor`) times the pattern."""
         if factor is None:
             factor = mean_code(self.world_size, step, ranks)
         expected = pattern(parameter.shape, parameter.dtype) * factor
@@ -159,7 +159,7 @@ class ReducerTestCase(ShardedTrainingTestCase):
         return len(log().records)
 
     def on_every_rank(self, value: Any) -> list[Any]:
-        """What each rank holds as `value`, in the order of ranks."""
+        """The `value` of each rank, in the order of ranks."""
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value)
         return values

@@ -1,4 +1,4 @@
-"""What may be done to a wrapped module: freezing, casting, moving, wrapping again, copying, saving."""
+"""Changes to a wrapped module: freezing, casting, moving, wrapping again, copying, saving."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Changes(ReducerTestCase):
     """What may change between iterations."""
 
     def test_freezing_and_thawing(self) -> None:
-        """A frozen parameter has no gradient; a thawed one is averaged, which the reference leaves local."""
+        """A frozen parameter has no gradient; an unfrozen one is averaged, which the reference leaves local."""
         for find_unused in (False, True):
             module = Coded()
             module.p1.requires_grad_(False)
@@ -41,7 +41,7 @@ class Changes(ReducerTestCase):
                 model.zero_grad()
 
     def test_freezing_what_has_not_been_reduced(self) -> None:
-        """Gradients that were deferred before their parameter was frozen are reduced all the same, and only once."""
+        """Gradients that were deferred before their parameter was frozen are still reduced, and only once."""
         for find_unused in (False, True):
             module = Coded()
             model = DataParallel(module, find_unused_parameters=find_unused)
@@ -58,7 +58,7 @@ class Changes(ReducerTestCase):
             self.assertNotIn("p1", [name for names in model.reducer.bucket_names for name in names])
 
     def test_freezing_does_not_hide_an_unfinished_reduction(self) -> None:
-        """What a backward left undone is said although the reducer is to be made anew."""
+        """An unfinished backward is reported even if the reducer is about to be replaced."""
         module = Coded()
         model = DataParallel(module)
         self.train(model, use=(0, 1))
@@ -67,7 +67,7 @@ class Changes(ReducerTestCase):
             model(1.0)
 
     def test_ranks_that_freeze_differently_are_told(self) -> None:
-        """Both changed something, but not the same."""
+        """Both ranks changed something, but not the same thing."""
         module = Coded()
         model = DataParallel(module)
         module.get_parameter(f"p{self.rank}").requires_grad_(False)
@@ -75,7 +75,7 @@ class Changes(ReducerTestCase):
             model(1.0)
 
     def test_cast(self) -> None:
-        """In between, on the wrapper or on the module inside: gradients have the new dtype, and are averaged in it."""
+        """Between iterations, on the wrapper or the inner module: gradients are averaged in the new dtype."""
         for find_unused in (False, True):
             model = DataParallel(Coded(), find_unused_parameters=find_unused)
             self.train(model)
@@ -91,7 +91,7 @@ class Changes(ReducerTestCase):
             self.assert_means(model, step=2)
 
     def test_one_rank_moves_its_model_away_and_back(self) -> None:
-        """As to save it: nothing is communicated, and training goes on."""
+        """For example to save it: nothing is communicated, and training continues."""
         model = DataParallel(Coded())
         self.train(model)
         model.zero_grad()
@@ -105,14 +105,14 @@ class Changes(ReducerTestCase):
         self.assert_means(model, step=1)
 
     def test_a_parameter_that_was_replaced(self) -> None:
-        """Its gradient would stay local: the next forward says so."""
+        """Its gradient would stay local, so the next forward raises."""
         model = DataParallel(Coded())
         coded(model).p1 = nn.Parameter(torch.zeros(5))
         with self.assertRaisesRegex(ParameterReplaced, "parameters were replaced after the module was wrapped: p1"):
             model(1.0)
 
     def test_wrapped_again_after_training(self) -> None:
-        """The module is averaged once, by the newer wrapper; the older one refuses."""
+        """The newer wrapper averages the module, once; the older one raises."""
         older = DataParallel(Coded())
         self.train(older)
         older.zero_grad()
@@ -127,10 +127,10 @@ class Changes(ReducerTestCase):
 
 
 class Copies(ReducerTestCase):
-    """Copies of a wrapper train by themselves."""
+    """Copies of a wrapper train independently."""
 
     def test_deep_copy(self) -> None:
-        """One rank may make it alone; it averages its own parameters, and the original its own."""
+        """One rank may make a copy alone. The copy and the original each average their own parameters."""
         begin = self.mark()
         model = DataParallel(Coded(), find_unused_parameters=True)
         self.train(model)
@@ -152,7 +152,7 @@ class Copies(ReducerTestCase):
         self.assertTrue(duplicate.reducer.config.find_unused_parameters)
 
     def test_pickle(self) -> None:
-        """It comes back on the default group."""
+        """It is restored on the default group."""
         model = DataParallel(nn.Linear(3, 2), bucket_cap_mb=(1, 2))
         again = pickle.loads(pickle.dumps(model))
         self.assertEqual(model.reducer.config, again.reducer.config)
@@ -162,7 +162,7 @@ class Copies(ReducerTestCase):
         self.assertEqual([mean_code(2)] * 3, again.module.weight.grad[0].tolist())
 
     def test_what_cannot_be_copied(self) -> None:
-        """A shallow copy, a pickle of another group, and a hook's state."""
+        """A shallow copy, a pickle with another group, and a hook's state are refused."""
         model = DataParallel(Coded())
         with self.assertRaisesRegex(Unsupported, "two wrappers cannot share one module"):
             copy.copy(model)
@@ -175,7 +175,7 @@ class Copies(ReducerTestCase):
             copy.deepcopy(model)
 
     def test_state_dict(self) -> None:
-        """It has the names that DistributedDataParallel gives, and each loads the other's."""
+        """It has the names of DistributedDataParallel's, and each can load the other's."""
         model, reference = DataParallel(nn.Linear(2, 2)), DistributedDataParallel(nn.Linear(2, 2))
         self.assertEqual(list(reference.state_dict()), list(model.state_dict()))
         file = io.BytesIO()

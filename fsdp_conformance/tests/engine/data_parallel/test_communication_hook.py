@@ -1,4 +1,4 @@
-"""A communication hook reduces in place of the all-reduce, is checked, and its result is checked."""
+"""A communication hook replaces the all-reduce; the hook and its result are checked."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from fsdp_conformance.engine.data_parallel.reducer import Reducer
 from fsdp_conformance.engine.errors import HookMisuse
 from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import KINDS, Coded, ReducerTestCase, code, mean_code
 
-c10d: Any = dist  # names that it does not list
+c10d: Any = dist  # names that it does not export
 
 
 class Hooks(ReducerTestCase):
-    """A communication hook reduces in place of the all-reduce."""
+    """A communication hook replaces the all-reduce."""
 
     def test_it_replaces_the_average(self) -> None:
         """It gets local gradients undivided, bucket by bucket in order, and nothing is divided after it."""
@@ -55,7 +55,7 @@ class Hooks(ReducerTestCase):
                 self.assert_mean(parameter, 10 * 2 * mean_code(2))
 
     def test_hooks_written_for_torch(self) -> None:
-        """torch's own all-reduce and fp16 hooks work unchanged; the latter is exact on these values."""
+        """torch's all-reduce and fp16 hooks work unchanged; the latter is exact on these values."""
         group = _get_default_group()
         for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook):
             module = Coded()
@@ -67,7 +67,7 @@ class Hooks(ReducerTestCase):
                 module.zero_grad()
 
     def test_with_unused_parameters(self) -> None:
-        """Used nowhere stays None."""
+        """The gradient of a parameter that no rank used stays None."""
         module = Coded()
         reducer = self.reducer_of(module, find_unused_parameters=True)
         reducer.register_comm_hook(_get_default_group(), default_hooks.allreduce_hook)
@@ -78,7 +78,7 @@ class Hooks(ReducerTestCase):
         self.assertIsNone(module.p3.grad)
 
     def test_registered_once(self) -> None:
-        """A second one is refused, and so is one in the middle of a reduction."""
+        """A second hook is rejected, and so is one in the middle of a reduction."""
         module = Coded()
         reducer = self.reducer_of(module)
         reducer.register_comm_hook(None, default_hooks.allreduce_hook)
@@ -90,7 +90,7 @@ class Hooks(ReducerTestCase):
             other.register_comm_hook(None, default_hooks.allreduce_hook)
 
     def test_what_it_returns_is_checked(self) -> None:
-        """No future, no tensor, another dtype, another size: backward raises and says what came."""
+        """No future, no tensor, another dtype, another size: backward raises and the error shows what it got."""
         results: list[tuple[Any, str]] = [
             (torch.zeros(3), "must return a torch.futures.Future, got Tensor"),
             (_done("text"), "must be a tensor or a list of one, got str"),
@@ -125,13 +125,13 @@ class Hooks(ReducerTestCase):
     ],
 )
 def test_hooks_of_a_wrong_shape(hook: Any, expected: str) -> None:
-    """They are refused when they are registered."""
+    """They are rejected at registration."""
     with pytest.raises(HookMisuse, match=expected):
         checked_hook(None, hook)
 
 
 def test_annotations_of_hooks() -> None:
-    """Those that are there must fit, as objects or as strings; torch's own words fit too."""
+    """Annotations must be right, as objects or as strings; torch's types are accepted too."""
 
     def wrong_bucket(state: object, bucket: int) -> Future[Tensor]:
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The engine's data-parallel mode trains as torch's does, bit for bit, and where that goes wrong silently, rightly."""
+"""The engine's data-parallel mode is bitwise equal to torch's, and correct where torch's is silently wrong."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import (
 
 
 class Wrapping(ReducerTestCase):
-    """What is checked, sent and refused when a module is wrapped."""
+    """What is checked, sent and rejected when a module is wrapped."""
 
     def test_state_of_the_first_rank(self) -> None:
         """Parameters and buffers of every dtype and layout, from the first rank of the group."""
@@ -56,7 +56,7 @@ class Wrapping(ReducerTestCase):
             DataParallel(Coded([(3,), (5 + self.rank,)]))
 
     def test_nothing_is_sent_where_that_is_asked(self) -> None:
-        """sync_module_states=False: equal parameters are the caller's affair."""
+        """With sync_module_states=False the caller makes parameters equal."""
         begin = self.mark()
         model = DataParallel(Coded(), sync_module_states=False)
         self.assertEqual([], log().records[begin:])
@@ -65,7 +65,7 @@ class Wrapping(ReducerTestCase):
         self.assert_means(model)
 
     def test_a_module_cannot_be_wrapped_twice(self) -> None:
-        """Nor can one that is inside of another wrapper."""
+        """Neither can a module inside another wrapper."""
         inner = DataParallel(Coded())
         for module in (inner, nn.Sequential(nn.Linear(2, 2), inner), DistributedDataParallel(Coded())):
             with self.assertRaisesRegex(ConfigError, "must not average gradients already, as"):
@@ -78,7 +78,7 @@ class Wrapping(ReducerTestCase):
                 DataParallel(container)
 
     def test_attributes_of_the_module(self) -> None:
-        """Data and items are reached; what would compute past the wrapper is not."""
+        """Data and items are available; methods that would bypass the wrapper are not."""
         module = nn.Sequential(nn.Linear(2, 2))
         vars(module).update(id="mine", config={"width": 2}, device="mine too")
         model = DataParallel(module)
@@ -92,7 +92,7 @@ class Wrapping(ReducerTestCase):
             _ = model.nothing
 
     def test_devices(self) -> None:
-        """Parameters on two devices, or without values, are refused with their names; lazy ones too."""
+        """Parameters on two devices or without values, and lazy ones, are rejected by name."""
         module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, device="meta"))
         with self.assertRaises(ConfigError) as caught:
             DataParallel(module)
@@ -105,14 +105,14 @@ class Wrapping(ReducerTestCase):
             DataParallel(Coded(), device_id=3)
 
     def test_options_out_of_range(self) -> None:
-        """All of a kind in one error."""
+        """One error for all problems of a kind."""
         with self.assertRaisesRegex(ConfigError, "bucket_cap_mb must be .*, got -1"):
             DataParallel(Coded(), bucket_cap_mb=-1)
         with self.assertRaisesRegex(ConfigError, r"ignored_names must be .*, got \['nobody'\]"):
             DataParallel(Coded(), ignored_names=["nobody", "p0"])
 
     def test_bucket_limits_in_mib(self) -> None:
-        """One number holds for every bucket, the first included; several one after the other."""
+        """One number applies to every bucket including the first; several apply one after the other."""
         mib = 1024 * 1024
         module = Coded([(mib // 4,)] * 4)
         names = [DataParallel(module, bucket_cap_mb=caps).reducer.bucket_names for caps in (None, 1, (2, 1), 0.5)]
@@ -128,7 +128,7 @@ class Wrapping(ReducerTestCase):
         )
 
     def test_ignored_names(self) -> None:
-        """They are neither sent nor averaged."""
+        """Ignored parameters and buffers are neither sent nor averaged."""
         module = Coded()
         with torch.no_grad():
             module.p1.fill_(float(self.rank))
@@ -140,7 +140,7 @@ class Wrapping(ReducerTestCase):
         self.assert_mean(module.p0)
 
     def test_a_module_without_trainable_parameters(self) -> None:
-        """It runs, and nothing is communicated in training; the reference refuses it."""
+        """A module without trainable parameters runs without communication; the reference rejects it."""
         for module in (nn.Flatten(), nn.Linear(2, 2).requires_grad_(False)):
             model = DataParallel(module)
             begin = self.mark()
@@ -151,7 +151,7 @@ class Wrapping(ReducerTestCase):
             self.assertIsNotNone(x.grad)
 
     def test_in_a_group_of_its_own(self) -> None:
-        """Means are those of the group, also for a group whose first rank is not 0."""
+        """Means are over the group, even if its first rank is not 0."""
         groups = [dist.new_group([rank]) for rank in range(2)]
         model = DataParallel(Coded(), groups[self.rank])
         self.train(model)
@@ -179,13 +179,13 @@ class _Branches(nn.Module):
 
 
 class Iterations(ReducerTestCase):
-    """What forwards and backwards a user may run."""
+    """The forwards and backwards that a user may run."""
 
     def _inputs(self, step: int = 0) -> Tensor:
         return torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + self.rank))
 
     def test_nested_outputs(self) -> None:
-        """A dataclass passes unchanged; parameters behind its tensors are found, also where a branch is not taken."""
+        """A dataclass is passed on unchanged. Parameters behind its tensors are found, even on a branch not taken."""
         model = DataParallel(_Branches(), find_unused_parameters=True)
         assert isinstance(model.module, _Branches)
         for step, with_right in enumerate((True, self.rank == 0, False, True)):
@@ -214,7 +214,7 @@ class Iterations(ReducerTestCase):
             model.zero_grad()
 
     def test_forwards_without_a_graph(self) -> None:
-        """Under no_grad and in inference mode, before and between iterations, also after a bad one."""
+        """Under no_grad and in inference mode, before and between iterations, and after one that raised."""
         model = DataParallel(Coded(), broadcast_buffers=False)
         begin = self.mark()
         for step in range(3):
@@ -234,7 +234,7 @@ class Iterations(ReducerTestCase):
             model(1.0)
 
     def test_inside_of_a_checkpoint(self) -> None:
-        """The wrapper's forward runs again in backward: gradients are averaged once, and the same."""
+        """The wrapper's forward runs again in backward: gradients are averaged once, with the same result."""
         gradients = []
         for reentrant in (None, False, True):
             model = DataParallel(_Branches(), bucket_cap_mb=0)
@@ -258,7 +258,7 @@ class Iterations(ReducerTestCase):
         self.assertEqual(gradients[:3], gradients[6:])
 
     def test_deferral_ends_with_its_block(self) -> None:
-        """Also when an exception ends it; blocks nest."""
+        """Even if an exception ends it. Blocks nest."""
         model = DataParallel(Coded())
         with self.assertRaises(ZeroDivisionError), model.no_sync():
             self.train(model, step=self.rank // 0)
@@ -291,7 +291,7 @@ class Iterations(ReducerTestCase):
             model.zero_grad()
 
     def test_communication_hook(self) -> None:
-        """Registered on the wrapper, it stays when the reducer is made anew."""
+        """A hook that is registered on the wrapper stays when the reducer is replaced."""
         model = DataParallel(Coded())
         model.register_comm_hook(_get_default_group(), default_hooks.fp16_compress_hook)
         self.train(model)
@@ -305,7 +305,7 @@ class Iterations(ReducerTestCase):
         self.assertEqual([2 * (3 + 5 + 11)], self.since(begin))
 
     def test_inputs_are_moved_where_a_device_is_named(self) -> None:
-        """Nested inputs arrive as they were."""
+        """Nested inputs arrive unchanged."""
         model = DataParallel(nn.Identity(), device_id=torch.device("cpu"))
         x = torch.ones(2)
         output = model({"a": [x, "text"]})
@@ -315,10 +315,10 @@ class Iterations(ReducerTestCase):
 
 
 class Buffers(ReducerTestCase):
-    """Buffers of the first rank, before forwards that follow a synchronised one."""
+    """Buffers are broadcast from the first rank before forwards that follow a synchronised one."""
 
     class _Counting(nn.Module):
-        """A buffer that each forward moves on, by a step of the rank's own; its value reaches the output."""
+        """A buffer to which each forward adds a step that differs between ranks. The output depends on its value."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -331,7 +331,7 @@ class Buffers(ReducerTestCase):
             return self.weight * 2 + self.seen
 
     def _seen(self, kind: type[DataParallel] | type[DistributedDataParallel]) -> list[list[float]]:
-        """What the buffer is after each of some forwards, on this rank."""
+        """This rank's buffer after each of several forwards."""
         model = kind(self._Counting())
         step, seen = 1.0 + self.rank, []
         for action in ("train", "train", "defer", "defer", "train", "eval", "eval", "train", "train", "idle", "train"):
@@ -349,11 +349,11 @@ class Buffers(ReducerTestCase):
         return seen
 
     def test_as_the_reference_does(self) -> None:
-        """Trained, deferred, evaluated, and forwards without backward: equal after each."""
+        """Equal after training, deferred and evaluation forwards, and forwards without backward."""
         self.assertEqual(self._seen(DistributedDataParallel), self._seen(DataParallel))
 
     def test_two_forwards_before_their_backwards(self) -> None:
-        """The second one's broadcast does not spoil what the first one's graph has saved."""
+        """The second forward's broadcast does not invalidate what the first one's graph has saved."""
         module = nn.BatchNorm1d(3)
         model = DataParallel(module)
         outputs = [model(torch.randn(4, 3)) for _ in range(2)]
@@ -373,7 +373,7 @@ class Buffers(ReducerTestCase):
         self.assertEqual([3.0 * (1 + self.rank)], module.seen.tolist())
 
     def test_a_buffer_that_forward_replaces(self) -> None:
-        """What is sent is what is registered at that time."""
+        """The buffers that are registered at that time are sent."""
         module = self._Counting()
         model = DataParallel(module)
         model(1.0 + self.rank).backward()

@@ -29,7 +29,7 @@ class Joining(ReducerTestCase):
     """Ranks with different numbers of inputs."""
 
     def test_zeros_of_a_rank_that_has_joined(self) -> None:
-        """Rank 0 has one input less: in the third iteration its gradient counts as zero, and the step is shared."""
+        """Rank 0 has one input fewer: in the third iteration its gradient counts as zero, and both take the step."""
         for kind in ({}, {"gradient_as_bucket_view": True}, {"find_unused_parameters": True}, {"static_graph": True}):
             module = Coded()
             model = DataParallel(module, **kind)  # type: ignore[arg-type]
@@ -64,14 +64,14 @@ class Joining(ReducerTestCase):
                 else:
                     self.assert_mean(module.p0, step=step)
                 model.zero_grad()
-        # Outside of the context the size of the group counts again, and nobody is asked any more.
+        # Outside the context, gradients are divided by the size of the group again, and no roll is called.
         begin = self.mark()
         self.train(model)
         self.assert_means(model)
         self.assertEqual(1, len(log().records[begin:]))
 
     def test_a_rank_without_any_input(self) -> None:
-        """The first rank, whose order of readiness nobody has seen: buckets are rebuilt all the same."""
+        """The first rank joined before its order of readiness was known: buckets are rebuilt anyway."""
         module = Coded()
         model = DataParallel(module, bucket_cap_mb=0)
         with model.join():
@@ -87,7 +87,7 @@ class Joining(ReducerTestCase):
             model.zero_grad()
 
     def test_a_static_graph_that_one_rank_never_saw(self) -> None:
-        """It learns it when its own turn comes, without asking the others again."""
+        """It learns the graph when it trains again, without asking the others."""
         module = Coded()
         model = DataParallel(module, static_graph=True)
         with model.join():
@@ -102,7 +102,7 @@ class Joining(ReducerTestCase):
             model.zero_grad()
 
     def test_deferral_and_evaluation(self) -> None:
-        """Iterations without a reduction are shadowed as such, and buffers are those of a rank with inputs."""
+        """Iterations without a reduction are shadowed without one, and buffers come from a rank with inputs."""
         module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
         model = DataParallel(module, bucket_cap_mb=0)
         draw = torch.Generator().manual_seed(self.rank)
@@ -150,7 +150,7 @@ class Joining(ReducerTestCase):
                 self.train(model, step)
 
     def test_beside_other_joinables(self) -> None:
-        """Behind one that gets the context's notice in its place, and before a sharded optimizer."""
+        """After a joinable that receives the context's notification instead, and before a sharded optimizer."""
         model = DataParallel(Coded())
         first = _Silent()
         optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.SGD, lr=1.0)
@@ -162,7 +162,7 @@ class Joining(ReducerTestCase):
                 optimizer.step()
                 optimizer.zero_grad()
 
-        # The optimizer updates in the last step what rank 1 holds the state of; the model is rank 1's on both.
+        # In the last step the optimizer updates the parameters whose state rank 1 holds; both end with rank 1's model.
         states = self.on_every_rank([parameter.tolist() for parameter in model.parameters()])
         self.assertEqual(states[0], states[1])
         self.assertIn(-(mean_code(2) + code(1, 1)), [values[0] for values in states[0]])
@@ -186,7 +186,7 @@ class Joining(ReducerTestCase):
 
 
 class _Silent(Joinable):
-    """Communicates nothing of its own."""
+    """Communicates nothing itself."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Training with DataParallel equals training with DistributedDataParallel, bit for bit, under every option."""
+"""Training with DataParallel is bitwise equal to training with DistributedDataParallel, under every option."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _WithoutSearch(ReferenceDataParallel):
 
 
 class ParityTestCase(ReducerTestCase):
-    """Trains workloads with the engine and with torch's DistributedDataParallel, and compares what both leave."""
+    """Trains workloads with the engine and with torch's DistributedDataParallel, and compares the results."""
 
     case_timeout_s = 240.0
 
@@ -51,7 +51,7 @@ class ParityTestCase(ReducerTestCase):
         return history
 
     def reference_run(self, workload: Workload, regime: Regime) -> TrainingHistory:
-        """DistributedDataParallel, or where that is no reference, explicit all-reduces."""
+        """DistributedDataParallel, or explicit all-reduces where it cannot serve as a reference."""
         reference = all_reduce_reference if ddp_absence(workload, regime) else ddp_reference
         return reference(workload, regime, rank=self.rank, world_size=self.world_size)
 
@@ -100,7 +100,7 @@ class TwoRanks(ParityTestCase):
             self.assert_bitwise(workload, options=OPTIONS if workload.exact else OPTIONS[:2])
 
     def test_accumulation(self) -> None:
-        """Micro-batches reduced each, deferred, and in any interleaving."""
+        """Micro-batches: each reduced, deferred, and interleaved."""
         workload = workload_by_name("exact-accumulation")
         for reduced in ((True, True, True), (False, False, True), (False, True, True), (True, False, True)):
             self.assert_bitwise(workload, Regime(micro_batches=3, reduced=reduced))
@@ -124,7 +124,7 @@ class TwoRanks(ParityTestCase):
             self.assert_bitwise(workload_by_name("exact-long"), regime, OPTIONS[:2])
 
     def test_without_the_search_for_unused_parameters(self) -> None:
-        """And with the order of readiness, which changes after the first step."""
+        """Also with rebuilt buckets, which change after the first step."""
         for name in ("exact-nested", "exact-tied", "exact-multi-forward", "transformer"):
             workload = workload_by_name(name)
             expected = self.reference_run(workload, Regime())

@@ -22,10 +22,10 @@ from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import (
 
 
 class Order(ReducerTestCase):
-    """Buckets are issued in their order, whatever the order of readiness."""
+    """Buckets are issued in a fixed order, whatever the order of readiness."""
 
     def test_mean_of_every_rank(self) -> None:
-        """Each element is averaged once and stands where it belongs, in steps one after the other."""
+        """Each element is averaged once and is in the right place, in consecutive steps."""
         for kind in KINDS:
             module = Coded()
             reducer = self.reducer_of(module, **kind)
@@ -36,7 +36,7 @@ class Order(ReducerTestCase):
 
     def test_issued_in_order_although_ready_in_another(self) -> None:
         """
-        The last parameter's bucket comes first, and waits for it although all others are ready before it.
+        The last parameter's bucket comes first, so all others wait although they are ready before it.
 
         The chain of the forward makes p3 (44 bytes) the last to be ready.
         """
@@ -60,7 +60,7 @@ class Order(ReducerTestCase):
         self.assert_means(module)
 
     def test_buckets_are_issued_while_backward_runs(self) -> None:
-        """The first bucket is on the wire before the last gradient is there."""
+        """The first bucket is sent before the last gradient is ready."""
         module = Coded()
         reducer = self.reducer_of(module)
         begin = self.mark()
@@ -99,7 +99,7 @@ class Order(ReducerTestCase):
         self.assertEqual([["p3"], ["p2", "p1", "p0"]], reducer.bucket_names)
 
     def test_averaged_before_the_sum(self) -> None:
-        """float16 gradients of 2**15 on both ranks stay finite: their sum would not."""
+        """float16 gradients of 2**15 on both ranks stay finite, although their sum would not."""
         module = Coded([(1,)], dtype=torch.float16)
         reducer = self.reducer_of(module)
         reducer.prepare_for_forward()
@@ -111,7 +111,7 @@ class Order(ReducerTestCase):
         self.assertEqual([2.0**15], module.p0.grad.tolist())
 
     def test_what_cannot_be_reduced_is_refused_when_it_is_made(self) -> None:
-        """Two devices, a name twice, a sparse name that nobody has: all in one error."""
+        """Two devices, a repeated name, an unknown sparse name: all in one error."""
         parameter = nn.Parameter(torch.zeros(1))
         with self.assertRaises(ConfigError) as caught:
             Reducer(
@@ -150,7 +150,7 @@ class Rebuild(ReducerTestCase):
         return x
 
     def test_the_order_is_that_of_the_first_rank(self) -> None:
-        """Rank 1 is ready in another order, and takes over rank 0's: one broadcast, before the second forward."""
+        """Rank 1 is ready in another order and adopts that of rank 0: one broadcast, before the second forward."""
         module = Coded()
         reducer = self.reducer_of(module)
         order = (1, 3, 0, 2) if self.rank == 0 else (0, 1, 2, 3)
@@ -175,7 +175,7 @@ class Rebuild(ReducerTestCase):
         self.assertEqual((1, 50, 50), reducer._queue.limits)
 
     def test_not_where_unused_parameters_are_looked_for(self) -> None:
-        """Readiness says nothing there."""
+        """With unused parameters, readiness tells nothing about the next backward."""
         module = Coded()
         reducer = self.reducer_of(module, find_unused_parameters=True)
         begin = self.mark()
@@ -186,7 +186,7 @@ class Rebuild(ReducerTestCase):
         self.assertEqual([], self.since(begin, Op.BROADCAST))
 
     def test_gradients_survive_it(self) -> None:
-        """What was averaged in the first step, and kept, is added to in the second."""
+        """Gradients that were averaged in the first step, and kept, are added to in the second."""
         for kind in KINDS:
             module = Coded()
             reducer = self.reducer_of(module, **kind)
@@ -197,7 +197,7 @@ class Rebuild(ReducerTestCase):
                 self.assert_mean(parameter, sum(mean_code(2, step) for step in range(3)))
 
     def test_a_wrong_count_is_an_error_on_every_rank(self) -> None:
-        """Rank 0 lost a parameter on the way: nobody goes on with buckets that differ."""
+        """Rank 0 misses a parameter: every rank raises instead of continuing with different buckets."""
         module = Coded()
         reducer = self.reducer_of(module)
         self.forward(reducer, module).backward()
@@ -209,10 +209,10 @@ class Rebuild(ReducerTestCase):
 
 
 class Accumulation(ReducerTestCase):
-    """What is reduced, when, and what it is added to."""
+    """What is reduced when, and what it is added to."""
 
     def test_deferred_gradients_are_reduced_with_the_next(self) -> None:
-        """Local sums first, the mean of what has been accumulated then; any interleaving, from the first forward on."""
+        """First local sums, then their mean, in any interleaving from the first forward on."""
         for kind in KINDS:
             module = Coded()
             reducer = self.reducer_of(module, **kind)
@@ -241,7 +241,7 @@ class Accumulation(ReducerTestCase):
                     self.assert_mean(parameter, mean_code(2) + mean_code(2, 1))
 
     def test_two_forwards_with_different_parameters(self) -> None:
-        """Each backward is through its own graph; what only the other one reaches is not taken for used up."""
+        """Each backward goes through its own graph; parameters that only the other one reaches stay unused in it."""
         for order in ((0, 1), (1, 0)):
             module = Coded()
             reducer = self.reducer_of(module, find_unused_parameters=True)
@@ -255,7 +255,7 @@ class Accumulation(ReducerTestCase):
             self.assertIsNone(module.p3.grad)
 
     def test_two_forwards_in_one_backward(self) -> None:
-        """One reduction of the sum, also of parameters that only one of them uses."""
+        """One reduction of the sum, including parameters that only one of them uses."""
         module = Coded()
         reducer = self.reducer_of(module, find_unused_parameters=True)
         first, second = self.forward(reducer, module, 0, (0, 1)), self.forward(reducer, module, 1, (1, 2))
@@ -268,7 +268,7 @@ class Accumulation(ReducerTestCase):
         self.assert_mean(module.p2, step=1)
 
     def test_two_backwards_of_one_forward(self) -> None:
-        """Each is averaged, and the second added to the first."""
+        """Each is averaged, and the second is added to the first."""
         for kind in KINDS:
             module = Coded()
             reducer = self.reducer_of(module, **kind)
@@ -301,7 +301,7 @@ class Accumulation(ReducerTestCase):
                 self.assert_mean(module.p0, 2 * mean_code(2))
 
     def test_a_synchronised_forward_without_backward(self) -> None:
-        """It is forgotten: by a normal iteration, and by a deferred one, which stays local."""
+        """It is forgotten, by a normal iteration and by a deferred one, which stays local."""
         for find_unused in (False, True):
             module = Coded()
             reducer = self.reducer_of(module, find_unused_parameters=find_unused)

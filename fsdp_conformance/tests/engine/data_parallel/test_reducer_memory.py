@@ -1,4 +1,4 @@
-"""Layout and memory of gradients: whose they are after a backward, and what is left when they are dropped."""
+"""Layout and memory of gradients: who owns them after a backward, and what is left when they are dropped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Memory(ReducerTestCase):
     """Layout, and who owns the memory of a gradient."""
 
     def test_layout_of_the_parameter(self) -> None:
-        """Channels-last and transposed parameters have gradients of their own strides, with the right elements."""
+        """Channels-last and transposed parameters have gradients with the same strides and the right elements."""
         for kind in KINDS:
             module: Any = nn.Module()
             module.last = nn.Parameter(torch.zeros(2, 3, 5, 7).to(memory_format=torch.channels_last))
@@ -58,7 +58,7 @@ class Memory(ReducerTestCase):
             self.forward(reducer, module, step).backward()
             storages = {p.grad.untyped_storage().data_ptr() for p in module.parameters() if p.grad is not None}
             self.assertEqual(1, len(storages))
-            if step:  # buckets are laid out anew after the first step
+            if step:  # buckets are rebuilt after the first step
                 addresses |= storages
             self.assert_means(module, step=step)
             module.zero_grad(set_to_none=step == 1)
@@ -66,7 +66,7 @@ class Memory(ReducerTestCase):
         self.assertEqual(1, len(addresses))
 
     def test_a_view_cannot_be_detached_in_place(self) -> None:
-        """torch says so; a gradient that is no view of a bucket can be."""
+        """torch reports that; a gradient that is not a view of a bucket can be detached."""
         for kind in KINDS:
             module = Coded()
             reducer = self.reducer_of(module, **kind)
@@ -80,7 +80,7 @@ class Memory(ReducerTestCase):
                 self.assert_mean(module.p0)
 
     def test_a_gradient_that_somebody_kept(self) -> None:
-        """It is not written again once it was dropped from the parameter."""
+        """It is not written again once it is dropped from the parameter."""
         module = Coded()
         reducer = self.reducer_of(module, bucket_limits=(10_000,))
         kept = []
@@ -94,7 +94,7 @@ class Memory(ReducerTestCase):
             self.assertTrue(torch.equal(pattern((5,)) * mean_code(2, step), grad))
 
     def test_a_gradient_that_exists_is_written_in_place(self) -> None:
-        """Zeroed, not dropped: it remains the same tensor, as with an unwrapped module."""
+        """If it is zeroed, not dropped, it remains the same tensor, as with an unwrapped module."""
         for kind in KINDS:
             module = Coded()
             reducer = self.reducer_of(module, **kind)
@@ -108,7 +108,7 @@ class Memory(ReducerTestCase):
             self.assert_means(module, step=3)
 
     def test_nothing_is_held_beside_the_gradients(self) -> None:
-        """After a backward a bucket's buffer belongs to the gradients: with them it goes."""
+        """After a backward a bucket's buffer belongs to the gradients and is freed with them."""
         module = Coded()
         reducer = self.reducer_of(module, bucket_limits=(10_000,))
         self.forward(reducer, module).backward()
@@ -117,11 +117,11 @@ class Memory(ReducerTestCase):
         self.assertFalse(storage.expired())
         module.zero_grad()
         for _ in range(50):
-            dist.barrier()  # gloo's threads, too, let go of what they reduced, some time after they have
+            dist.barrier()  # gloo's threads release a reduced tensor some time after the reduction
         self.assertTrue(storage.expired())
 
     def test_a_reducer_that_is_dropped_leaves_nothing_behind(self) -> None:
-        """Neither hooks nor itself; and the gradients stay local then."""
+        """It leaves no hooks and is not kept alive; gradients stay local afterwards."""
         module = Coded()
         reducer = self.reducer_of(module)
         self.forward(reducer, module).backward()
@@ -137,7 +137,7 @@ class Memory(ReducerTestCase):
         self.assert_mean(module.p0, code(self.rank))
 
     def test_a_second_reducer_takes_over(self) -> None:
-        """Gradients are averaged once; the first one refuses to go on."""
+        """Gradients are averaged once; the first reducer raises."""
         module = Coded()
         first = self.reducer_of(module)
         second = self.reducer_of(module)
@@ -150,7 +150,7 @@ class Memory(ReducerTestCase):
             first.prepare_for_forward()
 
     def test_the_hooks_of_a_parameter_survive_a_cast(self) -> None:
-        """Data that was replaced and put back gives a parameter another AccumulateGrad node, which changes nothing."""
+        """Replacing and restoring its data gives a parameter a new AccumulateGrad node, which changes nothing."""
         module = Coded()
         reducer = self.reducer_of(module, find_unused_parameters=True)
         self.forward(reducer, module).backward()

@@ -1,4 +1,4 @@
-"""After an exception in backward training goes on."""
+"""Training continues after an exception in backward."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import KINDS, Cod
 
 
 class Recovery(ReducerTestCase):
-    """After an exception in backward training goes on."""
+    """Training continues after an exception in backward."""
 
     def test_after_an_exception_on_every_rank(self) -> None:
-        """The next step is right, without a reset, wherever the exception came: before, between and after buckets."""
+        """The next step is right, without a reset, whether the exception came before, between or after buckets."""
         for kind in KINDS:
             for failing in ("p3", "p1", "p0"):
                 module = Coded()
@@ -31,7 +31,7 @@ class Recovery(ReducerTestCase):
                     module.zero_grad()
 
     def test_a_second_try_without_a_forward(self) -> None:
-        """The same graph again, after a backward that raised: wherever it did, the second one is averaged."""
+        """A second backward of the same graph is averaged, wherever the first one raised."""
         for kind in KINDS:
             for failing in ("p3", "p1", "p0"):
                 module = Coded()
@@ -50,7 +50,7 @@ class Recovery(ReducerTestCase):
                 self.assert_means(module, step=1)
 
     def test_reset(self) -> None:
-        """By hand, after a backward that left parameters without a gradient."""
+        """Explicitly, after a backward that left parameters without a gradient."""
         module = Coded()
         reducer = self.reducer_of(module)
         self.forward(reducer, module, use=(3, 2)).backward()
@@ -72,7 +72,7 @@ class Recovery(ReducerTestCase):
             with self.assertRaises(RuntimeError):
                 output.backward()
             module.p3._backward_hooks.clear()  # type: ignore[union-attr]
-        # Rank 0 never began its backward, as one that was stopped in time.
+        # Rank 0 never began its backward, like a rank that was stopped in time.
         module.zero_grad()
         again = Reducer(module.named_parameters(), dist.new_group([0, 1]))
         self.forward(again, module, 2).backward()

@@ -1,4 +1,4 @@
-"""Sparse gradients are averaged as their dense twins are."""
+"""Sparse gradients are averaged like dense ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import ReducerTes
 
 
 class Sparse(ReducerTestCase):
-    """Sparse gradients are averaged as their dense twins are."""
+    """Sparse gradients are averaged like dense ones."""
 
     def _gradients(
         self, *, sparse: bool, find_unused: bool = False, steps: int = 3, skip: Callable[[int], bool] | None = None
@@ -36,7 +36,7 @@ class Sparse(ReducerTestCase):
             reducer.prepare_for_forward()
             output = (module.dense * pattern((5,))).sum() * code(self.rank, step)
             if skip is None or not skip(step):
-                # Rank 1 has more ids, some twice, some rank 0 has as well.
+                # Rank 1 has more ids: some twice, some that rank 0 has as well.
                 ids = torch.tensor([[2, 5, 2], [5, 7, 10, 0, 7]][self.rank])
                 output = output + (module.embedding(ids) * pattern((len(ids), 3)) * code(self.rank, step)).sum()
             reducer.prepare_for_backward([output])
@@ -62,7 +62,7 @@ class Sparse(ReducerTestCase):
         self._assert_equal(self._gradients(sparse=True), self._gradients(sparse=False))
 
     def test_in_a_bucket_of_its_own(self) -> None:
-        """It goes at its place in the order, as sizes; indices and values follow when all buckets are issued."""
+        """It sends sizes at its place in the order; indices and values follow when all buckets are issued."""
         module: Any = nn.Module()
         module.first = nn.Parameter(torch.zeros(3))
         module.embedding = nn.Embedding(11, 3, sparse=True)
@@ -77,14 +77,14 @@ class Sparse(ReducerTestCase):
         output.backward()
 
         self.assertEqual([["embedding.weight"], ["last", "first"]], reducer.bucket_names)
-        # Sizes of 16 bytes a rank, the dense bucket, then two rows a rank: indices of 8 bytes and values of 12.
+        # Sizes of 16 bytes per rank, the dense bucket, then two rows per rank: indices of 8 bytes and values of 12.
         self.assertEqual(
             [(Op.ALL_GATHER, 32), (Op.ALL_REDUCE, 32), (Op.ALL_GATHER, 32), (Op.ALL_GATHER, 48)],
             [(record.op, record.nbytes) for record in log().records[begin:]],
         )
 
     def test_unused_on_one_rank_or_on_both(self) -> None:
-        """As a dense one: zeros of the other rank count, and None stays None."""
+        """Like a dense one: a rank without a gradient counts as zero, and None stays None."""
         rank = self.rank
 
         def skip(step: int) -> bool:
@@ -96,7 +96,7 @@ class Sparse(ReducerTestCase):
         self.assertIsNotNone(sparse[2])
 
     def test_accumulation(self) -> None:
-        """A second backward is added, and what was there is averaged with it."""
+        """A second backward is added, and existing gradients are averaged with it."""
         gradients = []
         for sparse in (True, False):
             module = nn.Embedding(11, 3, sparse=sparse)
@@ -112,7 +112,7 @@ class Sparse(ReducerTestCase):
         self.assertTrue(torch.equal(*gradients))
 
     def test_unannounced_is_refused(self) -> None:
-        """A sparse gradient in a dense bucket, and a dense one where a sparse one was announced."""
+        """A sparse gradient in a dense bucket, and a dense one in a sparse bucket."""
         for announced, actual in ((False, True), (True, False)):
             module = nn.Embedding(11, 3, sparse=actual)
             reducer = self.reducer_of(module, sparse=["weight"] if announced else [])
@@ -123,7 +123,7 @@ class Sparse(ReducerTestCase):
                 output.backward()
 
     def test_hook_of_a_sparse_bucket(self) -> None:
-        """It gets the sparse gradient undivided, and its result is the gradient."""
+        """The hook gets the sparse gradient undivided, and its result becomes the gradient."""
         module = nn.Embedding(5, 2, sparse=True)
         reducer = self.reducer_of(module, sparse=["weight"])
         seen: list[Tensor] = []

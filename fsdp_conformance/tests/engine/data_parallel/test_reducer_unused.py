@@ -1,4 +1,4 @@
-"""Parameters that take no part in a backward, on some ranks or on all, of two ranks and of three."""
+"""Parameters that take no part in a backward, on some of two or three ranks or on all."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import (
     pattern,
 )
 
-c10d: Any = dist  # names that it does not list
+c10d: Any = dist  # names that it does not export
 
 
 class _NoGradient(Function):
-    """Passes a value on, and no gradient back."""
+    """Passes a value on, but no gradient back."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -37,10 +37,10 @@ class _NoGradient(Function):
 
 
 class Unused(ReducerTestCase):
-    """Parameters that take no part are found, agreed on, and left alone where nobody used them."""
+    """Unused parameters are found and agreed on; those that no rank used are left alone."""
 
     def test_unused_without_being_asked_for(self) -> None:
-        """The next forward raises and names them; the one after that goes on."""
+        """The next forward raises and names them; the one after that works."""
         module = Coded()
         reducer = self.reducer_of(module)
         self.forward(reducer, module, use=(0, 2, 3)).backward()
@@ -67,7 +67,7 @@ class Unused(ReducerTestCase):
         c10d.set_debug_level(c10d.DebugLevel.OFF)
 
     def test_the_used_flags_are_summed_once_and_awaited_by_who_asks(self) -> None:
-        """One all-reduce of a flag for each parameter, after the buckets; a rank that used all never waits for it."""
+        """One all-reduce of a flag per parameter, after the buckets. A rank that used all never waits for it."""
         module = Coded()
         reducer = self.reducer_of(module, find_unused_parameters=True)
         begin = self.mark()
@@ -78,7 +78,7 @@ class Unused(ReducerTestCase):
         self.assert_mean(module.p3, ranks=(0,))
 
     def test_a_use_under_deferral_counts(self) -> None:
-        """What was used in a deferred backward is not unused, although the synchronised one does not use it."""
+        """A parameter that a deferred backward used counts as used, even if the synchronised one does not use it."""
         for kind in KINDS:
             module = Coded()
             reducer = self.reducer_of(module, find_unused_parameters=True, **kind)
@@ -104,7 +104,7 @@ class Unused(ReducerTestCase):
         self.assertIsNone(module.p3.grad)
 
     def test_an_output_that_the_loss_does_not_use(self) -> None:
-        """Its parameters are reached by the graph and get no gradient: None stays None, and nothing waits for them."""
+        """The graph reaches its parameters, but they get no gradient: None stays None, and nothing waits for them."""
         module = Coded()
         reducer = self.reducer_of(module, find_unused_parameters=True)
         for step in range(2):
@@ -119,7 +119,7 @@ class Unused(ReducerTestCase):
             module.zero_grad()
 
     def test_unused_buckets_go_early(self) -> None:
-        """What no living forward can reach is marked at the first gradient, so the buckets behind it need not wait."""
+        """Parameters that no living forward reaches are marked at the first gradient: later buckets need not wait."""
         module = Coded()
         reducer = self.reducer_of(module, find_unused_parameters=True)
         begin = self.mark()
@@ -133,7 +133,7 @@ class Unused(ReducerTestCase):
         reducer.prepare_for_backward([total])
         total.backward()
 
-        # p3, p2 and p1 are on the wire before p0's own gradient is handed over.
+        # p3, p2 and p1 are sent before p0's gradient is ready.
         self.assertEqual([3], issued)
 
     def test_reentrant_checkpoints_hide_their_graph(self) -> None:
@@ -154,7 +154,7 @@ class Unused(ReducerTestCase):
             module.zero_grad()
 
     def test_a_parameter_as_output(self) -> None:
-        """A parameter that is returned as it is counts as used."""
+        """A parameter that forward returns counts as used."""
         module = Coded()
         reducer = self.reducer_of(module, find_unused_parameters=True)
         for step in range(3):
@@ -164,11 +164,11 @@ class Unused(ReducerTestCase):
 
             self.assert_mean(module.p0, step=step)
             module.zero_grad()
-        # Hooks on a leaf outlive its forward: one is left, of the last forward, beside the reducer's own.
+        # Hooks on a leaf outlive its forward: that of the last forward is left, besides the reducer's.
         self.assertEqual(2, len(module.p0._backward_hooks or {}))
 
     def test_the_answer_is_each_steps_own(self) -> None:
-        """Used, unused and used again: flags of one reduction are not those of the next."""
+        """Used, unused and used again: flags do not carry over to the next reduction."""
         module = Coded()
         reducer = self.reducer_of(module, find_unused_parameters=True)
         for step, use in enumerate(((0, 1), (1, 2), (0, 3))):
@@ -200,7 +200,7 @@ class ThreeRanks(ReducerTestCase):
             self.assert_means(module)
 
     def test_unused_on_some_ranks(self) -> None:
-        """Zeros of the others count, and every rank has the gradient, whatever it had before."""
+        """The other ranks count as zero, and every rank gets the gradient, whatever it had before."""
         for kind in KINDS:
             module = Coded()
             reducer = self.reducer_of(module, find_unused_parameters=True, **kind)
@@ -214,9 +214,9 @@ class ThreeRanks(ReducerTestCase):
 
     def test_unused_everywhere_is_left_as_it_was(self) -> None:
         """
-        None stays None, and an old value stays bit for bit, though it took part in the sum.
+        None stays None, and an old value keeps its bits although it took part in the sum.
 
-        A third of 0.7, rounded, is not 0.7 when it is taken three times: the reference's views into buckets show it.
+        A rounded third of 0.7, three times, is not 0.7: the reference's views into buckets show it.
         """
         for kind in KINDS:
             module = Coded()

@@ -1,8 +1,8 @@
 """
-The reducer on the simulated accelerator: bitwise as on the CPU, without a hazard, and with no wait that is not needed.
+The reducer on the simulated accelerator: bitwise equal to the CPU, without a hazard and without an unneeded wait.
 
-Forwards spread over streams, and iterations on streams of their own, put the gradients of one bucket on different
-streams: what the reference leaves to the default stream.
+Forwards that spread over streams, and iterations on separate streams, put the gradients of one bucket on different
+streams. The reference uses the default stream.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ SCHEDULES = {
     "spread over streams, unused": Schedule(options={**FIND, "bucket_cap_mb": 0}, spread=True, divergent=True),
     "branches on streams": Schedule(spread=True, parallel=True),
     "branches on streams, views": Schedule(options=VIEW, spread=True, parallel=True, moving=True),
-    # Two layers in a bucket, and blocks of the allocator that fit it.
+    # Two layers per bucket, which fit blocks of the allocator.
     "branches in small buckets": Schedule(options={"bucket_cap_mb": 100 / 2**20}, spread=True, parallel=True),
     "joined": Schedule(joined=True),
 }
@@ -92,7 +92,7 @@ _TORCHS: set[tuple[str, ...]] = {
 
 
 class Net(nn.Module):
-    """Linear layers, one after the other or side by side; they run on `streams` in turn, where there are any."""
+    """Linear layers, in a chain or in parallel, which run on `streams` in turn if there are any."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class Simulated(SimulatedRanks):
     def train(
         self, schedule: Schedule, device: torch.device, *, dropped: Collection[str] = ()
     ) -> tuple[list[Tensor], list[str], set[str]]:
-        """The parameters at the end, what the checker found, and the waits of the engine that were executed."""
+        """The parameters at the end, the checker's findings, and the engine's waits that were executed."""
         on_device = device.type != "cpu"
         net = Net().to(device)
         net.parallel = schedule.parallel
@@ -181,7 +181,7 @@ class Simulated(SimulatedRanks):
         optimizer.zero_grad(set_to_none=not schedule.in_place)
 
     def test_clean_and_equal_to_the_cpu(self) -> None:
-        """Every schedule: parameters bitwise as on the CPU, no hazard; without any wait there are hazards."""
+        """Every schedule: parameters bitwise equal to the CPU, no hazard; without any waits there are hazards."""
         for reuse in (checker.Reuse.EXACT, checker.Reuse.WORST_CASE):
             checker.set_reuse(reuse)
             for name, schedule in SCHEDULES.items():
@@ -197,7 +197,7 @@ class Simulated(SimulatedRanks):
                     self.assertNotEqual([], found, msg=name)
 
     def test_after_an_exception(self) -> None:
-        """Raised in autograd's own thread, on both ranks: the next iteration is that of the CPU."""
+        """Raised in autograd's thread, on both ranks: the next iteration equals that of the CPU."""
         results = []
         for device in (torch.device("cpu"), self.device):
             net = Net().to(device)
@@ -227,7 +227,7 @@ class Simulated(SimulatedRanks):
         for schedule in SCHEDULES.values():
             _, _, sites = self.train(schedule, self.device)
             executed |= sites
-            # Which waits are tried is the first rank's word: all ranks have to train as often.
+            # The first rank decides which waits are tried, because all ranks must train equally often.
             asked = [sorted(sites - flagged)]
             dist.broadcast_object_list(asked, device=torch.device("cpu"))
             for site in asked[0]:
@@ -254,7 +254,7 @@ def _use_freed_memory(device: torch.device) -> None:
 
 @contextmanager
 def _joined(model: DataParallel, schedule: Schedule) -> Iterator[None]:
-    """In the wrapper's context for uneven inputs, where the schedule has such."""
+    """The wrapper's context for uneven inputs, if the schedule has them."""
     with model.join() if schedule.joined else nullcontext():
         yield
 
@@ -266,4 +266,4 @@ _site = partial(
         bool({(name, kind), (name, kind, function)} & _TORCHS) or name == "data_parallel/communication_hook.py"
     ),
 )
-"""None for what a hook asks for, too."""
+"""Also None for the waits of a hook."""

@@ -1,4 +1,4 @@
-"""A parameter gets one gradient in a backward, or as many as the first backward of a static graph has shown."""
+"""A parameter gets one gradient in a backward, or as many as in the first backward of a static graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import KINDS, Cod
 
 
 class Twice(ReducerTestCase):
-    """A parameter's gradient is handed over once."""
+    """A parameter's gradient is taken once."""
 
     def _reentrant(self, reducer: Reducer, module: Coded, step: int = 0) -> Tensor:
         """The same parameter in two reentrant checkpoints: it gets a gradient in each."""
@@ -26,7 +26,7 @@ class Twice(ReducerTestCase):
         return output
 
     def test_a_second_gradient_raises_and_names_the_parameter(self) -> None:
-        """Two reentrant checkpoints share it; the error tells of static_graph."""
+        """Two reentrant checkpoints share it; the error suggests static_graph."""
         module = Coded()
         reducer = self.reducer_of(module)
         with self.assertRaises(MarkedReadyTwice) as caught:
@@ -49,7 +49,7 @@ class Twice(ReducerTestCase):
             self.assertTrue(reducer._rebuilt)
 
     def test_wrongly_taken_for_unused(self) -> None:
-        """An output in an object that is not looked into: the gradient comes unexpectedly, and the error says why."""
+        """An output inside an opaque object: the gradient is unexpected, and the error explains why."""
         module = Coded()
         reducer = self.reducer_of(module, find_unused_parameters=True)
         reducer.prepare_for_forward()
@@ -71,10 +71,10 @@ class Twice(ReducerTestCase):
 
 
 class Static(ReducerTestCase):
-    """A graph that never changes is learnt in the first backward."""
+    """The first backward shows a graph that never changes."""
 
     def test_unused_parameters_are_learnt(self) -> None:
-        """Used nowhere: None for ever; used on one rank: averaged. Flags are summed in the first step only."""
+        """A parameter that no rank uses stays None; one that some rank uses is averaged. Flags are summed only once."""
         module = Coded()
         reducer = self.reducer_of(module, static_graph=True)
         use = (0, 2) if self.rank == 0 else (0,)
@@ -89,7 +89,7 @@ class Static(ReducerTestCase):
             module.zero_grad()
 
     def test_buckets_follow_the_first_backward(self) -> None:
-        """They are rebuilt although some parameters are unused; those come last."""
+        """Buckets are rebuilt even if some parameters are unused; those come last."""
         module = Coded()
         reducer = self.reducer_of(module, static_graph=True)
         for step in range(2):
@@ -122,7 +122,7 @@ class Static(ReducerTestCase):
             self.forward(reducer, module).backward()
 
     def test_a_graph_that_shrinks_is_refused(self) -> None:
-        """A parameter that the first backward used gets none: the next forward says so."""
+        """A parameter that the first backward used gets none: the next forward raises."""
         module = Coded()
         reducer = self.reducer_of(module, static_graph=True)
         self.forward(reducer, module).backward()

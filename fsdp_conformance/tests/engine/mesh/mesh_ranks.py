@@ -1,4 +1,4 @@
-"""Four ranks on a mesh of 2 x 2: values that say which rank they come from and where they stood."""
+"""Four ranks on a mesh of 2 x 2, and values that show their rank and their place."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def coded(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def by_columns(tensor: Tensor) -> Tensor:
-    """The same values in memory of another order."""
+    """The same values in another memory layout."""
     return tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
 
@@ -39,14 +39,14 @@ class MeshTestCase(ChunkTestCase):
         return [[self.rank % 2, self.rank % 2 + 2], [self.rank // 2 * 2, self.rank // 2 * 2 + 1]][axis]
 
     def sent(self) -> list[tuple[Op, int, tuple[int, ...]]]:
-        """The collectives since the last call: which, bytes, ranks."""
+        """The collectives since the last call: operation, bytes, ranks."""
         found = [(record.op, record.nbytes, record.group) for record in process_group.log().records]
         process_group.log().clear()
         return found
 
     @contextmanager
     def refused(self, *problems: str) -> Iterator[None]:
-        """What is called inside raises MeshError with these problems, in this order."""
+        """The call in this context raises MeshError with these problems, in this order."""
         with self.assertRaises(MeshError) as caught:
             yield
         self.assertEqual(list(problems), list(caught.exception.problems))
@@ -62,6 +62,6 @@ class MeshTestCase(ChunkTestCase):
 
 
 def sizes_of(length: int, num_ranks: int) -> Sequence[int]:
-    """The lengths of torch's own chunks, and zeros for the ranks that it leaves out."""
+    """The lengths of torch's chunks, and zeros for the ranks that it leaves out."""
     sizes = [chunk.numel() for chunk in torch.arange(length).chunk(num_ranks)] if length else []
     return sizes + [0] * (num_ranks - len(sizes))

@@ -1,4 +1,4 @@
-"""Broadcast and scatter along the axes of a mesh: from each row's own source, in place."""
+"""Broadcast and scatter along the axes of a mesh, in place, from the source of each row."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Broadcast(MeshTestCase):
         self.assert_equal(coded(0, 3), tensor)
 
     def test_strides_dtypes_and_scalars(self) -> None:
-        """Values, not memory, arrive in what need not be contiguous; every dtype can be sent."""
+        """Values, not memory, are copied, so tensors need not be contiguous; every dtype can be sent."""
         strided = by_columns(coded(self.rank, 2, 3))
         mesh_broadcast(strided, (self.line, 0), source=3).wait()
         self.assert_equal(coded(3, 2, 3), strided)
@@ -62,14 +62,14 @@ class Broadcast(MeshTestCase):
         self.assertEqual(1.0, scalar.item())
 
     def test_parameters_keep_their_graph_out_of_it(self) -> None:
-        """A leaf that requires a gradient is written in place all the same."""
+        """A leaf that requires a gradient is written in place too."""
         parameter = nn.Parameter(coded(self.rank, 3))
         mesh_broadcast(parameter, (self.line, 0)).wait()
         self.assert_equal(coded(0, 3), parameter.detach())
         self.assertTrue(parameter.is_leaf and parameter.requires_grad)
 
     def test_one_collective_of_its_bytes(self) -> None:
-        """Over the row alone; nothing for meta, for no elements, and in a group of one."""
+        """One broadcast over the row only; nothing is sent for meta, without elements, and in a group of one."""
         mesh_broadcast(coded(self.rank, 3), (self.square, 1)).wait()
         self.assertEqual([(Op.BROADCAST, 12, tuple(self.row(1)))], self.sent())
         alone = init_device_mesh(self.device_type, (4, 1))
@@ -87,13 +87,13 @@ class Scatter(MeshTestCase):
     """From the list of one rank of a row to all of it."""
 
     def lists(self, row: list[int], source: int, *shape: int) -> list[Tensor]:
-        """The source's list; on every other rank one that must not be looked at."""
+        """The source's list; on every other rank a list that must not be read."""
         if row[source] != self.rank:
             return [torch.full((7,), torch.nan, dtype=torch.float64)]
         return [coded(self.rank, *shape) * 10**place for place in range(len(row))]
 
     def test_the_sources_list_alone_counts(self) -> None:
-        """Whatever the others hold: garbage of another length, shape and dtype, or nothing."""
+        """Other ranks may pass anything: lists of another length, shape and dtype, or None."""
         for axis, row in self.axes():
             for source, sender in enumerate(row):
                 output = torch.full((2, 3), torch.nan)
@@ -106,7 +106,7 @@ class Scatter(MeshTestCase):
         self.assert_equal(coded(0, 4, 2)[self.rank], output)
 
     def test_entries_and_output_need_not_be_contiguous(self) -> None:
-        """Columns of a whole are scattered by their values, also into a column of another."""
+        """Columns of a tensor are scattered by value, even into a column of another."""
         whole = coded(0, 3, 8)
         held = torch.zeros(3, 4)
         for output in (torch.zeros(3, 2), held[:, 1:3]):
@@ -125,7 +125,7 @@ class Scatter(MeshTestCase):
             self.assert_equal(whole.narrow(dim, sum(sizes[: self.rank]), sizes[self.rank]), output)
 
     def test_one_collective_of_padded_bytes(self) -> None:
-        """4 shards of 2 x 3 elements; nothing for meta, for no elements, and in a group of one."""
+        """4 shards of 2 x 3 elements; nothing is sent for meta, without elements, and in a group of one."""
         sizes = chunk_sizes(5, 4)
         shards = split_shards(coded(0, 5, 3), 4)
         mesh_scatter(torch.empty(sizes[self.rank], 3), shards, (self.line, 0), sizes=sizes).wait()
@@ -165,10 +165,10 @@ class HybridSharding(MeshTestCase):
 
 
 class Refused(MeshTestCase):
-    """What does not fit is named, all of it, before anything is sent."""
+    """Every problem is named before anything is sent."""
 
     def test_axes(self) -> None:
-        """An axis that the mesh does not have, or none, and a mesh or a group that this rank is not in."""
+        """An unknown axis, a missing one, and a mesh or a group without this rank."""
         with self.refused(f"axis must be one axis of a mesh, such as (mesh, 0), got {self.line}"):
             axis_group(cast(Axis, self.line))
         with self.refused("axis must be from -2 to 1, got 2"):
@@ -189,7 +189,7 @@ class Refused(MeshTestCase):
             axis_group(strangers)
 
     def test_sources_and_sizes(self) -> None:
-        """A source outside of the row, a dim that is not there, and an output of another size."""
+        """A source outside the row, an unknown dim, and an output of another size."""
         axis: Axis = (self.square, 1)
         source = "source must be a rank of the group, from 0 to 1, got 2"
         with self.refused(source):
@@ -201,7 +201,7 @@ class Refused(MeshTestCase):
         self.assertEqual([], self.sent())
 
     def test_lists(self) -> None:
-        """No list, one of the wrong length, and entries of another shape, dtype or device than the output."""
+        """No list, a list of the wrong length, and entries whose shape, dtype or device differ from the output's."""
         axis: Axis = (self.square, 1)
         source = self.rank % 2  # every rank is the source of a call that is never sent
         for shards, found in ((None, "None"), ([torch.zeros(2)] * 3, "3")):

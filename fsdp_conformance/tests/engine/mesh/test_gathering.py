@@ -27,7 +27,7 @@ class Gathering(MeshTestCase):
     """Shards of a row, joined."""
 
     def test_every_axis_and_dim(self) -> None:
-        """The row's whole, in the order of its ranks, contiguous; the shards' strides play no part."""
+        """The whole tensor of the row, in the order of its ranks, contiguous, whatever the shards' strides."""
         for axis, row in self.axes():
             for shape, dim in SHAPES:
                 whole = coded(row[0], *shape)  # one for each row
@@ -39,7 +39,7 @@ class Gathering(MeshTestCase):
                     self.assertTrue(got.is_contiguous())
 
     def test_sizes_of_ones_own(self) -> None:
-        """Any sizes will do, not only those of chunks; without any, all are equal."""
+        """Any sizes are allowed, not only those of chunks; without sizes, all shards are equal."""
         whole = coded(0, 6, 2)
         shard = whole.split([1, 0, 4, 1])[self.rank]
         self.assert_equal(whole, mesh_all_gather(shard, (self.line, 0), sizes=[1, 0, 4, 1]).wait())
@@ -47,7 +47,7 @@ class Gathering(MeshTestCase):
         self.assert_equal(expected, mesh_all_gather(coded(self.rank, 2, 2), (self.line, 0), 1).wait())
 
     def test_several_in_flight(self) -> None:
-        """Each handle has its own result, whatever the order of waiting, and again."""
+        """Each handle has its result, whatever the order of waiting, and returns it again."""
         works = [mesh_all_gather(coded(self.rank, size), (self.square, 1)) for size in (1, 2, 3)]
         for size, work in reversed(list(zip((1, 2, 3), works, strict=True))):
             expected = torch.cat([coded(rank, size) for rank in self.row(1)])
@@ -55,13 +55,13 @@ class Gathering(MeshTestCase):
             self.assertIs(work.wait(), work.wait())
 
     def test_any_dtype(self) -> None:
-        """Also those that gloo cannot compute with."""
+        """Even those that gloo cannot compute with."""
         for dtype in (torch.bool, torch.float8_e4m3fn, torch.complex64):
             got = mesh_all_gather(torch.full((2,), self.rank % 2).to(dtype), (self.line, 0)).wait()
             self.assertEqual((dtype, [0, 0, 1, 1, 0, 0, 1, 1]), (got.dtype, got.to(torch.complex64).real.tolist()))
 
     def test_one_collective(self) -> None:
-        """Of padded bytes; nothing for meta, for no elements, and in a group of one, where it is a copy."""
+        """One collective of padded bytes; nothing for meta, without elements, and in a group of one, which copies."""
         sizes = chunk_sizes(5, 4)
         mesh_all_gather(torch.zeros(sizes[self.rank], 3), (self.line, 0), sizes=sizes).wait()
         self.assertEqual([(Op.ALL_GATHER, 4 * 2 * 3 * 4, (0, 1, 2, 3))], self.sent())
@@ -79,10 +79,10 @@ class Gathering(MeshTestCase):
 
 
 class Reduction(MeshTestCase):
-    """Sums over a row, each rank keeping its shard."""
+    """Sums over a row, of which each rank keeps its shard."""
 
     def test_every_axis_and_dim(self) -> None:
-        """Rank r contributes 2**r times the code, so that the sum shows each rank of the row once, and no other."""
+        """Rank r contributes 2**r times the code, so the sum shows each rank of the row once, and no other."""
         for axis, row in self.axes():
             for shape, dim in SHAPES:
                 sizes = sizes_of(shape[dim], len(row))
@@ -96,14 +96,14 @@ class Reduction(MeshTestCase):
                         self.assert_equal(before, tensor)
 
     def test_undoes_the_gathering(self) -> None:
-        """The reduce-scatter of what was gathered is the shard, times the row's size."""
+        """The reduce-scatter of the gathered tensor is the shard times the row's size."""
         sizes = [3, 0, 1, 2]
         shard = coded(self.rank, 2, sizes[self.rank])
         whole = mesh_all_gather(shard, (self.line, 0), 1, sizes=sizes).wait()
         self.assert_equal(shard * 4, mesh_reduce_scatter(whole, (self.line, 0), 1, sizes=sizes).wait())
 
     def test_one_collective(self) -> None:
-        """Of padded bytes; nothing for meta, for no elements, and in a group of one."""
+        """One collective of padded bytes; nothing for meta, without elements, and in a group of one."""
         mesh_reduce_scatter(torch.zeros(5, 3), (self.line, 0)).wait()
         self.assertEqual([(Op.REDUCE_SCATTER, 4 * 2 * 3 * 4, (0, 1, 2, 3))], self.sent())
         meta = mesh_reduce_scatter(torch.zeros(5, 3, device="meta"), (self.line, 0)).wait()
@@ -134,7 +134,7 @@ class AllToAll(MeshTestCase):
                             self.reshard(coded(row[0], *shape), axis, row, gather_dim, shard_dim)
 
     def test_only_what_moves_is_sent(self) -> None:
-        """This rank's shard, and not its padding; nothing for meta, for no elements, and in a group of one."""
+        """This rank's shard without padding; nothing for meta, without elements, and in a group of one."""
         sizes = chunk_sizes(5, 4)
         shard = coded(self.rank, sizes[self.rank], 3)
         shard_dim_all_to_all(shard, (self.line, 0), gather_dim=0, shard_dim=1, sizes=sizes).wait()
@@ -146,7 +146,7 @@ class AllToAll(MeshTestCase):
         self.assertEqual([], self.sent())
 
     def test_a_backend_without_it_gathers(self) -> None:
-        """The same results, and one warning however often it is asked."""
+        """The same results, and a single warning."""
         refuses = RuntimeError("Backend partial does not support alltoall_base")
         collectives._warn_once.cache_clear()
         with mock.patch.object(collectives, "all_to_all", side_effect=refuses) as native:
@@ -166,10 +166,10 @@ class AllToAll(MeshTestCase):
 
 
 class Refused(MeshTestCase):
-    """What does not fit is named, all of it, before anything is sent."""
+    """Every problem is named before anything is sent."""
 
     def test_what_does_not_fit(self) -> None:
-        """Dims that are not there, sizes of another number or sum, and twice the same dim."""
+        """Unknown dims, sizes of the wrong number or sum, and the same dim twice."""
         axis: Axis = (self.square, 1)
         with self.refused("dim must be a dim of a 0-dim tensor, got 0"):
             mesh_all_gather(torch.tensor(1.0), axis)

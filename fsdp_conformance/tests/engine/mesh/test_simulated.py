@@ -1,4 +1,4 @@
-"""Mesh collectives on the simulated accelerator: issued on one stream, waited for on another, and then freed."""
+"""Mesh collectives on the simulated accelerator: issued on one stream, awaited on another, and freed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fsdp_conformance.tests.simulator.simulator_ranks import SimulatedRanks
 
 pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 
-#: From a mesh and a function that makes coded tensors on its device, to what is under way.
+#: From a mesh and a function that makes coded tensors on its device, to a collective in progress.
 Program = Callable[[DeviceMesh, int, Callable[..., Tensor]], MeshWork]
 
 
@@ -75,8 +75,8 @@ class SimulatedMeshTest(SimulatedRanks):
         """
         The result, what the checker found, and the engine's waits.
 
-        Inputs are made and sent on one stream; another waits, uses the result and drops it. What the device gives out
-        next on either is written at once.
+        Inputs are made and sent on one stream; another waits, uses the result and drops it. The memory that the device
+        allocates next on either is written at once.
         """
         module: Any = torch.get_device_module(SIMULATED)
         streams = [module.Stream(), module.Stream()]
@@ -104,7 +104,7 @@ class SimulatedMeshTest(SimulatedRanks):
             return result.to("cpu") / 2, found, sites
 
     def test_clean_and_equal_to_the_cpu(self) -> None:
-        """Every collective: the CPU's result, no hazard, and hazards without any wait."""
+        """Every collective: the CPU's result, no hazard, and hazards without any waits."""
         for name in PROGRAMS:
             expected = self.on_cpu(name)
             got, found, sites = self.on_device(name)
@@ -128,7 +128,7 @@ class SimulatedMeshTest(SimulatedRanks):
         self.assertEqual("", ", ".join(sorted(executed - flagged)))
 
     def test_metadata(self) -> None:
-        """Tensors there are compared, and each rank is told."""
+        """Tensors on the device are compared, and every rank raises."""
         with nullcontext() if self.rank else checker.suspended():
             tensor = torch.zeros(3 + self.rank, device=self.device)
         check_tensor_meta(tensor, (self.meshes[SIMULATED], 1))

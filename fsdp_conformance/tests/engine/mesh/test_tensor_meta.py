@@ -1,4 +1,4 @@
-"""Tensors that differ in more than values are told so, on every rank of their row, and on no other."""
+"""Tensors that differ in more than values raise on every rank of their row, and on no other."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class TensorMeta(MeshTestCase):
     """Rank 3 differs; it is the second of its row on both axes."""
 
     def problems(self, tensor: Tensor, axis: int, **asked: bool) -> list[str]:
-        """What this rank is told."""
+        """The problems that this rank reports."""
         try:
             check_tensor_meta(tensor, (self.square, axis), **asked)
         except TensorMetaMismatch as error:
@@ -27,7 +27,7 @@ class TensorMeta(MeshTestCase):
         return []
 
     def assert_told(self, mine: Tensor, *expected: str, **asked: bool) -> None:
-        """Every rank of a row with rank 3 is told this of it, and the other row nothing."""
+        """Every rank in a row with rank 3 reports these problems, and the other row none."""
         for axis in (0, 1):
             row = self.row(axis)
             told = [f"rank 3: {each.format(first=row[0])}" for each in expected] if 3 in row else []
@@ -37,7 +37,7 @@ class TensorMeta(MeshTestCase):
         return different if self.rank == 3 else usual
 
     def test_each_difference(self) -> None:
-        """In what was asked for, and nothing else is mentioned."""
+        """Each requested property, and no other, is mentioned."""
         usual = coded(self.rank, 2, 3)
         for other, always, asked in (
             (usual.double(), ["dtype: expected float32, as on rank {first}, got float64"], []),
@@ -70,7 +70,7 @@ class TensorMeta(MeshTestCase):
         )
 
     def test_the_row_alone_takes_part(self) -> None:
-        """One row checks, with a difference, while the other does nothing; all communication is the row's."""
+        """One row checks, and differs, while the other does nothing; only the row communicates."""
         self.sent()
         if self.rank >= 2:
             found = self.problems(torch.zeros(self.rank, dtype=torch.float16), 1, shape=True)
@@ -79,7 +79,7 @@ class TensorMeta(MeshTestCase):
         self.assertEqual([], self.sent())
 
     def test_equal_tensors_cost_one_collective(self) -> None:
-        """A digest of 32 bytes a rank; nothing in a group of one."""
+        """A digest of 32 bytes per rank; nothing in a group of one."""
         self.sent()
         check_tensor_meta(coded(self.rank, 3), (self.line, 0), shape=True, stride=True)
         self.assertEqual([(Op.ALL_GATHER, 4 * 32, (0, 1, 2, 3))], self.sent())

@@ -19,7 +19,7 @@ from fsdp_conformance.tests.engine.mesh.mesh_ranks import coded, sizes_of
 @pytest.mark.parametrize("length", range(10))
 @pytest.mark.parametrize("num_shards", range(1, 6))
 def test_sizes_are_those_of_torch_chunk(length: int, num_shards: int) -> None:
-    """Rounded up first, the last ranks maybe nothing: 5 over 4 are 2, 2, 1, 0, and not 2, 1, 1, 1."""
+    """The quotient rounded up, and possibly nothing for the last ranks: 5 over 4 is 2, 2, 1, 0, not 2, 1, 1, 1."""
     sizes = chunk_sizes(length, num_shards)
 
     assert sizes == sizes_of(length, num_shards)
@@ -37,7 +37,7 @@ def test_shards_are_views_and_empty_ones_keep_the_other_dims() -> None:
 
 
 def test_padding_by_nothing_is_the_same_object() -> None:
-    """No copy, and no view either."""
+    """Neither a copy nor a view."""
     tensor = coded(0, 2, 3)
 
     assert pad_tensor(tensor, 1, 0) is tensor
@@ -46,7 +46,7 @@ def test_padding_by_nothing_is_the_same_object() -> None:
 
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -3])
 def test_padding_is_zeros_at_the_end(dim: int) -> None:
-    """Along one dim, and cut off again without a copy."""
+    """Along one dim; unpadding does not copy."""
     tensor = coded(0, 2, 3, 4)
     padded = pad_tensor(tensor, dim, 2)
     zeros = torch.zeros([size if at != dim % 3 else 2 for at, size in enumerate(tensor.shape)])
@@ -58,7 +58,7 @@ def test_padding_is_zeros_at_the_end(dim: int) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    """Dims, amounts and sizes are named, with what they should be."""
+    """Dims, amounts and sizes are named, with their requirements."""
     tensor = coded(0, 2, 3)
     for call, text in (
         (lambda: pad_tensor(tensor, 2, 1), "dim must be a dim of a 2-dim tensor, got 2 [pad_tensor]"),
