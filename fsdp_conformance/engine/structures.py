@@ -6,7 +6,7 @@ import copy
 import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 #: Types that cannot hold a tensor.
-_WITHOUT_TENSORS = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_WITHOUT_TENSORS = (NoneType, bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
 
 #: Types that are searched, and may be empty.
 _CONTAINERS = (Mapping, list, tuple, set, frozenset, deque, SimpleNamespace)
@@ -30,33 +30,32 @@ def tensors_in(structure: object) -> Iterator[Tensor]:
     if isinstance(structure, Tensor):  # the usual output, and the fastest path
         yield structure
         return
-    seen: set[int] = set()  # for containers that hold themselves
-    pending = [structure]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, Tensor):
-            yield item
-        elif item is not None and id(item) not in seen:
-            inner = _inside(item)
-            if inner:
-                seen.add(id(item))
-                pending.extend(reversed(inner))
+    for leaf in _leaves(structure):
+        if isinstance(leaf, Tensor):
+            yield leaf
 
 
 def has_unknown(structure: object) -> bool:
     """Whether `structure` holds an object of unknown type, which may hold tensors that `tensors_in` does not find."""
-    seen: set[int] = set()
+    known = (Tensor, *_WITHOUT_TENSORS, *_CONTAINERS)
+    return any(not isinstance(leaf, known) for leaf in _leaves(structure))
+
+
+def _leaves(structure: object) -> Iterator[object]:
+    """Everything inside `structure` that holds nothing further, in order."""
+    seen: set[int] = set()  # for containers that hold themselves
     pending = [structure]
     while pending:
         item = pending.pop()
-        if isinstance(item, (Tensor, *_WITHOUT_TENSORS)) or item is None or id(item) in seen:
-            continue
-        seen.add(id(item))
-        inner = _inside(item)
-        if not inner and not isinstance(item, _CONTAINERS):
-            return True
-        pending.extend(inner)
-    return False
+        if isinstance(item, (Tensor, *_WITHOUT_TENSORS)):
+            yield item
+        elif id(item) not in seen:
+            inner = _inside(item)
+            if inner:
+                seen.add(id(item))
+                pending.extend(reversed(inner))
+            else:
+                yield item
 
 
 def _inside(item: object) -> list[object]:

@@ -37,7 +37,7 @@ from torch.utils import _python_dispatch
 from fsdp_conformance.engine.bucketing.broadcast import broadcast
 from fsdp_conformance.engine.bucketing.bucket_assignment import DEFAULT_LIMITS, MIB
 from fsdp_conformance.engine.data_parallel.communication_hook import Hook
-from fsdp_conformance.engine.data_parallel.join import DataParallelJoinHook, RollCall, agreed_rank
+from fsdp_conformance.engine.data_parallel.join import RollCall, agreed_rank
 from fsdp_conformance.engine.data_parallel.reducer import Reducer, ReducerConfig
 from fsdp_conformance.engine.errors import ParameterReplaced
 from fsdp_conformance.engine.flat_collectives import resolve_group
@@ -351,7 +351,7 @@ class DataParallel(nn.Module, Joinable):
     def join_hook(self, **kwargs: Any) -> JoinHook:
         """For torch's `Join`. Reads `divide_by_initial_world_size`; other options are for other joinables."""
         self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return DataParallelJoinHook(self)
+        return _JoinHook(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -410,6 +410,20 @@ class DataParallel(nn.Module, Joinable):
                 "copyable",
                 "a DataParallel with a communication hook cannot be copied: the hook's state belongs to one rank",
             )
+
+
+class _JoinHook(JoinHook):
+    """What a rank does while others still train, and when all have finished."""
+
+    def __init__(self, wrapper: DataParallel) -> None:
+        super().__init__()
+        self._wrapper = wrapper
+
+    def main_hook(self) -> None:
+        self._wrapper.shadow_iteration()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._wrapper.adopt_last_model(is_last=is_last_joiner)
 
 
 def _restored(

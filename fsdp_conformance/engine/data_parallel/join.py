@@ -7,12 +7,11 @@ ranks that still have inputs call a roll; a rank that has joined answers it and 
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
-from torch.distributed.algorithms.join import JoinHook
 
 from fsdp_conformance.engine.flat_collectives import all_reduce
 
@@ -69,30 +68,6 @@ class RollCall:
                 self._work.wait()
             self._answers = self._flags.tolist()
         return self._answers
-
-
-class Joining(Protocol):
-    """What the hook needs from the wrapper."""
-
-    def shadow_iteration(self) -> None:
-        """Take part in one iteration of the ranks that still have inputs. Collective."""
-
-    def adopt_last_model(self, *, is_last: bool) -> None:
-        """Take over the model of a rank that joined last. Collective."""
-
-
-class DataParallelJoinHook(JoinHook):
-    """What a rank does while others still train, and when all have finished."""
-
-    def __init__(self, wrapper: Joining) -> None:
-        super().__init__()
-        self._wrapper = wrapper
-
-    def main_hook(self) -> None:
-        self._wrapper.shadow_iteration()
-
-    def post_hook(self, is_last_joiner: bool) -> None:
-        self._wrapper.adopt_last_model(is_last=is_last_joiner)
 
 
 def agreed_rank(group: ProcessGroup, device: torch.device, *, candidate: bool) -> int:

@@ -217,7 +217,7 @@ def test_computation_by_operations() -> None:
 
 
 def test_the_optimizer_reads_its_memory() -> None:
-    """7,000 elements over four ranks, 3 x 4 + 2 x 8 bytes each, at 2,000 bytes per microsecond; on the host at 1,000."""
+    """7,000 elements over four ranks, 3 x 4 + 2 x 8 bytes each, at 2,000 bytes per microsecond, on the host 1,000."""
     expected_us = 1750 * 28 / 2000
 
     assert optimizer_us(UNITS, Candidate(FULL, 4, 1), DEVICE, OPTIONS) == pytest.approx(expected_us)
