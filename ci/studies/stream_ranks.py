@@ -16,7 +16,7 @@ from torch import distributed
 from fsdp_conformance import errors
 from fsdp_conformance.harness import devices
 from fsdp_conformance.harness import rank as rank_process
-from fsdp_conformance.harness.attribution import attribute
+from fsdp_conformance.judge.endings import attribute
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
 from fsdp_conformance.harness.processes.launcher import LaunchOrder, launch

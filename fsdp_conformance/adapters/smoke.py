@@ -19,9 +19,9 @@ from typing import Any
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.smoke_checks import CHECKS, SmokeRun
 from fsdp_conformance.errors import SuiteError
-from fsdp_conformance.harness.attribution import attribute
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
+from fsdp_conformance.judge.endings import attribute
 from fsdp_conformance.outcome import RankExit, RankReport
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fsdp_conformance.cli import messages
 from fsdp_conformance.cli.status import Status
-from fsdp_conformance.harness.attribution import Attribution, Ending, attribute
+from fsdp_conformance.judge.endings import Attribution, Ending, attribute
 from fsdp_conformance.outcome import RankExit, RankReport
 from fsdp_conformance.report.terminal import duration
 from fsdp_conformance.simulator.hazard import Access, Hazard, hazard_from_json

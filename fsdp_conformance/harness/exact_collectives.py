@@ -16,8 +16,8 @@ import torch
 from torch import distributed
 
 from fsdp_conformance.errors import EnvironmentUnavailable
-from fsdp_conformance.harness import attribution
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
+from fsdp_conformance.judge.endings import attribute
 from fsdp_conformance.outcome import RankExit, RankReport
 
 #: Elements per rank: odd, so that nothing is aligned by accident.
@@ -66,7 +66,7 @@ class ExactCollectives(ShardedTrainingTestCase):
     def conclude(self, reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> None:
         """Keep what was said: the caller judges."""
         self.reports = reports
-        found = attribution.attribute(reports, exits)
+        found = attribute(reports, exits)
         self.failure = found.headline if found.first is not None else ""
 
     def collectives(self) -> None:

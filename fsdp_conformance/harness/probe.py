@@ -14,10 +14,10 @@ from typing import Any
 
 from fsdp_conformance import errors
 from fsdp_conformance.harness import rank as rank_process
-from fsdp_conformance.harness.attribution import attribute
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
 from fsdp_conformance.harness.processes.launcher import LaunchOrder, launch
+from fsdp_conformance.judge.endings import attribute
 from fsdp_conformance.outcome import RankError
 
 #: Errors that are raised again as what they are; each takes its message alone.

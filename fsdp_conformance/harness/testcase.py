@@ -31,13 +31,14 @@ import torch
 from torch import distributed
 
 from fsdp_conformance.config import TorchrunWorker
-from fsdp_conformance.harness import attribution, devices
+from fsdp_conformance.harness import devices
 from fsdp_conformance.harness import rank as rank_process
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
 from fsdp_conformance.harness.processes.launcher import Launch, LaunchOrder, launch
 from fsdp_conformance.harness.torch_testing import MultiProcessTestCase
 from fsdp_conformance.harness.torchrun.worker import CaseMeeting
+from fsdp_conformance.judge.endings import Attribution, Ending, attribute
 from fsdp_conformance.judge.mismatch import differing_calls
 from fsdp_conformance.outcome import RankError, RankExit, RankReport
 
@@ -182,7 +183,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
         As torch's harness does, unless overridden: a skip code is a SkipTest, anything but a report from every rank a
         RuntimeError with the first rank to fail as headline. Both lists are in the order of ranks.
         """
-        found = attribution.attribute(reports, exits)
+        found = attribute(reports, exits)
         raised = any(report is not None and report.error is not None for report in reports)
         if not raised and self._test_function in self.skip_return_code_checks:
             return
@@ -265,7 +266,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
 
 
 def failure_text(
-    found: attribution.Attribution,
+    found: Attribution,
     reports: Sequence[RankReport | None],
     exits: Sequence[RankExit],
     *,
@@ -283,7 +284,7 @@ def failure_text(
     for index in sorted(range(len(exits)), key=lambda index: (index != first, index)):
         report, end = reports[index], exits[index]
         ending = found.endings[index].ending
-        if ending in (attribution.Ending.FINISHED, attribution.Ending.LEFT_OUT):
+        if ending in (Ending.FINISHED, Ending.LEFT_OUT):
             continue
         if report is not None and report.error is not None:
             lines.append(

@@ -1,91 +1,174 @@
-"""How ranks ended before their body was through, and which ending explains the others."""
+"""
+How each rank of a case ended, and which of them failed first.
+
+When one rank fails, its peers usually have more to say than it does: "Connection closed by peer", with a long trace.
+Those endings are consequences. Both the harness and the judge read the ends of ranks here. Standard library only.
+"""
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
+from enum import StrEnum
 
-from fsdp_conformance.judge.backend_errors import is_lost_peer, is_timeout
 from fsdp_conformance.outcome import RankError, RankExit, RankReport
 
+#: `RankExit.stack` begins with this for a rank that a signal had stopped.
+STOPPED = "stopped (state T in /proc/PID/stat)"
 
-class Kind(IntEnum):
-    """How one rank ended. Up to DIED it is a cause; from STOPPED on a lower member explains a higher one."""
-
-    REFUSED = 0
-    RAISED = 1
-    ADAPTER = 2
-    SUITE = 3
-    ENVIRONMENT = 4
-    INCONCLUSIVE = 5
-    DIED = 6
-    """A signal or an exit code, without a report."""
-    STOPPED = 7
-    """As STUCK, because a signal had stopped it."""
-    STUCK = 8
-    """Ended by the controller, without a report."""
-    TIMED_OUT = 9
-    """A collective's own deadline passed."""
-    LOST_PEER = 10
-    """The transport says that another rank has gone."""
+#: How much of an exception's first line is quoted.
+_LINE_CHARACTERS = 300
 
 
-_BLAME = {
-    "refusal": Kind.REFUSED,
-    "implementation": Kind.RAISED,
-    "adapter": Kind.ADAPTER,
-    "suite": Kind.SUITE,
-    "environment": Kind.ENVIRONMENT,
-}
+class Ending(StrEnum):
+    """How one rank ended. Failures are in the order in which they explain one another, causes first."""
+
+    FINISHED = "finished"
+    """The body ran to its end and the report arrived."""
+    LEFT_OUT = "left out"
+    """The body ended early on purpose: a skip, a missing environment, references that disagree."""
+    FOUND = "found"
+    """The body raised RequirementFailed; its findings are in the report."""
+    RAISED = "raised"
+    """The body raised for a reason of its own."""
+    DIED = "died"
+    """A signal ended the process before it reported."""
+    EXITED = "exited"
+    """The process exited, with code 0 or another, before it reported."""
+    STOPPED = "stopped"
+    """As STUCK, and the process had been stopped by a signal."""
+    STUCK = "stuck"
+    """It had not reported when the controller terminated it."""
+    TIMED_OUT = "timed out"
+    """A collective passed its deadline: a peer did not take part."""
+    LOST_PEER = "lost a peer"
+    """The body raised because another rank was gone."""
+
+
+#: Endings that explain all others, whenever they were noticed: among these the earliest counts.
+CAUSES = frozenset({Ending.FOUND, Ending.RAISED, Ending.DIED, Ending.EXITED})
+
+#: Endings of ranks that waited in vain, the best explanation first.
+_WAITED = (Ending.STOPPED, Ending.STUCK, Ending.TIMED_OUT, Ending.LOST_PEER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ending:
-    """What stopped one rank."""
+class RankEnding:
+    """How one rank ended, in data and in words."""
 
     rank: int
-    kind: Kind
+    ending: Ending
     time: float
+    """time.monotonic() of the failure, or of the end."""
     sentence: str
     error: RankError | None = None
+    last_collective: str = ""
+    """The last collective of a rank that did not report."""
+
+    @property
+    def full_sentence(self) -> str:
+        """The sentence, with the last collective of a rank that did not report."""
+        return self.sentence + (f"; its last collective: {self.last_collective}" if self.last_collective else "")
 
 
-def endings_of(reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> list[Ending]:
-    """The ranks that did not get through their body, causes first."""
-    found = [_ending(report, end) for report, end in zip(reports, exits, strict=True)]
-    return sorted((ending for ending in found if ending is not None), key=_order)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attribution:
+    """Which rank failed first, and what followed."""
+
+    endings: tuple[RankEnding, ...]
+    """One per rank, in rank order."""
+    failures: tuple[RankEnding, ...]
+    """The ranks that failed, the first failure first."""
+    notes: tuple[str, ...]
+    """Bad ends after the report arrived: worth a note, but not failures of the case."""
+
+    @property
+    def first(self) -> RankEnding | None:
+        """The first failure; None if no rank failed."""
+        return self.failures[0] if self.failures else None
+
+    @property
+    def is_hang(self) -> bool:
+        """Whether no rank failed by itself, and at least one missed a collective or its deadline."""
+        return self.first is not None and self.first.ending not in CAUSES
+
+    @property
+    def headline(self) -> str:
+        """The first failure in one sentence; empty if there is none."""
+        return self.first.sentence if self.first is not None else ""
+
+    @property
+    def consequences(self) -> tuple[str, ...]:
+        """One sentence for each other rank that did not finish; empty if no rank failed."""
+        if self.first is None:
+            return ()
+        others = (item for item in self.endings if item is not self.first)
+        return tuple(item.sentence for item in others if item.ending is not Ending.FINISHED)
 
 
-def headline_of(endings: Sequence[Ending], reports: Iterable[RankReport]) -> Ending | None:
+def attribute(reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> Attribution:
     """
-    The ending that decides, or None: there is none, or only consequences of a rank that left its body early on purpose.
+    Name the first rank to fail, from the report and the exit of each rank, in rank order.
 
-    Such a rank stopped at its findings, or said that nothing can be told here; its peers wait for it in vain.
+    A rank that raised for a reason of its own, or that ended before it reported, is the cause whatever the clock says:
+    a peer notices a dead rank before the controller does. Among causes the earliest counts. Without one the case hung,
+    and a rank that was stuck explains the ranks that waited for it.
     """
-    if not endings:
+    endings = tuple(ending_of(report, end) for report, end in zip(reports, exits, strict=True))
+    failures = [item for item in endings if item.ending in CAUSES or item.ending in _WAITED]
+    notes = (shutdown_note(report, end) for report, end in zip(reports, exits, strict=True))
+    return Attribution(
+        endings=endings,
+        failures=tuple(sorted(failures, key=_order)),
+        notes=tuple(note for note in notes if note is not None),
+    )
+
+
+def ending_of(report: RankReport | None, end: RankExit) -> RankEnding:
+    """How one rank ended."""
+    time, error, last = end.time, None, ""
+    if report is None:
+        kind, sentence = _end_without_report(end)
+        last = end.last_collectives[-1] if end.last_collectives else ""
+    elif report.error is not None:
+        error, time = report.error, report.error.time
+        kind = kind_of_error(error)
+        if report.findings and _class_of(error) == "RequirementFailed":
+            kind = Ending.FOUND
+        verb = {Ending.TIMED_OUT: "timed out in a collective:", Ending.LOST_PEER: "lost a peer:"}.get(kind, "raised")
+        line = first_line(error.message)
+        sentence = f"{verb} {_class_of(error)}" + (f": {line}" if line else "")
+    elif reason := report.not_run or report.inconclusive:
+        kind, sentence = Ending.LEFT_OUT, f"stopped early: {reason}"
+    else:
+        kind, sentence = Ending.FINISHED, "finished"
+    return RankEnding(
+        rank=end.rank, ending=kind, time=time, sentence=f"rank {end.rank} {sentence}", error=error, last_collective=last
+    )
+
+
+def shutdown_note(report: RankReport | None, end: RankExit) -> str | None:
+    """What went wrong when a rank shut down after its report, or None."""
+    if report is None or report.error is not None:
         return None
-    reports = list(reports)
-    silent = any(report.not_run is not None or report.inconclusive is not None for report in reports)
-    found = any(report.findings for report in reports)
-    # Findings alone do not end a rank's body, so they explain a peer that was lost, and not one that never came.
-    explained = Kind.STOPPED if silent else Kind.LOST_PEER
-    return None if (silent or found) and all(ending.kind >= explained for ending in endings) else endings[0]
+    if end.ended_by_controller:
+        return f"rank {end.rank} did not shut down after it had reported and was terminated"
+    # A rank that was left out exits with a skip code.
+    was_left_out = report.not_run is not None or report.inconclusive is not None
+    if not end.exitcode or (was_left_out and end.exitcode > 0):
+        return None
+    return f"rank {end.rank} {_exit_phrase(end.exitcode)} at shutdown, after it had reported"
 
 
-def late_deaths(reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> list[str]:
-    """Ranks that ended badly after their body was through: said, and never held against the implementation."""
-    notes = []
-    for report, end in zip(reports, exits, strict=True):
-        if report is None or report.error is not None:
-            continue
-        if end.ended_by_controller:
-            notes.append(f"rank {end.rank} had not shut down after its report was in, and was ended by the controller")
-        # A rank that was left out leaves with a skip code.
-        elif end.exitcode and report.not_run is None and report.inconclusive is None:
-            notes.append(f"rank {end.rank} {_death(end.exitcode)} after its report was in, while it shut down")
-    return notes
+def kind_of_error(error: RankError) -> Ending:
+    """RAISED, LOST_PEER or TIMED_OUT, from the class and the message of an exception."""
+    if _class_of(error) not in _BACKEND_CLASSES:
+        return Ending.RAISED
+    if _TIMED_OUT.search(error.message):
+        return Ending.TIMED_OUT
+    return Ending.LOST_PEER if _LOST_PEER.search(error.message) else Ending.RAISED
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:
@@ -94,62 +177,58 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def first_line(text: str) -> str:
-    """The first line of an exception's message, cut where it is endless."""
-    return text.strip().split("\n", 1)[0][:300]
+    """The first line of an exception's message, cut if it is very long."""
+    return text.strip().split("\n", 1)[0][:_LINE_CHARACTERS]
 
 
-def _order(ending: Ending) -> tuple[int, float, int]:
-    """
-    Sort key: what explains the others first, whatever the clock says, then by time.
-
-    Time alone does not tell: a rank that is killed is noticed by its peer before its controller. An exception or a
-    death explains every wait. Without one, a rank that never answered explains the time-outs of its peers.
-    """
-    return 0 if ending.kind <= Kind.DIED else int(ending.kind), ending.time, ending.rank
+def _order(item: RankEnding) -> tuple[int, float, int]:
+    """Sort key of failures: causes by time, then the ranks that waited, by how much their ending explains."""
+    return 0 if item.ending in CAUSES else 1 + _WAITED.index(item.ending), item.time, item.rank
 
 
-def _ending(report: RankReport | None, end: RankExit) -> Ending | None:
-    if report is None:
-        return _without_report(end)
-    error = report.error
-    if error is None or (report.findings and error.kind.endswith("RequirementFailed")):
-        return None
-    return Ending(
-        rank=end.rank,
-        kind=_kind(error),
-        time=error.time,
-        sentence=f"rank {end.rank} raised {error.kind.rsplit('.', 1)[-1]}: {first_line(error.message)}",
-        error=error,
-    )
-
-
-def _without_report(end: RankExit) -> Ending:
-    last = f"; its last collective: {end.last_collectives[-1]}" if end.last_collectives else ""
+def _end_without_report(end: RankExit) -> tuple[Ending, str]:
     if end.exitcode is not None and not end.ended_by_controller:
-        kind, how = Kind.DIED, f"{_death(end.exitcode)} before its report was in"
-    elif end.stack is not None and end.stack.startswith("stopped"):
-        kind, how = Kind.STOPPED, "was stopped by a signal and never answered"
-    else:
-        kind, how = Kind.STUCK, "did not answer within its deadline and was ended"
-    return Ending(rank=end.rank, kind=kind, time=end.time, sentence=f"rank {end.rank} {how}{last}")
+        kind = Ending.DIED if end.exitcode < 0 else Ending.EXITED
+        return kind, f"{_exit_phrase(end.exitcode)} before it reported"
+    if end.stack is not None and end.stack.startswith(STOPPED):
+        return Ending.STOPPED, "was stopped by a signal and never reported"
+    return Ending.STUCK, "did not report in time and was terminated"
 
 
-def _kind(error: RankError) -> Kind:
-    name = error.kind.rsplit(".", 1)[-1]
-    if name == "ReferencesDisagree":
-        return Kind.INCONCLUSIVE
-    if is_timeout(error.kind, error.message):
-        return Kind.TIMED_OUT
-    if is_lost_peer(error.kind, error.message):
-        return Kind.LOST_PEER
-    # A blame that is not in the list is the suite's own slip.
-    return _BLAME.get(error.blame, Kind.SUITE)
-
-
-def _death(code: int) -> str:
+def _exit_phrase(code: int) -> str:
     if code >= 0:
-        return f"ended with exit code {code}"
+        return f"exited with code {code}"
     try:
-        return f"died of {signal.Signals(-code).name}"
+        return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
-        return f"died of signal {-code}"
+        return f"was killed by signal {-code}"
+
+
+def _class_of(error: RankError) -> str:
+    return error.kind.rsplit(".", 1)[-1]
+
+
+# --- what backends say ---
+#
+# Backends raise RuntimeError and its subclasses for everything, so only the message tells a rank that lost a peer from
+# one that failed by itself.
+
+#: Only these classes come from a backend: a ValueError about a broken pipe is the rank's own.
+_BACKEND_CLASSES = frozenset(
+    {"RuntimeError", "DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "RankTimedOut"}
+)
+
+#: A peer is gone: messages of gloo's TCP transport, NCCL, torch's stores and simulated ranks.
+_LOST_PEER = re.compile(
+    r"connection (was )?(closed|reset|refused)|closed by peer|reset by peer|broken pipe|remote process exited"
+    r"|ncclRemoteError|communicator was aborted|recvValue failed|sendBytes failed|connection was likely closed",
+    re.IGNORECASE,
+)
+
+#: A peer did not come.
+_TIMED_OUT = re.compile(
+    r"timed out waiting|application timeout caused pair closure|timed out connecting|wait timeout after"
+    r"|timeout waiting for key|timed out after \d+|caught collective operation timeout|socket timeout"
+    r"|monitoredBarrier.*(timeout|within|in \d+ ms)|no rank can go on|mismatch in collective",
+    re.IGNORECASE | re.DOTALL,
+)

@@ -10,12 +10,12 @@ from fsdp_conformance import contract
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.case import Case
 from fsdp_conformance.judge.endings import (
+    CAUSES,
+    Attribution,
     Ending,
-    Kind,
-    endings_of,
+    RankEnding,
+    attribute,
     first_line,
-    headline_of,
-    late_deaths,
     ranks_in_words,
 )
 from fsdp_conformance.judge.findings import digest_findings, sorted_and_folded
@@ -28,19 +28,23 @@ from fsdp_conformance.verdict import Verdict
 LOUD_REFUSAL = "R000"
 
 _VERDICT = {
-    Kind.ADAPTER: Verdict.ERROR_ADAPTER,
-    Kind.SUITE: Verdict.ERROR_SUITE,
-    Kind.ENVIRONMENT: Verdict.NOT_RUN_ENV,
-    Kind.INCONCLUSIVE: Verdict.INCONCLUSIVE,
-    Kind.RAISED: Verdict.FAIL,
-    Kind.LOST_PEER: Verdict.FAIL,
-    Kind.DIED: Verdict.CRASH,
-    Kind.STOPPED: Verdict.HANG,
-    Kind.STUCK: Verdict.HANG,
-    Kind.TIMED_OUT: Verdict.HANG,
+    Ending.LOST_PEER: Verdict.FAIL,
+    Ending.DIED: Verdict.CRASH,
+    Ending.EXITED: Verdict.CRASH,
+    Ending.STOPPED: Verdict.HANG,
+    Ending.STUCK: Verdict.HANG,
+    Ending.TIMED_OUT: Verdict.HANG,
 }
 
-#: Verdicts that accuse the implementation, with the name of the check that speaks in the finding.
+#: The verdict on a rank that raised, by who is to blame. Any other blame is a mistake of the suite.
+_VERDICT_BY_BLAME = {
+    "implementation": Verdict.FAIL,
+    "adapter": Verdict.ERROR_ADAPTER,
+    "environment": Verdict.NOT_RUN_ENV,
+    "references": Verdict.INCONCLUSIVE,
+}
+
+#: Verdicts that accuse the implementation, with the check that the finding names.
 _ACCUSATIONS = {Verdict.FAIL: "training", Verdict.HANG: "deadline", Verdict.CRASH: "process end"}
 
 
@@ -89,21 +93,45 @@ def judge(
         undeclared=_undeclared(case, declared, came_in),
         reports=came_in,
     )
-    endings = endings_of(reports, exits)
-    # A rank that did not get through its body has half its digests.
-    digests = digest_findings(case, came_in) if not endings else []
+    found = attribute(reports, exits)
+    failures = _failures(found)
+    # A rank that failed has recorded only part of its digests.
+    digests = digest_findings(case, came_in) if not failures else []
     record.findings, left_out = sorted_and_folded(came_in, digests, world_size=case.world_size)
     _collect(record, came_in)
-    record.notes += late_deaths(reports, exits)
+    record.notes += found.notes
     if left_out:
         record.notes.append(f"{left_out} further findings are left out of this record")
-    headline = headline_of(endings, came_in)
-    record.consequences = [ending.sentence for ending in endings if ending is not headline]
+    headline = _headline(failures, came_in)
+    record.consequences = [failure.full_sentence for failure in failures if failure is not headline]
     if headline is None:
         _judge_reports(record, evidence)
     else:
         _judge_ending(record, evidence, headline)
     return record
+
+
+def _failures(found: Attribution) -> list[RankEnding]:
+    """The ranks that failed, without those that stopped at their own findings: these speak for themselves."""
+    return [failure for failure in found.failures if failure.ending is not Ending.FOUND]
+
+
+def _headline(failures: Sequence[RankEnding], reports: Sequence[RankReport]) -> RankEnding | None:
+    """
+    The failure that decides the verdict.
+
+    None if no rank failed, or if all that failed only waited for a rank that ended early on purpose: it stopped at its
+    findings, was skipped, or could not be judged.
+    """
+    if not failures:
+        return None
+    if any(report.not_run is not None or report.inconclusive is not None for report in reports):
+        is_explained = all(failure.ending not in CAUSES for failure in failures)
+    else:
+        # Findings alone do not end a body, so they explain a lost peer, but not a rank that never came.
+        found = any(report.findings for report in reports)
+        is_explained = found and all(failure.ending is Ending.LOST_PEER for failure in failures)
+    return None if is_explained else failures[0]
 
 
 def _malformed(case: Case, reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> str:
@@ -155,35 +183,43 @@ def _per_rank(by_rank: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
     return merged
 
 
-def _judge_ending(record: CaseRecord, evidence: Evidence, headline: Ending) -> None:
-    """The verdict on a case in which at least one rank did not get through its body."""
+def _judge_ending(record: CaseRecord, evidence: Evidence, headline: RankEnding) -> None:
+    """The verdict on a case in which at least one rank failed."""
     error = headline.error
+    blame = ""
     if error is not None:
         record.traceback = error.traceback
-        if headline.kind in (Kind.REFUSED, Kind.RAISED) and evidence.undeclared and record.findings:
+        blame = _blame(error) if headline.ending is Ending.RAISED else ""
+        if blame in ("refusal", "implementation") and evidence.undeclared and record.findings:
             # It trained to wrong numbers before it raised.
             _judge_reports(record, evidence)
             return
-        if headline.kind is Kind.REFUSED or (headline.kind is Kind.RAISED and evidence.undeclared):
+        if blame == "refusal" or (blame == "implementation" and evidence.undeclared):
             _judge_refusal(record, evidence, headline.rank, error)
             return
-        if headline.kind is Kind.ENVIRONMENT:
+        if blame == "environment":
             record.measurements["absent"] = [error.capability or "unnamed"]
-    decided(record, _VERDICT[headline.kind], headline.sentence)
+    verdict = _VERDICT.get(headline.ending) or _VERDICT_BY_BLAME.get(blame, Verdict.ERROR_SUITE)
+    decided(record, verdict, headline.full_sentence)
     if error is not None and len(error.problems) > 1:
         record.reason = f"rank {headline.rank}: " + "; ".join(error.problems)
     if record.verdict in _ACCUSATIONS:
         record.findings.insert(0, _ending_finding(record, evidence, headline))
 
 
-def _ending_finding(record: CaseRecord, evidence: Evidence, headline: Ending) -> Finding:
-    """The ending as an argument for a requirement: R000 if a refusal was due, else the one that the case is about."""
+def _blame(error: RankError) -> str:
+    """Who is to blame for an exception; references that disagree blame nobody else."""
+    return "references" if error.kind.rsplit(".", 1)[-1] == "ReferencesDisagree" else error.blame
+
+
+def _ending_finding(record: CaseRecord, evidence: Evidence, headline: RankEnding) -> Finding:
+    """The ending as a finding: against R000 if a refusal was due, otherwise against the case's own requirement."""
     last = {end.rank: end.last_collectives[-1] if end.last_collectives else "none" for end in record.exits}
     likely = None
     if record.verdict is Verdict.HANG and len(set(last.values())) > 1:
         ranks = " | ".join(f"rank {rank} {line}" for rank, line in last.items())
         likely = differing_calls(record.exits) or f"ranks issue different collectives; the last of each: {ranks}"
-    message = headline.sentence
+    message = headline.full_sentence
     if evidence.undeclared:
         flags = ", ".join(evidence.undeclared)
         message += f"; {flags} is not declared, so it should be refused by an exception on every rank"
@@ -194,7 +230,7 @@ def _ending_finding(record: CaseRecord, evidence: Evidence, headline: Ending) ->
         rank=headline.rank,
         call=last[headline.rank] if last[headline.rank] != "none" else None,
         likely=likely,
-        detail=headline.error.message if headline.error is not None and headline.kind is Kind.TIMED_OUT else None,
+        detail=headline.error.message if headline.error is not None and headline.ending is Ending.TIMED_OUT else None,
     )
 
 

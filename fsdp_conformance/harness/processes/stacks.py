@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Protocol
 
-from fsdp_conformance.harness.attribution import STOPPED
 from fsdp_conformance.harness.deadlines import remaining
 from fsdp_conformance.harness.recording.collective_trace import read_trace
+from fsdp_conformance.judge.endings import STOPPED
 
 #: How often the stack files are looked at: a file that grows wakes nobody.
 _LOOK_S = 0.01

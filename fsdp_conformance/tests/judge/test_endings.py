@@ -75,8 +75,8 @@ def test_a_lost_peer_is_a_consequence_whatever_the_clock_says() -> None:
     record = judged(raised(0, LOST_PEER, time=1.0), (None, an_exit(1, code=-11, time=1.2, **GONE)))
 
     assert record.verdict is Verdict.CRASH
-    assert record.reason == "rank 1 died of SIGSEGV before its report was in"
-    assert record.consequences == [f"rank 0 raised RuntimeError: {LOST_PEER}"]
+    assert record.reason == "rank 1 was killed by SIGSEGV before it reported"
+    assert record.consequences == [f"rank 0 lost a peer: RuntimeError: {LOST_PEER}"]
 
 
 def test_a_lost_peer_that_nobody_explains_fails() -> None:
@@ -109,7 +109,7 @@ def test_an_earlier_death_explains_a_later_exception() -> None:
     """Causes are weighed by time, whatever their kind."""
     record = judged((None, an_exit(0, code=-9, time=1.0, **GONE)), raised(1, "no peer left", time=2.0))
 
-    assert (record.verdict, record.reason) == (Verdict.CRASH, "rank 0 died of SIGKILL before its report was in")
+    assert (record.verdict, record.reason) == (Verdict.CRASH, "rank 0 was killed by SIGKILL before it reported")
 
 
 # Blame.
@@ -178,11 +178,11 @@ def test_references_that_disagree_judge_nobody() -> None:
 @pytest.mark.parametrize(
     ("code", "words"),
     [
-        (-9, "died of SIGKILL"),
-        (-6, "died of SIGABRT"),
-        (-99, "died of signal 99"),
-        (3, "ended with exit code 3"),
-        (0, "ended with exit code 0"),
+        (-9, "was killed by SIGKILL"),
+        (-6, "was killed by SIGABRT"),
+        (-99, "was killed by signal 99"),
+        (3, "exited with code 3"),
+        (0, "exited with code 0"),
     ],
 )
 def test_a_process_that_ends_without_a_report_crashed(code: int, words: str) -> None:
@@ -190,7 +190,7 @@ def test_a_process_that_ends_without_a_report_crashed(code: int, words: str) -> 
     record = judged(well(0), (None, an_exit(1, code=code, **GONE)))
 
     assert record.verdict is Verdict.CRASH
-    assert record.reason == f"rank 1 {words} before its report was in"
+    assert record.reason == f"rank 1 {words} before it reported"
     assert [(item.requirement, item.check, item.rank) for item in record.findings] == [("R001", "process end", 1)]
 
 
@@ -208,17 +208,17 @@ def test_a_rank_that_the_controller_ended_after_a_death_is_a_consequence() -> No
     record = judged((None, stuck(0, time=5.0)), (None, an_exit(1, code=-9, time=6.0, **GONE)))
 
     assert record.verdict is Verdict.CRASH
-    assert record.consequences == ["rank 0 did not answer within its deadline and was ended"]
+    assert record.consequences == ["rank 0 did not report in time and was terminated"]
 
 
 @pytest.mark.parametrize(
     ("end", "note"),
     [
-        (an_exit(1, code=-6), "rank 1 died of SIGABRT after its report was in, while it shut down"),
-        (an_exit(1, code=1), "rank 1 ended with exit code 1 after its report was in, while it shut down"),
+        (an_exit(1, code=-6), "rank 1 was killed by SIGABRT at shutdown, after it had reported"),
+        (an_exit(1, code=1), "rank 1 exited with code 1 at shutdown, after it had reported"),
         (
             an_exit(1, code=-9, ended_by_controller=True),
-            "rank 1 had not shut down after its report was in, and was ended by the controller",
+            "rank 1 did not shut down after it had reported and was terminated",
         ),
     ],
 )
@@ -248,7 +248,7 @@ def test_a_rank_that_never_answers_hangs() -> None:
 
     assert record.verdict is Verdict.HANG
     assert record.reason == (
-        "rank 0 did not answer within its deadline and was ended; its last collective: forward all_gather [0,1]"
+        "rank 0 did not report in time and was terminated; its last collective: forward all_gather [0,1]"
     )
     assert record.exits == ends
     (finding,) = record.findings
@@ -272,14 +272,14 @@ def test_the_silent_rank_explains_the_time_outs_of_its_peers() -> None:
     record = judged(raised(0, TIMED_OUT, time=3.0), (None, stuck(1, time=8.0)))
 
     assert record.verdict is Verdict.HANG
-    assert record.reason.startswith("rank 1 did not answer")
+    assert record.reason.startswith("rank 1 did not report in time")
 
 
 def test_a_stopped_rank_explains_a_stuck_one() -> None:
     """SIGSTOP is told apart by the first words of its stack."""
     record = judged((None, stuck(0, time=1.0)), (None, stuck(1, time=2.0, stack="stopped (state T in /proc/PID/stat)")))
 
-    assert record.reason == "rank 1 was stopped by a signal and never answered"
+    assert record.reason == "rank 1 was stopped by a signal and never reported"
 
 
 def test_time_outs_on_every_rank_are_a_hang() -> None:
@@ -287,7 +287,7 @@ def test_time_outs_on_every_rank_are_a_hang() -> None:
     record = judged(raised(0, TIMED_OUT, time=3.1), raised(1, TIMED_OUT, time=3.0))
 
     assert record.verdict is Verdict.HANG
-    assert record.reason.startswith("rank 1 raised RuntimeError:")
+    assert record.reason.startswith("rank 1 timed out in a collective: RuntimeError:")
 
 
 def test_an_exception_explains_a_time_out_of_a_peer() -> None:
@@ -416,7 +416,7 @@ def test_a_refusal_with_a_peer_that_was_ended_is_a_refusal() -> None:
     record = judged(refused(0), (None, stuck(1)), needs=("frozen_mixed",))
 
     assert record.verdict is Verdict.UNSUPPORTED
-    assert record.consequences == ["rank 1 did not answer within its deadline and was ended"]
+    assert record.consequences == ["rank 1 did not report in time and was terminated"]
 
 
 def test_an_exception_after_wrong_numbers_is_no_refusal() -> None:
@@ -439,7 +439,7 @@ def test_a_rank_that_stopped_at_its_findings_explains_a_lost_peer() -> None:
 
     assert record.verdict is Verdict.FAIL
     assert [item.requirement for item in record.findings] == ["R003"]
-    assert record.consequences == [f"rank 1 raised RuntimeError: {LOST_PEER}"]
+    assert record.consequences == [f"rank 1 lost a peer: RuntimeError: {LOST_PEER}"]
 
 
 def test_findings_do_not_explain_a_rank_that_never_answered() -> None:

@@ -65,7 +65,7 @@ def test_a_rank_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
     run = sanitize("--timeout", "30", script, cwd=tmp_path)
 
     assert run.status == 5, run.out + run.err
-    assert "rank 1 had not reported when it was ended" in run.verdict
+    assert "rank 1 did not report in time and was terminated" in run.verdict
     assert 'File "train.py", line 20 in go_wrong' in run.out
     assert "last collectives of rank 1:" in run.out
     assert "all_reduce 16B float32" in run.out
@@ -78,7 +78,7 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     run = sanitize(script, cwd=tmp_path)
 
     assert run.status == 5, run.out + run.err
-    assert run.verdict == "the script failed: rank 1 was ended by SIGKILL before its report [exit 5]"
+    assert run.verdict == "the script failed: rank 1 was killed by SIGKILL before it reported [exit 5]"
 
 
 @pytest.mark.parametrize(("ending", "status"), [("sys.exit(7)", 5), ("sys.exit()", 0), ("os._exit(0)", 5)])
@@ -97,7 +97,7 @@ def test_hazards_before_a_failure_are_kept(tmp_path: Path) -> None:
 
     assert run.status == 1, run.out + run.err
     assert [(one["kind"], one["ranks"]) for one in run.hazards] == [("read_after_write", [1])]
-    assert "rank 1 was ended by SIGKILL" in run.out
+    assert "rank 1 was killed by SIGKILL" in run.out
 
 
 _RACE = """

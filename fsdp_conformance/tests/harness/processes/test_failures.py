@@ -16,11 +16,11 @@ import torch
 from torch import distributed
 
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.harness.attribution import Attribution, Ending, attribute
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.processes import supervisor
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
+from fsdp_conformance.judge.endings import Attribution, Ending, attribute
 from fsdp_conformance.outcome import RankExit, RankReport
 from fsdp_conformance.tests.harness.started_ranks import StartedRanks
 
@@ -261,7 +261,7 @@ def test_killed_rank_is_named_by_its_signal() -> None:
     """A rank that dies of SIGKILL is the first failure, although its peers notice before the controller does."""
     seen = run(Faulty, "test_sigkill")
 
-    assert seen.found.headline == "rank 1 was ended by SIGKILL before its report"
+    assert seen.found.headline == "rank 1 was killed by SIGKILL before it reported"
     assert (seen.exits[1].exitcode, seen.exits[1].reported, seen.exits[1].ended_by_controller) == (-9, False, False)
     assert_next_case_is_clean()
 
@@ -270,7 +270,7 @@ def test_segfault_leaves_its_python_stack() -> None:
     """A rank that dies of a fault of its own says where in Python it was."""
     seen = run(Faulty, "test_segfault")
 
-    assert seen.found.headline == "rank 1 was ended by SIGSEGV before its report"
+    assert seen.found.headline == "rank 1 was killed by SIGSEGV before it reported"
     assert "in test_segfault" in (seen.exits[1].stack or "")
     assert_next_case_is_clean()
 
@@ -281,7 +281,7 @@ def test_early_exit_is_a_failure(method: str, code: int) -> None:
     seen = run(Faulty, method)
 
     assert (code, False) == (seen.exits[1].exitcode, seen.exits[1].reported)
-    assert f"rank 1 ended before its report, with exit code {code}" == seen.found.headline
+    assert f"rank 1 exited with code {code} before it reported" == seen.found.headline
     assert seen.errors
     assert_next_case_is_clean()
 
@@ -293,7 +293,7 @@ def test_exit_of_the_last_rank_counts() -> None:
     assert seen.endings[2] == Ending.EXITED
     # A peer that is still connecting when rank 2 dies loses it; one that is through does not notice.
     assert set(seen.endings[:2]) <= {Ending.FINISHED, Ending.LOST_PEER}
-    assert seen.found.headline == "rank 2 ended before its report, with exit code 5"
+    assert seen.found.headline == "rank 2 exited with code 5 before it reported"
 
 
 def test_rank_that_leaves_a_collective_out_is_a_hang() -> None:
@@ -314,7 +314,7 @@ def test_sleeping_rank_is_found_with_its_stack() -> None:
 
     assert seen.endings[1] == Ending.STUCK
     assert seen.found.is_hang
-    assert seen.found.headline == "rank 1 had not reported when it was ended"
+    assert seen.found.headline == "rank 1 did not report in time and was terminated"
     assert "in test_sleeps" in (seen.exits[1].stack or "")
     assert "_end_with" not in (seen.exits[1].stack or "")
     assert seen.exits[1].ended_by_controller
@@ -383,18 +383,18 @@ def test_rank_that_ignores_sigterm_is_killed() -> None:
 
 def test_death_at_shutdown_is_said_and_is_no_failure() -> None:
     """After the report is in, a signal is a note: neither a silent pass nor a failure of the case."""
-    with pytest.warns(UserWarning, match="rank 1 was ended by SIGABRT at shutdown, after its report was in"):
+    with pytest.warns(UserWarning, match="rank 1 was killed by SIGABRT at shutdown, after it had reported"):
         seen = run(Faulty, "test_dies_at_shutdown")
 
     assert seen.endings == [Ending.FINISHED] * 3
     assert (seen.exits[1].exitcode, seen.exits[1].reported) == (-signal.SIGABRT, True)
-    assert seen.found.notes == ("rank 1 was ended by SIGABRT at shutdown, after its report was in",)
+    assert seen.found.notes == ("rank 1 was killed by SIGABRT at shutdown, after it had reported",)
     assert not seen.errors
 
 
 def test_exception_at_shutdown_is_said() -> None:
     """An exception after the report is in is kept in the rank's output."""
-    with pytest.warns(UserWarning, match="rank 1 ended with exit code 11 at shutdown"):
+    with pytest.warns(UserWarning, match="rank 1 exited with code 11 at shutdown"):
         seen = run(Faulty, "test_raises_at_shutdown")
 
     assert "could not shut down" in seen.exits[1].output
@@ -403,7 +403,7 @@ def test_exception_at_shutdown_is_said() -> None:
 
 def test_rank_that_does_not_shut_down_is_ended() -> None:
     """A rank that hangs after its report is ended at the case's deadline, and said."""
-    with pytest.warns(UserWarning, match="rank 1 did not end by itself after its report was in"):
+    with pytest.warns(UserWarning, match="rank 1 did not shut down after it had reported and was terminated"):
         seen = run(Hanging, "test_does_not_shut_down")
 
     assert seen.endings == [Ending.FINISHED] * 3

@@ -292,7 +292,7 @@ def test_a_case_on_simulated_ranks() -> None:
     [
         ("test_raises", "rank 1 raised ValueError: shard 1 has 3 elements\n  then rank 0 lost a peer"),
         ("test_leaves_one_out", "timed out in a collective: DistBackendError: no rank can go on: rank 0 waits for"),
-        ("test_dies", "rank 1 was ended by SIGKILL before its report"),
+        ("test_dies", "rank 1 was killed by SIGKILL before it reported"),
     ],
 )
 def test_bad_ends(name: str, headline: str) -> None:
@@ -338,7 +338,7 @@ def test_a_mismatch_is_diagnosed_on_both_kinds_of_ranks(simulated: bool) -> None
     case.run(result)
 
     (text,) = [text for _, text in [*result.errors, *result.failures]]
-    assert "timed out in a collective" in text or "had not reported when it was ended" in text
+    assert "timed out in a collective" in text or "did not report in time and was terminated" in text
     assert re.search(r"rank 0 called all_reduce\S* .*at test_ranks.py:\d+ in step", text), text
     assert re.search(r"rank 1 called all_gather\S* .*at test_ranks.py:\d+ in step", text), text
 

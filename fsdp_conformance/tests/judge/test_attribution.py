@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_conformance.harness.attribution import STOPPED, Attribution, Ending, attribute, kind_of_error, shutdown_note
+from fsdp_conformance.judge.endings import STOPPED, Attribution, Ending, attribute, kind_of_error, shutdown_note
 from fsdp_conformance.outcome import RankError, RankExit, RankReport
 
 CLOSED = "[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:8585"
@@ -43,7 +43,7 @@ def test_cause_comes_before_consequence_whatever_the_clock_says() -> None:
     """A peer notices a dead rank before the controller does: its earlier time does not make it the first."""
     found = told((report(0, error(CLOSED, time=1.0)), end(0, 10)), (None, end(1, -9, time=2.0, reported=False)))
 
-    assert found.headline == "rank 1 was ended by SIGKILL before its report"
+    assert found.headline == "rank 1 was killed by SIGKILL before it reported"
     assert [item.ending for item in found.endings] == [Ending.LOST_PEER, Ending.DIED]
     assert len(found.consequences) == 1
     assert not found.is_hang
@@ -61,7 +61,7 @@ def test_absent_rank_explains_those_that_waited() -> None:
     stuck = end(1, -15, reported=False, ended_by_controller=True)
     found = told((report(0, error(TIMED_OUT)), end(0, 10)), (None, stuck))
 
-    assert found.headline == "rank 1 had not reported when it was ended"
+    assert found.headline == "rank 1 did not report in time and was terminated"
     assert found.is_hang
 
 
@@ -91,7 +91,7 @@ def test_left_out_rank_keeps_its_reason() -> None:
     skipped = (report(0, not_run="no gloo"), end(0, 86))
 
     assert told(skipped, (report(1, not_run="no gloo"), end(1, 86))).first is None
-    assert told(skipped, (report(1, error()), end(1, 10))).consequences == ("rank 0 left out: no gloo",)
+    assert told(skipped, (report(1, error()), end(1, 10))).consequences == ("rank 0 stopped early: no gloo",)
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_same_words_in_an_exception_of_its_own() -> None:
     ("exit_of_rank", "note"),
     [
         (end(2, 0), None),
-        (end(2, -6), "rank 2 was ended by SIGABRT at shutdown, after its report was in"),
-        (end(2, 3), "rank 2 ended with exit code 3 at shutdown, after its report was in"),
-        (end(2, -9, ended_by_controller=True), "rank 2 did not end by itself after its report was in"),
+        (end(2, -6), "rank 2 was killed by SIGABRT at shutdown, after it had reported"),
+        (end(2, 3), "rank 2 exited with code 3 at shutdown, after it had reported"),
+        (end(2, -9, ended_by_controller=True), "rank 2 did not shut down after it had reported and was terminated"),
     ],
 )
 def test_ends_after_the_report(exit_of_rank: RankExit, note: str | None) -> None:
