@@ -14,12 +14,13 @@ import torch
 from torch import distributed
 
 from fsdp_conformance import errors
-from fsdp_conformance.harness import devices
-from fsdp_conformance.harness import rank as rank_process
-from fsdp_conformance.judge.endings import attribute
+from fsdp_conformance.harness import context, devices
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
-from fsdp_conformance.harness.processes.launcher import LaunchOrder, launch
+from fsdp_conformance.harness.order import CaseOrder, packed
+from fsdp_conformance.harness.processes.launcher import launch
+from fsdp_conformance.harness.rank import describe_error, destroy_process_group
+from fsdp_conformance.judge.endings import attribute
 
 #: What every rank imports anyway.
 _PRELOAD = ("torch.distributed.fsdp", "torch._dynamo", "studies.stream_runs")
@@ -40,7 +41,7 @@ def run_on_ranks(
     RankTimedOut.
     """
     with tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True) as directory:
-        order = LaunchOrder(
+        order = CaseOrder(
             module=__name__,
             qualname=Asked.__qualname__,
             test_name=function.__qualname__,
@@ -53,7 +54,7 @@ def run_on_ranks(
             variables=dict(environment or {}),
             preload=(*devices.preload(device_type), *_PRELOAD),
             preload_environment=dict(devices.preload_environment(device_type)),
-            payload=(function, args),
+            payload=packed((function, args)),
             imports_main=function.__module__ == "__main__",
         )
         launched = launch(order)
@@ -76,26 +77,27 @@ class Asked:
 
     @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, pipe: Connection, **kwargs: Any) -> None:
-        run = rank_process.running()
+        run = context.running()
+        case = run.order.case
         function, args = run.payload
         try:
-            device = devices.device_of(run.start.device_type, rank)
+            device = devices.device_of(case.device_type, rank)
             devices.use_device(device)
             distributed.init_process_group(
-                devices.backend_for(run.start.device_type),
+                devices.backend_for(case.device_type),
                 init_method=f"file://{file_name}",
                 rank=rank,
-                world_size=run.start.world_size,
-                timeout=timedelta(seconds=run.start.collective_timeout_s),
+                world_size=case.world_size,
+                timeout=timedelta(seconds=case.deadlines.collective_s),
             )
             answer = function(rank, device, *args)
             json.dumps(answer)
             run.report.measurements["answer"] = answer
         except Exception as error:  # noqa: BLE001 - whatever it raised is the answer
-            run.note(error, rank_process.describe_error(error))
+            run.note(error, describe_error(error))
         run.speak()
         run.wait_for_goodbye()
-        rank_process.destroy_process_group()
+        destroy_process_group()
 
 
 def synchronized(device: torch.device) -> None:

@@ -18,7 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.faults.fault import POINTS, QUIET_PHASES, Fault
 from fsdp_conformance.faults.pause import calibrate, device_in_use, pause
-from fsdp_conformance.harness.recording.collective_log import CollectiveObserver, log
+from fsdp_conformance.harness.context import log
+from fsdp_conformance.harness.recording.collective_log import CollectiveObserver
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 
 

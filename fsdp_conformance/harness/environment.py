@@ -20,7 +20,6 @@ import torch
 import torch.distributed.constants
 
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.harness.recording.collective_trace import TRACE_VARIABLE
 
 #: cuBLAS is deterministic only with a workspace of a fixed size (docs of torch.use_deterministic_algorithms).
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
@@ -85,7 +84,7 @@ class Determinism:
         }
 
 
-def rank_variables(rank: int, world_size: int, *, trace: str, determinism: Determinism) -> dict[str, str]:
+def rank_variables(rank: int, world_size: int, *, determinism: Determinism) -> dict[str, str]:
     """
     The environment of a rank: the controller's, and what launchers set.
 
@@ -101,7 +100,6 @@ def rank_variables(rank: int, world_size: int, *, trace: str, determinism: Deter
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
-        TRACE_VARIABLE: trace,
     }
 
 

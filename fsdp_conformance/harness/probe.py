@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_conformance import errors
-from fsdp_conformance.harness import rank as rank_process
+from fsdp_conformance.harness import context
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
-from fsdp_conformance.harness.processes.launcher import LaunchOrder, launch
+from fsdp_conformance.harness.order import CaseOrder, packed
+from fsdp_conformance.harness.processes.launcher import launch
+from fsdp_conformance.harness.rank import describe_error
 from fsdp_conformance.judge.endings import attribute
 from fsdp_conformance.outcome import RankError
 
@@ -40,7 +42,7 @@ def run_in_child(
     with the stack.
     """
     with tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True) as directory:
-        order = LaunchOrder(
+        order = CaseOrder(
             module=__name__,
             qualname=Probe.__qualname__,
             test_name=function.__qualname__,
@@ -52,8 +54,7 @@ def run_in_child(
             determinism=Determinism(algorithms="off"),
             variables=dict(environment or {}),
             preload=preload,
-            preload_environment={},
-            payload=(function, args),
+            payload=packed((function, args)),
             imports_main=function.__module__ == "__main__",
         )
         launched = launch(order)
@@ -80,12 +81,12 @@ class Probe:
 
     @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, pipe: Connection, **kwargs: Any) -> None:
-        run = rank_process.running()
+        run = context.running()
         function, args = run.payload
         try:
             run.report.measurements["answer"] = function(*args)
         except Exception as error:  # noqa: BLE001 - whatever it raised is the answer
-            run.note(error, rank_process.describe_error(error))
+            run.note(error, describe_error(error))
         run.speak()
 
 

@@ -31,11 +31,12 @@ import torch
 from torch import distributed
 
 from fsdp_conformance.config import TorchrunWorker
-from fsdp_conformance.harness import devices
-from fsdp_conformance.harness import rank as rank_process
+from fsdp_conformance.harness import context, devices
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
-from fsdp_conformance.harness.processes.launcher import Launch, LaunchOrder, launch
+from fsdp_conformance.harness.order import CaseOrder, packed
+from fsdp_conformance.harness.processes.launcher import Launch, launch
+from fsdp_conformance.harness.rank import ERROR_EXIT_CODE, describe_error, destroy_process_group
 from fsdp_conformance.harness.torch_testing import MultiProcessTestCase
 from fsdp_conformance.harness.torchrun.worker import CaseMeeting
 from fsdp_conformance.judge.endings import Attribution, Ending, attribute
@@ -84,12 +85,12 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
 
     def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
         super().__init__(method_name, methodName)
-        run = rank_process.current()
+        run = context.current().run
         if run is not None:
             self.report = run.report
             self.launch_payload = run.payload
-            self.launch_options = run.start.options
-            self.device_type = run.start.device_type
+            self.launch_options = run.order.case.options
+            self.device_type = run.order.case.device_type
 
     # --- the controller ----------------------------------------------------------------------------------------------
 
@@ -130,7 +131,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
         if meeting is not None and not meeting.takes_part:
             return
         self._launch = launch(
-            LaunchOrder(
+            CaseOrder(
                 module=owner.__module__,
                 qualname=owner.__qualname__,
                 test_name=self._current_test_name(),
@@ -143,13 +144,15 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
                 variables={**self.preload_environment, **self.rank_environment},
                 preload=(*devices.preload(self.device_type), owner.__module__, *self.preload),
                 preload_environment={**self.preload_environment, **devices.preload_environment(self.device_type)},
-                payload=self.launch_payload,
+                payload=packed(self.launch_payload),
                 options={"fake_pg": getattr(self, "fake_pg", False)},
                 imports_main=owner.__module__ == "__main__",
                 reuse=self.reuse_ranks,
                 simulated=self.simulated_ranks,
-                meeting=meeting,
-            )
+                name=meeting.name if meeting is not None else "",
+                worker=self.torchrun_worker,
+            ),
+            meeting,
         )
         self.processes = self._launch.processes
         self.pid_to_pipe = self._launch.pipes
@@ -225,7 +228,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
         Raises SystemExit with the exit code of torch's harness if the method raised or skipped; then nothing is shut
         down, because a process group whose ranks have parted cannot be.
         """
-        code = rank_process.running().body(self, test_name)
+        code = context.running().body(self, test_name)
         if code:
             sys.exit(code)
         self.shutdown_rank()
@@ -238,11 +241,11 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     def shutdown_rank(self) -> None:
         """Runs in a rank after the goodbye, when no peer communicates any more."""
         if self.destroy_pg_upon_exit:
-            rank_process.destroy_process_group()
+            destroy_process_group()
 
     def describe_error(self, error: BaseException) -> RankError:
         """An exception of the test method as data. Override it to say who is to blame."""
-        return rank_process.describe_error(error)
+        return describe_error(error)
 
     @property
     def device(self) -> torch.device:
@@ -261,7 +264,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
             init_method=self.init_method,
             rank=self.rank,
             world_size=int(self.world_size),
-            timeout=timedelta(seconds=rank_process.running().start.collective_timeout_s),
+            timeout=timedelta(seconds=context.running().order.case.deadlines.collective_s),
         )
 
 
@@ -288,8 +291,7 @@ def failure_text(
             continue
         if report is not None and report.error is not None:
             lines.append(
-                f"Process {index} exited with error code {rank_process.ERROR_EXIT_CODE} and exception:\n"
-                f"{report.error.traceback}"
+                f"Process {index} exited with error code {ERROR_EXIT_CODE} and exception:\n{report.error.traceback}"
             )
         elif end.ended_by_controller:
             lines.append(f"Process {index} terminated or timed out after {elapsed_s:.1f} seconds")

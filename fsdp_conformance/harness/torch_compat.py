@@ -22,8 +22,8 @@ import torch
 from torch import distributed
 
 from fsdp_conformance.harness import devices
-from fsdp_conformance.harness import rank as rank_process
 from fsdp_conformance.harness.environment import Determinism
+from fsdp_conformance.harness.rank import destroy_process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.harness.torch_testing import common_distributed, common_fsdp, common_utils
 
@@ -89,7 +89,7 @@ class FSDPTest(MultiProcessTestCase, common_fsdp.FSDPTest):  # type: ignore[misc
     def shutdown_rank(self) -> None:
         """Destroy the group, whatever `destroy_pg_upon_exit` says: torch's class does so in its `_run`."""
         torch._dynamo.reset()
-        rank_process.destroy_process_group()
+        destroy_process_group()
 
 
 def accelerator_or_cpu() -> str:

@@ -109,7 +109,7 @@ class ScriptLaunch:
         self._resources = contextlib.ExitStack()
         self._followers: list[_Follower] = []
         self._supervisor: Any = None
-        self._starts: list[Any] = []
+        self._orders: list[Any] = []
 
     def __enter__(self) -> ScriptLaunch:
         self._resources.callback(_end_server, self._server)
@@ -128,10 +128,10 @@ class ScriptLaunch:
     def start(self) -> None:
         """Fork the ranks. Raises EnvironmentUnavailable if the warm process cannot start."""
         # These import torch, which the warm process does at the same time.
-        from fsdp_conformance.harness import rank
-        from fsdp_conformance.harness.processes.launcher import fork_ranks
+        from fsdp_conformance.harness.processes import rank_process
+        from fsdp_conformance.harness.processes.launcher import fork_ranks, take_seats
         from fsdp_conformance.harness.processes.leftovers import remove_orphans, shared_memory
-        from fsdp_conformance.harness.processes.supervisor import Seat, Supervisor
+        from fsdp_conformance.harness.processes.supervisor import Supervisor
 
         self._resources.callback(remove_orphans, shared_memory())
         directory = Path(
@@ -140,15 +140,11 @@ class ScriptLaunch:
             )
         )
         port = self._resources.enter_context(held_port())
-        self._starts = _launch_order(self.order, directory, port).starts({})
-        members = fork_ranks([(rank.main, (start,)) for start in self._starts], self._server)
-        seats = [
-            Seat.take(start.rank, process, connection, start.files)
-            for start, (process, connection) in zip(self._starts, members, strict=True)
-        ]
+        self._orders = _case_order(self.order, directory, port).for_ranks({})
+        seats = take_seats(self._orders, fork_ranks(rank_process.main, len(self._orders), self._server))
         self._supervisor = Supervisor(seats, self.order.deadlines())
         self._resources.callback(self._close)
-        self._followers = [_Follower(start.rank, Path(start.files.output), self._say) for start in self._starts]
+        self._followers = [_Follower(order.rank, Path(order.files.output), self._say) for order in self._orders]
 
     def wait(self) -> tuple[list[Any], list[Any]]:
         """The RankReport (None: it sent none) and the RankExit of each rank, once all have ended."""
@@ -162,9 +158,9 @@ class ScriptLaunch:
             seat.mailbox.connection.close()
         for follower in self._followers:
             follower.stop()
-        for index, (start, report) in enumerate(zip(self._starts, self._supervisor.reports(), strict=True)):
+        for index, (order, report) in enumerate(zip(self._orders, self._supervisor.reports(), strict=True)):
             said = report.measurements.get("observed") if report is not None else None
-            self.observed[index] = said or _written(Path(start.files.output).with_suffix(OBSERVED_SUFFIX))
+            self.observed[index] = said or _written(Path(order.files.output).with_suffix(OBSERVED_SUFFIX))
 
 
 @contextlib.contextmanager
@@ -203,12 +199,12 @@ def torchrun_variables(rank: int, world_size: int, *, port: int, run_id: str) ->
     }
 
 
-def _launch_order(order: ScriptOrder, directory: Path, port: int) -> Any:
+def _case_order(order: ScriptOrder, directory: Path, port: int) -> Any:
     """The order in the harness's words."""
     from fsdp_conformance.harness.environment import Determinism
-    from fsdp_conformance.harness.processes.launcher import LaunchOrder
+    from fsdp_conformance.harness.order import CaseOrder, packed
 
-    return LaunchOrder(
+    return CaseOrder(
         module="fsdp_conformance.simulator.script",
         qualname="ScriptRank",
         test_name=order.target,
@@ -220,9 +216,9 @@ def _launch_order(order: ScriptOrder, directory: Path, port: int) -> Any:
         # As torchrun: one thread, unless the user says otherwise.
         determinism=Determinism(num_threads=_num_threads(), algorithms="off"),
         variables={"FSDP_CONFORMANCE_SIM_DEVICES": str(order.world_size)},
-        preload=(),
-        preload_environment={},
-        payload=ScriptPayload(order=order, port=port, run_id=str(uuid.uuid4()), own_path_entry=_own_path_entry()),
+        payload=packed(
+            ScriptPayload(order=order, port=port, run_id=str(uuid.uuid4()), own_path_entry=_own_path_entry())
+        ),
     )
 
 

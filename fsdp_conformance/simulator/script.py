@@ -24,8 +24,9 @@ from types import TracebackType
 from typing import Any, cast
 
 from fsdp_conformance.errors import EnvironmentUnavailable
-from fsdp_conformance.harness import rank as rank_process
-from fsdp_conformance.harness.recording.collective_log import CollectiveObserver, log
+from fsdp_conformance.harness import rank as harness_rank
+from fsdp_conformance.harness.context import log, running
+from fsdp_conformance.harness.recording.collective_log import CollectiveObserver
 from fsdp_conformance.harness.recording.process_group import register_recording_backend
 from fsdp_conformance.outcome import RankError
 from fsdp_conformance.simulator import observe
@@ -45,7 +46,7 @@ class ScriptExited(Exception):
 class ScriptRank:
     """The entry of a rank: the harness finds it by name."""
 
-    def __init__(self, payload: ScriptPayload, run: rank_process.RankRun) -> None:
+    def __init__(self, payload: ScriptPayload, run: harness_rank.RankRun) -> None:
         self.order: ScriptOrder = payload.order
         self.payload = payload
         self.run = run
@@ -54,19 +55,19 @@ class ScriptRank:
 
     @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, pipe: Connection, **options: Any) -> None:
-        run = rank_process.running()
+        run = running()
         code = run.body(cls(cast(ScriptPayload, run.payload), run), "run_script")
         if code:
             sys.exit(code)
 
     def init_rank(self) -> None:
         """Make the simulated accelerator this process's accelerator, and record what happens on it."""
-        start = self.run.start
+        case = self.run.order.case
         os.environ.update(
-            torchrun_variables(start.rank, start.world_size, port=self.payload.port, run_id=self.payload.run_id)
+            torchrun_variables(self.run.order.rank, case.world_size, port=self.payload.port, run_id=self.payload.run_id)
         )
-        self._observer = observe.begin(self.order, Path(start.file_name).parent)
-        register_recording_backend(start.device_type)
+        self._observer = observe.begin(self.order, case.directory)
+        register_recording_backend(case.device_type)
         log().observers.append(_Forgetful())
 
     def run_script(self) -> None:
@@ -74,7 +75,7 @@ class ScriptRank:
         observer = self._observer
         if observer is None:
             raise EnvironmentUnavailable("the simulated accelerator is not active")
-        kept = Path(self.run.start.files.output).with_suffix(OBSERVED_SUFFIX)
+        kept = Path(self.run.order.files.output).with_suffix(OBSERVED_SUFFIX)
         with _kept(observer, kept):
             try:
                 self._prepare()
@@ -90,7 +91,7 @@ class ScriptRank:
 
     def describe_error(self, error: BaseException) -> RankError:
         """The exception with the frames of the script, without ours below them."""
-        described = rank_process.describe_error(error)
+        described = harness_rank.describe_error(error)
         return RankError(
             kind=described.kind,
             message=described.message,
@@ -188,7 +189,7 @@ def _script_traceback(error: BaseException) -> str:
 
 def _below(trace: TracebackType | None) -> TracebackType | None:
     """The part of a traceback that begins in the script; all of it if it never got there."""
-    own = {__file__, rank_process.__file__, "<frozen runpy>", runpy.__file__}
+    own = {__file__, harness_rank.__file__, "<frozen runpy>", runpy.__file__}
     part = trace
     while part is not None and part.tb_frame.f_code.co_filename in own:
         part = part.tb_next

@@ -1,98 +1,98 @@
 """
-Starting the ranks of one case: devices leased, files made, processes forked, a supervisor put over them.
+Starting the ranks of one case: lease devices, fork processes, hand each its order, put a supervisor over them.
+
+Ranks are fresh unless `--reuse-ranks` asks otherwise. A rank that has run a case carries what the case left in its
+process, so its next verdict can depend on the cases before: quick, but no basis for a certificate, and the report says
+"reused". Even then each case gets its own process group, from its own store file, and a case that failed, hung or left
+a rank in an unknown state takes its ranks down with it.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import multiprocessing
-import pickle
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-from fsdp_conformance.harness import leases, rank
-from fsdp_conformance.harness.deadlines import Deadlines
-from fsdp_conformance.harness.environment import Determinism, rank_variables
+from fsdp_conformance.harness import leases
+from fsdp_conformance.harness.leases import Lease
+from fsdp_conformance.harness.order import CaseOrder, RankOrder, encode
+from fsdp_conformance.harness.processes import rank_process
 from fsdp_conformance.harness.processes.forkserver import WarmProcess, WarmServer, server_for, start_process
 from fsdp_conformance.harness.processes.leftovers import remove_orphans, shared_memory
 from fsdp_conformance.harness.processes.mailbox import Mailbox
-from fsdp_conformance.harness.processes.rank_pool import RankSet, pool
 from fsdp_conformance.harness.processes.supervisor import Seat, Supervisor
-from fsdp_conformance.harness.rank import RankFiles, RankStart
 from fsdp_conformance.harness.simulated_ranks import host as rank_host
-from fsdp_conformance.harness.simulated_ranks.host import HostSeat
 from fsdp_conformance.harness.torchrun.worker import CaseMeeting
 from fsdp_conformance.outcome import RankExit, RankReport
 
-#: How much longer than the case a rank waits for the controller's goodbye; it does not come only if the controller is
-#: stuck.
-_GOODBYE_SLACK_S = 60.0
+#: How long a reused rank may take to end after its pipe was closed, before it is killed.
+_END_TIMEOUT_S = 2.0
+
+Member = tuple[WarmProcess, Connection]
+"""A process and the controller's end of its pipe."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchOrder:
-    """What to start."""
+class RankSet:
+    """The processes of one case, or of several in turn."""
 
-    module: str
-    qualname: str
-    """Of the test class."""
-    test_name: str
-    file_name: str
-    directory: Path
-    """Of the case: the files of the ranks go there."""
-    world_size: int
-    device_type: str
-    deadlines: Deadlines
-    determinism: Determinism
-    variables: dict[str, str]
-    """Set in every rank, over the controller's environment."""
-    preload: tuple[str, ...]
-    preload_environment: dict[str, str]
-    payload: Any = None
-    options: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `_run`."""
-    imports_main: bool = False
-    """The test class, or what is called, is in the controller's `__main__`."""
-    reuse: bool = False
-    """Ranks that have run a case before will do."""
-    simulated: bool = False
-    """The ranks are threads of one process."""
-    meeting: CaseMeeting | None = None
-    """Of the workers that start the ranks, one each, if torchrun has started them."""
+    key: tuple[Any, ...]
+    """What a case must have in common with the one that the ranks were started for."""
+    members: tuple[Member, ...]
+    lease: Lease
+    resources: ExitStack
+    """Gives the devices back."""
 
-    def starts(self, device_variables: Mapping[str, str]) -> list[RankStart]:
-        """What each rank is told."""
-        payload = pickle.dumps(self.payload)
-        starts = []
-        for index in range(self.world_size):
-            files = RankFiles.under(self.directory, index)
-            variables = rank_variables(index, self.world_size, trace=files.collectives, determinism=self.determinism)
-            if self.meeting is not None:
-                variables["LOCAL_RANK"] = str(self.meeting.worker.local_rank)
-            starts.append(
-                RankStart(
-                    rank=index,
-                    world_size=self.world_size,
-                    module=self.module,
-                    qualname=self.qualname,
-                    test_name=self.test_name,
-                    case_name=self.meeting.name if self.meeting is not None else "",
-                    file_name=self.file_name,
-                    device_type=self.device_type,
-                    files=files,
-                    variables={**variables, **device_variables, **self.variables},
-                    determinism=self.determinism,
-                    payload=payload,
-                    collective_timeout_s=self.deadlines.collective_s,
-                    worker=self.meeting.worker if self.meeting is not None else None,
-                    goodbye_timeout_s=self.deadlines.case_s + _GOODBYE_SLACK_S,
-                    options=self.options,
-                )
-            )
-        return starts
+    def end(self) -> None:
+        """End the ranks and give back the devices."""
+        for _, connection in self.members:
+            connection.close()
+        for process, _ in self.members:
+            process.join(_END_TIMEOUT_S)
+            if process.exitcode is None:
+                process.kill()
+                process.join(_END_TIMEOUT_S)
+        self.resources.close()
+
+
+class RankPool:
+    """Holds at most one set of idle ranks, which keeps the lease on its devices."""
+
+    def __init__(self) -> None:
+        self._idle: RankSet | None = None
+
+    def take(self, key: tuple[Any, ...]) -> RankSet | None:
+        """The idle set if it fits. A set that does not fit, or has lost a rank, is ended."""
+        found, self._idle = self._idle, None
+        if found is None:
+            return None
+        if found.key == key and all(process.exitcode is None for process, _ in found.members):
+            return found
+        found.end()
+        return None
+
+    def put(self, ranks: RankSet) -> None:
+        """Keep a set whose case ended well."""
+        self.close()
+        self._idle = ranks
+
+    def close(self) -> None:
+        """End the idle set, if there is one."""
+        if self._idle is not None:
+            self._idle.end()
+            self._idle = None
+
+
+#: The pool of this process.
+pool = RankPool()
+
+# Registered after the forkserver's own exit function, so it runs before it: the ranks end before their server.
+atexit.register(pool.close)
 
 
 class Launch:
@@ -100,18 +100,17 @@ class Launch:
 
     def __init__(
         self,
+        case: CaseOrder,
         seats: list[Seat],
-        deadlines: Deadlines,
         ranks: RankSet,
         *,
-        keep: bool,
         shared_before: frozenset[str],
-        meeting: CaseMeeting | None = None,
+        meeting: CaseMeeting | None,
     ) -> None:
-        self._supervisor = Supervisor(seats, deadlines, keep=keep, meeting=meeting)
+        self._keep = case.reuse and not case.simulated and meeting is None
+        self._supervisor = Supervisor(seats, case.deadlines, keep=self._keep, meeting=meeting)
         self._meeting = meeting
         self._ranks = ranks
-        self._keep = keep
         self._closed = False
         self._shared_before = shared_before
         self.seats = seats
@@ -128,9 +127,9 @@ class Launch:
 
     def wait(self) -> tuple[list[RankReport | None], list[RankExit]]:
         """
-        What the ranks said and how they ended, once all have.
+        Each rank's report and exit, once all have ended.
 
-        A worker of torchrun knows that of its own rank alone, and the first one that of all.
+        A torchrun worker gets those of its own rank; the first worker gets those of all.
         """
         self._supervisor.run()
         reports, exits = self._supervisor.reports(), self._supervisor.exits()
@@ -140,7 +139,7 @@ class Launch:
         return self._meeting.collect(self._supervisor.last_word) if self._meeting.worker.rank == 0 else (reports, exits)
 
     def close(self) -> None:
-        """End what still runs and give back the devices, or keep the ranks that may be kept. Once is enough."""
+        """End what still runs and give back the devices, or keep reusable ranks. Calling it again does nothing."""
         if self._closed:
             return
         self._closed = True
@@ -153,89 +152,51 @@ class Launch:
             remove_orphans(self._shared_before)
 
 
-def launch(order: LaunchOrder) -> Launch:
+def launch(case: CaseOrder, meeting: CaseMeeting | None = None) -> Launch:
     """
-    Start the ranks of a case.
+    Start the ranks of a case; under torchrun, where `meeting` is with the other workers, only this worker's rank.
 
     Raises EnvironmentUnavailable if there are too few devices, or if the warm process cannot start.
     """
     shared_before = shared_memory()  # before the first rank can make any
-    if order.simulated:
-        return _launch_host(order, shared_before)
-    if order.meeting is not None:
-        return _launch_one(order, order.meeting, shared_before)
-    if not order.reuse:
-        return _launch_fresh(order, shared_before)
-    key = (order.world_size, order.device_type, frozenset(order.preload_environment.items()))
-    ranks = pool.take(key) or _start_ranks(order, key)
-    seats = []
-    for start, (process, connection) in zip(order.starts(ranks.lease.variables), ranks.members, strict=True):
-        connection.send_bytes(pickle.dumps(start))
-        seats.append(Seat.take(start.rank, process, connection, start.files))
-    return Launch(seats, order.deadlines, ranks, keep=True, shared_before=shared_before)
+    key = (case.world_size, case.device_type, frozenset(case.preload_environment.items()))
+    is_plain = meeting is None and not case.simulated
+    ranks = (pool.take(key) if is_plain and case.reuse else None) or _start(case, key, meeting)
+    orders = case.for_ranks(ranks.lease.variables)
+    if case.simulated:
+        ((process, connection),) = ranks.members
+        send_orders(connection, orders)
+        files = tuple(order.files for order in orders)
+        seats: list[Seat] = [rank_host.HostSeat(0, process, Mailbox(connection), files[0], rank_files=files)]
+    else:
+        seats = take_seats([orders[meeting.worker.rank]] if meeting is not None else orders, ranks.members)
+    return Launch(case, seats, ranks, shared_before=shared_before, meeting=meeting)
 
 
-def _launch_fresh(order: LaunchOrder, shared_before: frozenset[str]) -> Launch:
-    """Ranks that end with the case."""
+def _start(case: CaseOrder, key: tuple[Any, ...], meeting: CaseMeeting | None) -> RankSet:
+    """Processes that wait for their orders."""
+    server = server_for(case.preload, case.preload_environment)
     with ExitStack() as resources:
-        lease = resources.enter_context(leases.lease(order.device_type, order.world_size))
-        starts = order.starts(lease.variables)
-        members = fork_ranks([(rank.main, (start,)) for start in starts], _server(order), order.imports_main)
-        ranks = RankSet(key=(), members=members, lease=lease, resources=resources.pop_all())
-    seats = [
-        Seat.take(start.rank, process, connection, start.files)
-        for start, (process, connection) in zip(starts, members, strict=True)
-    ]
-    return Launch(seats, order.deadlines, ranks, keep=False, shared_before=shared_before)
-
-
-def _launch_one(order: LaunchOrder, meeting: CaseMeeting, shared_before: frozenset[str]) -> Launch:
-    """The one rank that this worker of torchrun starts."""
-    own = leases.own_device(order.device_type, meeting.worker.local_rank)
-    start = order.starts(own.variables)[meeting.worker.rank]
-    members = fork_ranks([(rank.main, (start,))], _server(order), order.imports_main)
-    ranks = RankSet(key=(), members=members, lease=own, resources=ExitStack())
-    seat = Seat.take(start.rank, *members[0], start.files)
-    return Launch([seat], order.deadlines, ranks, keep=False, shared_before=shared_before, meeting=meeting)
-
-
-def _launch_host(order: LaunchOrder, shared_before: frozenset[str]) -> Launch:
-    """One process for all ranks, which ends with the case."""
-    with ExitStack() as resources:
-        lease = resources.enter_context(leases.lease(order.device_type, order.world_size))
-        starts = tuple(order.starts(lease.variables))
-        members = fork_ranks([(rank_host.main, (starts,))], _server(order), order.imports_main)
-        ranks = RankSet(key=(), members=members, lease=lease, resources=resources.pop_all())
-    ((process, connection),) = members
-    files = tuple(start.files for start in starts)
-    seat = HostSeat(rank=0, process=process, mailbox=Mailbox(connection), files=files[0], rank_files=files)
-    return Launch([seat], order.deadlines, ranks, keep=False, shared_before=shared_before)
-
-
-def _start_ranks(order: LaunchOrder, key: tuple[Any, ...]) -> RankSet:
-    """Ranks that wait for their first case."""
-    with ExitStack() as resources:
-        lease = resources.enter_context(leases.lease(order.device_type, order.world_size))
-        members = fork_ranks([(rank.main_of_reused, ())] * order.world_size, _server(order), order.imports_main)
+        if meeting is not None:
+            lease = leases.own_device(case.device_type, meeting.worker.local_rank)
+        else:
+            lease = resources.enter_context(leases.lease(case.device_type, case.world_size))
+        main = rank_host.main if case.simulated else rank_process.main
+        count = 1 if case.simulated or meeting is not None else case.world_size
+        members = fork_ranks(main, count, server, case.imports_main)
         return RankSet(key=key, members=members, lease=lease, resources=resources.pop_all())
 
 
-def _server(order: LaunchOrder) -> WarmServer:
-    return server_for(order.preload, order.preload_environment)
-
-
 def fork_ranks(
-    bodies: Sequence[tuple[Callable[..., None], tuple[Any, ...]]], server: WarmServer, imports_main: bool = False
-) -> tuple[tuple[WarmProcess, Connection], ...]:
-    """One process per body, each with a pipe as its last argument. If one cannot be started, none is left."""
-    members: list[tuple[WarmProcess, Connection]] = []
+    main: Callable[[Connection], None], count: int, server: WarmServer, imports_main: bool = False
+) -> tuple[Member, ...]:
+    """`count` processes that call `main(pipe)`. If one cannot be started, none is left running."""
+    members: list[Member] = []
     try:
-        for index, (target, args) in enumerate(bodies):
+        for index in range(count):
             ours, theirs = multiprocessing.Pipe()
             try:
-                process = start_process(
-                    target, *args, theirs, server=server, name=f"rank {index}", imports_main=imports_main
-                )
+                process = start_process(main, theirs, server=server, name=f"rank {index}", imports_main=imports_main)
             except BaseException:
                 ours.close()
                 raise
@@ -249,3 +210,18 @@ def fork_ranks(
             connection.close()
         raise
     return tuple(members)
+
+
+def take_seats(orders: Sequence[RankOrder], members: Sequence[Member]) -> list[Seat]:
+    """Give each process the order of one rank, and each rank a seat."""
+    seats = []
+    for order, (process, connection) in zip(orders, members, strict=True):
+        send_orders(connection, [order])
+        seats.append(Seat(order.rank, process, Mailbox(connection), order.files))
+    return seats
+
+
+def send_orders(connection: Connection, orders: Sequence[RankOrder]) -> None:
+    """Send a process its orders. If it has already ended, the supervisor will notice."""
+    with contextlib.suppress(OSError):
+        connection.send_bytes(encode(orders))

@@ -28,7 +28,10 @@ _QUIET_S = 0.5
 #: How a dump ends: with the bottom frame of the main thread, which faulthandler writes last, or with an ellipsis.
 _LAST_LINES = ("in <module>", "  ...")
 
-#: Functions of `harness.rank`: the thread that watches the controller, and the frame under the test method.
+#: The signal on which a rank writes the stacks of its threads.
+STACK_SIGNAL = signal.SIGUSR1
+
+#: Functions of the harness: the thread that watches the controller, and the frame that calls the test method.
 WATCH_FUNCTION = "_end_with"
 BODY_FUNCTION = "body"
 
@@ -50,7 +53,7 @@ class Stuck(Protocol):
     def stack_file(self) -> Path: ...
 
 
-def collect_stacks(ranks: Mapping[int, Stuck], *, stack_signal: int, timeout_s: float) -> dict[int, str]:
+def collect_stacks(ranks: Mapping[int, Stuck], *, timeout_s: float) -> dict[int, str]:
     """
     Ask each rank for the stacks of all its threads, and wait for them, at most `timeout_s`.
 
@@ -59,7 +62,7 @@ def collect_stacks(ranks: Mapping[int, Stuck], *, stack_signal: int, timeout_s: 
     before = {rank: _size(stuck.stack_file) for rank, stuck in ranks.items()}
     stopped = {rank for rank, stuck in ranks.items() if is_stopped(stuck.pid)}
     for rank, stuck in ranks.items():
-        send_signal(stuck.pid, stack_signal)
+        send_signal(stuck.pid, STACK_SIGNAL)
         if rank in stopped:
             send_signal(stuck.pid, signal.SIGCONT)
     deadline = time.monotonic() + timeout_s

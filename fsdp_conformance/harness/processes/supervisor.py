@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from fsdp_conformance.harness.deadlines import Deadlines, remaining
+from fsdp_conformance.harness.order import RankFiles
 from fsdp_conformance.harness.processes.forkserver import WarmProcess
 from fsdp_conformance.harness.processes.mailbox import Mailbox
 from fsdp_conformance.harness.processes.stacks import (
@@ -37,7 +38,6 @@ from fsdp_conformance.harness.processes.stacks import (
     readable,
     send_signal,
 )
-from fsdp_conformance.harness.rank import STACK_SIGNAL, RankFiles
 from fsdp_conformance.harness.torchrun.worker import CaseMeeting
 from fsdp_conformance.outcome import RankError, RankExit, RankReport, rank_report_from_json
 
@@ -71,11 +71,6 @@ class Seat:
     """True once the controller has told the process to end."""
     mute: bool = False
     """True once the rank is past its deadline: its words do not count any more."""
-
-    @classmethod
-    def take(cls, rank: int, process: WarmProcess, connection: Connection, files: RankFiles) -> Seat:
-        """The seat of a rank that was just started."""
-        return cls(rank=rank, process=process, mailbox=Mailbox(connection), files=files)
 
     @property
     def pid(self) -> int:
@@ -239,7 +234,6 @@ class Supervisor:
             seat.mute = not seat.spoken
         stacks = collect_stacks(
             {seat.rank: seat for seat in seats},
-            stack_signal=STACK_SIGNAL,
             timeout_s=min(self.deadlines.stack_s, remaining(self._case_deadline)),
         )
         for seat in seats:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from fsdp_conformance.harness.recording.call_site import call_site
-from fsdp_conformance.harness.recording.collective_trace import TRACE_VARIABLE, CollectiveTrace
+from fsdp_conformance.harness.recording.collective_trace import CollectiveTrace
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 
 
@@ -67,10 +67,10 @@ class CollectiveObserver:
 class CollectiveLog:
     """The collectives of one rank, in the order in which it issued them."""
 
-    def __init__(self, trace: CollectiveTrace | None = None) -> None:
+    def __init__(self) -> None:
         self.records: list[CollectiveRecord] = []
         self.observers: list[CollectiveObserver] = []
-        self._trace = trace
+        self._trace: CollectiveTrace | None = None
         self._numbers = itertools.count()
         self._phase = ""
         self._step: int | None = None
@@ -155,20 +155,3 @@ class CollectiveLog:
         if self._trace is not None:
             self._trace.follow(record, work)
         return work
-
-
-_log: CollectiveLog | None = None
-
-
-def log() -> CollectiveLog:
-    """
-    This process's log.
-
-    It is made at the first call, not at import: a forked rank inherits imported modules, and learns the name of its
-    trace file (the environment variable FSDP_CONFORMANCE_COLLECTIVE_TRACE) only afterwards.
-    """
-    global _log
-    if _log is None:
-        path = os.environ.get(TRACE_VARIABLE)
-        _log = CollectiveLog(CollectiveTrace(path) if path else None)
-    return _log

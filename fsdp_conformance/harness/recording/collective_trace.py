@@ -26,9 +26,6 @@ from typing import Any
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.history.collective import CollectiveRecord
 
-#: Names the file; one for each rank.
-TRACE_VARIABLE = "FSDP_CONFORMANCE_COLLECTIVE_TRACE"
-
 #: How many lines a reader finds at least, and the longest one: 32 KiB at most, a few pages of the page cache.
 KEPT_LINES = 64
 LINE_BYTES = 256
@@ -45,7 +42,7 @@ class CollectiveTrace:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise ConfigError(
-                [f"{TRACE_VARIABLE}={os.fspath(path)!r}, but should be a file that can be written: {error.strerror}"],
+                [f"path must be a writable file, got {os.fspath(path)!r}: {error.strerror}"],
                 where="collective trace",
             ) from error
         self._lines: deque[tuple[int, bytes]] = deque()  # seq, line

@@ -26,7 +26,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fsdp_conformance.harness.recording.collective_log import CollectiveLog, Traffic, log
+from fsdp_conformance.harness.context import log
+from fsdp_conformance.harness.recording.collective_log import CollectiveLog, Traffic
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 
 #: Namespaces of operators that communicate: c10d's own, and the functional collectives above it.

@@ -25,8 +25,9 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, Work, distributed_c10d
 
 from fsdp_conformance.errors import ConfigError, SuiteError
+from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.recording.collective_calls import METHODS, traffic_of
-from fsdp_conformance.harness.recording.collective_log import CollectiveLog, CollectiveObserver, log
+from fsdp_conformance.harness.recording.collective_log import CollectiveLog, CollectiveObserver
 
 __all__ = [
     "BACKEND",

@@ -1,9 +1,9 @@
 """
-The process that simulated ranks live in, and the controller's seat for it.
+The process that runs all simulated ranks of a case, and the controller's seat for it.
 
-For the controller it is one rank that speaks for all: started from the warm process, ended by the same deadlines, with
-its output and stacks in the same files. Inside, each rank runs the case as a rank that is a process does, reports, and
-waits for the others.
+To the controller it is one process that reports for all ranks: started from the warm process, ended by the same
+deadlines, with its output and stacks in the same files. Inside, each rank runs the case as a rank in its own process
+does, reports, and waits for the others.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from fsdp_conformance.harness import rank as rank_process
+from fsdp_conformance.harness import context
+from fsdp_conformance.harness.order import RankFiles, RankOrder, decode
+from fsdp_conformance.harness.processes import rank_process
 from fsdp_conformance.harness.processes.stacks import last_collectives
 from fsdp_conformance.harness.processes.supervisor import Seat
-from fsdp_conformance.harness.rank import RankFiles, RankRun, RankStart
-from fsdp_conformance.harness.recording.collective_log import log
+from fsdp_conformance.harness.rank import ERROR_EXIT_CODE, RankRun, skip_message
 from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 from fsdp_conformance.harness.simulated_ranks.ranks import simulated_world, start_ranks
 from fsdp_conformance.harness.simulated_ranks.state import RankState
@@ -30,13 +31,14 @@ from fsdp_conformance.outcome import RankExit, RankReport, rank_report_from_json
 class _SimulatedRankRun(RankRun):
     """One case on one simulated rank."""
 
+    start = "simulated"
+
     def prepare(self) -> None:
-        """Take over what is this rank's own: the process was prepared for all of them."""
-        log().trace_to(self.start.files.collectives)
-        self.take_over(start="simulated")
+        """Open this rank's trace. The process was prepared for all ranks."""
+        context.log().trace_to(self.order.files.collectives)
 
     def wait_for_goodbye(self) -> None:
-        """Return when every rank has spoken: the process waits for the controller's goodbye, for all."""
+        """Return when every rank has reported: rank 0 waits for the controller's goodbye on behalf of all."""
         error = self.report.error
         failure = f"{error.kind.rsplit('.', 1)[-1]}: {error.message.splitlines()[0]}" if error is not None else ""
         left_out = self.report.not_run or self.report.inconclusive or ""
@@ -45,41 +47,41 @@ class _SimulatedRankRun(RankRun):
             super().wait_for_goodbye()
 
 
-def main(starts: Sequence[RankStart], pipe: Connection) -> NoReturn:
+def main(pipe: Connection) -> NoReturn:
     """The whole life of a process that runs all ranks of one case."""
     rank_process.enter()
-    rank_process.leave(_run_case(starts, pipe), pipe)
+    rank_process.leave(_run_case(decode(pipe.recv_bytes()), pipe), pipe)
 
 
 def running_file(files: RankFiles) -> Path:
-    """Where the process notes whose turn it is, for the case that it dies."""
+    """Where the process notes whose turn it is, in case it dies."""
     return Path(files.collectives).with_name("running")
 
 
-def _run_case(starts: Sequence[RankStart], pipe: Connection) -> int:
-    """Run the case on every rank. The exit code of the process: what a rank's body raised is in its report."""
-    first = starts[0]
+def _run_case(orders: Sequence[RankOrder], pipe: Connection) -> int:
+    """Run the case on every rank. Returns the exit code of the process; what a rank raised is in its report."""
+    first = orders[0]
     rank_process.prepare_process(first)
-    first.determinism.apply()
-    own = {name for start in starts for name, value in start.variables.items() if value != first.variables.get(name)}
-    states = [RankState({name: start.variables[name] for name in own}) for start in starts]
+    first.case.determinism.apply()
+    differing = {
+        name for order in orders for name, value in order.environment.items() if value != first.environment.get(name)
+    }
+    states = [RankState({name: order.environment[name] for name in differing}) for order in orders]
     note = os.open(running_file(first.files), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
     codes: dict[int, int] = {}
 
     def body(rank: int) -> None:
-        run = _SimulatedRankRun(starts[rank], pipe)
-        rank_process.use(run)
+        run = _SimulatedRankRun(orders[rank], pipe)
+        context.current().run = run
         codes[rank] = run.run()
 
     with simulated_world(states) as scheduler:
         scheduler.on_turn = lambda rank: os.pwrite(note, b"%6d" % rank, 0)
         for thread in start_ranks(scheduler, body):
             thread.join()
-    # A rank that raised or skipped has said so in its report.
-    reported = {0, rank_process.ERROR_EXIT_CODE}
-    return next(
-        (code for code in codes.values() if code not in reported and rank_process.skip_message(code) is None), 0
-    )
+    # If a rank raised or skipped, its report says it.
+    reported = {0, ERROR_EXIT_CODE}
+    return next((code for code in codes.values() if code not in reported and skip_message(code) is None), 0)
 
 
 @dataclass(slots=True)
@@ -88,20 +90,20 @@ class HostSeat(Seat):
 
     rank_files: tuple[RankFiles, ...] = ()
     spoke: dict[int, RankReport] = field(default_factory=dict)
-    """By rank, what it has reported."""
+    """The reports that have arrived, by rank."""
 
     @property
     def spoken(self) -> bool:
-        """True once nothing more is to be expected of any rank."""
+        """True once every rank has reported, or the process has ended."""
         return len(self.spoke) == len(self.rank_files) or self.end is not None
 
     @property
     def failed(self) -> bool:
-        """True if the process has ended before each rank has spoken. What one rank does, the others see inside."""
+        """True if the process ended before every rank had reported. Ranks notice each other's failures inside."""
         return self.end is not None and len(self.spoke) < len(self.rank_files)
 
     def accept(self, message: bytes) -> None:
-        """Take in what one of the ranks says."""
+        """Handle one message of the process."""
         if self.mute:
             return
         data: dict[str, Any] = json.loads(message)
@@ -110,11 +112,11 @@ class HostSeat(Seat):
             self.spoke[report.rank] = report
 
     def reports(self) -> list[RankReport | None]:
-        """What each rank said."""
+        """The report of each rank."""
         return [self.spoke.get(rank) for rank in range(len(self.rank_files))]
 
     def exits(self, end: RankExit) -> list[RankExit]:
-        """The end of the process, as that of each rank. Whoever had the turn ended first."""
+        """The end of the process as the end of each rank. The rank that had the turn ended first."""
         running = self._running()
         return [
             replace(

@@ -8,7 +8,7 @@ from torch.distributed.distributed_c10d import _get_default_group
 
 from fsdp_conformance.engine.errors import StructureMismatch
 from fsdp_conformance.engine.verification import verify_parameters
-from fsdp_conformance.harness.recording.collective_log import log
+from fsdp_conformance.harness.context import log
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import SHAPES, Coded, ReducerTestCase
 

@@ -18,7 +18,7 @@ from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.faults import pause
 from fsdp_conformance.faults.delay import CollectiveDelay, FreeDelay, PointDelay
 from fsdp_conformance.faults.fault import Fault, FaultSet
-from fsdp_conformance.harness.recording.collective_log import log
+from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.recording.process_group import BACKEND, register_recording_backend
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.history.collective import Op

@@ -81,7 +81,7 @@ def test_other_errors_come_with_their_traceback() -> None:
 
 def test_process_that_ends_is_told_with_its_last_words() -> None:
     """An exit code and the output."""
-    with pytest.raises(errors.RankDied, match="exit code 5") as raised:
+    with pytest.raises(errors.RankDied, match="exited with code 5") as raised:
         run_in_child(leave)
 
     assert "last words" in str(raised.value)

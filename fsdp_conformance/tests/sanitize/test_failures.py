@@ -105,7 +105,8 @@ def race():
     with torch.Stream(torch.device("sim", rank)):
         ones.mul(2)
     # Until what was found is on the disk: the harness keeps it there from time to time.
-    directory = Path(os.environ["FSDP_CONFORMANCE_COLLECTIVE_TRACE"]).parent
+    from fsdp_conformance.harness import context
+    directory = context.running().order.case.directory
     waiting = threading.Event()
     while not any('"read_after_write"' in file.read_text() for file in directory.glob("rank1.observed")):
         waiting.wait(0.05)
@@ -207,7 +208,8 @@ _WAITING = """
 def interrupted():
     with torch.Stream(torch.device("sim", rank)):
         ones.mul(2)
-    directory = Path(os.environ["FSDP_CONFORMANCE_COLLECTIVE_TRACE"]).parent
+    from fsdp_conformance.harness import context
+    directory = context.running().order.case.directory
     waiting = threading.Event()
     while not any('"read_after_write"' in file.read_text() for file in directory.glob("rank1.observed")):
         waiting.wait(0.05)

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.rank import destroy_process_group
-from fsdp_conformance.harness.recording.collective_log import log
 from fsdp_conformance.harness.recording.process_group import BACKEND, is_recording, register_recording_backend
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.simulator import checker

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from fsdp_conformance.engine.data_parallel.data_parallel import DataParallel
 from fsdp_conformance.engine.data_parallel.reducer import Reducer, ReducerConfig
 from fsdp_conformance.engine.structures import tensors_in
+from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.recording import process_group
-from fsdp_conformance.harness.recording.collective_log import log
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.history.collective import Op
 

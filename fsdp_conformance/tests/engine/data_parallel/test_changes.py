@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fsdp_conformance.engine.data_parallel.data_parallel import DataParallel
 from fsdp_conformance.engine.errors import ParameterReplaced, ReductionUnfinished, StructureMismatch
 from fsdp_conformance.errors import Unsupported
-from fsdp_conformance.harness.recording.collective_log import log
+from fsdp_conformance.harness.context import log
 from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import Coded, ReducerTestCase, code, coded, mean_code
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_conformance.engine.data_parallel.data_parallel import DataParallel
 from fsdp_conformance.engine.errors import ReductionUnfinished, StructureMismatch
 from fsdp_conformance.errors import ConfigError, Unsupported
-from fsdp_conformance.harness.recording.collective_log import log
+from fsdp_conformance.harness.context import log
 from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import (
     Coded,
     ReducerTestCase,

@@ -13,7 +13,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from fsdp_conformance.engine.data_parallel.data_parallel import DataParallel
 from fsdp_conformance.errors import Unsupported
-from fsdp_conformance.harness.recording.collective_log import log
+from fsdp_conformance.harness.context import log
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import (
     Coded,

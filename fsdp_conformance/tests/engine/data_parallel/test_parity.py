@@ -15,7 +15,7 @@ from fsdp_conformance.checks.reference_ddp import ddp_absence, ddp_reference
 from fsdp_conformance.config import Plan
 from fsdp_conformance.engine.data_parallel.data_parallel import DataParallel
 from fsdp_conformance.fixtures.registry import workload_by_name, workload_names
-from fsdp_conformance.harness.recording.collective_log import log
+from fsdp_conformance.harness.context import log
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import ReducerTestCase
 from fsdp_conformance.workload import Regime, Workload

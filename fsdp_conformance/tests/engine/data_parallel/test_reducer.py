@@ -9,7 +9,7 @@ from fsdp_conformance.engine.bucketing.bucket_assignment import MIB
 from fsdp_conformance.engine.data_parallel.reducer import Phase, Reducer, ReducerConfig
 from fsdp_conformance.engine.errors import GradientRefused, ReductionError
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.harness.recording.collective_log import log
+from fsdp_conformance.harness.context import log
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import (
     KINDS,

@@ -12,7 +12,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fsdp_conformance.engine.errors import ReductionError
-from fsdp_conformance.harness.recording.collective_log import log
+from fsdp_conformance.harness.context import log
 from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import (
     KINDS,
     Coded,

@@ -11,7 +11,7 @@ from torch.futures import Future
 
 from fsdp_conformance.engine.data_parallel.communication_hook import GradientBucket
 from fsdp_conformance.engine.errors import GradientRefused
-from fsdp_conformance.harness.recording.collective_log import log
+from fsdp_conformance.harness.context import log
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import ReducerTestCase, code, pattern
 

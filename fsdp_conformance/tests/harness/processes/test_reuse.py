@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import distributed
 
-from fsdp_conformance.harness.processes.rank_pool import pool
-from fsdp_conformance.harness.recording.collective_log import log
+from fsdp_conformance.harness.context import log, running
+from fsdp_conformance.harness.processes.launcher import pool
 from fsdp_conformance.tests.harness.started_ranks import StartedRanks
 
 PATIENCE_S = 60.0
@@ -35,7 +35,7 @@ class Reused(StartedRanks):
         self.assertEqual(tensor, torch.full((2,), 3.0))
         self.report.measurements["random"] = torch.rand(1).item()
         self.report.measurements["dtype"] = str(torch.get_default_dtype())
-        self.report.measurements["trace"] = os.environ["FSDP_CONFORMANCE_COLLECTIVE_TRACE"]
+        self.report.measurements["trace"] = running().order.files.collectives
         self.report.measurements["records"] = len(log().records)
 
     def test_leaves_a_mess(self) -> None:

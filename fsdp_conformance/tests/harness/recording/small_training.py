@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from fsdp_conformance.harness.recording.collective_log import log
+from fsdp_conformance.harness.context import log
 
 STEPS = 2
 

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
+from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.rank import destroy_process_group
-from fsdp_conformance.harness.recording.collective_log import log
 from fsdp_conformance.harness.recording.dispatch_recorder import DispatchRecorder
 from fsdp_conformance.harness.recording.process_group import BACKEND, is_recording, register_recording_backend
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase

@@ -17,8 +17,9 @@ import typing_extensions
 from torch.distributed import ProcessGroup
 
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.recording.call_site import call_site
-from fsdp_conformance.harness.recording.collective_log import CollectiveLog, CollectiveObserver, Traffic, log
+from fsdp_conformance.harness.recording.collective_log import CollectiveLog, CollectiveObserver, Traffic
 from fsdp_conformance.harness.recording.collective_trace import KEPT_LINES, LINE_BYTES, CollectiveTrace, read_trace
 from fsdp_conformance.harness.recording.process_group import BACKEND, register_recording_backend
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
@@ -157,7 +158,7 @@ def test_trace_that_is_not_there(tmp_path: Path) -> None:
     """A rank that issued nothing has no lines; a trace that cannot be written is refused, with its name."""
     assert read_trace(tmp_path / "none") == []
 
-    with pytest.raises(ConfigError, match=r"TRACE='.*/none/trace', but should be a file that can be written"):
+    with pytest.raises(ConfigError, match=r"path must be a writable file, got '.*/none/trace'"):
         CollectiveTrace(tmp_path / "none" / "trace")
 
 

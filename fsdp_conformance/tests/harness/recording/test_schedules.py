@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_conformance.harness.recording.collective_log import log
+from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.recording.process_group import BACKEND, register_recording_backend
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.tests.harness.recording import small_training

@@ -14,7 +14,8 @@ from torch.distributed import ProcessGroup, Work, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_conformance.errors import ConfigError, SuiteError
-from fsdp_conformance.harness.recording.collective_log import CollectiveObserver, log
+from fsdp_conformance.harness.context import log
+from fsdp_conformance.harness.recording.collective_log import CollectiveObserver
 from fsdp_conformance.harness.recording.process_group import (
     BACKEND,
     RecordingProcessGroup,

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.rank import destroy_process_group
-from fsdp_conformance.harness.recording.collective_log import log
 from fsdp_conformance.harness.recording.dispatch_recorder import DispatchRecorder
 from fsdp_conformance.harness.recording.process_group import BACKEND, is_recording, register_recording_backend
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase

@@ -1,0 +1,132 @@
+"""
+What the controller tells the ranks of a case: one order for the case, and a small one for each rank around it.
+
+A `CaseOrder` is complete: whoever launches a case (a test case, a probe, `sanitize`) makes one, and nothing else
+travels to the ranks. Each rank receives its `RankOrder` as the first message on its pipe. Orders name the test class
+instead of holding it, and the payload stays packed until the rank's environment is set, so a rank can read its order
+before it imports anything.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fsdp_conformance.config import TorchrunWorker
+from fsdp_conformance.harness.deadlines import Deadlines
+from fsdp_conformance.harness.environment import Determinism, rank_variables
+
+#: How much longer than the case a rank waits for the controller's goodbye, which is missing only if the controller
+#: hangs.
+_GOODBYE_SLACK_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CaseOrder:
+    """What to run, on how many ranks, and how to start them."""
+
+    module: str
+    qualname: str
+    """The class whose `_run` is the entry of a rank."""
+    test_name: str
+    file_name: str
+    """The file store."""
+    directory: Path
+    """The case's directory, for the files of its ranks."""
+    world_size: int
+    device_type: str
+    deadlines: Deadlines
+    determinism: Determinism
+    payload: bytes = b""
+    """Anything picklable for the ranks, as `packed` returns it."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of `_run`."""
+    variables: dict[str, str] = field(default_factory=dict)
+    """Set in every rank, on top of the controller's environment."""
+    preload: tuple[str, ...] = ()
+    """What the warm process imports, besides what every rank needs."""
+    preload_environment: dict[str, str] = field(default_factory=dict)
+    """Set when the warm process imports."""
+    imports_main: bool = False
+    """Whether the class, or the function to call, is defined in the controller's `__main__`."""
+    reuse: bool = False
+    """Accept ranks that have run other cases."""
+    simulated: bool = False
+    """Run the ranks as threads of one process."""
+    name: str = ""
+    """Under torchrun: a name that no other case of the run has."""
+    worker: TorchrunWorker | None = None
+    """The torchrun worker that starts one of the ranks; its peers may be on other hosts."""
+
+    @property
+    def goodbye_timeout_s(self) -> float:
+        """How long a rank waits for the controller's goodbye."""
+        return self.deadlines.case_s + _GOODBYE_SLACK_S
+
+    def for_ranks(self, device_variables: Mapping[str, str]) -> list[RankOrder]:
+        """The order of each rank, in rank order, with its files made. `device_variables` select the leased devices."""
+        local_rank = {"LOCAL_RANK": str(self.worker.local_rank)} if self.worker is not None else {}
+        return [
+            RankOrder(
+                case=self,
+                rank=rank,
+                files=RankFiles.under(self.directory, rank),
+                environment={
+                    **rank_variables(rank, self.world_size, determinism=self.determinism),
+                    **local_rank,
+                    **device_variables,
+                    **self.variables,
+                },
+            )
+            for rank in range(self.world_size)
+        ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankFiles:
+    """The files of one rank in the case's directory."""
+
+    output: str
+    """What the rank writes to stdout and stderr."""
+    stack: str
+    """Python stacks, on STACK_SIGNAL and on a fatal signal."""
+    collectives: str
+    """The trace of its last collectives."""
+
+    @classmethod
+    def under(cls, directory: Path, rank: int) -> RankFiles:
+        """The files of `rank`, created empty."""
+        paths = [directory / f"rank{rank}.{suffix}" for suffix in ("output", "stack", "collectives")]
+        for path in paths:
+            path.touch()
+        return cls(output=str(paths[0]), stack=str(paths[1]), collectives=str(paths[2]))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankOrder:
+    """What one rank is told."""
+
+    case: CaseOrder
+    rank: int
+    files: RankFiles
+    environment: dict[str, str]
+    """The whole environment of the rank."""
+
+
+def packed(payload: Any) -> bytes:
+    """A payload for `CaseOrder`; the rank unpickles it once its environment is set."""
+    return pickle.dumps(payload)
+
+
+def encode(orders: Sequence[RankOrder]) -> bytes:
+    """The message for a process: the orders of the ranks that it runs."""
+    return pickle.dumps(tuple(orders))
+
+
+def decode(message: bytes) -> tuple[RankOrder, ...]:
+    """The inverse of `encode`, in the process of the ranks."""
+    orders: tuple[RankOrder, ...] = pickle.loads(message)  # noqa: S301 - our own controller sent it
+    return orders

@@ -1,0 +1,163 @@
+"""
+A rank's process, from its first line to its last.
+
+The order of steps matters. The process leaves the controller's session, receives its order, sends its output and its
+stacks to files, applies variables, seeds and settings, and only then imports the test class and runs it. At the end it
+leaves by `os._exit`.
+
+Why `os._exit`: a process that goes through Python's finalization sometimes dies of SIGABRT, "terminate called without
+an active exception" (1 in 20 to 60 runs of three ranks that use DDP, FSDP1 and FSDP2, torch 2.13). gloo's worker thread
+releases the last all-reduce a moment after its caller has the result, and the thread-local state kept by the work holds
+a Python object, so the thread asks for the interpreter's lock. Once finalization has begun, CPython up to 3.13 ends a
+thread that asks: by `pthread_exit`, whose unwinding meets a destructor that may not throw, and terminates the process
+(pytorch#190489, pytorch#179291). `destroy_process_group` before the end does not help while a DDP reducer or a mesh
+still holds the group.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import json
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.util
+import os
+import shutil
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+import torch
+
+from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.harness import context
+from fsdp_conformance.harness.context import RankContext
+from fsdp_conformance.harness.environment import apply_collective_timeout, apply_variables
+from fsdp_conformance.harness.order import RankFiles, RankOrder, decode
+from fsdp_conformance.harness.processes import preload
+from fsdp_conformance.harness.processes.stacks import STACK_SIGNAL
+from fsdp_conformance.harness.rank import RankRun, destroy_process_group
+from fsdp_conformance.harness.torchrun import worker as torchrun
+
+#: faulthandler needs the file for the life of the process.
+_stack_file: Any = None
+
+
+class _ProcessRun(RankRun):
+    """One case on a rank that is a process."""
+
+    start = "forkserver"
+
+    def prepare(self) -> None:
+        """Take over streams, environment and deadlines."""
+        prepare_process(self.order)
+        context.log().trace_to(self.order.files.collectives)
+
+
+def main(pipe: Connection) -> NoReturn:
+    """The whole life of a rank: one case, or as many as the pipe brings if its cases accept reused ranks."""
+    enter()
+    start = "forkserver"
+    while True:
+        try:
+            (order,) = decode(pipe.recv_bytes())
+        except EOFError:
+            leave(0, pipe)
+        run = _ProcessRun(order, pipe)
+        run.start = start
+        context.switch_to(RankContext(run))
+        code = run.run()
+        if code or not order.case.reuse:
+            leave(code, pipe)
+        _forget_case()
+        start = "reused"
+        pipe.send_bytes(json.dumps({"idle": True}).encode())
+
+
+def prepare_process(order: RankOrder) -> None:
+    """
+    Take over streams, environment and deadlines.
+
+    Raises EnvironmentUnavailable if the warm process has touched CUDA.
+    """
+    _redirect(order.files)
+    apply_variables(order.environment)
+    if preload.cuda_initialised_by is not None:
+        raise EnvironmentUnavailable(
+            f"importing {preload.cuda_initialised_by} initialised CUDA in the warm process, so no rank can use "
+            "a GPU. Move the call that touches the GPU out of the module's top level, into a function."
+        )
+    case = order.case
+    apply_collective_timeout(case.deadlines.collective_s)
+    if case.worker is not None:
+        torchrun.meet_peers(case.worker, case.name, order.rank, case.world_size)
+
+
+def _forget_case() -> None:
+    """Undo what a case leaves in a process: groups, compiled code, torch's defaults, the rank's context."""
+    context.log().trace_to(None)
+    context.switch_to(RankContext())
+    destroy_process_group()
+    if (dynamo := sys.modules.get("torch._dynamo")) is not None:
+        dynamo.reset()
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_grad_enabled(True)
+
+
+def enter() -> None:
+    """Leave the controller's session, but end when the controller ends."""
+    # Ctrl-C then reaches only the controller, which ends its ranks, and what a rank has started can be ended with its
+    # process group.
+    os.setsid()
+    # Nothing that the warm process imported is garbage: walking through it takes a collection 0.15 s, and copies pages.
+    gc.freeze()
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), name="controller watch", daemon=True).start()
+
+
+def leave(code: int, pipe: Connection) -> NoReturn:
+    """End the process without finalizing Python, for the reason in the module's docstring."""
+    _flush()
+    pipe.close()
+    multiprocessing.util._exit_function()  # type: ignore[attr-defined]
+    _flush()
+    os._exit(code)
+
+
+def _redirect(files: RankFiles) -> None:
+    """Send stdout, stderr and stacks to the rank's files."""
+    _flush()
+    output = os.open(files.output, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.close(output)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(line_buffering=True)
+    global _stack_file
+    stack_file = open(files.stack, "a")  # noqa: SIM115
+    faulthandler.enable(file=stack_file, all_threads=True)
+    faulthandler.register(STACK_SIGNAL, file=stack_file, all_threads=True)
+    _stack_file = stack_file
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):  # a test may have closed it
+            continue
+
+
+def _end_with(sentinel: int) -> None:
+    """When the controller has ended, remove the files of the case and end this process and its children."""
+    multiprocessing.connection.wait([sentinel])
+    run = context.current().run
+    if run is not None:
+        shutil.rmtree(run.order.case.directory, ignore_errors=True)
+    os.killpg(os.getpgrp(), signal.SIGKILL)
