@@ -1,25 +1,26 @@
 """
-Everything that can go wrong, one class per step of a run, harness faults apart from implementation faults.
+Everything that can go wrong, with the suite's own faults apart from the implementation's.
 
     ConformanceError
-    +-- UsageError                 the user's words: options, files, plans            exit status 2
+    +-- UsageError                 options, files and plans that make no sense        exit status 2
     |   +-- ConfigError            a plan or an option out of range
-    |   +-- AdapterNotFound        the implementation named cannot be imported
+    |   +-- AdapterNotFound        the named implementation cannot be imported
     |   +-- RunFileError           a run file that cannot be read
     +-- EnvironmentUnavailable     a device, backend or compiler that is absent       exit status 3
     +-- AdapterError               the adapter broke the protocol                     ERROR_ADAPTER
     +-- Unsupported                the implementation refuses what was asked          UNSUPPORTED
     +-- SuiteError                 our own fault                                      exit status 4, ERROR_SUITE
-    |   +-- NotExact               a probe that is not exact must judge nobody
-    |   +-- NothingCompared        an oracle that made no comparison
-    +-- RequirementFailed          findings were made: carries them                   FAIL
-    +-- HazardsFound               accesses that nothing orders: carries their texts  FAIL
+    |   +-- NotExact               a probe is not exact, so it cannot judge
+    |   +-- NothingCompared        an oracle made no comparison
+    +-- RequirementFailed          requirements did not hold: carries the findings    FAIL
+    +-- HazardsFound               unordered accesses: carries their descriptions     FAIL
     +-- RankFailed                 a rank ended early                                 CRASH
     |   +-- RankRaised, RankDied
     |   +-- RankTimedOut           ... or not at all                                  HANG
-    +-- ReferencesDisagree         the references differ among themselves             INCONCLUSIVE
+    +-- ReferencesDisagree         the references disagree with each other            INCONCLUSIVE
 
-A message says `what=value, but should be expected [where]`, then what to do next.
+Messages name the thing and both values: `world_size must be a positive integer, got 0 [Plan]` for an argument,
+`gradient of 'fc.weight': expected 1, got 0` for a comparison. What to do next follows, if it helps.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ if TYPE_CHECKING:
 
 
 class ConformanceError(Exception):
-    """The base of every error that this package raises on purpose."""
+    """The base of every error that this package raises deliberately."""
 
     exit_status = 4
 
 
 class UsageError(ConformanceError, ValueError):
-    """What the user asked for cannot be done as asked."""
+    """The user asked for something that cannot be done."""
 
     exit_status = 2
 
 
 class ConfigError(UsageError):
-    """A plan or an option is out of range. Carries every problem found, not only the first."""
+    """A plan or an option is out of range. Carries every problem, not only the first."""
 
     def __init__(self, problems: Sequence[str], *, where: str) -> None:
         self.problems = tuple(problems)
@@ -53,11 +54,11 @@ class ConfigError(UsageError):
 
 
 class AdapterNotFound(UsageError):
-    """The implementation that was named cannot be imported."""
+    """The named implementation cannot be imported."""
 
 
 class RunFileError(UsageError):
-    """A run file cannot be read, or is not one."""
+    """A file cannot be read, or is not a run file."""
 
 
 class EnvironmentUnavailable(ConformanceError):
@@ -67,7 +68,7 @@ class EnvironmentUnavailable(ConformanceError):
 
 
 class AdapterError(ConformanceError):
-    """The adapter broke the protocol. Carries every problem found."""
+    """The adapter broke the protocol. Carries every problem."""
 
     def __init__(self, problems: Sequence[str] | str) -> None:
         self.problems = (problems,) if isinstance(problems, str) else tuple(problems)
@@ -88,19 +89,19 @@ class Unsupported(ConformanceError, NotImplementedError):
 
 
 class SuiteError(ConformanceError):
-    """The suite's own mistake; nothing is said about the implementation."""
+    """The suite's own mistake, which says nothing about the implementation."""
 
 
 class NotExact(SuiteError):
-    """A probe's float32 run differs from its float64 twin, so it must not demand bitwise equality of anybody."""
+    """A probe's float32 run differs from its float64 twin, so it cannot demand bitwise equality."""
 
 
 class NothingCompared(SuiteError):
-    """A case ended without a comparison on a rank that should have made some."""
+    """A case ended without a comparison on a rank that had to make some."""
 
 
 class RequirementFailed(ConformanceError, AssertionError):
-    """At least one comparison did not hold. Carries the findings, first divergence first."""
+    """At least one comparison failed. Carries the findings, first divergence first."""
 
     exit_status = 1
 
@@ -110,22 +111,22 @@ class RequirementFailed(ConformanceError, AssertionError):
 
 
 class HazardsFound(ConformanceError, AssertionError):
-    """The simulated accelerator saw accesses that nothing orders. Carries the explanation of each."""
+    """The simulated accelerator saw unordered accesses to the same memory. Carries the explanation of each."""
 
     exit_status = 1
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = tuple(texts)
         number = "1 hazard" if len(self.texts) == 1 else f"{len(self.texts)} hazards"
-        super().__init__("\n\n".join((f"{number}, but should be none", *self.texts)))
+        super().__init__("\n\n".join((f"{number} found", *self.texts)))
 
 
 class ReferencesDisagree(ConformanceError):
-    """The references differ among themselves by more than they may, so nobody can be judged by them."""
+    """The references differ from each other by more than the bound, so they cannot judge an implementation."""
 
 
 class RankFailed(ConformanceError):
-    """A rank did not end as it should. `rank` is the first that failed."""
+    """A rank ended badly. `rank` is the first that failed."""
 
     exit_status = 1
 
@@ -139,8 +140,8 @@ class RankRaised(RankFailed):
 
 
 class RankDied(RankFailed):
-    """A rank's process ended by a signal, or with an exit code of its own, before its report was in."""
+    """A rank's process was killed by a signal, or exited, before it had reported."""
 
 
 class RankTimedOut(RankFailed):
-    """A rank passed its deadline and was ended."""
+    """A rank passed its deadline and was terminated."""

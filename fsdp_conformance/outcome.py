@@ -1,6 +1,5 @@
 """
-What comes back from a case: findings, a report per rank, the way each rank ended, and the record that the run file
-keeps.
+What a case produces: findings, a report per rank, how each rank's process ended, and the record in the run file.
 
 Standard library only: the controller, `verify` and the report read these without importing torch.
 """
@@ -17,16 +16,16 @@ from fsdp_conformance.verdict import Verdict
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     """
-    One requirement seen not to hold: an argument that a person can check.
+    One requirement that did not hold, with an argument that a person can check.
 
-    The fields are the data, `sentence()` the prose rendered from them. Unknown parts are None.
+    The fields are data, and `sentence()` puts them into words. Unknown parts are None.
     """
 
     requirement: str
     check: str
-    """Which oracle spoke, e.g. "gradient parity"."""
+    """The oracle, e.g. "gradient parity"."""
     message: str
-    """What was seen, as `what=value, but should be expected`."""
+    """What was seen, as in `gradient of 'fc.weight': expected 1, got 0`."""
     step: int | None = None
     phase: str | None = None
     """init, forward, backward, reduce, step, reshard, eval or checkpoint."""
@@ -51,10 +50,10 @@ class Finding:
     likely: str | None = None
     """The likely cause, from the signature of the difference."""
     detail: str | None = None
-    """The whole argument in several lines, where one line is not enough: both stacks of a race."""
+    """The whole argument, if it takes several lines: both stacks of a race."""
 
     def where(self) -> str:
-        """The place of the divergence: step, phase, tensor, rank, element."""
+        """Where results diverged: step, phase, tensor, rank, element."""
         parts = []
         if self.step is not None:
             parts.append(f"step {self.step}")
@@ -76,7 +75,7 @@ class Finding:
 
 @dataclass(kw_only=True, slots=True)
 class CheckCount:
-    """How much an oracle looked at: a check that compared nothing proves nothing."""
+    """How much an oracle compared: a check that compares nothing proves nothing."""
 
     comparisons: int = 0
     elements: int = 0
@@ -93,37 +92,37 @@ class RankError:
     blame: str
     """implementation, adapter, suite, environment or refusal."""
     time: float
-    """time.monotonic() on this host when it was raised: the first rank to fail is the headline."""
+    """time.monotonic() on this host when it was raised: the earliest failure is the headline."""
     problems: tuple[str, ...] = ()
     capability: str | None = None
 
 
 @dataclass(kw_only=True, slots=True)
 class RankReport:
-    """What one rank has to say at the end of its body. Sent to the controller before the rank shuts down."""
+    """What one rank reports at the end of its body, before it shuts down."""
 
     rank: int
     findings: list[Finding] = field(default_factory=list)
     checks: dict[str, CheckCount] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
-    """Capability flags that the plans and the models of this body asked for."""
+    """Capability flags that this body's plans and models asked for."""
     digests: dict[str, str] = field(default_factory=dict)
-    """Label ("params step 2 0.weight") to hash; the controller demands equality over the ranks that have the label."""
+    """Label ("params step 2 0.weight") to hash, which must be equal on all ranks that have the label."""
     digest_requirements: dict[str, str] = field(default_factory=dict)
-    """Label prefix ("params", "schedule") to the requirement id that demands the equality."""
+    """Label prefix ("params", "schedule") to the id of the requirement that demands equality."""
     schedule: list[str] = field(default_factory=list)
     """The collectives of this rank, one line each, in order."""
     notes: list[str] = field(default_factory=list)
-    """What a reader of the certificate should know: under-declared capabilities, bounds used, shims."""
+    """For readers of the certificate: under-declared capabilities, bounds used, shims."""
     measurements: dict[str, Any] = field(default_factory=dict)
     """Figures for the report: noise floors, bytes held, traffic."""
     error: RankError | None = None
     not_run: str | None = None
-    """Reason why this environment cannot tell (NOT_RUN_ENV)."""
+    """Why the case cannot run in this environment (NOT_RUN_ENV)."""
     inconclusive: str | None = None
-    """Reason why the references cannot judge (INCONCLUSIVE)."""
+    """Why the references cannot judge (INCONCLUSIVE)."""
     environment: dict[str, Any] = field(default_factory=dict)
-    """Seeds, thread counts, determinism settings and variables as applied in the rank."""
+    """Seeds, thread counts, determinism settings and variables, as applied in the rank."""
     seconds: dict[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -138,15 +137,15 @@ class RankExit:
     rank: int
     pid: int | None
     exitcode: int | None
-    """0, a positive exit code, minus the signal number, or None while it ran."""
+    """0, a positive exit code, minus the signal number, or None if it had not ended."""
     time: float
     """time.monotonic() of the end."""
     reported: bool
-    """True if the rank's report was in before it ended."""
+    """True if the rank's report had arrived before it ended."""
     ended_by_controller: bool = False
-    """True if the controller ended it (deadline, or a peer had failed)."""
+    """True if the controller terminated it (deadline, or a peer had failed)."""
     stack: str | None = None
-    """Python stacks of all its threads, taken on expiry of a deadline."""
+    """Python stacks of all its threads, taken when a deadline expired."""
     last_collectives: list[str] = field(default_factory=list)
     output: str = ""
     """The tail of what the rank wrote to stdout and stderr."""
@@ -154,7 +153,7 @@ class RankExit:
 
 @dataclass(kw_only=True, slots=True)
 class CaseRecord:
-    """One line of the run file: the verdict on one case and its reasons."""
+    """One line of the run file: the verdict on one case, and why."""
 
     case: str
     requirements: list[str]
@@ -164,9 +163,9 @@ class CaseRecord:
     """One sentence; empty for a plain pass."""
     findings: list[Finding] = field(default_factory=list)
     consequences: list[str] = field(default_factory=list)
-    """What the other ranks said after the first one had failed, folded."""
+    """The failures of the other ranks, which the first failure explains."""
     traceback: str = ""
-    """Of the first rank that raised."""
+    """The traceback of the first rank that raised."""
     world_size: int = 0
     device: str = ""
     ranks: str = "processes"
@@ -179,7 +178,7 @@ class CaseRecord:
     schedule: list[str] = field(default_factory=list)
     """Rank 0's collectives."""
     repro: str = ""
-    """One line that runs this case again."""
+    """The command that runs this case again."""
     seconds: float = 0.0
     training_seconds: float = 0.0
 

@@ -1,14 +1,18 @@
 """
-The verdict on one case: what its ranks reported and how their processes ended, turned into one record.
+The verdict on one case, derived from the reports of its ranks and the ends of their processes.
 
-`gate` decides before anything is started (DISABLED, UNSUPPORTED, NOT_RUN_ENV), `judge` afterwards. Both are pure: no
-torch, no clock, no file but the contract. Three words are used throughout. An *ending* is what stopped one rank
-before its body was through. A *consequence* is an ending that another rank's ending explains ("connection closed by
-peer"); it never makes the headline while a cause is there. A flag is *undeclared* if the case asks for it (through
-`Case.needs`, the plan or the model) and the adapter does not declare it.
+    gate        before anything starts: the device of a case, or why it does not run
+    verdicts    after it ran: the record with its verdict
+    endings     how each rank ended, and which failed first
+    findings    the findings of all ranks as one list
+    mismatch    ranks that called different collectives
 
-The order in which reasons are weighed, and why each stands where it does, is in `contract/choices.md`, section
-"Verdicts".
+`gate` and `judge` are pure: no torch, no clock, no file but the contract. An *ending* is how one rank ended. A
+*consequence* is an ending that another rank's ending explains ("connection closed by peer"); it is never the headline
+if there is a cause. A flag is *undeclared* if the case asks for it (through `Case.needs`, the plan or the model) and
+the adapter does not declare it.
+
+`contract/choices.md`, section "Verdicts", gives the order in which reasons are weighed, and why.
 """
 
 from fsdp_conformance.judge.gate import Gated, Place, device_for, gate

@@ -1,4 +1,4 @@
-"""Findings of several ranks, made one list: first divergence first, the same on several ranks said once."""
+"""The findings of all ranks as one list: the first divergence first, and equal findings of several ranks as one."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from fsdp_conformance.case import Case
 from fsdp_conformance.judge.endings import ranks_in_words
 from fsdp_conformance.outcome import Finding, RankReport
 
-#: Findings kept in a record; the first divergence comes first, so the rest is repetition.
+#: Findings kept in a record. The first divergence comes first, so the rest is repetition.
 MAX_FINDINGS = 40
 
 _STEP = re.compile(r"\bstep (\d+)\b")
 
-#: Where a phase stands in a step. What has no step and no such phase (structure, bytes held) diverges first.
+#: The order of phases in a step. Findings without a step or such a phase (structure, bytes held) come first.
 _PHASES = ("init", "forward", "backward", "reduce", "step", "reshard", "eval", "checkpoint")
 
 
@@ -25,7 +25,7 @@ def sorted_and_folded(
     """
     The findings of all ranks, and how many were left out.
 
-    What differs in nothing but the rank becomes one finding.
+    Findings that differ only in the rank become one.
     """
     numbered = [(index, finding) for report in reports for index, finding in enumerate(report.findings)]
     numbered += [(0, finding) for finding in digests]
@@ -39,7 +39,7 @@ def sorted_and_folded(
 
 
 def digest_findings(case: Case, reports: Sequence[RankReport]) -> list[Finding]:
-    """What should be equal on all ranks that have it, and is not."""
+    """A finding for each digest that differs between the ranks that have it."""
     findings = []
     for label in dict.fromkeys(label for report in reports for label in report.digests):
         by_digest: dict[str, list[int]] = {}
@@ -52,7 +52,7 @@ def digest_findings(case: Case, reports: Sequence[RankReport]) -> list[Finding]:
 
 
 def _place(index: int, finding: Finding) -> tuple[int, int, int, int, int]:
-    """Sort key: how early in the run the finding shows."""
+    """Sort key: how early in the run the divergence appears."""
     phase = _PHASES.index(finding.phase) if finding.phase in _PHASES else len(_PHASES)
     stage = 1
     if finding.step is None:
@@ -68,18 +68,18 @@ def _folded(finding: Finding, ranks: Sequence[int], world_size: int) -> Finding:
 
 
 def _digest_finding(case: Case, label: str, by_digest: dict[str, list[int]], reports: Sequence[RankReport]) -> Finding:
-    # The larger group is taken as right; of equal ones that with the lowest rank.
+    # The largest group is assumed to be right; among equals, the one with the lowest rank.
     groups = sorted(by_digest.items(), key=lambda item: (-len(item[1]), item[1]))
     (right, agreeing), (wrong, differing) = groups[0], min(groups[1:], key=lambda item: item[1])
     name, step, fqn = _parse_label(label)
     sides = " | ".join(f"{ranks_in_words(ranks)} {digest[:12]}" for digest, ranks in groups)
-    message, likely = f"{label} differs between ranks: {sides}, but should be equal", None
+    message, likely = f"{label} differs between ranks: {sides}", None
     unlike = _first_unlike(reports, agreeing[0], differing[0]) if name == "schedule" else None
     if unlike is not None:
         index, right, wrong = unlike
         message = (
-            f"collective {index} differs between ranks: {wrong or 'none'} on {ranks_in_words(differing)}, "
-            f"but should be as on {ranks_in_words(agreeing)}: {right or 'none'}"
+            f"collective {index} differs between ranks: expected {right or 'none'} as on {ranks_in_words(agreeing)}, "
+            f"got {wrong or 'none'} on {ranks_in_words(differing)}"
         )
         likely = "ranks issue different collectives"
     return Finding(
@@ -105,14 +105,14 @@ def _parse_label(label: str) -> tuple[str, int | None, str | None]:
 
 
 def _digest_requirement(case: Case, label: str, reports: Sequence[RankReport]) -> str:
-    """That of the longest prefix that somebody named; by default the one that the case is about."""
+    """The requirement of the longest matching prefix; by default the case's own."""
     demands = {prefix: requirement for report in reports for prefix, requirement in report.digest_requirements.items()}
     prefixes = [prefix for prefix in demands if label.startswith(prefix)]
     return demands[max(prefixes, key=len)] if prefixes else case.requirements[0]
 
 
 def _first_unlike(reports: Sequence[RankReport], right: int, wrong: int) -> tuple[int, str, str] | None:
-    """Index and both lines of the first collective in which two ranks differ."""
+    """The first collective in which two ranks differ: its index and both lines."""
     by_rank = {report.rank: report.schedule for report in reports}
     ours, theirs = by_rank[right], by_rank[wrong]
     for index in range(max(len(ours), len(theirs))):

@@ -1,9 +1,9 @@
 """
-What can be said of a case before anything is started: the device that it runs on, or why it does not run.
+Before anything starts: the device that a case runs on, or why it does not run.
 
-A run has one device (`--device`), a case has one too. They differ in one situation: a run on the CPU sends a case that
-asks for an accelerator to the simulated one, unless it was told not to. An implementation that knows no other
-accelerator than CUDA cannot go there; a machine without a compiler cannot either.
+A run has one device (`--device`), and so does a case. They differ in one situation: a run on the CPU sends a case that
+needs an accelerator to the simulated one, unless told not to. That takes an implementation that supports accelerators
+other than CUDA, and a compiler.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fsdp_conformance.config import SIMULATED, RunSettings
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.verdict import Verdict
 
-#: What the simulated accelerator stands in for; what it is not, a case asks for by name ("cuda", "nccl").
+#: What the simulated accelerator stands in for. A case that needs the real thing names it ("cuda", "nccl").
 SIMULATED_ENVIRONMENTS = frozenset({"accelerator", "pinned_memory"})
 
-#: The flag without which an implementation knows the CPU and CUDA alone.
+#: Without this flag an implementation supports only the CPU and CUDA.
 ANY_ACCELERATOR = "any_accelerator"
 
 
@@ -32,9 +32,9 @@ class Place:
     present: frozenset[str]
     """Members of `case.ENVIRONMENTS`."""
     num_ranks: int | None = None
-    """How many ranks its devices hold; None: any number."""
+    """How many ranks its devices can hold; None: any number."""
     problem: str = ""
-    """Why it cannot be used; empty if it can."""
+    """Why it cannot be used, or ""."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,16 +42,16 @@ class Gated:
     """A case before it runs."""
 
     device: str
-    """The type of device that it runs on, or would."""
+    """The type of device that it runs on, or would run on."""
     record: CaseRecord | None
-    """Its verdict, if it need not be started."""
+    """Its record if it does not run; None if it should be started."""
 
 
 def device_for(case: Case, settings: RunSettings) -> str:
-    """The type of device that the case runs on: the run's, or the simulated one where only an accelerator will do."""
+    """The type of device that the case runs on: the run's, or the simulated one if it needs an accelerator."""
     wanted = set(case.environment)
     simulates = settings.device == "cpu" and settings.simulator and wanted & SIMULATED_ENVIRONMENTS
-    # What only CUDA can show is not shown by a simulation.
+    # A simulation cannot stand in for CUDA or NCCL themselves.
     return SIMULATED if simulates and not wanted & {"cuda", "nccl"} else settings.device
 
 
@@ -63,11 +63,10 @@ def gate(
     places: Mapping[str, Place],
 ) -> Gated:
     """
-    The device of a case, and its record if it need not be started.
+    The device of a case, and its record if it does not run.
 
-    `declared` gives the implementation's flags on a type of device; `places` has the run's device, and the simulated
-    one if cases may be sent there. A flag that only the *model* asks for does not stop a case: the refusal itself is
-    what is tested.
+    `declared` returns the implementation's flags on a type of device; `places` has the run's device, and the simulated
+    one if cases may go there. A flag that only the *model* asks for does not stop a case: the case tests the refusal.
     """
     device = device_for(case, settings)
     record = empty_record(case, settings.implementation, device)
@@ -102,7 +101,7 @@ def _not_run(
         return decided(record, Verdict.NOT_RUN_ENV, reason)
     if settings.ranks == "simulated" and case.processes:
         record.measurements["absent"] = ["processes"]
-        return decided(record, Verdict.NOT_RUN_ENV, f"needs ranks that are processes: {case.processes}")
+        return decided(record, Verdict.NOT_RUN_ENV, f"needs a process for each rank: {case.processes}")
     absent = [name for name in case.environment if name not in place.present]
     if absent:
         reason = f"needs {', '.join(absent)}, which this machine does not have" + (f"; {why}" if why else "")
@@ -120,16 +119,16 @@ def _not_run(
 def _not_simulated(place: Place, declared: frozenset[str]) -> str:
     """Why a case that asks for an accelerator cannot run on the simulated one, or ""."""
     if place.problem:
-        return f"the simulated one cannot be built: {place.problem}"
+        return f"the simulated accelerator cannot be built: {place.problem}"
     if ANY_ACCELERATOR not in declared:
-        return f"the simulated one is for implementations that declare {ANY_ACCELERATOR}"
+        return f"the simulated accelerator requires an implementation that declares {ANY_ACCELERATOR}"
     return ""
 
 
 def empty_record(
     case: Case, implementation: str, device: str, *, ranks: str = "processes", seconds: float = 0.0
 ) -> CaseRecord:
-    """A record of the case that says nothing yet; `decided` gives it its verdict."""
+    """A record of the case without a verdict; `decided` gives it one."""
     words = ["fsdp-conformance run"]
     if implementation:
         words.append(f"--implementation {implementation}")
@@ -141,7 +140,7 @@ def empty_record(
         case=case.id,
         requirements=list(case.requirements),
         chapter=case.chapter,
-        # Whoever forgets to decide has made a mistake of ours.
+        # A record that is never decided is our own mistake.
         verdict=Verdict.ERROR_SUITE,
         world_size=case.world_size,
         device=device,

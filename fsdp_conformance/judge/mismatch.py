@@ -1,7 +1,7 @@
 """
-Ranks that called different collectives and wait for each other for ever, from the trace that each has left.
+Ranks that called different collectives and wait for each other forever, found in the trace that each left.
 
-A backend between processes does not compare what its ranks call: they hang, or exchange bytes that mean something else.
+A backend between processes does not compare what its ranks call: they hang, or misread each other's bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _LINE = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class _Open:
-    """A collective that has not come back, or (`is_last`) after whose return nothing was called any more."""
+    """A collective that has not returned, or (`is_last`) that returned and was the rank's last."""
 
     rank: int
     seq: str
@@ -34,7 +34,7 @@ class _Open:
 
 
 def differing_calls(exits: Iterable[RankExit]) -> str:
-    """Which ranks of one group wait in different collectives, with the lines of their calls; empty if none do."""
+    """Which ranks of one group wait in different collectives, with the lines that called them; empty if none do."""
     by_group: dict[str, list[_Open]] = {}
     for end in exits:
         for group, found in _first_open(end).items():
@@ -47,15 +47,15 @@ def differing_calls(exits: Iterable[RankExit]) -> str:
 
 
 def _differs(one: _Open, other: _Open) -> bool:
-    # A collective that came back may be one that the other rank had called, too: then it has another number there.
+    # A collective that returned may be one that the other rank called too, under another number.
     return one.call != other.call and (not (one.is_last or other.is_last) or one.seq == other.seq)
 
 
 def _first_open(end: RankExit) -> dict[str, _Open]:
     """
-    By group, the first collective of a rank that has not come back.
+    By group, the first collective of a rank that has not returned.
 
-    If all have, the last of all: a collective that ends with its deadline comes back as well.
+    If all have, the last of all: a collective that passes its deadline returns as well.
     """
     found: dict[str, _Open] = {}
     matches = [match for line in end.last_collectives if (match := _LINE.match(line.strip())) is not None]

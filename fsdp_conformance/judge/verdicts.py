@@ -54,12 +54,12 @@ class Evidence:
 
     case: Case
     level: str
-    """Of the primary requirement: M, C or S."""
+    """The primary requirement's level: M, C or S."""
     declared: frozenset[str]
     undeclared: Sequence[str]
     """Flags that the case asks for and the adapter does not declare."""
     reports: Sequence[RankReport]
-    """Those that came in."""
+    """The reports that arrived."""
 
 
 def judge(
@@ -77,32 +77,32 @@ def judge(
     """
     The record of a case that ran.
 
-    `reports` and `exits` have one entry per rank, in rank order; a report is None if it never came in. `level` is the
-    primary requirement's (M, C or S); by default the contract is asked.
+    `reports` and `exits` have one entry per rank, in rank order; a report that never arrived is None. `level` is the
+    primary requirement's (M, C or S), by default as the contract has it.
     """
     record = empty_record(case, implementation, device, ranks=ranks, seconds=seconds)
     record.exits = list(exits)
     problem = _malformed(case, reports, exits)
     if problem:
         return decided(record, Verdict.ERROR_SUITE, problem)
-    came_in = [report for report in reports if report is not None]
+    arrived = [report for report in reports if report is not None]
     evidence = Evidence(
         case=case,
         level=level or _level(case),
         declared=declared,
-        undeclared=_undeclared(case, declared, came_in),
-        reports=came_in,
+        undeclared=_undeclared(case, declared, arrived),
+        reports=arrived,
     )
     found = attribute(reports, exits)
     failures = _failures(found)
     # A rank that failed has recorded only part of its digests.
-    digests = digest_findings(case, came_in) if not failures else []
-    record.findings, left_out = sorted_and_folded(came_in, digests, world_size=case.world_size)
-    _collect(record, came_in)
+    digests = digest_findings(case, arrived) if not failures else []
+    record.findings, left_out = sorted_and_folded(arrived, digests, world_size=case.world_size)
+    _collect(record, arrived)
     record.notes += found.notes
     if left_out:
-        record.notes.append(f"{left_out} further findings are left out of this record")
-    headline = _headline(failures, came_in)
+        record.notes.append(f"{left_out} further findings were left out of this record")
+    headline = _headline(failures, arrived)
     record.consequences = [failure.full_sentence for failure in failures if failure is not headline]
     if headline is None:
         _judge_reports(record, evidence)
@@ -135,19 +135,19 @@ def _headline(failures: Sequence[RankEnding], reports: Sequence[RankReport]) -> 
 
 
 def _malformed(case: Case, reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> str:
-    """Why the evidence cannot be that of the case, or "" if it can."""
+    """Why the evidence cannot belong to the case, or ""."""
     size = case.world_size
     if len(reports) != size or len(exits) != size:
-        return f"{len(reports)} reports and {len(exits)} exits came in, but should be {size} of each [{case.id}]"
+        return f"expected {size} reports and {size} exits, got {len(reports)} and {len(exits)} [{case.id}]"
     said = [report.rank if report is not None else index for index, report in enumerate(reports)]
     ended = [end.rank for end in exits]
     if said != list(range(size)) or ended != said:
-        return f"reports of ranks {said} and exits of ranks {ended}, but should be in rank order [{case.id}]"
+        return f"evidence must be in rank order, got reports of ranks {said} and exits of ranks {ended} [{case.id}]"
     return ""
 
 
 def _level(case: Case) -> str:
-    """The primary requirement's level; one that the contract does not know is judged as mandatory."""
+    """The primary requirement's level. A requirement that is not in the contract counts as mandatory."""
     requirement = contract.load().requirements.get(case.requirements[0])
     return requirement.level.value if requirement is not None else "M"
 
@@ -160,7 +160,7 @@ def _undeclared(case: Case, declared: frozenset[str], reports: Sequence[RankRepo
 
 
 def _collect(record: CaseRecord, reports: Sequence[RankReport]) -> None:
-    """What the record takes over from the reports whatever the verdict."""
+    """Copy into the record what it keeps whatever the verdict."""
     for report in reports:
         record.comparisons += sum(count.comparisons for count in report.checks.values())
         record.elements += sum(count.elements for count in report.checks.values())
@@ -173,7 +173,7 @@ def _collect(record: CaseRecord, reports: Sequence[RankReport]) -> None:
 
 
 def _per_rank(by_rank: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
-    """One figure where all ranks agree, else one per rank."""
+    """One figure where all ranks agree, otherwise one per rank."""
     merged: dict[str, Any] = {}
     for key in dict.fromkeys(key for figures in by_rank.values() for key in figures):
         values = {f"rank {rank}": figures[key] for rank, figures in by_rank.items() if key in figures}
@@ -222,7 +222,7 @@ def _ending_finding(record: CaseRecord, evidence: Evidence, headline: RankEnding
     message = headline.full_sentence
     if evidence.undeclared:
         flags = ", ".join(evidence.undeclared)
-        message += f"; {flags} is not declared, so it should be refused by an exception on every rank"
+        message += f"; {flags} is not declared, so every rank should have refused it by an exception"
     return Finding(
         requirement=LOUD_REFUSAL if evidence.undeclared else evidence.case.requirements[0],
         check=_ACCUSATIONS[record.verdict],
@@ -235,37 +235,37 @@ def _ending_finding(record: CaseRecord, evidence: Evidence, headline: RankEnding
 
 
 def _judge_refusal(record: CaseRecord, evidence: Evidence, rank: int, error: RankError) -> None:
-    """A refusal is right if a flag that is asked for is not declared, and if every rank refuses."""
+    """A refusal is right if the case asks for a flag that is not declared, and if every rank refuses."""
     said, flag = first_line(error.message), error.capability
     trained = [report.rank for report in evidence.reports if report.error is None]
     optional = flag is not None and flag in CAPABILITIES and flag not in evidence.declared
     requirement = evidence.case.requirements[0]
     if trained:
         requirement = LOUD_REFUSAL
-        message = f"rank {rank} refused ({said}), but {ranks_in_words(trained)} trained on: all should refuse alike"
+        message = f"rank {rank} refused ({said}), but {ranks_in_words(trained)} went on training: all ranks must refuse"
     elif (evidence.undeclared and (flag is None or flag in evidence.undeclared)) or (
         evidence.level == "C" and optional
     ):
         names = [flag] if flag is not None else list(evidence.undeclared)
         record.measurements["undeclared"] = names
-        decided(record, Verdict.UNSUPPORTED, f"{', '.join(names)} is not declared, and was refused: {said}")
+        decided(record, Verdict.UNSUPPORTED, f"{', '.join(names)} is not declared and was refused: {said}")
         return
     elif flag is not None and flag in evidence.declared:
-        message = f"refused: {said}; but {flag} is declared, so it should work"
+        message = f"refused although {flag} is declared: {said}"
     elif flag is not None:
-        message = f"refused: {said}; but the case does not ask for {flag}"
+        message = f"refused although the case does not ask for {flag}: {said}"
     else:
-        message = f"refused: {said}; but all that the case asks for is declared or mandatory"
+        message = f"refused although everything the case asks for is declared or mandatory: {said}"
     record.findings.insert(0, Finding(requirement=requirement, check="refusal", message=message, rank=rank))
     decided(record, Verdict.FAIL, message)
 
 
 def _judge_reports(record: CaseRecord, evidence: Evidence) -> None:
-    """The verdict on a case whose ranks have all said what they saw."""
+    """The verdict on a case in which no rank failed, from the reports."""
     inconclusive = [report for report in evidence.reports if report.inconclusive is not None]
     if inconclusive:
         if record.findings:
-            record.notes.append(f"{len(record.findings)} findings are kept, but the references they rest on disagree")
+            record.notes.append(f"{len(record.findings)} findings were kept, but the references behind them disagree")
         decided(record, Verdict.INCONCLUSIVE, f"rank {inconclusive[0].rank}: {inconclusive[0].inconclusive}")
     elif record.findings:
         if evidence.undeclared:
@@ -284,27 +284,27 @@ def _judge_not_run(record: CaseRecord, reports: Sequence[RankReport]) -> None:
     absent = [report for report in reports if report.not_run is not None]
     ran = [report.rank for report in reports if report.not_run is None and report.error is None]
     if ran:
-        reason = f"rank {absent[0].rank} says {absent[0].not_run!r}, but {ranks_in_words(ran)} ran: ranks should agree"
-        decided(record, Verdict.ERROR_SUITE, reason)
+        said = f"rank {absent[0].rank} did not ({absent[0].not_run})"
+        decided(record, Verdict.ERROR_SUITE, f"ranks disagree on whether to run: {said}, {ranks_in_words(ran)} did")
         return
-    # A certificate accepts only what the manifest names; a rank that names nothing is not excused.
+    # A certificate accepts only what the manifest names: a rank that names nothing is not excused.
     record.measurements.setdefault("absent", ["unnamed"])
     decided(record, Verdict.NOT_RUN_ENV, absent[0].not_run or "no reason given")
 
 
 def _compared_nothing(reports: Sequence[RankReport]) -> str:
-    """Which rank or which check looked at nothing, or "" if none did."""
+    """Which rank or which check compared nothing, or ""."""
     for report in reports:
         if not sum(count.comparisons for count in report.checks.values()):
-            return f"rank {report.rank} compared nothing, but should have made at least one comparison"
+            return f"rank {report.rank} made no comparison"
     for name in dict.fromkeys(name for report in reports for name in report.checks):
         if not any(report.checks[name].comparisons for report in reports if name in report.checks):
-            return f"check {name!r} compared nothing on any rank, but should have made at least one comparison"
+            return f"check {name!r} made no comparison on any rank"
     return ""
 
 
 def _silent(first: Finding, undeclared: Sequence[str]) -> Finding:
-    """The finding that an undeclared flag was neither refused nor met."""
+    """The finding that an undeclared flag was neither refused nor handled correctly."""
     flags = ", ".join(undeclared)
-    message = f"{flags} is not declared and was not refused, but trained on to wrong results: {first.message}"
+    message = f"{flags} is neither declared nor refused, and training gave wrong results: {first.message}"
     return replace(first, requirement=LOUD_REFUSAL, check="loud refusal", message=message)

@@ -25,6 +25,17 @@ ALLOWED_CYCLES: dict[frozenset[str], str] = {}
 #: Parts that may use private names of others: tests look inside, and a mutant breaks what it derives from.
 _MAY_LOOK_INSIDE = frozenset({"tests", "mutants"})
 
+#: Private names of torch and the standard library, where they are used: files of ours define equal names.
+_FOREIGN = frozenset(
+    {
+        "tensor._indices",  # torch.Tensor: of one that is not coalesced, without a synchronization
+        "tensor._values",
+        "distributed_c10d._world",  # torch: the process groups that are registered
+        "owner._run",  # torch.testing: the entry of a rank, which MultiProcessTestCase defines
+        "multiprocessing.process.current_process()._config",  # where multiprocessing keeps its temporary directory
+    }
+)
+
 #: Private by convention, public in effect: a namedtuple's methods, and the tables of nn.Module.
 _CONVENTIONS = frozenset({"_replace", "_asdict", "_fields", "_make", "_modules", "_parameters", "_buffers"})
 
@@ -103,6 +114,7 @@ def uses_of_private_names(module: Module, defined_elsewhere: set[str]) -> Iterat
             and _is_private(node.attr)
             and node.attr in defined_elsewhere - own
             and not _is_own(node.value)
+            and ast.unparse(node) not in _FOREIGN
         ):
             yield node.lineno, f"uses {ast.unparse(node)}"
 

@@ -309,7 +309,7 @@ def test_a_hang_instead_of_a_refusal_fails_loud_refusal() -> None:
     assert record.verdict is Verdict.HANG
     assert record.findings[0].requirement == "R000"
     assert record.findings[0].message.endswith(
-        "unused_divergent is not declared, so it should be refused by an exception on every rank"
+        "unused_divergent is not declared, so every rank should have refused it by an exception"
     )
 
 
@@ -326,7 +326,7 @@ def test_an_undeclared_flag_that_every_rank_refuses_is_unsupported() -> None:
     record = judged(refused(0, "frozen parameters"), refused(1, "frozen parameters"), needs=("frozen_mixed",))
 
     assert record.verdict is Verdict.UNSUPPORTED
-    assert record.reason == "frozen_mixed is not declared, and was refused: frozen parameters"
+    assert record.reason == "frozen_mixed is not declared and was refused: frozen parameters"
     assert record.measurements["undeclared"] == ["frozen_mixed"]
     assert record.findings == []
 
@@ -351,7 +351,7 @@ def test_a_declared_flag_that_is_refused_is_a_defect() -> None:
     record = judged(refused(0, capability="no_sync"), refused(1, capability="no_sync"), declared="no_sync")
 
     assert record.verdict is Verdict.FAIL
-    assert record.reason == "refused: no; but no_sync is declared, so it should work"
+    assert record.reason == "refused although no_sync is declared: no"
     assert [(item.requirement, item.check) for item in record.findings] == [("R001", "refusal")]
 
 
@@ -360,7 +360,7 @@ def test_a_mandatory_requirement_that_is_refused_is_a_defect() -> None:
     record = judged(refused(0), refused(1))
 
     assert record.verdict is Verdict.FAIL
-    assert record.reason == "refused: no; but all that the case asks for is declared or mandatory"
+    assert record.reason == "refused although everything the case asks for is declared or mandatory: no"
 
 
 def test_refusing_something_else_than_what_is_undeclared_is_a_defect() -> None:
@@ -368,7 +368,7 @@ def test_refusing_something_else_than_what_is_undeclared_is_a_defect() -> None:
     record = judged(refused(0, capability="zero2"), refused(1, capability="zero2"), needs=("frozen_mixed",))
 
     assert record.verdict is Verdict.FAIL
-    assert record.reason == "refused: no; but the case does not ask for zero2"
+    assert record.reason == "refused although the case does not ask for zero2: no"
 
 
 @pytest.mark.parametrize(("level", "verdict"), [("C", Verdict.UNSUPPORTED), ("M", Verdict.FAIL), ("S", Verdict.FAIL)])
@@ -407,7 +407,7 @@ def test_ranks_that_disagree_about_refusing_fail() -> None:
     record = judged(refused(0), well(1), needs=("frozen_mixed",))
 
     assert record.verdict is Verdict.FAIL
-    assert record.reason == "rank 0 refused (no), but rank 1 trained on: all should refuse alike"
+    assert record.reason == "rank 0 refused (no), but rank 1 went on training: all ranks must refuse"
     assert record.findings[0].requirement == "R000"
 
 
@@ -477,9 +477,7 @@ def test_missing_evidence_is_the_suites_error(num_reports: int, num_exits: int) 
     record = judge(a_case(world_size=3), declared=frozenset(), reports=reports, exits=exits(num_exits))
 
     assert record.verdict is Verdict.ERROR_SUITE
-    assert record.reason == (
-        f"{num_reports} reports and {num_exits} exits came in, but should be 3 of each [R001/probe-ws3]"
-    )
+    assert record.reason == (f"expected 3 reports and 3 exits, got {num_reports} and {num_exits} [R001/probe-ws3]")
 
 
 @pytest.mark.parametrize("order", [([1, 0], [0, 1]), ([0, 1], [1, 0]), ([0, 0], [0, 1])])

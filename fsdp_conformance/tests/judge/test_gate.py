@@ -133,7 +133,7 @@ def test_a_case_that_needs_processes_is_not_simulated() -> None:
 
     assert record is not None
     assert record.verdict is Verdict.NOT_RUN_ENV
-    assert record.reason == "needs ranks that are processes: signals end all ranks of a process"
+    assert record.reason == "needs a process for each rank: signals end all ranks of a process"
     assert gated(fields) is None
 
 
@@ -174,8 +174,8 @@ def test_what_only_cuda_can_show_is_not_simulated(asked: tuple[str, ...]) -> Non
     ("here", "reason"),
     [
         ({"simulator": False}, "needs accelerator, which this machine does not have"),
-        ({"compiler": False}, "the simulated one cannot be built: no C++ compiler"),
-        ({"declared": ""}, "the simulated one is for implementations that declare any_accelerator"),
+        ({"compiler": False}, "the simulated accelerator cannot be built: no C++ compiler"),
+        ({"declared": ""}, "the simulated accelerator requires an implementation that declares any_accelerator"),
     ],
     ids=["not wanted", "no compiler", "knows CUDA alone"],
 )

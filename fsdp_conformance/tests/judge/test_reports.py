@@ -43,7 +43,7 @@ def test_a_rank_that_compared_nothing_is_the_suites_error() -> None:
     record = judged(a_report(0), a_report(1, comparisons=0))
 
     assert record.verdict is Verdict.ERROR_SUITE
-    assert record.reason == "rank 1 compared nothing, but should have made at least one comparison"
+    assert record.reason == "rank 1 made no comparison"
 
 
 def test_a_rank_without_checks_is_the_suites_error() -> None:
@@ -57,7 +57,7 @@ def test_a_check_that_compared_nothing_on_any_rank_is_the_suites_error() -> None
     record = judged(a_report(0, checks=idle), a_report(1, checks=idle))
 
     assert record.verdict is Verdict.ERROR_SUITE
-    assert "check 'schedule' compared nothing on any rank" in record.reason
+    assert "check 'schedule' made no comparison on any rank" in record.reason
 
 
 def test_a_check_that_had_nothing_to_compare_on_one_rank_is_no_error() -> None:
@@ -150,7 +150,7 @@ def test_endless_findings_are_cut_and_the_cut_is_said() -> None:
     record = judged(a_report(0, *many), a_report(1))
 
     assert len(record.findings) == MAX_FINDINGS
-    assert record.notes == ["3 further findings are left out of this record"]
+    assert record.notes == ["3 further findings were left out of this record"]
 
 
 # Undeclared flags.
@@ -171,7 +171,7 @@ def test_an_undeclared_flag_that_trains_wrongly_fails_loud_refusal() -> None:
     assert record.verdict is Verdict.FAIL
     assert [item.requirement for item in record.findings] == ["R000", "R003"]
     assert record.findings[0].message == (
-        "frozen_mixed is not declared and was not refused, but trained on to wrong results: "
+        "frozen_mixed is neither declared nor refused, and training gave wrong results: "
         "grad of '0.weight'=1.0, but should be 0.5"
     )
     assert record.findings[0].where() == record.findings[1].where()
@@ -205,8 +205,7 @@ def test_a_rank_that_differs_is_named() -> None:
     assert (finding.requirement, finding.check, finding.rank) == ("R007", "equality over ranks", 1)
     assert (finding.step, finding.fqn, finding.got, finding.expected) == (2, "0.weight", "bb" * 8, "aa" * 8)
     assert finding.message == (
-        "params step 2 0.weight differs between ranks: "
-        "ranks 0, 2 aaaaaaaaaaaa | rank 1 bbbbbbbbbbbb, but should be equal"
+        "params step 2 0.weight differs between ranks: ranks 0, 2 aaaaaaaaaaaa | rank 1 bbbbbbbbbbbb"
     )
 
 
@@ -254,7 +253,7 @@ def test_schedules_that_differ_show_the_first_collective(
 
     assert finding.requirement == "R067"
     assert finding.message == (
-        f"collective {index} differs between ranks: {got} on rank 1, but should be as on rank 0: {expected}"
+        f"collective {index} differs between ranks: expected {expected} as on rank 0, got {got} on rank 1"
     )
     assert finding.likely == "ranks issue different collectives"
 
@@ -284,7 +283,7 @@ def test_ranks_that_disagree_about_the_environment_are_the_suites_error() -> Non
     record = judged(a_report(0), a_report(1, comparisons=0, not_run="no device"))
 
     assert record.verdict is Verdict.ERROR_SUITE
-    assert record.reason == "rank 1 says 'no device', but rank 0 ran: ranks should agree"
+    assert record.reason == "ranks disagree on whether to run: rank 1 did not (no device), rank 0 did"
 
 
 def test_findings_outrank_an_absent_environment() -> None:
@@ -300,7 +299,7 @@ def test_references_that_disagree_outrank_findings() -> None:
 
     assert (record.verdict, record.reason) == (Verdict.INCONCLUSIVE, "rank 1: DDP and float64 differ by 3 ulps")
     assert [item.requirement for item in record.findings] == ["R003"]
-    assert record.notes == ["1 findings are kept, but the references they rest on disagree"]
+    assert record.notes == ["1 findings were kept, but the references behind them disagree"]
 
 
 def test_an_inconclusive_case_need_not_compare() -> None:

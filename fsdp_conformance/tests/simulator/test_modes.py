@@ -79,7 +79,7 @@ class TestChecker:
         with checker.without_waits():
             self.race(active)
 
-        with pytest.raises(HazardsFound, match=r"^1 hazard, but should be none") as raised:
+        with pytest.raises(HazardsFound, match=r"^1 hazard found") as raised:
             checker.expect_clean()
         (found,) = checker.hazards()
         assert (found.explain(),) == raised.value.texts
