@@ -1,4 +1,4 @@
-"""Where a collective was asked for: the innermost frame that is nobody's plumbing."""
+"""The line that called a collective: the innermost frame that is not plumbing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def call_site() -> str:
     """
     "file.py:123 in function": the innermost frame outside torch, the standard library and this package's harness.
 
-    A thread of C++ origin (autograd's, on an accelerator) may have none; then the innermost frame of torch, or nothing.
+    A thread started by C++ (autograd's, on an accelerator) may have no such frame: then the innermost frame of torch,
+    or "".
     """
     frame: FrameType | None = sys._getframe(1)
     inner: FrameType | None = None
@@ -45,10 +46,10 @@ def _owner(filename: str) -> str:
         return "harness"
     if filename.startswith(_TORCH):
         return "torch"
-    # Whoever is deprecated is called through a wrapper, which torch takes from there.
+    # The wrapper around deprecated functions, which torch uses.
     if os.path.basename(filename) == "typing_extensions.py":
         return "stdlib"
-    # site-packages may lie below the standard library's folder; "<string>" and the like have no file to point to.
+    # site-packages may be inside the standard library's folder; "<string>" and the like have no file to point to.
     if filename.startswith("<") or (filename.startswith(_STDLIB) and "site-packages" not in filename):
         return "stdlib"
     return "user"

@@ -1,10 +1,10 @@
 """
-What a call of a process group's method says: which collective, which tensors, how many bytes.
+What a call of a process group's method means: which collective, which tensors, how many bytes.
 
 Bytes are those of the *unsharded* side, because that side is comparable between engines: an all-gather's output, a
-reduce-scatter's input, an all-to-all's input, the whole of what a root gathers or scatters, and the buffer itself of
-in-place collectives. torch has several methods for one collective, and renames them (2.13: `_allgather_base` became
-`all_gather_single`); all names are listed, and `Op` is what they have in common.
+reduce-scatter's input, an all-to-all's input, everything that a root gathers or scatters, and the buffer of in-place
+collectives. torch has several methods for one collective, and renames them (2.13: `_allgather_base` became
+`all_gather_single`). All names are listed here, and each maps to an `Op`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from fsdp_conformance.history.collective import Op
 
 
 class _Call(NamedTuple):
-    """Where a method keeps its tensors. Arguments are found by position, or by a prefix of their keyword."""
+    """Where a method has its tensors. Arguments are found by position, or by a prefix of their keyword."""
 
     op: Op
     outputs: int | None = None
     inputs: int | None = None
     in_place: bool = False
-    """One list of tensors, argument 0, is input and output."""
+    """Argument 0, a list of tensors, is both input and output."""
     unsharded: str = "outputs"
-    """Which side holds the bytes that are counted."""
+    """The side whose bytes are counted."""
     per_rank: bool = False
-    """True: that side is one rank's part; times the group's size it is the whole."""
+    """True: that side is one rank's part, to be multiplied by the size of the group."""
 
 
 _ALL_GATHER = _Call(Op.ALL_GATHER, outputs=0, inputs=1)
@@ -56,7 +56,7 @@ METHODS = {
     "allreduce_coalesced": _Call(Op.ALL_REDUCE, in_place=True),
     "broadcast": _Call(Op.BROADCAST, in_place=True),
     "reduce": _Call(Op.REDUCE, in_place=True),
-    # Only the root has the whole, and every rank must count alike.
+    # Only the root has everything, but all ranks must count the same.
     "gather": _Call(Op.GATHER, outputs=0, inputs=1, unsharded="inputs", per_rank=True),
     "scatter": _Call(Op.SCATTER, outputs=0, inputs=1, per_rank=True),
     "alltoall": _ALL_TO_ALL,
@@ -94,7 +94,7 @@ def traffic_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], grou
 
 
 def nbytes(tensor: Tensor) -> int:
-    """The bytes that a tensor puts on the wire; of a sparse one, its indices and values."""
+    """The bytes of a tensor on the wire; for a sparse tensor, those of its indices and values."""
     if tensor.layout == torch.sparse_coo:
         return nbytes(tensor._indices()) + nbytes(tensor._values())
     return tensor.numel() * tensor.element_size()
@@ -133,7 +133,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _reduce_op(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The reduce op among the arguments: by itself, or in an options struct; SUM is every method's default."""
+    """The reduce op in the arguments, bare or in an options struct; SUM is the default of every method."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, (ReduceOp, ReduceOp.RedOpType)):
             return reduce_op_name(value)

@@ -1,9 +1,9 @@
 """
 The log of a rank's collectives: what was issued, in which phase of training, from which line of code.
 
-There is one log per process, `log()`. The recording process groups write to it; training loops label what they do with
-`phase`; checks read `records`. Whoever wants to see a collective while it happens, or to interfere with it, adds a
-`CollectiveObserver` to `observers`: faults work that way.
+Each rank has one log, `harness.context.log()`. The recording process groups write to it; training loops label what they
+do with `phase`; checks read `records`. To see a collective while it happens, or to interfere with it, add a
+`CollectiveObserver` to `observers`, as faults do.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from fsdp_conformance.history.collective import CollectiveRecord, Op
 
 
 class Traffic(NamedTuple):
-    """What a collective's arguments say."""
+    """What a collective moves, from its arguments."""
 
     op: Op
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     nbytes: int
-    """Of the unsharded side."""
+    """Bytes of the unsharded side."""
     dtype: str
     device: str
     reduce_op: str
@@ -38,30 +38,30 @@ class Traffic(NamedTuple):
 
 class CollectiveObserver:
     """
-    Sees every collective of this rank as it is issued, and may interfere. Subclass it and override what is needed.
+    Sees every collective of this rank as it is issued, and may interfere. Override what you need.
 
     Observers are called in the order of `CollectiveLog.observers`, in the thread that issues the collective, which on
-    an accelerator may be autograd's. What an observer raises goes to the caller, as if the backend had raised it.
+    an accelerator may be autograd's. An observer's exception reaches the caller as if the backend had raised it.
     """
 
     def before(self, record: CollectiveRecord, group: ProcessGroup) -> None:
-        """Called before the collective is issued: the place to delay it, to refuse it, or to end the process."""
+        """Called before the collective is issued: delay it, refuse it, or end the process here."""
 
     def wrap_work(
         self, record: CollectiveRecord, work: Work, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
     ) -> Work:
         """
-        Called after the collective was issued; what it returns is given to the caller in place of `work`.
+        Called after the collective was issued; the caller gets the result in place of `work`.
 
         A wrapper is a subclass of `torch.distributed.Work` with `wait` and `get_future`: C++ callers use only these
         two. It must keep `work`. `inputs` and `outputs` are the caller's own tensors (the same ones for an in-place
-        collective): that is where a result can be held back, poisoned until `wait`, or checked for having been
-        written too early.
+        collective): here a result can be held back, poisoned until `wait`, or checked for having been written too
+        early.
         """
         return work
 
     def after(self, record: CollectiveRecord, work: Work | None) -> None:
-        """Called last, with the Work that the caller gets; None where the collective has none."""
+        """Called last, with the Work that the caller gets; None if the collective has none."""
 
 
 class CollectiveLog:
@@ -80,8 +80,8 @@ class CollectiveLog:
         """
         Label the collectives issued inside: setup, forward, backward, step, eval, observe.
 
-        Phases nest; the innermost name counts, and a phase without a step keeps that of the outer one. The label
-        belongs to the process, not to the thread: on an accelerator, backward runs in threads of its own.
+        Phases nest: the innermost name counts, and a phase without a step keeps the step of the outer one. The label
+        belongs to the rank, not to the thread: on an accelerator, backward runs in other threads.
         """
         outer = self._phase, self._step
         self._phase, self._step = name, self._step if step is None else step
@@ -96,15 +96,15 @@ class CollectiveLog:
         return self._phase, self._step
 
     def schedule(self) -> list[str]:
-        """One line per collective, in order: what has to be equal on all ranks of a group."""
+        """One line per collective, in order; equal on all ranks of a group."""
         return [record.line() for record in self.records]
 
     def clear(self) -> None:
-        """Forget the records. Observers stay, and numbering goes on."""
+        """Drop the records. Observers stay, and numbering continues."""
         self.records.clear()
 
     def trace_to(self, path: str | os.PathLike[str] | None) -> None:
-        """Keep the last collectives in a file from now on; None ends that."""
+        """Write the last collectives to a file from now on; None stops that."""
         if self._trace is not None:
             self._trace.close()
         self._trace = CollectiveTrace(path) if path is not None else None
@@ -139,7 +139,7 @@ class CollectiveLog:
         traffic: Traffic,
         issue: Callable[[], Work | None],
     ) -> Work | None:
-        """Record a collective, tell the observers, issue it, and return what its caller is to wait for."""
+        """Record a collective, tell the observers, issue it, and return the Work for its caller."""
         record = self.note(name, ranks, traffic)
         if self._trace is not None:
             self._trace.issued(record)

@@ -1,16 +1,16 @@
 """
-The last collectives of a rank in a small file, for whoever looks at the rank from outside when it is stuck or dead.
+The last collectives of a rank in a small file, to be read from outside when the rank is stuck or dead.
 
 A line is appended when a collective is issued, before anything can block, and its state is changed in place when the
-caller lets go of the Work:
+caller releases the Work:
 
     #14 issued all_gather 29184B float32 [0,1] at unit.py:212 in unshard (forward, step 0)
 
-"issued" says that the call, or a wait for it, has not come back. "closed" says that the caller is done with the Work:
-it waited, or (DDP's reducer) it went on with the Work's future alone.
+"issued" means that the call, or a wait for it, has not returned. "closed" means that the caller is done with the Work:
+it waited, or (DDP's reducer) it kept only the Work's future.
 
 The file stays small: when it has twice KEPT_LINES lines, the newer half is written over the older one. Its end is
-right at every moment, so it may be read while the rank runs and after it was killed.
+valid at every moment, so it can be read while the rank runs and after it was killed.
 
 Standard library only: the controller reads these files.
 """
@@ -26,11 +26,11 @@ from typing import Any
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.history.collective import CollectiveRecord
 
-#: How many lines a reader finds at least, and the longest one: 32 KiB at most, a few pages of the page cache.
+#: How many lines are kept at least, and the longest line: 32 KiB at most, a few pages of the page cache.
 KEPT_LINES = 64
 LINE_BYTES = 256
 
-#: Words of one length, so that one can be written over the other.
+#: Words of equal length, so that one can overwrite the other.
 _ISSUED, _CLOSED = "issued", "closed"
 
 
@@ -51,7 +51,7 @@ class CollectiveTrace:
         self._followed: dict[int, weakref.ref[Any]] = {}
 
     def issued(self, record: CollectiveRecord) -> None:
-        """Note that a collective is about to be issued."""
+        """Record that a collective is about to be issued."""
         if self._file < 0:
             return
         if len(self._lines) == 2 * KEPT_LINES:
@@ -59,7 +59,7 @@ class CollectiveTrace:
         self._append(record.seq, trace_line(record).encode()[: LINE_BYTES - 1] + b"\n")
 
     def follow(self, record: CollectiveRecord, work: object | None) -> None:
-        """Note the release of `work` when it comes. The trace keeps no Work alive, and so no tensor."""
+        """Record when `work` is released. The trace keeps no Work alive, and so no tensor."""
         if work is None:
             self._close(record.seq)
             return
@@ -88,7 +88,7 @@ class CollectiveTrace:
             os.pwrite(self._file, _CLOSED.encode(), self._offsets[seq] + len(f"#{seq} "))
 
     def _compact(self) -> None:
-        """Keep the newer half. Interrupted at any point, the file still ends with the newest line."""
+        """Keep the newer half. If interrupted at any point, the file still ends with the newest line."""
         for _ in range(KEPT_LINES):
             seq, _line = self._lines.popleft()
             del self._offsets[seq]
@@ -101,7 +101,7 @@ class CollectiveTrace:
 
 
 def trace_line(record: CollectiveRecord, state: str = _ISSUED) -> str:
-    """The record in one line for a reader who wants to find the call."""
+    """The record in one line, with the call site."""
     parts = [f"#{record.seq}", state, record.op.value]
     if record.dtype:
         parts += [f"{record.nbytes}B", record.dtype]
@@ -111,7 +111,7 @@ def trace_line(record: CollectiveRecord, state: str = _ISSUED) -> str:
 
 
 def read_trace(path: str | os.PathLike[str], last: int = KEPT_LINES) -> list[str]:
-    """The `last` newest lines, oldest first; empty if the rank has issued nothing, or the file is not there."""
+    """The `last` newest lines, oldest first; empty if the rank has issued nothing, or if there is no file."""
     try:
         content = Path(path).read_bytes()
     except FileNotFoundError:
@@ -120,7 +120,7 @@ def read_trace(path: str | os.PathLike[str], last: int = KEPT_LINES) -> list[str
 
 
 def _group(ranks: tuple[int, ...]) -> str:
-    """`[0,1]`; a large group is cut, so that the call site stays on the line."""
+    """`[0,1]`; a large group is abbreviated, so that the call site fits on the line."""
     if len(ranks) <= 8:
         return f"[{','.join(map(str, ranks))}]"
     return f"[{ranks[0]},{ranks[1]},..,{ranks[-1]}: {len(ranks)} ranks]"

@@ -1,15 +1,14 @@
 """
 A second recorder of collectives, independent of the first: a dispatch mode that watches the operators themselves.
 
-It needs no process group of its own, so it works on stock groups, and two recorders that agree are evidence that
-neither missed anything. It sees what is issued inside its `with` block in this thread, and in backward passes started
-from there.
+It needs no special process group, so it works on stock groups, and two recorders that agree are evidence that neither
+missed anything. It sees what this thread issues inside the `with` block, and backward passes started from there.
 
     with DispatchRecorder() as recorder:
         train()
     recorder.records
 
-Its table is its own on purpose: it shares no arithmetic with `harness.collective_calls`.
+It has its own table on purpose, and shares no arithmetic with `collective_calls`.
 """
 
 from __future__ import annotations
@@ -39,9 +38,9 @@ Arguments = dict[str, Any]
 class _Operator(NamedTuple):
     op: Op
     counted: str
-    """Name of the schema's argument that holds the unsharded side, or one rank's part of it."""
+    """The schema's argument that holds the unsharded side, or one rank's part of it."""
     times: Callable[[Arguments], int] = lambda arguments: 1
-    """What to multiply its bytes by."""
+    """The factor for its bytes."""
 
 
 def _group_size(arguments: Arguments) -> int:
@@ -53,7 +52,7 @@ def _declared_size(arguments: Arguments) -> int:
     return size
 
 
-#: c10d operators, written to by the tensors that the caller gave.
+#: c10d operators, which write to the caller's tensors.
 _C10D = {
     "allgather_": _Operator(Op.ALL_GATHER, "output_tensors"),
     "_allgather_base_": _Operator(Op.ALL_GATHER, "output_tensor"),
@@ -77,7 +76,7 @@ _C10D = {
     "recv_any_source_": _Operator(Op.RECV, "tensors"),
 }
 
-#: Functional operators: they know only the input, and are told the size of the group where the output is larger.
+#: Functional operators: they get only the input, and the size of the group if the output is larger.
 _FUNCTIONAL = {
     "all_gather_into_tensor": _Operator(Op.ALL_GATHER, "input", _declared_size),
     "all_gather_into_tensor_out": _Operator(Op.ALL_GATHER, "input", _declared_size),
@@ -102,18 +101,18 @@ _SILENT = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan", "m
 
 
 class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
-    """Notes every collective operator that is dispatched while it is entered."""
+    """Records every collective operator that is dispatched while it is entered."""
 
     def __init__(self, labels: CollectiveLog | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.log = CollectiveLog()
         self.unknown: list[str] = []
-        """Operators of these namespaces that are not in the tables: if there are any, the counts are too low."""
+        """Operators of these namespaces that the tables lack. If there are any, the counts are too low."""
         self._labels = labels or log()
 
     @property
     def records(self) -> list[CollectiveRecord]:
-        """What was noted, in order, labelled with the phases of the process's log."""
+        """What was recorded, in order, labelled with the phases of the rank's log."""
         return self.log.records
 
     def schedule(self) -> list[str]:
@@ -126,8 +125,8 @@ class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # t
         if func.namespace in NAMESPACES:
             self._note(func, args, kwargs or {})
         elif DTensor in types:
-            # A DTensor redistributes inside its own dispatch, and a mode does not see what runs below its own call: let
-            # the DTensor go first, with this mode still on.
+            # A DTensor redistributes inside its own dispatch, and a mode does not see what runs below its own call, so
+            # the DTensor goes first, with this mode still on.
             return NotImplemented
         return func(*args, **(kwargs or {}))
 
@@ -183,7 +182,7 @@ def _reduce_op(value: Any) -> str:
 
 
 def _group(arguments: Arguments) -> ProcessGroup:
-    """The group that an operator runs on. A recording group's operators run on its twin, of the same name."""
+    """The group that an operator runs on. A recording group's operators run on its twin, which has the same name."""
     value = arguments.get("process_group", arguments.get("group_name"))
     if isinstance(value, torch.ScriptObject):
         value = ProcessGroup.unbox(value)

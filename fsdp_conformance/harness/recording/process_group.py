@@ -1,17 +1,16 @@
 """
-Process groups that record every collective, in place of torch's own, with nothing else changed.
+Process groups that record every collective, in place of torch's own, and change nothing else.
 
-`register_recording_backend()` puts `RecordingProcessGroup` where torch makes its process groups, and makes
-"conformance" a name for the backends that belong to the device (gloo for the CPU, on CUDA gloo and NCCL). From then
-on every group of the process is recorded: the default one, `new_group`, the dimensions of a device mesh, splits, and
-groups for which the implementation names a backend itself. The backends underneath are torch's, and so is what they
-say of themselves: `dist.get_backend()` answers "gloo", not "conformance", because implementations choose collectives
-by it (all-to-all on gloo, averaging on NCCL, a new group for gloo next to CUDA).
+`register_recording_backend()` makes torch create `RecordingProcessGroup`s, and makes "conformance" a name for the
+backends of the device (gloo for the CPU; gloo and NCCL for CUDA). From then on every group of the process is recorded:
+the default group, `new_group`, the dimensions of a device mesh, splits, and groups for which the implementation names a
+backend itself. The backends underneath are torch's: `dist.get_backend()` returns "gloo", not "conformance", because
+implementations choose collectives by it (all-to-all on gloo, averaging on NCCL, a new group for gloo next to CUDA).
 
-Seen: whatever Python calls on a group, and what C++ calls through it (DDP's reducer, functional collectives, DTensor).
-Not seen: C++ that goes to a backend directly, or that calls a method which torch does not let Python override
-(`all_gather_into_tensor_out`, an inductor op). `harness.dispatch_recorder` is a second, independent witness.
-Compiled code is outside: dynamo accepts no Python subclass as a process group.
+Recorded: whatever Python calls on a group, and what C++ calls through it (DDP's reducer, functional collectives,
+DTensor). Not recorded: C++ that calls a backend directly, or calls a method that torch does not let Python override
+(`all_gather_into_tensor_out`, an inductor op); `dispatch_recorder` is a second, independent witness. Compiled code is
+not covered either: dynamo does not accept a Python subclass as a process group.
 """
 
 from __future__ import annotations
@@ -41,26 +40,25 @@ __all__ = [
     "unregister_recording_backend",
 ]
 
-#: What to give `init_process_group` as backend: resolved to the device's own backends.
+#: The backend to pass to `init_process_group`; it resolves to the backends of the device.
 BACKEND = "conformance"
 
+#: Makes the twin of a recorded group from its store, rank, size and the group itself; None: torch's process groups.
+_make_twin: Callable[[Store, int, int, ProcessGroup], ProcessGroup] | None = None
 
-#: Makes what carries out the collectives of a group, of its store, rank, size and itself; None: torch's own.
-_carrier: Callable[[Store, int, int, ProcessGroup], ProcessGroup] | None = None
 
-
-def carry_with(carrier: Callable[[Store, int, int, ProcessGroup], ProcessGroup] | None) -> None:
-    """Let `carrier` make the twins of groups that are recorded from now on; None: torch's own process groups again."""
-    global _carrier
-    _carrier = carrier
+def make_twins_with(make: Callable[[Store, int, int, ProcessGroup], ProcessGroup] | None) -> None:
+    """Let `make` create the twins of recorded groups from now on; None restores torch's process groups."""
+    global _make_twin
+    _make_twin = make
 
 
 class _AnyProcessGroup(type(ProcessGroup)):  # type: ignore[misc]
     """
-    The metaclass that lets `isinstance(group, RecordingProcessGroup)` be true of every process group.
+    The metaclass that makes `isinstance(group, RecordingProcessGroup)` true for every process group.
 
-    torch's own module asks `isinstance(group, ProcessGroup)` through the name that is replaced here, and groups made
-    elsewhere (by C++, by a simulation) must still answer yes. `is_recording` tells who really records.
+    torch's own module checks `isinstance(group, ProcessGroup)` through the name that is replaced here, and groups made
+    elsewhere (by C++, by a simulation) must still pass. `is_recording` tells which groups really record.
     """
 
     def __instancecheck__(cls, instance: object) -> bool:
@@ -69,16 +67,16 @@ class _AnyProcessGroup(type(ProcessGroup)):  # type: ignore[misc]
 
 class TwinnedProcessGroup(ProcessGroup):
     """
-    A process group with a twin that has the same backends, and is a plain one.
+    A process group with a plain twin on the same backends.
 
-    A method that is overridden in Python cannot be called on the group itself, because C++ would find the override.
-    Both are complete, so that what torch asks of a group beside collectives (backends by device, names, bound device,
-    timeouts, coalescing, abort, shutdown) is answered by torch's own code.
+    The original of a method that is overridden in Python cannot be called on the group itself, because C++ would find
+    the override; it is called on the twin. Both groups are complete, so torch's own code handles everything except
+    collectives: backends by device, names, bound device, timeouts, coalescing, abort, shutdown.
     """
 
     def __init__(self, store: Store, rank: int, size: int, twin: ProcessGroup | None = None) -> None:
         # The constructor with a store makes a C++ object that Python cannot override (torch 2.13: "construction failed:
-        # returned holder-wrapped instance is not an alias instance"), so the store is kept by the twin alone.
+        # returned holder-wrapped instance is not an alias instance"), so only the twin has the store.
         super().__init__(rank, size)  # type: ignore[call-arg]
         self._twin = twin or ProcessGroup(store, rank, size)
 
@@ -105,29 +103,29 @@ class TwinnedProcessGroup(ProcessGroup):
 
 class RecordingProcessGroup(TwinnedProcessGroup, metaclass=_AnyProcessGroup):
     """
-    A process group that notes each collective in `log()` and hands it on to its twin.
+    A process group that records each collective in `log()` and passes it on to its twin.
 
-    C++ that goes past Python lands on the same backends.
+    C++ that bypasses Python reaches the same backends.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
-        super().__init__(store, rank, size, _carrier(store, rank, size, self) if _carrier is not None else None)
+        super().__init__(store, rank, size, _make_twin(store, rank, size, self) if _make_twin is not None else None)
         self._ranks: tuple[int, ...] | None = None
 
     def split_group(self, *args: Any, **kwargs: Any) -> ProcessGroup | None:
-        """A part of this group, recorded as this one is."""
+        """A part of this group, recorded too."""
         part = self._twin.split_group(*args, **kwargs)
         return _recorded_group(part) if part is not None else None
 
     def merge_remote_group(self, *args: Any, **kwargs: Any) -> ProcessGroup:
-        """This group and a remote one together, recorded as this one is."""
+        """This group merged with a remote one, recorded too."""
         return _recorded_group(self._twin.merge_remote_group(*args, **kwargs))
 
     def global_ranks(self) -> tuple[int, ...]:
         """The group's members as global ranks."""
         if self._ranks is None:
             if self not in distributed_c10d._world.pg_group_ranks:
-                return tuple(range(self.size()))  # Not registered yet: torch is still making the group.
+                return tuple(range(self.size()))  # torch is still making the group
             self._ranks = tuple(dist.get_process_group_ranks(self))
         return self._ranks
 
@@ -151,8 +149,7 @@ def _recorded(name: str) -> Callable[..., Work | None]:
 
 
 for _name in METHODS:
-    # C++ looks a method up under its newer and then its older name, so exactly the names that this torch has are
-    # defined.
+    # C++ looks a method up under its newer and then its older name, so define exactly the names that this torch has.
     if hasattr(ProcessGroup, _name):
         setattr(RecordingProcessGroup, _name, _recorded(_name))
 
@@ -175,9 +172,9 @@ def register_recording_backend(device_type: str = "cpu") -> None:
     """
     Record every process group that this process makes from now on, and make BACKEND mean the backends of `device_type`.
 
-    On an accelerator BACKEND serves CPU tensors too. May be called again, also for another device. Raises ConfigError
-    for a device type that torch knows no backend for, and SuiteError if a process group is already up that is not
-    recorded.
+    On an accelerator BACKEND serves CPU tensors too. It may be called again, also for another device. Raises
+    ConfigError if torch has no backend for the device type, and SuiteError if there already is a default process group
+    that is not recorded.
     """
     if dist.is_initialized():
         require_recording()
@@ -188,7 +185,7 @@ def register_recording_backend(device_type: str = "cpu") -> None:
 
 
 def unregister_recording_backend() -> None:
-    """Leave torch as it was found. Groups that are recorded stay so."""
+    """Restore torch. Groups that are recorded stay recorded."""
     distributed_c10d.ProcessGroup = ProcessGroup  # type: ignore[misc]
     if BACKEND in distributed_c10d.Backend.backend_list:
         distributed_c10d.Backend.backend_list.remove(BACKEND)
@@ -204,13 +201,13 @@ def require_recording(group: ProcessGroup | None = None) -> None:
     """
     Raise SuiteError unless the group (default: the default group) is recorded.
 
-    To be asked after `init_process_group`: should torch come to make its groups in another way, then nothing would be
-    seen, and faults would never strike.
+    Call it after `init_process_group`: if torch ever creates its groups in another way, nothing would be recorded and
+    faults would never strike.
     """
     if not is_recording(group):
         raise SuiteError(
-            f"the process group is a {type(group or dist.group.WORLD).__name__}, but should be a RecordingProcessGroup "
-            "[require_recording]. Call register_recording_backend() before init_process_group()."
+            f"collectives are not recorded: the process group is a {type(group or dist.group.WORLD).__name__}, not a "
+            "RecordingProcessGroup [require_recording]. Call register_recording_backend() before init_process_group()."
         )
 
 
@@ -219,7 +216,7 @@ def _backends(device_type: str) -> str:
     known = distributed_c10d.Backend.default_device_backend_map
     if device_type not in known:
         raise ConfigError(
-            [f"device_type={device_type!r}, but should have a backend in torch: {', '.join(sorted(known))}"],
+            [f"device_type must have a backend in torch ({', '.join(sorted(known))}), got {device_type!r}"],
             where="register_recording_backend",
         )
     return known["cpu"] if device_type == "cpu" else f"cpu:{known['cpu']},{device_type}:{known[device_type]}"

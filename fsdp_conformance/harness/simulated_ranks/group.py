@@ -317,7 +317,7 @@ def simulated_groups() -> Iterator[None]:
     global _groups
     group, gloo = distributed_c10d.ProcessGroup, distributed_c10d.ProcessGroupGloo
     _groups = _Groups()
-    process_group.carry_with(SimulatedProcessGroup)
+    process_group.make_twins_with(SimulatedProcessGroup)
     if group is ProcessGroup:
         distributed_c10d.ProcessGroup = SimulatedProcessGroup  # type: ignore[misc]
     distributed_c10d.ProcessGroupGloo = _Gloo  # type: ignore[misc,assignment]
@@ -325,5 +325,5 @@ def simulated_groups() -> Iterator[None]:
         yield
     finally:
         distributed_c10d.ProcessGroup, distributed_c10d.ProcessGroupGloo = group, gloo  # type: ignore[misc]
-        process_group.carry_with(None)
+        process_group.make_twins_with(None)
         _groups = None
