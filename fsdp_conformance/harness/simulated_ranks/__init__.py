@@ -1,13 +1,13 @@
 """
 Simulated ranks: the ranks of one world as threads of one process, which take turns.
 
-    ranks                `run_ranks(world_size, body)`
-    scheduler            whose turn it is, and when all of them are stuck
-    state                the random state, variables and logs that belong to one rank
+    ranks                `run_ranks(world_size, function)`
+    scheduler            which rank has the turn, and when all of them are stuck
+    state                what Python and torch keep once per process, switched with the turn
     group                the process group of simulated ranks
-    meeting              one collective: who brought what, and what each rank gets
-    store                the store at which they meet
-    host                 the process that they live in
+    meeting              one collective: what each rank brings, and what it gets
+    store                their rendezvous store
+    host                 the process that runs all ranks of a case
 """
 
 from fsdp_conformance.harness.simulated_ranks.ranks import run_ranks

@@ -1,9 +1,9 @@
 """
-The process group of simulated ranks: what `ProcessGroup` is between processes, between threads that take turns.
+The process group of simulated ranks.
 
-Collectives on the CPU meet in memory (`meeting`), those on other devices go to the backend that is registered for the
-device. A call does not block; `Work.wait` lets the other ranks run. A rank that calls something else than its peers is
-told so, with both calls and their lines, and so are the peers; where no rank can go on, each is told what all wait for.
+Collectives on the CPU run in memory (`meeting`); those on other devices go to the device's backend. A call does not
+block; `Work.wait` lets the other ranks run. If ranks call different collectives, all of them get an error with both
+calls and their lines; if no rank can go on, each gets an error that says what all of them wait for.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from fsdp_conformance.history.collective import Op
 
 @dataclass(slots=True)
 class _Shared:
-    """What the ranks of one group have in common."""
+    """The common state of the ranks of one group."""
 
     ranks: tuple[int, ...]
     """The members as global ranks."""
     open: dict[int, Meeting] = field(default_factory=dict)
-    """By number: the collectives that a rank has yet to come to."""
+    """The collectives that some rank has not reached, by number."""
     channels: dict[tuple[int, int, int], Channel] = field(default_factory=lambda: defaultdict(Channel))
     """By sender, receiver and tag."""
     last: dict[int, tuple[int, str]] = field(default_factory=dict)
-    """By rank: its latest collective and the number of it."""
+    """The number and the call of each rank's latest collective."""
     failure: str = ""
 
     @property
     def name(self) -> str:
-        """For people: "[0, 2]"."""
+        """As shown in messages: "[0, 2]"."""
         return str(list(self.ranks))
 
 
 class SimulatedWork(Work):
-    """A collective of one rank, under way."""
+    """A pending collective of one rank."""
 
     def __init__(self, group: SimulatedProcessGroup, contribution: Contribution, describe: Callable[[], str]) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class SimulatedWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether the result is there. Lets the other ranks run, so that one may ask again and again."""
+        """Whether the result is there. Lets the other ranks run first, so that a caller can poll."""
         if not self._is_over():
             rank_scheduler.running().give_way()
         return self._is_over()
@@ -85,9 +85,9 @@ class SimulatedWork(Work):
 
     def get_future(self) -> torch.futures.Future[Any]:
         """
-        A future that has its value: C++ may wait for it, and would keep the turn for ever.
+        A completed future: C++ may wait for it, and would keep the turn forever.
 
-        So who works with futures (DDP's reducer) does not overlap.
+        Users of futures (DDP's reducer) therefore do not overlap communication.
         """
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
@@ -100,7 +100,7 @@ class SimulatedWork(Work):
 
 class SimulatedProcessGroup(TwinnedProcessGroup):
     """
-    A rank's part in a group of simulated ranks. `outer` is the group that users hold, if that is another one.
+    One rank's side of a group of simulated ranks. `outer` is the group that users hold, if it is a different object.
 
     Its twin has the backends of devices other than the CPU.
     """
@@ -112,14 +112,14 @@ class SimulatedProcessGroup(TwinnedProcessGroup):
         self._issued = 0
 
     def shutdown(self) -> None:
-        """Nothing to shut down: the backend of the CPU is everybody's, others end with the group."""
+        """Nothing to shut down: the CPU's backend is shared, and others end with the group."""
 
     def abort(self) -> None:
         """As `shutdown`."""
 
     @property
     def shared(self) -> _Shared:
-        """What is common to the group's ranks. Found at its first collective, when torch knows its members."""
+        """The group's common state, found at its first collective, when torch knows the members."""
         if self._joined is None:
             outer = self._outer()
             members = distributed_c10d._world.pg_group_ranks.get(outer) if outer is not None else None
@@ -164,7 +164,7 @@ class SimulatedProcessGroup(TwinnedProcessGroup):
         )
 
     def sender(self, tag: int) -> int:
-        """The peer that has sent something to this rank; waits until there is one."""
+        """A peer that has sent something to this rank; waits until there is one."""
         channels = self.shared.channels
 
         def senders() -> list[int]:
@@ -189,7 +189,7 @@ class SimulatedProcessGroup(TwinnedProcessGroup):
             sizes=sizes,
         )
         if traffic.op is Op.SCATTER and self.rank() != contribution.root:
-            contribution.inputs = ()  # Only the root's list counts.
+            contribution.inputs = ()  # only the root's list counts
         return contribution
 
     def _describe(self, number: int, contribution: Contribution, meeting: Meeting) -> str:
@@ -233,13 +233,13 @@ for _name in METHODS:
 def _is_on_cpu(traffic: Traffic, options: Sequence[Any]) -> bool:
     if traffic.device:
         return traffic.device == "cpu"
-    # A barrier: of the device that it names, if it names one.
+    # A barrier belongs to the device that it names, if it names one.
     devices = [getattr(option, "device", None) for option in options]
     return all(device is None or torch.device(device).type == "cpu" for device in devices)
 
 
 def _root(options: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """The root in an options struct, or as an argument of its own; 0 where there is none."""
+    """The root, from an options struct or a separate argument; 0 if there is none."""
     for option in options:
         if hasattr(option, "rootRank"):
             return int(option.rootRank)
@@ -248,7 +248,7 @@ def _root(options: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
 
 
 def _split_sizes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """How an all-to-all of single tensors divides its input, empty for equal parts; None for other collectives."""
+    """How an all-to-all of single tensors splits its input; empty for equal parts, None for other collectives."""
     if name not in ("alltoall_base", "all_to_all_single"):
         return None
     given = args[3] if len(args) > 3 else kwargs.get("input_split_sizes", ())
@@ -264,10 +264,10 @@ class _Groups:
 
     def join(self, name: str, ranks: tuple[int, ...], rank: int) -> _Shared:
         """
-        What the rank `rank` of the group `name` of these ranks shares with its peers.
+        The common state of the group `name` of these ranks, for its rank `rank`.
 
-        Ranks may count their groups apart, so that two groups have one name: their members are part of it. And a name
-        may come again after its group was destroyed: the n-th time that a rank joins is the n-th group.
+        Ranks may number their groups differently, so two groups can have one name: the members are part of the key. A
+        name may also be reused after its group was destroyed: the n-th time that a rank joins means the n-th group.
         """
         time = self._joined[name, ranks, rank]
         self._joined[name, ranks, rank] += 1
@@ -282,18 +282,18 @@ _groups: _Groups | None = None
 
 def _world() -> _Groups:
     if _groups is None:
-        raise SuiteError("a group of simulated ranks is used outside of run_ranks")
+        raise SuiteError("groups of simulated ranks can only be used inside run_ranks")
     return _groups
 
 
 class _GlooOfOne(type):
-    """The metaclass of what stands for `ProcessGroupGloo` where torch makes a group's backend."""
+    """The metaclass of the stand-in for `ProcessGroupGloo` where torch makes a group's backend."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, ProcessGroupGloo)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> ProcessGroupGloo:
-        """A backend of one rank and without a thread: gloo proper would connect each rank with each."""
+        """A backend of one rank without threads: a real one would connect every pair of ranks."""
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices, options._threads = [_gloo_device()], 0
         return ProcessGroupGloo(HashStore(), 0, 1, options)
@@ -301,8 +301,8 @@ class _GlooOfOne(type):
 
 class _Gloo(metaclass=_GlooOfOne):
     """
-    What each group gets for gloo. It holds what torch keeps in a group's backend, such as its name; nobody communicates
-    through it. What went past Python to it would never come back, and be seen.
+    The stand-in for gloo. It holds what torch keeps in a group's backend, such as its name, but does not communicate: a
+    collective that bypassed Python would hang, and so be noticed.
     """
 
 
@@ -313,7 +313,7 @@ def _gloo_device() -> Any:
 
 @contextlib.contextmanager
 def simulated_groups() -> Iterator[None]:
-    """Process groups that are made inside are groups of simulated ranks; recording ones record those."""
+    """Process groups made inside are groups of simulated ranks; recording groups record them."""
     global _groups
     group, gloo = distributed_c10d.ProcessGroup, distributed_c10d.ProcessGroupGloo
     _groups = _Groups()

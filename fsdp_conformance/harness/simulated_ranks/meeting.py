@@ -1,10 +1,9 @@
 """
-A collective of simulated ranks: each brings what it gives and where it wants the result, and the last one carries it
-out for all.
+A collective of simulated ranks: each rank brings its inputs and outputs, and the last to arrive computes the results.
 
-Results are those of a backend that adds in the order of ranks. Nobody's inputs are copied unless their owner may go on
-at once (the root of a broadcast): as with a backend that really is asynchronous, who writes into an input before it has
-waited gives something else than it meant.
+Results are those of a backend that adds in rank order. Inputs are not copied unless their owner may continue at once
+(the root of a broadcast): as with any asynchronous backend, a rank that writes into an input before it has waited sends
+something else.
 """
 
 from __future__ import annotations
@@ -29,20 +28,20 @@ class Contribution:
 
     op: Op
     call: str
-    """For people: "all_reduce(SUM, 12 float32) at model.py:7 in step"."""
+    """As shown in messages: "all_reduce(SUM, 12 float32) at model.py:7 in step"."""
     inputs: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     reduce_op: str = ""
     root: int = 0
-    """Of the group."""
+    """Rank in the group."""
     sizes: tuple[int, ...] | None = None
-    """Of an all-to-all of single tensors: rows of the input for each rank; empty for equal parts."""
+    """For an all-to-all of single tensors: rows of the input for each rank; empty for equal parts."""
     is_there: bool = False
-    """Whether its outputs hold the result."""
+    """Whether the outputs hold the result."""
 
     @property
     def agreed(self) -> tuple[object, ...]:
-        """What must be equal on all ranks."""
+        """The properties that must be equal on all ranks."""
         moved = self.inputs or self.outputs
         dtypes = sorted({str(tensor.dtype) for tensor in moved})
         if self.op is Op.ALL_TO_ALL:
@@ -58,7 +57,7 @@ class Contribution:
 
 
 class Meeting:
-    """One collective of a group of `size` ranks, from the first that comes to the last."""
+    """One collective of a group of `size` ranks, from the first arrival to the last."""
 
     def __init__(self, size: int) -> None:
         self.brought: list[Contribution | None] = [None] * size
@@ -66,11 +65,11 @@ class Meeting:
 
     def join(self, rank: int, contribution: Contribution, names: Sequence[int]) -> str:
         """
-        The rank `rank` of the group has come. Why its call is not the collective of the others; empty if it is.
+        Rank `rank` of the group has arrived. Returns how its call differs from the others' calls, or "".
 
-        `names` are the group's ranks as people know them.
+        `names` are the global ranks of the group, for the message.
         """
-        # The others were compared with the first.
+        # All others were compared with the first.
         other, first = next(((at, one) for at, one in enumerate(self.brought) if one is not None), (rank, contribution))
         if first.agreed != contribution.agreed:
             mine, theirs = f"rank {names[rank]} called {contribution.call}", f"rank {names[other]} called {first.call}"
@@ -84,22 +83,22 @@ class Meeting:
         return ""
 
     def missing(self) -> list[int]:
-        """The ranks of the group that have not come."""
+        """The ranks of the group that have not arrived."""
         return [rank for rank, contribution in enumerate(self.brought) if contribution is None]
 
     @property
     def is_complete(self) -> bool:
-        """Whether every rank has come."""
+        """Whether every rank has arrived."""
         return self.number_of_arrived == len(self.brought)
 
     def _carry_out(self) -> None:
-        """Give every rank its result whose contributions are there."""
+        """Write the result of every rank whose result can be computed now."""
         waiting = [
             (rank, contribution)
             for rank, contribution in enumerate(self.brought)
             if contribution is not None and not contribution.is_there and self._suffices(rank, contribution)
         ]
-        # All results before the first is written: an output may lie in an input. What is the same for all is made once.
+        # Compute all results before writing any: an output may overlap an input. A common result is computed once.
         common: dict[int, list[Tensor]] = {}
         results = []
         for rank, contribution in waiting:
@@ -121,22 +120,22 @@ class Meeting:
 
 
 def _write(output: Tensor, value: Tensor) -> None:
-    # Through `data`: a backend writes below autograd, and changes no version.
+    # Through `data`: a backend writes below autograd, and does not change the version.
     if output.layout is not torch.strided:
         output.data.copy_(value)
     elif output.data_ptr() != value.data_ptr():
         output.data.copy_(value.reshape(output.shape))
 
 
-#: Collectives that give every rank the same, in one tensor or in one for each rank.
+#: Collectives with the same result on every rank, in one tensor or in one for each rank.
 _COMMON: Final = frozenset({Op.ALL_REDUCE, Op.ALL_GATHER})
 
-#: Collectives in which a rank that only gives need not wait.
+#: Collectives in which a rank that only sends need not wait.
 _ROOTED: Final = frozenset({Op.BROADCAST, Op.SCATTER, Op.GATHER, Op.REDUCE})
 
 
 def _sends(contribution: Contribution, rank: int) -> bool:
-    """Whether the rank may go on before the others have come, and so may write into what it gave."""
+    """Whether the rank may continue before the others arrive, and so may overwrite its inputs."""
     return (rank == contribution.root) == (contribution.op in (Op.BROADCAST, Op.SCATTER))
 
 
@@ -150,15 +149,15 @@ def _difference(one: Contribution, other: Contribution) -> str:
 
 @contextmanager
 def _plainly() -> Iterator[None]:
-    """No gradients, and none of the caller's modes: what a backend does in C++ they do not see either."""
+    """No gradients, and none of the caller's modes: they do not see what a backend does in C++ either."""
     with torch.no_grad(), _disable_current_modes():
         yield
 
 
-# --- results: of every contribution, for one rank, in the order of its outputs ---
+# --- results: from all contributions, for one rank, in the order of its outputs ---
 
 Brought = Sequence[Any]
-"""The contributions by rank, None for a rank that has not come."""
+"""The contributions by rank; None for a rank that has not arrived."""
 
 
 def _all_reduced(brought: Brought, rank: int) -> list[Tensor]:
@@ -167,7 +166,7 @@ def _all_reduced(brought: Brought, rank: int) -> list[Tensor]:
 
 
 def _reduced_at_root(brought: Brought, rank: int) -> list[Tensor]:
-    # Whoever is not the root keeps what it has: torch leaves it undefined.
+    # Other ranks keep what they have: torch leaves it undefined.
     return _all_reduced(brought, rank) if rank == brought[rank].root else list(brought[rank].outputs)
 
 
@@ -254,12 +253,12 @@ def require_reduction(reduce_op: str, tensors: Sequence[Tensor]) -> None:
     """Raise ConfigError unless the tensors can be reduced in this way."""
     problems = []
     if reduce_op not in _PAIRWISE:
-        problems.append(f"reduce_op={reduce_op}, but should be one of {', '.join(_PAIRWISE)}")
+        problems.append(f"reduce_op must be one of {', '.join(_PAIRWISE)}, got {reduce_op}")
     floating = any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
     if floating and reduce_op in ("BAND", "BOR", "BXOR"):
-        problems.append(f"reduce_op={reduce_op} of floating-point numbers, but should be of integers")
+        problems.append(f"reduce_op={reduce_op} requires integer tensors, got floating-point ones")
     if not floating and reduce_op == "AVG":
-        problems.append("reduce_op=AVG of integers, but should be of floating-point numbers")
+        problems.append("reduce_op=AVG requires floating-point tensors, got integer ones")
     if problems:
         raise ConfigError(problems, where="collective of simulated ranks")
 
@@ -272,7 +271,7 @@ class Channel:
     expected: deque[Contribution] = field(default_factory=deque)
 
     def deliver(self) -> str:
-        """Give what was sent to who expects it. Why that cannot be, or nothing."""
+        """Deliver the messages that a receiver expects. Returns why one does not fit, or ""."""
         while self.sent and self.expected:
             sent, expected = self.sent.popleft(), self.expected.popleft()
             output = expected.outputs[0]

@@ -1,15 +1,14 @@
 """
-Simulated ranks: N ranks of one world as threads of one process, for worlds that no machine at hand has.
+Simulated ranks: N ranks of one world as threads of one process, for worlds larger than any machine at hand.
 
     losses = run_ranks(64, train, timeout_s=120)
 
-Each rank has a world of torch.distributed of its own, whose groups communicate in memory (`simulated_group`), random
-numbers of its own, and whatever else `rank_state` keeps apart. The ranks take turns (`rank_scheduler`), so a run is the
-same each time, and no rank waits for a deadline in vain.
+Each rank has its own world of torch.distributed, whose groups communicate in memory (`group`), its own random numbers,
+and whatever else `state` switches. The ranks take turns (`scheduler`), so every run is the same, and a rank that waits
+in vain learns so at once.
 
-What ranks that are processes do not share, and these do: modules and their globals, warnings, the allocator of
-the CPU, and their end: a signal ends all of them.
-Autograd runs in the thread that calls `backward`, as for torch's own tests with threads.
+Unlike processes, these ranks share modules and their globals, warnings and the CPU's allocator, and a signal ends all
+of them. Autograd runs in the thread that calls `backward`, as in torch's own tests with threads.
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from fsdp_conformance.harness.simulated_ranks.store import SimulatedStore
 
 T = TypeVar("T")
 
-#: Seconds that ranks get to end after one has failed or the deadline has passed: what they wait for fails at once.
+#: How long ranks may take to end after one failed or the deadline passed: everything that they wait for fails at once.
 _GRACE_S: Final = 10.0
 
-#: What a device that is there needs for ranks in one process: entered once for all ranks.
+#: Entered once for all ranks, with their number: what a device needs for ranks in one process.
 device_worlds: list[Callable[[int], AbstractContextManager[Any]]] = []
 
-#: Called in the thread of each rank, with its number, before anything else.
+#: Called first in the thread of each rank, with the rank.
 device_ranks: list[Callable[[int], object]] = []
 
 
@@ -61,19 +60,19 @@ class _Ended(Generic[T]):
 
 def run_ranks(world_size: int, function: Callable[[int], T], *, timeout_s: float, backend: str = "") -> list[T]:
     """
-    Call `function(rank)` on `world_size` simulated ranks with an initialised default group; their results.
+    Call `function(rank)` on `world_size` simulated ranks with an initialised default group, and return the results.
 
-    The group serves tensors on the CPU, and on the simulated accelerator where it is active. An exception of one rank
-    ends the others when they wait for it, and is raised as RankRaised with its traceback. After `timeout_s` seconds
+    The group serves tensors on the CPU, and on the simulated accelerator if it is active. If a rank raises, the ranks
+    that wait for it end, and its exception is raised as RankRaised with its traceback. After `timeout_s` seconds
     RankTimedOut is raised with the stacks of all ranks that have not ended; a rank that computes without collectives
-    cannot be ended, and its thread then outlives the call. Raises ConfigError for a size out of range, and inside of
-    another `run_ranks`.
+    cannot be stopped, and its thread outlives the call. Raises ConfigError for a size out of range, and inside another
+    `run_ranks`.
     """
     problems = []
     if world_size < 1:
-        problems.append(f"world_size={world_size}, but should be at least 1")
+        problems.append(f"world_size must be at least 1, got {world_size}")
     if timeout_s <= 0:
-        problems.append(f"timeout_s={timeout_s}, but should be positive")
+        problems.append(f"timeout_s must be positive, got {timeout_s}")
     if problems:
         raise ConfigError(problems, where="run_ranks")
 
@@ -97,13 +96,13 @@ def run_ranks(world_size: int, function: Callable[[int], T], *, timeout_s: float
 
 
 def default_backend() -> str:
-    """The backends of all devices that simulated ranks have in this process."""
+    """The backends of all devices that simulated ranks can use in this process."""
     return devices.SIMULATED_BACKEND if device_ranks else "gloo"
 
 
 @contextmanager
 def simulated_world(states: Sequence[RankState]) -> Iterator[RankScheduler]:
-    """What torch keeps of process groups is a thread's own inside, and the ranks meet in memory."""
+    """Inside, each thread has its own process groups, and the ranks communicate in memory."""
     from fsdp_conformance.harness.torch_testing import multi_threaded_pg
 
     scheduler = RankScheduler(states)
@@ -133,9 +132,9 @@ def simulated_world(states: Sequence[RankState]) -> Iterator[RankScheduler]:
 @contextmanager
 def _meshes_apart() -> Iterator[None]:
     """
-    Meshes of two ranks are never equal: what DTensor caches by mesh is a rank's own.
+    Make meshes of different ranks unequal, so that DTensor's caches, which are keyed by mesh, do not mix ranks.
 
-    Torch counts the thread into a mesh whose default group is of its own backend for threads.
+    Torch includes the thread in a mesh's identity if the default group has torch's own backend for threads.
     """
     from torch.distributed import device_mesh
 
@@ -149,7 +148,7 @@ def _meshes_apart() -> Iterator[None]:
 
 
 def start_ranks(scheduler: RankScheduler, body: Callable[[int], object]) -> list[threading.Thread]:
-    """Threads that call `body(rank)` in turns, as `scheduler` gives them."""
+    """Start threads that call `body(rank)`, in the turns that `scheduler` gives them."""
 
     def live(rank: int) -> None:
         scheduler.enter(rank)
@@ -182,12 +181,12 @@ def _run(rank: int, body: Callable[[int], T]) -> _Ended[T]:
 
 
 def _leave_groups() -> None:
-    """Leave the groups of a rank that has failed."""
+    """Destroy the groups of a rank that has failed."""
     if not dist.is_initialized():
         return
     try:
         dist.destroy_process_group()
-    except Exception:  # noqa: BLE001 - the rank's first error is the one to tell
+    except Exception:  # noqa: BLE001 - the rank's first error is reported
         traceback.print_exc(file=sys.stderr)
 
 
@@ -207,13 +206,11 @@ def _collect(
         scheduler.end(f"the main thread raised {type(error).__name__}")
         raise
     for rank in done:
-        threads[rank].join()  # It has said how it ended, and waits for nobody any more.
-    left = f"\nStill running, and not to be ended: {_missing(threads, done)}." if len(done) < len(threads) else ""
+        threads[rank].join()  # its result is in, and it waits for no other rank
+    left = f"\nStill running: {_missing(threads, done)}." if len(done) < len(threads) else ""
     if stacks:
         late = next(rank for rank in range(len(threads)) if f"rank {rank}:\n" in stacks)
-        raise RankTimedOut(
-            f"timeout_s={timeout_s} passed, but all ranks should have ended by then.\n{stacks}{left}", rank=late
-        )
+        raise RankTimedOut(f"some ranks did not end within timeout_s={timeout_s}.\n{stacks}{left}", rank=late)
     failed = next((done[rank] for rank in scheduler.failed if done[rank].error is not None), None)
     if failed is not None and failed.error is not None:
         text = "".join(traceback.format_exception(failed.error))
@@ -224,7 +221,7 @@ def _collect(
 
 
 def _wait(ended: queue.SimpleQueue[_Ended[T]], done: dict[int, _Ended[T]], number: int, *, until: float) -> None:
-    """Fill `done` until all ranks have ended or the deadline has passed."""
+    """Add to `done` until all ranks have ended or the deadline has passed."""
     while len(done) < number:
         try:
             one = ended.get(timeout=max(0.0, until - time.monotonic()))
@@ -238,7 +235,7 @@ def _missing(threads: Sequence[threading.Thread], done: Mapping[int, Any]) -> st
 
 
 def _stacks(threads: Sequence[threading.Thread], done: Mapping[int, Any]) -> str:
-    """Where each rank is that has not ended."""
+    """The stack of each rank that has not ended."""
     frames = sys._current_frames()
     texts = []
     for rank, thread in enumerate(threads):

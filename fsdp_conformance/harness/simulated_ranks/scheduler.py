@@ -1,13 +1,13 @@
 """
 Ranks that are threads of one process take turns: one runs until it waits for the others, then the next one does.
 
-Taking turns is what makes such ranks sound, not only quick. Whatever Python and torch keep once per process (random
-states, environment variables, the log of collectives) can be a rank's own, because it is exchanged when the turn passes
-on (`rank_state`). The order of events is the same in every run. And that nobody can go on is seen at once, without a
-deadline: then every rank that waits is told what each of them waits for.
+Taking turns makes such ranks sound, not only fast. What Python and torch keep once per process (random states,
+environment variables, the current context) is switched with the turn (`state`), so each rank has its own. The order of
+events is the same in every run. A deadlock is noticed at once, without a deadline, and every waiting rank is told what
+each of them waits for.
 
-A rank keeps its turn while it computes. What blocks it in any other way than through this module (a lock, a socket)
-blocks all: process groups, stores and pauses of this package wait through here.
+A rank keeps its turn while it computes. If it blocks other than through this module (on a lock or a socket), it blocks
+all ranks: the process groups, stores and pauses of this package wait through here.
 """
 
 from __future__ import annotations
@@ -22,34 +22,34 @@ from torch.distributed import DistBackendError
 from fsdp_conformance.errors import ConfigError, SuiteError
 from fsdp_conformance.harness.simulated_ranks.state import RankState
 
-#: Begins what ranks are told that wait for one another in vain; `attribution` takes it for a hang.
+#: How the error of ranks that wait for one another begins; `judge.endings` takes it for a hang.
 STUCK = "no rank can go on"
 
-#: Begins what they are told when it is a rank that has failed for which they wait.
+#: How the error of ranks that wait for a failed rank begins; `judge.endings` takes it for a lost peer.
 PEER_FAILED = "connection closed by peer"
 
 
 @dataclass(slots=True)
 class _Seat:
-    """A rank, as the others see it."""
+    """A rank as the scheduler sees it."""
 
     state: RankState
     turn: threading.Lock = field(default_factory=threading.Lock)
     """Released when its turn begins."""
     ready: Callable[[], bool] | None = None
-    """What it waits for; None: it has the turn, or would take it at once."""
+    """The condition it waits for; None if it has the turn, or can take it at once."""
     describe: Callable[[], str] | None = None
     wakes_at: float = 0.0
-    """Of a rank that pauses, by time.monotonic()."""
+    """When its pause ends, by time.monotonic(); 0 if it does not pause."""
     is_done: bool = False
-    """Its body has ended: it waits for the others to end, and for nothing else."""
+    """Its body has ended, and it only waits for the others to end."""
     has_left: bool = False
     failure: str | None = None
-    """What it is told instead of what it waited for."""
+    """The error to raise in the rank instead of returning from its wait."""
 
 
 class RankScheduler:
-    """Whose turn it is, among `states`, one for each rank. Rank 0 begins."""
+    """Passes the turn between ranks, one for each of `states`. Rank 0 begins."""
 
     def __init__(self, states: Sequence[RankState]) -> None:
         self._seats = [_Seat(state) for state in states]
@@ -57,7 +57,7 @@ class RankScheduler:
             seat.turn.acquire()
         self._ranks = threading.local()
         self.failed: dict[int, str] = {}
-        """The ranks whose body has failed, in the order in which they did, and how."""
+        """The ranks whose body has failed, in order of failure, and how."""
         self._reason: str | None = None
         self._seats[0].turn.release()
         self.on_turn: Callable[[int], object] | None = None
@@ -70,21 +70,21 @@ class RankScheduler:
 
     @property
     def rank(self) -> int:
-        """The rank that the calling thread is. Raises SuiteError in a thread that is none."""
+        """The rank that the calling thread runs. Raises SuiteError in any other thread."""
         rank: int | None = getattr(self._ranks, "rank", None)
         if rank is None:
             raise SuiteError(
-                f"thread {threading.current_thread().name!r} is no rank, but should be one to wait for others"
+                f"thread {threading.current_thread().name!r} cannot wait for other ranks: it does not run a rank"
             )
         return rank
 
     def enter(self, rank: int) -> None:
-        """The calling thread is `rank` from now on. Returns when it has its first turn."""
+        """Make the calling thread run `rank`. Returns when it has its first turn."""
         self._ranks.rank = rank
         self._await_turn(rank)
 
     def leave(self) -> None:
-        """The calling rank takes no turn any more."""
+        """The calling rank takes no more turns."""
         seat = self._seats[self.rank]
         seat.has_left = seat.is_done = True
         seat.state.save()
@@ -94,9 +94,9 @@ class RankScheduler:
 
     def wait_until(self, ready: Callable[[], bool], describe: Callable[[], str]) -> None:
         """
-        Let the others run until `ready()`. `describe()` says what is waited for, should it never come.
+        Let the others run until `ready()`. `describe()` says what the rank waits for, in case it never happens.
 
-        Both are called in any rank's turn. Raises DistBackendError if no rank can go on, and once the world was ended.
+        Both may be called in any rank's turn. Raises DistBackendError if no rank can go on, or if `end` was called.
         """
         if self._reason is None and ready():
             return
@@ -110,24 +110,24 @@ class RankScheduler:
             raise DistBackendError(failure)
 
     def require_going(self) -> None:
-        """Raise DistBackendError once the world was ended: for who never waits."""
+        """Raise DistBackendError if `end` was called: for callers that never wait."""
         if self._reason is not None:
             raise DistBackendError(self._reason)
 
     def give_way(self) -> None:
-        """Let each rank that can go on do so before the caller does: for who asks again and again whether it may."""
+        """Let every other rank that can go on run first: for callers that poll."""
         self._pass_on(self.rank)
         self.require_going()
 
     def pause(self, seconds: float) -> None:
-        """Let the others run for so long, and longer if they do not give way."""
+        """Let the others run for that long, or longer if they do not give way."""
         seat = self._seats[self.rank]
         seat.wakes_at = time.monotonic() + seconds
         self.wait_until(lambda: time.monotonic() >= seat.wakes_at, lambda: f"a pause of {seconds} s")
         seat.wakes_at = 0.0
 
     def finish(self, failure: str = "") -> None:
-        """The calling rank's body has ended; `failure` says how it failed. Returns when those of all ranks have."""
+        """The calling rank's body has ended; `failure` says how it failed. Returns when all bodies have ended."""
         rank = self.rank
         seat = self._seats[rank]
         seat.is_done = True
@@ -138,7 +138,7 @@ class RankScheduler:
         seat.ready = None
 
     def end(self, reason: str) -> None:
-        """Every rank that waits, now or later, is told that this is why it waits in vain. From any thread."""
+        """Raise an error with this reason in every rank that waits, now or later. Call it from any thread."""
         self._reason = reason
 
     def _pass_on(self, rank: int) -> None:
@@ -175,12 +175,13 @@ class RankScheduler:
             if pauses:
                 time.sleep(max(0.0, min(pauses) - time.monotonic()))
             else:
-                self._tell_that_nobody_can_go_on()
+                self._fail_all_waiting()
 
-    def _tell_that_nobody_can_go_on(self) -> None:
+    def _fail_all_waiting(self) -> None:
+        """No rank can go on: wake all with an error."""
         waiting = [seat for seat in self._seats if not seat.is_done]
         if not waiting:
-            raise SuiteError("every rank has ended its body, but none can go on")
+            raise SuiteError("no rank can go on although all bodies have ended")
         reason = self._why_stuck()
         for seat in waiting:
             seat.failure = reason
@@ -203,27 +204,27 @@ _scheduler: RankScheduler | None = None
 
 
 def current() -> RankScheduler | None:
-    """The scheduler of the ranks that are threads of this process; None if there are none."""
+    """The scheduler of this process's simulated ranks; None if there are none."""
     return _scheduler
 
 
 def running() -> RankScheduler:
-    """The scheduler of the ranks that are threads of this process. Raises SuiteError if there are none."""
+    """The scheduler of this process's simulated ranks. Raises SuiteError if there are none."""
     if _scheduler is None:
-        raise SuiteError("no ranks are simulated in this process, but should be: start them with run_ranks")
+        raise SuiteError("this process has no simulated ranks: start them with run_ranks")
     return _scheduler
 
 
 def use(scheduler: RankScheduler | None) -> None:
     """
-    Make it what `current()` returns; None when its ranks have ended.
+    Set what `current()` returns; None when the ranks have ended.
 
-    Raises ConfigError for a second one: torch keeps what is global once per process, for one set of ranks.
+    Raises ConfigError if there already is one: torch's globals serve one set of ranks per process.
     """
     global _scheduler
     if scheduler is not None and _scheduler is not None:
         raise ConfigError(
-            [f"a second set of simulated ranks, but should be one at a time ({_scheduler.world_size} ranks)"],
+            [f"cannot start more simulated ranks: {_scheduler.world_size} are already running in this process"],
             where="run_ranks",
         )
     _scheduler = scheduler

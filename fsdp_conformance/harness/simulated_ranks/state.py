@@ -1,4 +1,4 @@
-"""What Python and torch keep once per process, kept once per rank: saved when its turn ends, restored when it comes."""
+"""What Python and torch keep once per process, switched with the turn so that each rank has its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The store at which simulated ranks meet: a dictionary, whose readers let the other ranks run while they wait."""
+"""The store of simulated ranks: a dictionary whose readers let the other ranks run while they wait."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 
 
 class SimulatedStore(Store):
-    """One for all ranks. Timeouts are not looked at: that a key never comes is known without them."""
+    """One store for all ranks. It ignores timeouts: the scheduler knows when a key can never be set."""
 
     def __init__(self) -> None:
         super().__init__()
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Keep the value."""
+        """Store the value."""
         self._values[key] = value.encode() if isinstance(value, str) else bytes(value)
 
     def get(self, key: str) -> bytes:
-        """The value, once there is one."""
+        """The value, as soon as there is one."""
         self.wait([key])
         return self._values[key]
 
@@ -35,16 +35,15 @@ class SimulatedStore(Store):
         return total
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there. Whoever asks lets the others run, so that it may ask again and again."""
+        """Whether all keys are set. Lets the other ranks run first, so that a caller can poll."""
         rank_scheduler.running().give_way()
         return all(key in self._values for key in keys)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         """
-        Let the other ranks run until all keys are there.
+        Let the other ranks run until all keys are set.
 
-        Raises RankTimedOut if no rank can go on: torch's barrier on a store takes a RuntimeError for a reason to ask
-        again.
+        Raises RankTimedOut if no rank can go on: torch's barrier on a store retries after a RuntimeError.
         """
         scheduler = rank_scheduler.running()
         try:
@@ -56,7 +55,7 @@ class SimulatedStore(Store):
             raise RankTimedOut(str(error), rank=scheduler.rank) from None
 
     def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
-        """Keep `desired` if the value is `expected`, or if both are missing; the value that is there afterwards."""
+        """Set `desired` if the value is `expected`, or if both are missing. Returns the value afterwards."""
         old = self._values.get(key)
         wanted = expected.encode() if isinstance(expected, str) else bytes(expected)
         if old == wanted or (old is None and not wanted):
@@ -64,9 +63,9 @@ class SimulatedStore(Store):
         return self._values.get(key, wanted)
 
     def delete_key(self, key: str) -> bool:
-        """Forget a key; whether it was there."""
+        """Delete a key. Returns whether it was set."""
         return self._values.pop(key, None) is not None
 
     def num_keys(self) -> int:
-        """How many there are."""
+        """The number of keys."""
         return len(self._values)
