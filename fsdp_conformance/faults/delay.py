@@ -1,8 +1,8 @@
 """
-Ranks that are late: before a collective, at a point of the training loop, and before parameters are freed.
+Ranks that are late: before a collective, at a point of the training loop, or before parameters are freed.
 
-A late rank changes no result of a correct implementation. An implementation that reads a buffer before its collective
-has finished, frees one that is still in use, or relies on ranks being in step, gives itself away.
+A late rank does not change the results of a correct implementation. It exposes one that reads a buffer before its
+collective has finished, frees a buffer that is still in use, or relies on ranks being in step.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from fsdp_conformance.history.collective import CollectiveRecord, Op
 
 
 class Delay(Fault):
-    """What all delays share: a time, and the ranks that it passes on."""
+    """What all delays have in common: a duration, and the ranks that are late."""
 
     def __init__(self, ranks: Iterable[int] | None, milliseconds: float, problems: Iterable[str] = ()) -> None:
         ranks = None if ranks is None else tuple(ranks)
         found = list(problems)
         if ranks is not None and not (ranks and all(_is_int(rank, minimum=0) for rank in ranks)):
-            found.append(f"ranks={list(ranks)}, but should be non-negative ints, at least one, or None for every rank")
+            found.append(f"ranks must be one or more non-negative ints, or None for every rank, got {list(ranks)}")
         if not 0 < milliseconds < float("inf"):
-            found.append(f"milliseconds={milliseconds!r}, but should be a positive number")
+            found.append(f"milliseconds must be a positive number, got {milliseconds!r}")
         if found:
             raise ConfigError(found, where=type(self).__name__)
         super().__init__(ranks)
@@ -51,9 +51,9 @@ class Delay(Fault):
 
 class CollectiveDelay(Delay, CollectiveObserver):
     """
-    Late for a collective: before each `every`-th `op` of training on the ranks named. `op=None` is any collective.
+    Late for a collective: before every `every`-th `op` of training on the given ranks. `op=None` is any collective.
 
-    Collectives of the phases setup and observe are not training, and are left alone.
+    Collectives of the phases setup and observe are not training, and are not delayed.
     """
 
     def __init__(
@@ -61,16 +61,16 @@ class CollectiveDelay(Delay, CollectiveObserver):
     ) -> None:
         problems = []
         if op is not None and op not in list(Op):
-            problems.append(f"op={op!r}, but should be one of {', '.join(Op)}")
+            problems.append(f"op must be one of {', '.join(Op)}, got {op!r}")
         if not _is_int(every, minimum=1):
-            problems.append(f"every={every!r}, but should be at least 1")
+            problems.append(f"every must be at least 1, got {every!r}")
         super().__init__(ranks, milliseconds, problems)
         self.op = None if op is None else Op(op)
         self.every = every
         self._met = 0
 
     def before(self, record: CollectiveRecord, group: ProcessGroup) -> None:
-        """Strike, if the collective is one of those."""
+        """Strike if the collective is one of these."""
         if self.op not in (None, record.op) or record.phase in QUIET_PHASES or not self._strikes_here():
             return
         if self._met % self.every == 0:
@@ -92,13 +92,13 @@ class CollectiveDelay(Delay, CollectiveObserver):
 
 
 class ReductionDelay(CollectiveDelay):
-    """Late for every collective that reduces: which of them carries the gradients is the engine's choice."""
+    """Late for every collective that reduces: the engine chooses which of them carry gradients."""
 
     def __init__(self, ranks: Iterable[int] | None, milliseconds: float) -> None:
         super().__init__(None, ranks, milliseconds)
 
     def before(self, record: CollectiveRecord, group: ProcessGroup) -> None:
-        """Strike, if the collective reduces."""
+        """Strike if the collective reduces."""
         if record.reduce_op:
             super().before(record, group)
 
@@ -111,12 +111,12 @@ class PointDelay(Delay):
     """Late at a point of the training loop: after the loss, or before the optimizer step."""
 
     def __init__(self, point: str, ranks: Iterable[int] | None, milliseconds: float) -> None:
-        problems = [] if point in POINTS else [f"point={point!r}, but should be one of {', '.join(POINTS)}"]
+        problems = [] if point in POINTS else [f"point must be one of {', '.join(POINTS)}, got {point!r}"]
         super().__init__(ranks, milliseconds, problems)
         self.point = point
 
     def at(self, point: str, step: int) -> None:
-        """Strike, if this is the point."""
+        """Strike if this is the point."""
         if point == self.point and self._strikes_here():
             self._strike(device_in_use())
 
@@ -129,33 +129,32 @@ class FreeDelay(Delay):
     """
     Late before a unit's parameters are freed, in forward and in backward.
 
-    `fqn` names a module inside the unit, best its last one. The delay stands before that module's computation in
-    forward and before its gradients in backward: a device's kernels then still read the parameters when the host is
-    already at the unit's end and reshards. A delay after the computation would come too late for that. It hangs on
-    public hooks of the module, registered before the implementation wraps the model, so it needs to know nothing of
-    the implementation.
+    `fqn` names a module inside the unit, ideally its last one. The delay comes before that module's computation in
+    forward and before its gradients in backward, so that a device's kernels still read the parameters when the host has
+    reached the end of the unit and reshards. After the computation it would be too late. It uses public hooks of the
+    module, registered before the implementation wraps the model, so it does not depend on the implementation.
     """
 
     def __init__(self, fqn: str, ranks: Iterable[int] | None, milliseconds: float) -> None:
-        super().__init__(ranks, milliseconds, [] if fqn else ["fqn='', but should name a submodule of the model"])
+        super().__init__(ranks, milliseconds, [] if fqn else ["fqn must name a submodule of the model, got ''"])
         self.fqn = fqn
         self._hooks: list[RemovableHandle] = []
 
     def prepare(self, model: nn.Module) -> None:
         """
-        Register the hooks. They do nothing while the fault is not installed; `remove` takes them away.
+        Register the hooks, which do nothing unless the fault is installed; `remove` removes them.
 
         Raises ConfigError if the model has no such submodule.
         """
         modules = dict(model.named_modules(remove_duplicate=False))
         if self.fqn not in modules:
             raise ConfigError(
-                [f"fqn={self.fqn!r}, but should be a submodule of {type(model).__name__}"], where=type(self).__name__
+                [f"fqn must name a submodule of {type(model).__name__}, got {self.fqn!r}"], where=type(self).__name__
             )
         module = modules[self.fqn]
 
-        # Functions, not bound methods: a deep copy of the model copies what a bound method is bound to, and would
-        # count in a fault that nobody asks.
+        # Functions, not bound methods: a deep copy of the model copies the object of a bound method, and would count in
+        # that copy of the fault.
         def before_forward(_module: nn.Module, _args: Any) -> None:
             self._meet()
 
@@ -163,8 +162,8 @@ class FreeDelay(Delay):
             self._meet()
 
         def after_forward(_module: nn.Module, _args: Any, output: Any) -> None:
-            # On the graph's node: its hooks run after those of the output tensor, with which engines unshard. And it
-            # leaves the graph alone; a full backward hook of the module would forbid in-place operations on the output.
+            # On the graph's node: its hooks run after those of the output tensor, which engines use to unshard. It also
+            # does not change the graph; a full backward hook would forbid in-place operations on the output.
             for leaf in tree_leaves(output):
                 if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
                     leaf.grad_fn.register_prehook(before_backward)

@@ -1,10 +1,11 @@
 """
-What a fault is: an object that can be installed, that disturbs a rank, and that can be taken out again without a trace.
+A fault: an object that can be installed, disturbs a rank, and can be removed without a trace.
 
-A fault must not change results; it changes when things happen. It counts how often it struck (`fired`), because a fault
-that never did proves nothing: `silent(rank)` names those that should have and did not.
+A fault changes when things happen, but never the results of a correct implementation. It counts how often it struck
+(`fired`), because a fault that never strikes proves nothing: `silent(rank)` names the faults that should have struck
+and did not.
 
-The loop that trains under faults goes through these calls, in this order:
+A training loop makes these calls, in this order:
 
     faults = FaultSet(CollectiveDelay(Op.REDUCE_SCATTER, ranks=[1], milliseconds=20), ...)
     faults.prepare(model)                # when the model is built, before the implementation wraps it
@@ -29,12 +30,12 @@ from fsdp_conformance.errors import ConfigError
 #: Places of the training loop at which a fault can strike.
 POINTS = ("after_loss", "before_step")
 
-#: Phases (see `harness.collective_log`) that are not training: setting up, and reading results for a comparison.
+#: Phases (see `CollectiveLog.phase`) that are not training: setup, and reading results for a comparison.
 QUIET_PHASES = frozenset({"setup", "observe"})
 
 
 class Fault(ABC):
-    """One disturbance, on the ranks named or on every rank (None)."""
+    """One disturbance, on the given ranks or on every rank (None)."""
 
     def __init__(self, ranks: Iterable[int] | None = None) -> None:
         self.ranks = None if ranks is None else frozenset(ranks)
@@ -48,14 +49,14 @@ class Fault(ABC):
 
     @property
     def installed(self) -> bool:
-        """Whether it may strike."""
+        """Whether it can strike."""
         return self._installed
 
     def install(self) -> None:
         """
         Let it strike from now on. A second call changes nothing.
 
-        Raises ConfigError for ranks that this world has not got: there it would never strike.
+        Raises ConfigError for ranks that the world does not have: it would never strike there.
         """
         if self._installed:
             return
@@ -67,7 +68,7 @@ class Fault(ABC):
         self._installed = True
 
     def remove(self) -> None:
-        """Take it out; nothing of it stays behind. A second call changes nothing."""
+        """Remove it completely. A second call changes nothing."""
         if self._installed:
             self._installed = False
             self._detach()
@@ -89,29 +90,29 @@ class Fault(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """What it does, in one phrase, for reports."""
+        """What it does, as a phrase for reports."""
 
     def targets(self, rank: int) -> bool:
-        """Whether it is meant for `rank`."""
+        """Whether it applies to `rank`."""
         return self.ranks is None or rank in self.ranks
 
     def silent(self, rank: int) -> list[str]:
-        """Descriptions of what was meant for `rank` and never struck there: empty, or the run proved nothing."""
+        """Descriptions of faults that apply to `rank` but never struck there: if any, the run proved nothing."""
         return [self.describe()] if self.targets(rank) and self.fired == 0 else []
 
     def problems_in_world(self, world_size: int | None) -> list[str]:
-        """What is wrong with it in a world of that size (None: not known)."""
+        """What is wrong with it in a world of that size (None: unknown)."""
         absent = sorted(rank for rank in self.ranks or () if world_size is not None and rank >= world_size)
-        return [f"ranks={absent}, but should be below world_size={world_size}"] if absent else []
+        return [f"ranks must be less than world_size={world_size}, got {absent}"] if absent else []
 
     def _attach(self) -> None:
-        """Subclasses hook themselves in here."""
+        """Subclasses install themselves here."""
 
     def _detach(self) -> None:
         """Subclasses undo `_attach` here."""
 
     def _strikes_here(self) -> bool:
-        """Whether it is installed and meant for this process's rank."""
+        """Whether it is installed and applies to this rank."""
         return self._installed and self.targets(dist.get_rank() if dist.is_initialized() else 0)
 
     def _ranks_phrase(self) -> str:
@@ -119,7 +120,7 @@ class Fault(ABC):
 
 
 class FaultSet(Fault):
-    """Several faults as one. Installed in order, removed in reverse; all or none of them is installed."""
+    """Several faults as one: installed in order, all or none, and removed in reverse."""
 
     def __init__(self, *faults: Fault) -> None:
         super().__init__()
@@ -127,7 +128,7 @@ class FaultSet(Fault):
 
     @property
     def fired(self) -> int:
-        """How often its members struck, together."""
+        """How often its members struck in total."""
         return sum(fault.fired for fault in self.faults)
 
     def prepare(self, model: nn.Module) -> None:
@@ -145,11 +146,11 @@ class FaultSet(Fault):
         return "; ".join(fault.describe() for fault in self.faults)
 
     def targets(self, rank: int) -> bool:
-        """Whether one of its members is meant for `rank`."""
+        """Whether one of its members applies to `rank`."""
         return any(fault.targets(rank) for fault in self.faults)
 
     def silent(self, rank: int) -> list[str]:
-        """Those of its members that never struck on `rank` and should have."""
+        """Descriptions of the members that never struck on `rank` and should have."""
         return [phrase for fault in self.faults for phrase in fault.silent(rank)]
 
     def problems_in_world(self, world_size: int | None) -> list[str]:

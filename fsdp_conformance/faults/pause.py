@@ -1,4 +1,4 @@
-"""Time passes: on the host for the CPU, and on the device's current stream where a device can be told to sleep."""
+"""Lets time pass: on the host for the CPU, and on the current stream of a device that can sleep."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import torch
 
 from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 
-#: Cycles of one calibration sleep: near a millisecond at the clock rates of today's devices (1 to 2 GHz).
+#: Cycles of one calibration sleep: about a millisecond at today's clock rates (1 to 2 GHz).
 _CALIBRATION_CYCLES = 1_000_000
 _CALIBRATION_RUNS = 3
 
 
 def pause(milliseconds: float, device_type: str) -> None:
     """
-    Let `milliseconds` pass before what is issued next.
+    Let `milliseconds` pass before anything that is issued next.
 
-    On a device that can sleep (CUDA, ROCm) its current stream is held up and the host goes on, so that a missing wait
-    between streams shows; elsewhere the host sleeps, or lets the other ranks go on if it shares a process with them.
+    On a device that can sleep (CUDA, ROCm) the current stream sleeps and the host continues, so that a missing wait
+    between streams shows. Otherwise the host sleeps, or lets other simulated ranks run.
     """
     device = _sleeping_device(device_type)
     scheduler = rank_scheduler.current()
@@ -34,7 +34,7 @@ def pause(milliseconds: float, device_type: str) -> None:
 
 
 def calibrate(device_type: str) -> None:
-    """Measure the device's clock now. The first `pause` does it otherwise, and a measurement makes the host wait."""
+    """Measure the device's clock now, so that the first `pause` does not: measuring makes the host wait."""
     if _sleeping_device(device_type) is not None:
         _cycles_per_ms(device_type)
 
@@ -49,7 +49,7 @@ def device_in_use() -> str:
 
 
 def _sleeping_device(device_type: str) -> Any:
-    """The module of a device that can be put to sleep, or None."""
+    """The module of a device that can sleep, or None."""
     if device_type in ("", "cpu"):
         return None
     module = torch.get_device_module(device_type)
@@ -58,10 +58,10 @@ def _sleeping_device(device_type: str) -> Any:
 
 @lru_cache(maxsize=8)
 def _cycles_per_ms(device_type: str) -> float:
-    """How many of the device's cycles are a millisecond: the median of a few short sleeps."""
+    """The device's cycles per millisecond: the median of a few short sleeps."""
     device = torch.get_device_module(device_type)
     figures: list[float] = []
-    device._sleep(_CALIBRATION_CYCLES)  # The first launch pays for loading the kernel.
+    device._sleep(_CALIBRATION_CYCLES)  # the first launch loads the kernel
     for _ in range(_CALIBRATION_RUNS):
         start, end = device.Event(enable_timing=True), device.Event(enable_timing=True)
         start.record()

@@ -1,8 +1,8 @@
 """
-The deadlines of a case, each inside the next, so that the innermost that can explain a hang is the first to speak.
+The nested deadlines of a case: the innermost one that can explain a hang expires first.
 
-A collective that passes its own deadline raises in the rank, with the line of the call. A rank that passes its
-deadline is asked for its stack and ended. The case's deadline is the last: whatever lives is killed.
+A collective that passes its deadline raises in the rank, with the line of the call. A rank that passes its deadline is
+asked for its stack and terminated. At the case's deadline, whatever lives is killed.
 """
 
 from __future__ import annotations
@@ -18,36 +18,36 @@ class Deadlines:
     """How long each part of a case may take, in seconds."""
 
     collective_s: float
-    """One collective; handed to init_process_group."""
+    """One collective; passed to init_process_group."""
     rank_s: float
     """From the start of the ranks to the report of each."""
     case_s: float
-    """Everything, with the collection of stacks and the end of the ranks."""
+    """Everything, including the collection of stacks and the end of the ranks."""
     settle_s: float = 0.25
-    """After the first failure, before the failed rank is let go: its peers may have failures of their own to report."""
+    """From the first failure to the release of the failed rank: its peers may have failures of their own to report."""
     grace_s: float = 3.0
-    """After that, before peers that have not reported are ended. gloo notices a lost peer at once, NCCL does not."""
+    """After that, until peers that have not reported are terminated: NCCL, unlike gloo, does not notice a lost peer."""
     stack_s: float = 2.0
-    """To collect stacks from ranks that hang."""
+    """For collecting the stacks of ranks that hang."""
     shutdown_s: float = 10.0
     """From the last report to the end of the processes."""
 
     def __post_init__(self) -> None:
         problems = [
-            f"{name}={getattr(self, name)}, but should be positive"
+            f"{name} must be positive, got {getattr(self, name)}"
             for name in ("collective_s", "rank_s", "case_s", "grace_s", "stack_s", "shutdown_s")
             if getattr(self, name) <= 0
         ]
         if self.settle_s < 0:
-            problems.append(f"settle_s={self.settle_s}, but should not be negative")
+            problems.append(f"settle_s must not be negative, got {self.settle_s}")
         if self.collective_s >= self.rank_s:
             problems.append(
-                f"collective_s={self.collective_s}, but should be less than rank_s={self.rank_s}: "
-                "otherwise the rank is ended before the collective can say what it waited for"
+                f"collective_s must be less than rank_s={self.rank_s}, got {self.collective_s}: "
+                "otherwise the rank is terminated before the collective can tell what it waited for"
             )
         if self.rank_s >= self.case_s:
             problems.append(
-                f"rank_s={self.rank_s}, but should be less than case_s={self.case_s}: "
+                f"rank_s must be less than case_s={self.case_s}, got {self.rank_s}: "
                 "otherwise no time is left to collect stacks"
             )
         if problems:
@@ -60,8 +60,8 @@ class Deadlines:
         """
         The deadlines of a case that may take `case_s`.
 
-        A rank gets 85 % of it and a collective 60 %, unless said otherwise. `scale` multiplies all, for slow machines
-        and debuggers.
+        By default a rank gets 85 % of it and a collective 60 %. `scale` multiplies all deadlines, for slow machines and
+        debuggers.
         """
         rank_s = 0.85 * case_s if rank_s is None else rank_s
         collective_s = min(0.6 * case_s, 0.75 * rank_s) if collective_s is None else collective_s
@@ -78,5 +78,5 @@ class Deadlines:
 
 
 def remaining(deadline: float) -> float:
-    """Seconds until a moment of time.monotonic(), not less than 0."""
+    """Seconds until a moment of time.monotonic(), at least 0."""
     return max(0.0, deadline - time.monotonic())

@@ -1,7 +1,7 @@
 """
-Which devices there are, which backend speaks for them, and how many cases fit on them at the same time.
+The devices of this machine, their backends, and how many cases fit on them at the same time.
 
-Nothing is asked at import: collecting cases touches no device.
+Nothing happens at import: collecting cases touches no device.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ from fsdp_conformance.harness.processes.forkserver import environment
 #: Backends of accelerators, for torch versions without `get_default_backend_for_device`.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "hpu": "hccl", "mps": "gloo"}
 
-#: What `init_process_group` is told for the simulated accelerator, which torch knows of only where it is active.
+#: The backend of the simulated accelerator, which torch knows only where the device is active.
 SIMULATED_BACKEND = "cpu:gloo,sim:simccl"
 
-#: What a warm process imports first, so that the device type is there in the ranks that are forked from it. Named and
-#: not imported: the simulator stands on this package. Ranks on the CPU have a warm process without it, because a device
-#: cannot be taken out of a process again.
+#: What a warm process imports first, so that the ranks forked from it know the device type. Given by name, because the
+#: simulator imports this package. CPU ranks have a warm process without it: a device type cannot be unloaded.
 _PRELOAD = {SIMULATED: ("fsdp_conformance.simulator.activated",)}
 
 
 def device_count(device_type: str) -> int:
     """
-    How many devices of that type this process sees: for the CPU, the cores that it may run on.
+    How many devices of that type this process sees; for the CPU, the cores that it may run on.
 
-    Counting GPUs asks NVML where torch can, and starts no CUDA context. The simulated accelerator has devices only in a
-    process in which it is active.
+    GPUs are counted through NVML if torch can, without a CUDA context. The simulated accelerator has devices only in
+    processes in which it is active.
     """
     if device_type == "cpu":
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -42,13 +41,13 @@ def device_count(device_type: str) -> int:
         module = torch.get_device_module(device_type)
     except RuntimeError:
         return 0
-    # Asked plainly, torch would start the CUDA driver in the controller.
+    # Without the variable torch would start the CUDA driver in the controller.
     with environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
         return int(module.device_count()) if module.is_available() else 0
 
 
 def is_accelerator(device_type: str) -> bool:
-    """Whether a rank computes on a numbered device of that type; the CPU has none."""
+    """Whether devices of that type are numbered and a rank computes on one of them. The CPU is not."""
     return device_type != "cpu"
 
 
@@ -61,7 +60,7 @@ def backend_for(device_type: str) -> str:
     """
     The communication backend of that device type, as torch names it.
 
-    Raises EnvironmentUnavailable if torch knows none, or was built without it.
+    Raises EnvironmentUnavailable if torch knows none or was built without it.
     """
     if device_type == SIMULATED:
         return SIMULATED_BACKEND
@@ -69,14 +68,14 @@ def backend_for(device_type: str) -> str:
     backend = str(ask(device_type)) if ask is not None else _BACKENDS.get(device_type, "")
     if not backend or not distributed.is_backend_available(backend):
         raise EnvironmentUnavailable(
-            f"backend={backend or None!r} for device type {device_type!r}, but should be one that this torch was built "
-            f"with [torch {torch.__version__}]. Use another --device, or a torch with distributed support for it."
+            f"this torch ({torch.__version__}) was built without a backend for device type {device_type!r} "
+            f"(backend={backend or None!r}). Use another --device, or a torch with distributed support for it."
         )
     return backend
 
 
 def device_of(device_type: str, rank: int) -> torch.device:
-    """The device that a rank computes on. Ranks share devices only if there are fewer devices than ranks."""
+    """The device that a rank computes on. Ranks share devices if there are fewer devices than ranks."""
     if not is_accelerator(device_type):
         return torch.device(device_type)
     count = device_count(device_type)
@@ -86,20 +85,20 @@ def device_of(device_type: str, rank: int) -> torch.device:
 
 
 def preload(device_type: str) -> tuple[str, ...]:
-    """Modules that a warm process imports before others, for ranks on devices of that type."""
+    """Modules that the warm process of ranks on that device type imports first."""
     return _PRELOAD.get(device_type, ())
 
 
 def preload_environment(device_type: str) -> Mapping[str, str]:
-    """Variables that give those ranks a warm process of their own; empty where they need none."""
+    """Variables that select a separate warm process for ranks on that device type; empty if they need none."""
     return {"FSDP_CONFORMANCE_WARM_DEVICE": device_type} if device_type in _PRELOAD else {}
 
 
 def activate(device_type: str) -> None:
     """
-    See to it that torch knows the device type in this process. Does nothing for types that it knows by itself.
+    Make the device type known to torch in this process. Does nothing for torch's own types.
 
-    Raises EnvironmentUnavailable where the simulated accelerator cannot be built.
+    Raises EnvironmentUnavailable if the simulated accelerator cannot be built.
     """
     for name in preload(device_type):
         importlib.import_module(name)
@@ -113,15 +112,15 @@ def use_device(device: torch.device) -> None:
 
 def present_environments(device_type: str) -> tuple[frozenset[str], int | None]:
     """
-    The members of `case.ENVIRONMENTS` that are present, and how many ranks the devices hold (None: any number).
+    The members of `case.ENVIRONMENTS` that are present, and how many ranks the devices can hold (None: any number).
 
-    Asked when a case is about to run, never at collection.
+    Call it when a case is about to run, never at collection.
     """
     present = {name for name in ("gloo", "nccl") if distributed.is_backend_available(name)}
     if not is_accelerator(device_type):
         return frozenset(present), None
     if device_type == SIMULATED:
-        # Whether it can be built is known to the simulator, not here.
+        # Only the simulator knows whether it can be built.
         return frozenset({"gloo", "accelerator", "pinned_memory"}), None
     count = device_count(device_type)
     if count == 0:
@@ -136,8 +135,8 @@ def slots(device_type: str, world_size: int) -> int:
     """
     How many cases of that world size fit at the same time, at least 1.
 
-    An accelerator's devices are divided among the cases. On the CPU, and on a simulated accelerator, ranks share the
-    cores, and spend most of a case waiting for each other: one case per core keeps them busy.
+    Cases divide an accelerator's devices. On the CPU and the simulated accelerator ranks share the cores, and spend
+    most of a case waiting for each other: one case per core keeps the cores busy.
     """
     if not is_scarce(device_type):
         return max(1, device_count("cpu"))

@@ -1,9 +1,8 @@
 """
-What is set in a rank before anything else runs there: variables, seeds, threads, determinism. All of it goes into the
-report.
+What is set in a rank before anything else runs: variables, seeds, threads, determinism. The report records all of it.
 
-A rank is forked from a server that may be minutes old, so it gets the whole environment of the controller at the
-start of the case, as a spawned process would.
+A rank is forked from a server that may be minutes old, so it gets the controller's whole environment as of the start of
+the case, as a spawned process would.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ import torch.distributed.constants
 
 from fsdp_conformance.errors import ConfigError
 
-#: cuBLAS is deterministic only with a workspace of a fixed size (docs of torch.use_deterministic_algorithms).
+#: cuBLAS is deterministic only with a fixed workspace size (docs of torch.use_deterministic_algorithms).
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 
-#: Variables that a report quotes, by prefix.
+#: Prefixes of the variables that a report records.
 _QUOTED = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_", "MKL_", "CUDA", "CUBLAS", "NCCL_", "GLOO_", "TORCH", "PYTORCH", "FSDP_"
 )  # fmt: skip
@@ -35,7 +34,7 @@ class Determinism:
     """Seeds, threads and the switches that make two runs equal."""
 
     seed: int = 20261121
-    """Of torch, numpy and random, the same on every rank; data that must differ between ranks depends on the rank."""
+    """For torch, numpy and random, the same on every rank; data that must differ between ranks depends on the rank."""
     num_threads: int = 1
     """Intra-op threads."""
     algorithms: str = "warn"
@@ -43,19 +42,19 @@ class Determinism:
     tf32: bool = False
     """Whether float32 matrix products on the GPU may be rounded to TF32."""
     fill_uninitialized: bool = False
-    """Fill torch.empty with NaN. Off: padding that nobody reads is legal."""
+    """Fill torch.empty with NaN. Off by default, because uninitialized padding that is never read is legal."""
 
     def __post_init__(self) -> None:
         problems = []
         if self.num_threads < 1:
-            problems.append(f"num_threads={self.num_threads}, but should be at least 1")
+            problems.append(f"num_threads must be at least 1, got {self.num_threads}")
         if self.algorithms not in ("off", "warn", "error"):
-            problems.append(f"algorithms={self.algorithms!r}, but should be 'off', 'warn' or 'error'")
+            problems.append(f"algorithms must be 'off', 'warn' or 'error', got {self.algorithms!r}")
         if problems:
             raise ConfigError(problems, where="Determinism")
 
     def variables(self) -> dict[str, str]:
-        """Environment variables that belong to the settings."""
+        """Environment variables for these settings."""
         variables = {"OMP_NUM_THREADS": str(self.num_threads)}
         if self.algorithms != "off" and CUBLAS_VARIABLE not in os.environ:
             variables[CUBLAS_VARIABLE] = ":4096:8"
@@ -69,7 +68,7 @@ class Determinism:
         torch.set_num_threads(self.num_threads)
         torch.use_deterministic_algorithms(self.algorithms != "off", warn_only=self.algorithms == "warn")
         torch.utils.deterministic.fill_uninitialized_memory = self.fill_uninitialized  # type: ignore[attr-defined]
-        # torch.testing forbids to set these flags from then on; an implementation under test may do what a user may.
+        # torch.testing forbids setting these flags; an implementation under test may do what a user may do.
         torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
         torch.backends.cuda.matmul.allow_tf32 = self.tf32
         torch.backends.cudnn.allow_tf32 = self.tf32
@@ -88,7 +87,7 @@ def rank_variables(rank: int, world_size: int, *, determinism: Determinism) -> d
     """
     The environment of a rank: the controller's, and what launchers set.
 
-    Engines read MASTER_ADDR and MASTER_PORT, but nobody listens there: the rendezvous is a file.
+    Some engines read MASTER_ADDR and MASTER_PORT, but nothing listens there: the rendezvous is a file.
     """
     return {
         **os.environ,
@@ -104,7 +103,7 @@ def rank_variables(rank: int, world_size: int, *, determinism: Determinism) -> d
 
 
 def apply_variables(variables: Mapping[str, str]) -> None:
-    """Make os.environ equal to `variables`, and tell torch, which has read some of them when it was imported."""
+    """Make os.environ equal to `variables`, and update torch, which read some of them at import."""
     for name in set(os.environ) - set(variables):
         del os.environ[name]
     logs = os.environ.get("TORCH_LOGS")
@@ -116,10 +115,10 @@ def apply_variables(variables: Mapping[str, str]) -> None:
 
 def apply_collective_timeout(timeout_s: float) -> None:
     """
-    Make `timeout_s` the timeout of every process group that is made without one.
+    Make `timeout_s` the default timeout of process groups.
 
-    Engines make groups of their own, and torch's default of 10 or 30 minutes outlives the rank: a hang would not say
-    where.
+    Engines make their own groups, and torch's default of 10 or 30 minutes exceeds the rank's deadline: a hang would not
+    tell where it is.
     """
     timeout = timedelta(seconds=timeout_s)
     for module in (torch.distributed.distributed_c10d, torch.distributed.constants):
@@ -129,5 +128,5 @@ def apply_collective_timeout(timeout_s: float) -> None:
 
 
 def quoted_variables() -> dict[str, str]:
-    """Those variables of this process that a report should show."""
+    """The variables of this process that a report records."""
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(_QUOTED)}

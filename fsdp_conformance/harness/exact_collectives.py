@@ -1,8 +1,8 @@
 """
-Whether this machine can launch ranks and communicate exactly, told apart from anything about an implementation.
+Checks that this machine can launch ranks and communicate exactly, independent of any implementation.
 
-Inputs are small integers that name their rank and position, so every result is known beforehand, whatever the order in
-which a backend adds: a wrong element shows who is missing or in the wrong place.
+Inputs are small integers that encode their rank and position, so every result is known in advance, whatever the order
+in which a backend adds. A wrong element shows which rank is missing or misplaced.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.judge.endings import attribute
 from fsdp_conformance.outcome import RankExit, RankReport
 
-#: Elements per rank: odd, so that nothing is aligned by accident.
+#: Elements per rank: odd, so that nothing is aligned by chance.
 NUMEL = 13
 
 #: The collectives that sharded training is made of.
@@ -29,7 +29,7 @@ OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CollectivesChecked:
-    """What the ranks of one launch saw."""
+    """The results of one launch."""
 
     world_size: int
     seconds: float
@@ -37,7 +37,7 @@ class CollectivesChecked:
     rendezvous: str = ""
     """Why the ranks did not find each other; empty if they did."""
     wrong: dict[str, str] = field(default_factory=dict)
-    """Operation to what it gave instead; empty if all were exact."""
+    """Operation to its first wrong element; empty if all were exact."""
 
 
 class ExactCollectives(ShardedTrainingTestCase):
@@ -64,13 +64,13 @@ class ExactCollectives(ShardedTrainingTestCase):
         self.report.measurements["met"] = True
 
     def conclude(self, reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> None:
-        """Keep what was said: the caller judges."""
+        """Keep the reports: the caller judges."""
         self.reports = reports
         found = attribute(reports, exits)
         self.failure = found.headline if found.first is not None else ""
 
     def collectives(self) -> None:
-        """Each operation gives exactly the integers that it must."""
+        """Run each operation, and report wrong elements."""
         self.report.measurements["wrong"] = wrong_collectives(self.rank, self.world_size, self.device)
 
 
@@ -98,16 +98,16 @@ def wrong_collectives(rank: int, world_size: int, device: torch.device) -> dict[
 
 
 def first_wrong(got: torch.Tensor, expected: torch.Tensor) -> str:
-    """The first element that differs, as a sentence."""
+    """The first element that differs, in words."""
     index = int((got != expected).nonzero()[0])
-    return f"element {index} is {got[index].item():g}, but should be {expected[index].item():g}"
+    return f"element {index}: expected {expected[index].item():g}, got {got[index].item():g}"
 
 
 def check_collectives(
     device_type: str, world_size: int, *, kind: type[ExactCollectives] = ExactCollectives
 ) -> CollectivesChecked:
     """
-    Launch so many ranks, let them communicate, and say what they saw.
+    Launch that many ranks, let them communicate, and return the results.
 
     Raises EnvironmentUnavailable if they could not be launched.
     """
@@ -133,5 +133,5 @@ def check_collectives(
 
 
 def _coded(rank: int, numel: int, device: torch.device) -> torch.Tensor:
-    """Integers that name their rank and position: sums of a thousand of them are exact in float32."""
+    """Integers that encode their rank and position. Sums of a thousand of them are exact in float32."""
     return torch.arange(numel, dtype=torch.float32, device=device) + 1024 * (rank + 1)

@@ -1,13 +1,13 @@
 """
-Leases on devices: no two cases on one GPU, whatever process runs them.
+Leases on devices: no two cases use one GPU, whatever process runs them.
 
-A lease is a file lock per device, so it ends with its holder however the holder ends. Locks are named by the device
-(its UUID where NVML tells it), not by its number in CUDA_VISIBLE_DEVICES: "device 0" of two callers may be two GPUs
-or one. What a case gets is picked from the caller's own list. The CPU needs no lease, because ranks share cores, nor
-does the simulated accelerator.
+A lease is a file lock per device, so it ends with its holder, however the holder ends. Locks are named after the device
+(its UUID if NVML tells it), not after its number in CUDA_VISIBLE_DEVICES: "device 0" of two callers may be two GPUs or
+one. A case gets devices from the caller's own list. The CPU and the simulated accelerator need no leases, because ranks
+share cores.
 
-Locks are taken one caller at a time, so that a case that needs all devices is not starved by small ones, and so that
-two callers never hold half of what each needs.
+Callers take their locks one at a time, so that small cases do not starve one that needs all devices, and so that two
+callers never each hold half of what they need.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness import devices
 from fsdp_conformance.harness.deadlines import remaining
 
-#: Where the locks are, instead of a directory of this user's among the temporary files.
+#: Names the directory of the locks; by default it is this user's, among the temporary files.
 DIRECTORY_VARIABLE = "FSDP_CONFORMANCE_LEASE_DIR"
 
 #: The variable that hides devices of a type from a process.
@@ -38,8 +38,7 @@ _VISIBLE = {
     "hpu": "HABANA_VISIBLE_MODULES",
 }
 
-#: How long a case waits for devices that others hold: longer than any case may take, with all workers before it in
-#: the queue.
+#: How long a case waits for devices: longer than the cases of all other workers may take, one after another.
 WAIT_S = 3600.0
 
 _RETRY_S = 0.05
@@ -47,18 +46,16 @@ _RETRY_S = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """Devices that nobody else uses while the lease is held."""
+    """Devices that no other case uses while the lease is held."""
 
     devices: tuple[str, ...] = ()
     """As the caller's own list names them; empty for the CPU."""
     variables: dict[str, str] = field(default_factory=dict)
-    """What a rank's environment must say, so that it sees these devices and no other."""
+    """Environment variables that make a rank see only these devices."""
 
 
 def own_device(device_type: str, local_rank: int) -> Lease:
-    """
-    The device of one of several ranks on this host, where whoever started them has seen to it that each has one.
-    """
+    """The device of one of several ranks on this host, if their launcher made sure that each has one."""
     hides = _VISIBLE.get(device_type)
     if hides is None:
         return Lease()
@@ -73,8 +70,8 @@ def lease(device_type: str, count: int, *, timeout_s: float = WAIT_S) -> Iterato
     """
     Hold `count` devices of that type.
 
-    A type whose devices cannot be hidden is leased as a whole. Raises EnvironmentUnavailable if fewer devices are
-    visible than asked for, or if others hold them for longer than `timeout_s`.
+    If the devices of a type cannot be hidden, all of them are leased together. Raises EnvironmentUnavailable if fewer
+    than `count` devices are visible, or if others hold them for longer than `timeout_s`.
     """
     if not devices.is_scarce(device_type):
         yield Lease()
@@ -82,8 +79,8 @@ def lease(device_type: str, count: int, *, timeout_s: float = WAIT_S) -> Iterato
     names = visible_devices(device_type)
     if len(names) < count:
         raise EnvironmentUnavailable(
-            f"{len(names)} devices of type {device_type!r} are visible, but should be {count}. "
-            f"Choose a smaller world size, or show more devices ({_VISIBLE.get(device_type, 'the device variable')})."
+            f"expected {count} visible devices of type {device_type!r}, got {len(names)}. Choose a smaller world size, "
+            f"or make more devices visible ({_VISIBLE.get(device_type, 'the device variable')})."
         )
     variable = _VISIBLE.get(device_type)
     locks = lock_names(device_type, names) if variable is not None else [f"{device_type}-all"]
@@ -121,14 +118,14 @@ def hold(names: Sequence[str], count: int, *, directory: Path, timeout_s: float)
                         time.sleep(_RETRY_S)
         except Timeout as error:
             raise EnvironmentUnavailable(
-                f"{len(held)} of {count} devices were free within {timeout_s:.0f} s; other cases hold the rest "
-                f"[locks in {directory}]. Run fewer workers, or end what holds them."
+                f"only {len(held)} of {count} devices became free within {timeout_s:.0f} s; other cases hold the rest "
+                f"[locks in {directory}]. Run fewer workers, or end the processes that hold them."
             ) from error
         yield tuple(sorted(held))
 
 
 def lease_directory() -> Path:
-    """Where the locks are."""
+    """The directory of the locks."""
     named = os.environ.get(DIRECTORY_VARIABLE)
     return Path(named) if named else Path(tempfile.gettempdir()) / f"fsdp-conformance-leases-{os.getuid()}"
 
@@ -143,18 +140,18 @@ def visible_devices(device_type: str) -> list[str]:
 
 
 def lock_names(device_type: str, names: Sequence[str]) -> list[str]:
-    """A name per device that is the same for every caller on this machine."""
+    """A name for each device, the same for every caller on this machine."""
     uuids = _uuids() if device_type == "cuda" else []
     locks = []
     for name in names:
         uuid = uuids[int(name)] if name.isdigit() and int(name) < len(uuids) else name
-        # An abbreviated UUID is legal in CUDA_VISIBLE_DEVICES.
+        # CUDA_VISIBLE_DEVICES may contain abbreviated UUIDs.
         full = [item for item in uuids if item.startswith(uuid)] if not uuid.isdigit() else []
         locks.append(f"{device_type}-{full[0] if len(full) == 1 else uuid}".replace(os.sep, "_"))
     return locks
 
 
 def _uuids() -> list[str]:
-    """UUIDs of all GPUs in the order of the driver, without starting CUDA; empty where torch cannot tell."""
+    """The UUIDs of all GPUs in the driver's order, without starting CUDA; empty if torch cannot tell."""
     ask = getattr(torch.cuda, "_raw_device_uuid_nvml", None)
     return [str(uuid) for uuid in ask() or []] if ask is not None else []

@@ -1,7 +1,7 @@
 """
-One question answered in one fresh warm process: what an adapter declares, what a machine can do.
+Calls one function in one fresh warm process: to ask what an adapter declares, or what a machine can do.
 
-The controller stays clean: what the function imports, sets or breaks ends with its process.
+The controller stays clean: whatever the function imports, sets or breaks ends with its process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp_conformance.harness.rank import describe_error
 from fsdp_conformance.judge.endings import attribute
 from fsdp_conformance.outcome import RankError
 
-#: Errors that are raised again as what they are; each takes its message alone.
+#: Errors that are raised again in the controller; their constructors take only the message.
 _PLAIN_ERRORS = (errors.AdapterNotFound, errors.RunFileError, errors.UsageError, errors.SuiteError)
 
 
@@ -34,12 +34,12 @@ def run_in_child(
     preload: tuple[str, ...] = (),
 ) -> Any:
     """
-    What `function(*args)` returns in a fresh process; it must be at a module's top level and return something
+    What `function(*args)` returns in a fresh process. It must be a module's top-level function and return something
     JSON-able.
 
-    `environment` is set before the function's module is imported. No process group is made. An error of ours is
-    raised again as itself; otherwise raises RankRaised with the traceback, RankDied with the exit, or RankTimedOut
-    with the stack.
+    `environment` is set before the function's module is imported. No process group is made. One of our own errors is
+    raised again; otherwise raises RankRaised with the traceback, RankDied with the exit, or RankTimedOut with the
+    stack.
     """
     with tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True) as directory:
         order = CaseOrder(
@@ -62,7 +62,7 @@ def run_in_child(
             reports, exits = launched.wait()
         finally:
             launched.close()
-    what = f"{function.__module__}.{function.__qualname__} in a process of its own"
+    what = f"{function.__module__}.{function.__qualname__} in a separate process"
     report, end = reports[0], exits[0]
     if report is None:
         found = attribute(reports, exits)
@@ -85,13 +85,13 @@ class Probe:
         function, args = run.payload
         try:
             run.report.measurements["answer"] = function(*args)
-        except Exception as error:  # noqa: BLE001 - whatever it raised is the answer
+        except Exception as error:  # noqa: BLE001 - the exception is the answer
             run.note(error, describe_error(error))
         run.speak()
 
 
 def _raised(error: RankError, what: str) -> errors.ConformanceError:
-    """The exception that stands for one in the child."""
+    """The exception to raise in the controller for one in the child."""
     module, _, name = error.kind.rpartition(".")
     kind = getattr(errors, name, None) if module == errors.__name__ else None
     if kind is errors.AdapterError:

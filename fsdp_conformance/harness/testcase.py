@@ -1,16 +1,13 @@
 """
-`ShardedTrainingTestCase`: torch's `MultiProcessTestCase` on warm ranks, with deadlines, and with every rank's end
-counted.
+`ShardedTrainingTestCase`: torch's `MultiProcessTestCase` on warm ranks, with deadlines, where every rank counts.
 
-A test method runs in every rank; the same method in the controller starts the ranks, waits and concludes. What
-torch's harness promises holds: `rank`, `world_size`, `file_name`, `init_method`, skip codes,
-`skip_return_code_checks`, `special_return_code_checks`, `destroy_pg_upon_exit`, `processes`, `pid_to_pipe`, and
-`_run` as the entry of a rank.
+A test method runs in every rank; in the controller the same method starts the ranks, waits and concludes. The interface
+of torch's harness is kept: `rank`, `world_size`, `file_name`, `init_method`, skip codes, `skip_return_code_checks`,
+`special_return_code_checks`, `destroy_pg_upon_exit`, `processes`, `pid_to_pipe`, and `_run` as the entry of a rank.
 
-What differs: a rank's failure counts whichever rank it is; the ranks leave together; the controller does not poll;
-output and stacks of the ranks are kept for the failure's text; nothing is left behind. A limit of forked ranks: all
-share the seed of Python's hashes, so an implementation that depends on the order of a set of strings is not found
-out.
+The differences: a failure counts on any rank; the ranks shut down together; the controller does not poll; a failure's
+text includes the output and stacks of the ranks; nothing is left behind. A limitation of forked ranks: they share the
+seed of Python's hashes, so the suite cannot catch an implementation that depends on the order of a set of strings.
 """
 
 from __future__ import annotations
@@ -48,40 +45,40 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     """
     A test case whose methods run in `world_size` fresh ranks.
 
-    Start the ranks in `setUp` with `self._spawn_processes()`, as with torch's class. In a rank `init_rank` runs
-    before the test method and `shutdown_rank` after the goodbye; override them, and `conclude` for another judgement
-    than torch's.
+    Start the ranks in `setUp` with `self._spawn_processes()`, as with torch's class. In a rank `init_rank` runs before
+    the test method and `shutdown_rank` after the goodbye. Override these two as needed, and `conclude` to judge
+    differently from torch.
     """
 
     device_type: str = "cpu"
-    """What ranks compute on; accelerators are leased and numbered by rank."""
+    """The type of device that ranks compute on. Accelerators are leased, and numbered by rank."""
     case_timeout_s: float = 60.0
     rank_timeout_s: float | None = None
     """None: 85 % of the case's."""
     collective_timeout_s: float | None = None
-    """None: 60 % of the case's. Handed to init_process_group, also to a test's own calls of it."""
+    """None: 60 % of the case's. The default of init_process_group, also in a test's own calls."""
     deadline_scale: float = 1.0
     determinism: Determinism = Determinism()
     rank_environment: Mapping[str, str] = MappingProxyType({})
     """Variables that are set first thing in every rank."""
     preload: tuple[str, ...] = ()
-    """Modules, or paths of files, that the warm process imports beside the test's own module."""
+    """Modules, or paths of files, that the warm process imports in addition to the test's own module."""
     preload_environment: Mapping[str, str] = MappingProxyType({})
-    """Variables that must be set when the modules of `preload` are imported. Each set has a server of its own."""
+    """Variables that must be set when the modules of `preload` are imported. Each set gets its own server."""
     reuse_ranks: bool = False
-    """Take the ranks of the last case of this world size, if it ended well, rather than fresh ones."""
+    """Reuse the ranks of the last case of this world size, if it ended well, instead of starting fresh ones."""
     simulated_ranks: bool = False
     """Run the ranks as threads of one process, which take turns (`harness.simulated_ranks`)."""
     torchrun_worker: TorchrunWorker | None = None
-    """This process is a worker of torchrun: it starts one of the ranks (`harness.torchrun`)."""
+    """Set if this process is a torchrun worker, which starts one of the ranks (`harness.torchrun`)."""
     launch_payload: Any = None
-    """Anything picklable, for `self.launch_payload` in the ranks. What else `setUp` sets, the ranks do not see."""
+    """Anything picklable, for `self.launch_payload` in the ranks. They see nothing else that `setUp` sets."""
 
     launch_options: dict[str, Any]
-    """In a rank: what `_run` got as keyword arguments."""
+    """In a rank: the keyword arguments of `_run`."""
 
     report: RankReport
-    """In a rank: what it will say at its end."""
+    """In a rank: the report that it will send."""
 
     def __init__(self, method_name: str = "runTest", methodName: str = "runTest") -> None:
         super().__init__(method_name, methodName)
@@ -113,7 +110,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
         self._move_store()
 
     def _move_store(self) -> None:
-        """Put the store into the case's directory: torch's class makes one elsewhere, and leaves it there."""
+        """Move the file store into the case's directory: torch's class puts it elsewhere, and leaves it behind."""
         path = Path(self._directory.name) / "store"
         if Path(self.file_name) != path:
             Path(self.file_name).unlink(missing_ok=True)
@@ -123,7 +120,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
         """
         Start the ranks.
 
-        Raises ConfigError for deadlines that do not nest, EnvironmentUnavailable for a lack of devices.
+        Raises ConfigError for deadlines that do not nest, and EnvironmentUnavailable if there are too few devices.
         """
         self._move_store()
         owner = type(self)
@@ -158,7 +155,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
         self.pid_to_pipe = self._launch.pipes
 
     def _meet_workers(self) -> CaseMeeting | None:
-        """With the other workers of torchrun, which come to this case, too. Raises EnvironmentUnavailable if not."""
+        """The meeting with the other torchrun workers. Raises EnvironmentUnavailable if one of them is missing."""
         if self.torchrun_worker is None:
             return None
         meeting = CaseMeeting(self.torchrun_worker, self.id(), int(self.world_size))
@@ -167,8 +164,8 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
         return meeting
 
     def _join_processes(self, fn: Any) -> None:
-        """Wait for the ranks, and conclude from what they said and how they ended."""
-        if self._launch is None:  # torch's classes, too, take a test that started no rank as skipped
+        """Wait for the ranks, and conclude from their reports and exits."""
+        if self._launch is None:  # in torch's classes, too, a test that started no ranks is skipped
             raise unittest.SkipTest("no ranks were started")
         self._test_function = fn
         began = time.monotonic()
@@ -181,10 +178,10 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
 
     def conclude(self, reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> None:
         """
-        Judge the case, in the controller, after every rank has ended.
+        Judge the case, in the controller, after every rank has ended. Both lists are in rank order.
 
-        As torch's harness does, unless overridden: a skip code is a SkipTest, anything but a report from every rank a
-        RuntimeError with the first rank to fail as headline. Both lists are in the order of ranks.
+        By default as torch's harness does: a skip code raises SkipTest, and anything but a report from every rank
+        raises RuntimeError with the first rank to fail as headline.
         """
         found = attribute(reports, exits)
         raised = any(report is not None and report.error is not None for report in reports)
@@ -208,7 +205,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
         if self._launch is not None:
             self._launch.close()
             self._launch = None
-        # They are ended; a process object that is kept keeps file descriptors.
+        # A process object keeps file descriptors open.
         self.processes = []
 
     # --- a rank ------------------------------------------------------------------------------------------------------
@@ -225,8 +222,8 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
         """
         Run the test method, report, wait for the goodbye, shut down.
 
-        Raises SystemExit with the exit code of torch's harness if the method raised or skipped; then nothing is shut
-        down, because a process group whose ranks have parted cannot be.
+        Raises SystemExit with the exit code of torch's harness if the method raised or skipped. In that case nothing is
+        shut down, because a process group cannot be once its ranks have diverged.
         """
         code = context.running().body(self, test_name)
         if code:
@@ -234,7 +231,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
         self.shutdown_rank()
 
     def init_rank(self) -> None:
-        """Runs in a rank before the test method: takes the rank's device. The process group is the test's affair."""
+        """Runs in a rank before the test method: selects the rank's device. The process group is left to the test."""
         devices.activate(self.device_type)
         devices.use_device(self.device)
 
@@ -244,12 +241,12 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
             destroy_process_group()
 
     def describe_error(self, error: BaseException) -> RankError:
-        """An exception of the test method as data. Override it to say who is to blame."""
+        """An exception of the test method as data. Override it to decide who is to blame."""
         return describe_error(error)
 
     @property
     def device(self) -> torch.device:
-        """What this rank computes on."""
+        """The device that this rank computes on."""
         return devices.device_of(self.device_type, self.rank)
 
     @property
@@ -258,7 +255,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
         return f"file://{self.file_name}"
 
     def start_process_group(self, backend: str | None = None) -> None:
-        """Make the default process group, by default with the device's own backend, under the collective deadline."""
+        """Make the default process group with the collective deadline; the default backend is the device's."""
         distributed.init_process_group(
             backend or devices.backend_for(self.device_type),
             init_method=self.init_method,
@@ -276,9 +273,9 @@ def failure_text(
     elapsed_s: float,
 ) -> str:
     """
-    Why a case failed: the first failure, what followed from it, then the evidence, rank by rank.
+    Why a case failed: the first failure, its consequences, then the evidence rank by rank.
 
-    The lines that begin with "Process" are those of torch's harness, which tests look for.
+    The lines that begin with "Process" are those of torch's harness, and tests look for them.
     """
     lines = [found.headline]
     lines += [differing_calls(exits)] if found.is_hang and differing_calls(exits) else []
@@ -296,7 +293,7 @@ def failure_text(
         elif end.ended_by_controller:
             lines.append(f"Process {index} terminated or timed out after {elapsed_s:.1f} seconds")
         else:
-            lines.append(f"Process {index} ended with exit code {end.exitcode} before its report")
+            lines.append(f"Process {index} exited with code {end.exitcode} before it reported")
         if end.stack:
             lines.append(f"Python stacks of rank {index}:\n{end.stack.rstrip()}")
         if end.last_collectives:

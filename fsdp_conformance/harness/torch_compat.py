@@ -1,13 +1,13 @@
 """
-The classes that PyTorch's own distributed tests are written on, on our ranks: change the import, nothing else.
+The base classes of PyTorch's own distributed tests, on our ranks: change only the import.
 
     from torch.testing._internal.common_fsdp import FSDPTest, MLP          # before
     from fsdp_conformance.harness.torch_compat import FSDPTest, MLP        # after
 
-Every name of torch.testing._internal.common_fsdp, common_distributed and common_utils can be imported from here. Ours
-are the base classes and `skip_if_lt_x_gpu`. On a machine without accelerators torch's FSDPTest skips, because it
-wants a GPU for each rank; ours runs on the CPU with gloo and `cpu_world_size` ranks, and in a test's own `world_size`
-`device_count()` gives that number, so that the usual `min(4, device_count())` means what it says.
+Every name of torch.testing._internal.common_fsdp, common_distributed and common_utils can be imported from here; the
+base classes and `skip_if_lt_x_gpu` are ours. On a machine without accelerators torch's FSDPTest skips, because it wants
+a GPU for each rank. Ours runs on the CPU with gloo and `cpu_world_size` ranks, and inside a test's own `world_size`,
+`device_count()` returns that number, so that the usual `min(4, device_count())` works.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fsdp_conformance.harness.torch_testing import common_distributed, common_fs
 
 __all__ = ["DistributedTestBase", "FSDPTest", "MultiProcessTestCase", "skip_if_lt_x_gpu"]
 
-#: What torch's harness sets in a rank, and no more.
+#: Exactly what torch's harness sets in a rank.
 _TORCH_SETTINGS = Determinism(seed=common_utils.SEED, algorithms="off")
 
 
@@ -43,7 +43,7 @@ class MultiProcessTestCase(ShardedTrainingTestCase):
         super().setUp()
 
     def init_rank(self) -> None:
-        """Nothing is set up for the test."""
+        """Set nothing up for the test."""
 
 
 class DistributedTestBase(MultiProcessTestCase, common_distributed.DistributedTestBase):
@@ -74,7 +74,7 @@ class FSDPTest(MultiProcessTestCase, common_fsdp.FSDPTest):  # type: ignore[misc
         super().setUp()
 
     def init_rank(self) -> None:
-        """Device, process group, barrier, seed: as torch's class does it."""
+        """Set up device, process group, barrier and seed, as torch's class does."""
         devices.use_device(self.device)
         if self.launch_options.get("fake_pg"):
             from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -87,7 +87,7 @@ class FSDPTest(MultiProcessTestCase, common_fsdp.FSDPTest):  # type: ignore[misc
         common_utils.set_rng_seed()  # type: ignore[no-untyped-call]
 
     def shutdown_rank(self) -> None:
-        """Destroy the group, whatever `destroy_pg_upon_exit` says: torch's class does so in its `_run`."""
+        """Destroy the group, whatever `destroy_pg_upon_exit` says, as torch's class does in its `_run`."""
         torch._dynamo.reset()
         destroy_process_group()
 
@@ -99,7 +99,7 @@ def accelerator_or_cpu() -> str:
 
 
 def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Skip if there are accelerators, but fewer than `x`; without any, run on the CPU."""
+    """Skip if there are accelerators, but fewer than `x`; if there are none, run on the CPU."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         guarded = common_distributed.skip_if_lt_x_gpu(x)(function)  # type: ignore[no-untyped-call]
@@ -115,7 +115,7 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Callable[..
 
 
 def _with_emulated_devices(getter: Callable[[Any], int]) -> Callable[[Any], int]:
-    """The getter of a test's own `world_size`; on the CPU it finds `cpu_world_size` devices."""
+    """Wrap the getter of a test's own `world_size`, so that on the CPU it finds `cpu_world_size` devices."""
 
     @functools.wraps(getter)
     def emulating(self: FSDPTest) -> int:
@@ -137,8 +137,8 @@ def _device_count(number: int) -> Iterator[None]:
 
 
 def __getattr__(name: str) -> Any:
-    """Everything else that torch's test modules offer."""
+    """All other names of torch's test modules."""
     for module in (common_fsdp, common_distributed, common_utils):
         if hasattr(module, name):
             return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}, and neither have torch's own test modules")
+    raise AttributeError(f"neither module {__name__!r} nor torch's own test modules have an attribute {name!r}")

@@ -1,9 +1,9 @@
 """
 Torch's own test modules, imported without starting the CUDA driver.
 
-Importing torch.testing._internal.common_utils asks `torch.cuda.is_available()`. Asked plainly, that starts the
-driver: in a controller that only collects, and in the warm process, whose forked ranks could not use it any more.
-With the variable below torch asks NVML. Whoever needs these modules takes them from here.
+Importing torch.testing._internal.common_utils calls `torch.cuda.is_available()`, which starts the driver: in a
+controller that only collects, and in the warm process, whose forked ranks could then not use a GPU. With the variable
+below torch asks NVML instead. Import these modules from here.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Op(StrEnum):
-    """The collective, whatever the backend or the torch version calls it."""
+    """A collective, independent of its name in backends and torch versions."""
 
     ALL_GATHER = "all_gather"
     REDUCE_SCATTER = "reduce_scatter"
@@ -39,7 +39,7 @@ class CollectiveRecord:
     dtype: str
     """"float32"; several are joined by "/"; empty for a barrier."""
     device: str = ""
-    """Type of the device that the tensors are on; empty for a barrier."""
+    """Type of the tensors' device; empty for a barrier."""
     reduce_op: str = ""
     """SUM, AVG, ...; empty for a collective that does not reduce."""
     num_tensors: int = 1
@@ -51,7 +51,7 @@ class CollectiveRecord:
     """Innermost frame outside torch.distributed's own functions, "file.py:123 in function"."""
 
     def line(self) -> str:
-        """The record in one line, without what may differ between machines (site, torch's name of the method)."""
+        """The record in one line, without parts that may differ between machines (site, torch's name of the method)."""
         size = f"{self.nbytes}B {self.dtype}" if self.dtype else ""
         group = ",".join(map(str, self.group))
         return " ".join(part for part in (self.phase, self.op.value, size, self.reduce_op, f"[{group}]") if part)

@@ -1,4 +1,4 @@
-"""Two accesses to the same memory that nothing orders, as the checker of the simulated accelerator saw them."""
+"""Two accesses to the same memory that nothing orders, as seen by the simulated accelerator's checker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class HazardKind(StrEnum):
     WRITE_AFTER_READ = "write_after_read"
     WRITE_AFTER_WRITE = "write_after_write"
     REUSE_IN_FLIGHT = "reuse_in_flight"
-    """The memory was freed and given out again while its former tenant was still in use."""
+    """The memory was freed and allocated again while its previous tenant was still in use."""
     HOST_WRITE_IN_FLIGHT = "host_write_in_flight"
     """The host wrote into pinned memory that a copy was still using."""
     HOST_READ_IN_FLIGHT = "host_read_in_flight"
@@ -23,20 +23,20 @@ class HazardKind(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HazardRecord:
-    """One race. `then` comes first in the program, `now` should have waited for it."""
+    """One race: `then` comes first in the program, and `now` does not wait for it."""
 
     kind: HazardKind
     then_op: str
     then_label: str
-    """The phase of the training loop, or the unit, in which it was issued; "" if nobody named it."""
+    """The phase of the training loop, or the unit, that issued it; "" if unknown."""
     now_op: str
     now_label: str
     sentence: str
-    """Who touches what, and what is missing, in one line."""
+    """The accesses and the missing wait, in one line."""
     text: str
-    """The whole argument, both stacks included, in several lines."""
+    """The whole argument in several lines, with both stacks."""
     count: int = 1
-    """How often it was seen."""
+    """How often the race was seen."""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping."""

@@ -1,4 +1,4 @@
-"""What the allocator of a rank's accelerator had given out at the border of two phases of training."""
+"""Bytes allocated on a rank's accelerator at points of the training loop."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from enum import StrEnum
 
 
 class Point(StrEnum):
-    """Places of the training loop at which bytes are counted."""
+    """Points of the training loop at which bytes are counted."""
 
     BEFORE_SETUP = "before setup"
     SETUP = "setup"
-    """The model is wrapped, and its optimizer made."""
+    """The model is wrapped and its optimizer exists."""
     FORWARD = "forward"
-    """The loss of a micro-batch is there, and its graph is alive."""
+    """The loss of a micro-batch is computed, and its graph is alive."""
     BACKWARD = "backward"
-    """The last backward of the step has returned, and nothing of its graph is held by the loop."""
+    """The last backward of the step has returned, and the loop holds nothing of its graph."""
     STEP = "step"
     """The optimizer has stepped and dropped the gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryMark:
-    """Bytes of tensors on this rank's accelerator. What the loop itself holds there (batches) is left out."""
+    """Bytes of tensors on this rank's accelerator, without those that the loop itself holds (batches)."""
 
     point: Point
     step: int | None
     allocated: int
-    """Given out now."""
+    """Bytes allocated now."""
     peak: int
-    """The most that was given out at once since the mark before."""
+    """The most bytes allocated at once since the previous mark."""

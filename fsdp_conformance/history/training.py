@@ -1,7 +1,7 @@
 """
-What was observed while a workload was trained on one rank, by an implementation or by a reference.
+What was observed while one rank trained a workload, with an implementation or a reference.
 
-Tensors are detached clones on the CPU, full (unsharded), under original FQNs: nothing here aliases live storage.
+Tensors are detached clones on the CPU, full (unsharded), under their original FQNs. Nothing here aliases live storage.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ class StepRecord:
     """Before clipping and before the optimizer step; None where the implementation does not expose gradients."""
     clipped_grads: Gradients | None = None
     grad_norm: Tensor | None = None
-    """What the implementation returned as total norm, 0-dim."""
+    """The total norm that the implementation returned, 0-dim."""
     params: Tensors = field(default_factory=dict)
     """After the optimizer step."""
     buffers: Tensors = field(default_factory=dict)
     """After the optimizer step, of this rank."""
     outputs: list[Any] = field(default_factory=list)
-    """Model outputs per micro-batch, only where the case asked for them."""
+    """Model outputs per micro-batch, if the case asked for them."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -45,7 +45,7 @@ class TrainingHistory:
     """A whole run on one rank."""
 
     source: str
-    """Who was observed: "torch-ddp", "float64", "all-reduce", or the adapter's name."""
+    """What was observed: "torch-ddp", "float64", "all-reduce", or the adapter's name."""
     rank: int
     world_size: int
     initial_params: Tensors = field(default_factory=dict)
@@ -55,16 +55,16 @@ class TrainingHistory:
     steps: list[StepRecord] = field(default_factory=list)
     eval_outputs: list[Any] = field(default_factory=list)
     collectives: list[CollectiveRecord] = field(default_factory=list)
-    """Of this run only, in order, each with step and phase."""
+    """The collectives of this run, in order, each with step and phase."""
     held_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes of local storage on this rank by kind ("params", "optim", "grads"): after the last step, each once."""
+    """Bytes of local storage on this rank after the last step, by kind ("params", "optim", "grads"), each once."""
     full_bytes: dict[str, int] = field(default_factory=dict)
-    """What an unsharded run holds for the same kinds."""
+    """What an unsharded run holds, by the same kinds."""
     memory: list[MemoryMark] = field(default_factory=list)
-    """Bytes on the accelerator, in order; empty on the CPU, which has no allocator that counts."""
+    """Bytes on the accelerator, in order; empty on the CPU, whose allocator does not count."""
     hazards: list[HazardRecord] = field(default_factory=list)
     """Races that the simulated accelerator saw."""
     checked_accesses: int | None = None
-    """Accesses to memory that it checked; None on a device that checks none."""
+    """Memory accesses that it checked; None on a device that checks none."""
     seconds: float = 0.0
     """Wall time of the steps alone."""

@@ -1,15 +1,15 @@
 """
 Ranks that are processes: forked from a warm server, supervised, ended by pid.
 
-    launcher             starts the ranks of one case
-    supervisor           watches them, lets them go together, ends those that hang
+    launcher             starts the ranks of one case, or reuses those of the last one (never for a certificate)
+    supervisor           watches them, releases them together, terminates those that hang
+    rank_process         a rank's process, from its first line to its last
     forkserver           the warm server that ranks are forked from
     preload              what the server imports before the first fork
     mailbox              messages between the controller and a rank
-    stacks               the stacks, last collectives and state of a stuck rank
-    leftovers            shared memory of killed ranks, and its removal
-    rank_pool            ranks that are reused (never for a certificate)
+    stacks               the stacks, last collectives and state of a stuck rank, read from outside
+    leftovers            removes shared memory that killed ranks leave behind
     socket_directory     a directory with a path short enough for sockets
 
-This module imports nothing: the warm server must not load torch by accident.
+This file imports nothing: the controller uses `preload` before it wants torch.
 """

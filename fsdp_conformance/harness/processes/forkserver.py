@@ -1,15 +1,15 @@
 """
-Warm ranks: processes forked from a server that has torch and the case modules imported already.
+The warm server: a process that has already imported torch and the case modules, and forks ranks.
 
-The server is `multiprocessing`'s own forkserver, with three differences. It preloads through `harness.preload`, whose
-failures are not silent. Its children do not import the controller's `__main__` again (pytest's console script costs
-0.5 s per rank), unless the test class lives there. And a longer preload list does not start from nothing: the first
-server forks another one, which imports only what is new.
+It is `multiprocessing`'s forkserver, with three differences. It imports through `preload`, whose failures are not
+silent. Its children do not import the controller's `__main__` again (pytest's console script costs 0.5 s per rank),
+unless the test class is defined there. And a longer preload list does not start from scratch: the first server forks
+another one, which imports only what is new.
 
 The server never initialises CUDA: a forked child cannot use a driver that its parent started. Importing
-torch.testing._internal.common_utils asks `torch.cuda.is_available()`, which starts the driver unless
-PYTORCH_NVML_BASED_CUDA_CHECK=1 makes torch ask NVML; so the server has that variable. `preload.cuda_initialised_by`
-names the module that started the driver all the same, and a rank refuses to run under it.
+torch.testing._internal.common_utils calls `torch.cuda.is_available()`, which starts the driver unless
+PYTORCH_NVML_BASED_CUDA_CHECK=1 makes torch ask NVML, so the server sets that variable. If a module starts the driver
+all the same, `preload.cuda_initialised_by` names it, and ranks refuse to run.
 """
 
 from __future__ import annotations
@@ -40,40 +40,39 @@ from typing import IO, Any
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness.processes import preload, socket_directory
 
-#: Set for the server, so that importing libraries starts no thread there: a fork copies the calling thread alone.
+#: Set for the server, so that importing libraries starts no threads: a fork copies only the calling thread.
 SERVER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
     "NUMEXPR_NUM_THREADS": "1",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    # Read when torch.testing is imported: otherwise its TestCase adds four lines about torch's repository to every
-    # exception.
+    # Otherwise torch's TestCase adds four lines about torch's repository to every exception. Read at import.
     "PYTORCH_PRINT_REPRO_ON_FAILURE": "0",
 }
 
-#: How long the first rank waits for the server's imports. They take 5 s on two idle cores; an engine adds its own.
+#: How long the first rank waits for the server's imports. They take 5 s on two idle cores, and more with an engine's.
 START_TIMEOUT_S = 300.0
 
-#: How often a wait for the first fork looks whether the server still lives.
+#: How often a wait for the first fork checks that the server is alive.
 _SLICE_S = 0.5
 
 #: A server that has not ended this long after it was asked to is killed.
 STOP_TIMEOUT_S = 5.0
 
-#: Servers kept at the same time, one per environment: each holds 300 MB.
+#: The most servers kept at once, one per environment: each takes 300 MB.
 MAX_SERVERS = 3
 
 
 class WarmServer(multiprocessing.forkserver.ForkServer):
-    """A forkserver with a preload list and an environment of its own."""
+    """A forkserver with its own preload list and environment."""
 
     def __init__(self, modules: Iterable[str], environment: Mapping[str, str]) -> None:
         super().__init__()
         self.modules = tuple(modules)
         self.environment = dict(environment)
         self.set_forkserver_preload([preload.__name__])
-        # The base class's own, whose types its stubs leave out.
+        # Attributes of the base class, which its stubs leave out.
         self._lock: threading.Lock = threading.Lock()
         self._forkserver_pid: int | None = None
         self._forkserver_address: str | None = None
@@ -84,7 +83,7 @@ class WarmServer(multiprocessing.forkserver.ForkServer):
         self._last_words = ""
 
     def ensure_running(self) -> None:
-        """Start the server unless it runs. Returns at once; the first fork waits for the imports."""
+        """Start the server unless it is running. Returns at once; the first fork waits for the imports."""
         socket_directory.prepare()
         if self._forkserver_pid is None or self._has_ended():
             self._open_log()
@@ -100,7 +99,7 @@ class WarmServer(multiprocessing.forkserver.ForkServer):
         return self._log.read()[-2000:]
 
     def _open_log(self) -> None:
-        """A new file for the server's output. The server removes its name: it must not outlive a killed controller."""
+        """Create a file for the server's output. The server unlinks it, so it cannot outlive a killed controller."""
         self._close_log()
         descriptor, path = tempfile.mkstemp(prefix="fsdp-conformance-warm-", suffix=".log")
         self._log, self._log_path = os.fdopen(descriptor, "r", errors="replace"), Path(path)
@@ -113,7 +112,7 @@ class WarmServer(multiprocessing.forkserver.ForkServer):
             self._log = None
 
     def retire(self) -> None:
-        """Ask the server to end. It does so when the last process forked from it has ended."""
+        """Ask the server to end, which it does when the last process forked from it has ended."""
         if self._forkserver_alive_fd is not None and self._owner == os.getpid():
             os.close(self._forkserver_alive_fd)
             self._forkserver_alive_fd = None
@@ -131,7 +130,7 @@ class WarmServer(multiprocessing.forkserver.ForkServer):
         return True
 
     def is_lost(self) -> bool:
-        """Whether a server that should run has ended. Does not wait; a lost server is started again by its next use."""
+        """Whether a server that should run has ended. Does not wait. The next use starts a lost server again."""
         if not self._has_ended():
             return False
         self.retire()
@@ -140,7 +139,7 @@ class WarmServer(multiprocessing.forkserver.ForkServer):
     def _has_ended(self) -> bool:
         if self._forkserver_pid is None:
             return True
-        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT  # leaves it to be reaped
+        flags = os.WEXITED | os.WNOHANG | os.WNOWAIT  # does not reap it
         try:
             return os.waitid(os.P_PID, self._forkserver_pid, flags) is not None
         except ChildProcessError:
@@ -170,7 +169,7 @@ class GrownServer(WarmServer):
         self._process: WarmProcess | None = None
 
     def connect_to_new_process(self, fds: Any) -> Any:
-        """As the base class's; a server that has just died, and whose parent has not said so yet, is started again."""
+        """As in the base class, but start a server again that has just died, before its parent has noticed."""
         try:
             return super().connect_to_new_process(fds)
         except (ConnectionRefusedError, ConnectionResetError):
@@ -214,7 +213,7 @@ class GrownServer(WarmServer):
             self._forkserver_pid = self._process.pid
 
     def log_tail(self) -> str:
-        """The end of what the servers wrote to stdout and stderr: the base's log is this one's too."""
+        """The end of what the servers wrote to stdout and stderr: both use the base's log."""
         return self._base.log_tail()
 
     def reap(self) -> bool:
@@ -239,7 +238,7 @@ class GrownServer(WarmServer):
 
 
 class _Descriptor:
-    """A file descriptor that is handed to a process while it is being started."""
+    """A file descriptor to be passed to a process that is being started."""
 
     def __init__(self, fd: int) -> None:
         self._duplicate = multiprocessing.reduction.DupFd(fd)
@@ -249,7 +248,7 @@ class _Descriptor:
 
 
 class WarmPopen(multiprocessing.popen_forkserver.Popen):
-    """Starts a process from a WarmServer, without the controller's `__main__`."""
+    """Starts a process from a WarmServer."""
 
     _fds: list[int]
     """Descriptors for the child, gathered while its arguments are pickled."""
@@ -264,7 +263,7 @@ class WarmPopen(multiprocessing.popen_forkserver.Popen):
             multiprocessing.context.set_spawning_popen(None)
         server = process_obj.server
         self.sentinel, data_w = server.connect_to_new_process(self._fds)
-        # The child watches the duplicate: it becomes readable when the controller has ended.
+        # The child watches the other end, which becomes readable when the controller has ended.
         alive_w = os.dup(data_w)
         self.finalizer = multiprocessing.util.Finalize(self, _close_all, (alive_w, self.sentinel))
         try:
@@ -279,8 +278,7 @@ class WarmPopen(multiprocessing.popen_forkserver.Popen):
 def _await_fork(sentinel: int, server: WarmServer) -> None:
     """Wait until the server has forked, which it does after its imports."""
     deadline = time.monotonic() + START_TIMEOUT_S
-    # A request that a server has not taken when it ends need not be refused by the kernel (gVisor's keeps it): hence
-    # the slices.
+    # In slices: when a server ends, not every kernel refuses the requests that it has not accepted (gVisor keeps them).
     while not multiprocessing.connection.wait([sentinel], _SLICE_S):
         if server.is_lost():
             raise EOFError("the server has ended")
@@ -304,11 +302,11 @@ class WarmProcess(multiprocessing.context.ForkServerProcess):
     """
     A process forked from a WarmServer.
 
-    It is a daemon for the controller, so that a controller that ends does not wait for a rank that hangs; in the
-    process itself the flag is taken back, so that a rank can have children.
+    In the controller it is a daemon, so that a controller that ends does not wait for a rank that hangs. In the process
+    itself the flag is reset, so that a rank can have children.
     """
 
-    _start_method = None  # type: ignore[assignment]  # the child's default start method stays what the controller's is
+    _start_method = None  # type: ignore[assignment]  # the child's default start method stays the controller's
 
     def __init__(self, server: WarmServer, *, imports_main: bool = False, **kwargs: Any) -> None:
         super().__init__(daemon=True, **kwargs)
@@ -329,9 +327,9 @@ class WarmProcess(multiprocessing.context.ForkServerProcess):
 
 def preparation_data(process: WarmProcess) -> dict[str, Any]:
     """
-    What the child is told before it unpickles its target.
+    What the child needs before it unpickles its target.
 
-    As `multiprocessing.spawn.get_preparation_data`, but `__main__` is named only if the child needs it, and asking
+    As `multiprocessing.spawn.get_preparation_data`, but `__main__` is included only if the child needs it, and the call
     does not fix the controller's own start method.
     """
     if process.imports_main:
@@ -351,7 +349,7 @@ def preparation_data(process: WarmProcess) -> dict[str, Any]:
 
 
 def absolute_sys_path() -> list[str]:
-    """sys.path without the empty entry, which means another directory in another process."""
+    """sys.path with the current directory in place of the empty entry, which depends on the process."""
     return [entry or os.getcwd() for entry in sys.path]
 
 
@@ -378,7 +376,7 @@ def _serve(listener: _Descriptor, alive: _Descriptor, modules: tuple[str, ...], 
 
 
 class _Servers:
-    """The servers of this process: a base per environment, and at most one grown from each."""
+    """The servers of this process: one base per environment, and at most one grown from each."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -435,9 +433,9 @@ _start_lock = threading.Lock()
 
 def server_for(modules: Iterable[str] = (), variables: Mapping[str, str] | None = None) -> WarmServer:
     """
-    The server that has `modules` (names, or paths of files) imported under the environment `variables`.
+    A server that has imported `modules` (names, or paths of files) under the environment `variables`.
 
-    The first call for an environment names what its base server imports; later calls that name more get a server
+    The first call for an environment decides what its base server imports. A later call that needs more gets a server
     grown from it, and the one grown before is retired.
     """
     return _servers.get(modules, variables or {})

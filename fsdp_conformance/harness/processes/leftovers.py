@@ -1,9 +1,9 @@
 """
-Shared memory that a killed rank leaves behind, and its removal.
+Removes shared memory that killed ranks leave behind.
 
-NCCL, torch and Python name their blocks under /dev/shm and remove the names themselves; a rank that is killed in
-between does not. A block is removed only if it appeared during the case, belongs to this user, has a name of one of
-these libraries, and no process maps it or has it open: a case of another worker has its own mapped.
+NCCL, torch and Python create blocks under /dev/shm and unlink them, unless they are killed in between. A block is
+removed only if it appeared during the case, belongs to this user, has one of these libraries' names, and no process
+maps it or has it open: cases of other workers have theirs mapped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PREFIXES = ("nccl-", "torch_", "psm_")
 
 
 def shared_memory() -> frozenset[str]:
-    """The names of the blocks that exist now and that these libraries may have made."""
+    """The names of existing blocks that these libraries may have made."""
     try:
         return frozenset(name for name in os.listdir(_DIRECTORY) if name.startswith(_PREFIXES))
     except OSError:  # not Linux, or not mounted
@@ -27,7 +27,7 @@ def shared_memory() -> frozenset[str]:
 
 
 def remove_orphans(before: frozenset[str]) -> list[str]:
-    """Remove the blocks that were not there before and that nobody holds. Returns their names."""
+    """Remove new blocks that no process holds. Returns their names."""
     removed = []
     for name in sorted(shared_memory() - before):
         path = _DIRECTORY / name
@@ -46,7 +46,7 @@ def _is_held(path: str) -> bool:
 
 
 def _held_by_processes() -> Iterator[str]:
-    """What each process of this user maps, and what it has open."""
+    """The mappings and open files of each process of this user."""
     for process in Path("/proc").iterdir():
         if not process.name.isdigit():
             continue

@@ -1,8 +1,8 @@
 """
-Messages between the controller and a rank, over the pipe that torch's harness hands to `_run`.
+Messages between the controller and a rank, over the pipe that torch's harness passes to `_run`.
 
-Both sides write whole messages with `Connection.send_bytes`. The controller reads them piece by piece: a rank that
-stops in the middle of a message must not stop the controller, as `Connection.recv` would.
+Both sides write whole messages with `Connection.send_bytes`. The controller reads them piece by piece: if a rank stops
+in the middle of a message, `Connection.recv` would block the controller.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import struct
 from multiprocessing.connection import Connection
 from typing import Any
 
-#: Most that one read takes from the pipe.
+#: The most that one read takes from the pipe.
 _CHUNK = 1 << 20
 
 
@@ -26,10 +26,10 @@ class Mailbox:
         self._buffer = bytearray()
 
     def receive(self) -> list[bytes]:
-        """The messages that are complete after one read. Call it only when the connection is ready: it would block."""
+        """The messages that one read completes. Blocks unless the connection is ready."""
         try:
             data = os.read(self.connection.fileno(), _CHUNK)
-        except OSError:  # the rank's end is gone in an unclean way
+        except OSError:  # the rank's end of the pipe broke
             data = b""
         if not data:
             self.closed = True
@@ -47,7 +47,7 @@ class Mailbox:
         return messages
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one message. A rank that has ended does not get it, which is no error."""
+        """Send one message, which a rank that has ended does not receive."""
         try:
             self.connection.send_bytes(json.dumps(message).encode())
         except OSError:

@@ -1,12 +1,11 @@
 """
 What the warm process imports before the first rank is forked from it.
 
-The module is imported inside the forkserver, by name, through `multiprocessing`'s own preload list. It reads its
-orders from an environment variable instead of that list, because `set_forkserver_preload` swallows ImportError and
-takes no files. A failure is kept in `failures`, which every forked rank inherits: the rank's own import then raises,
-and the case reports it.
+`multiprocessing`'s preload list names this module, so the forkserver imports it. What else to import comes from an
+environment variable, because `set_forkserver_preload` swallows ImportError and does not take files. A failed import is
+kept in `failures`, which every forked rank inherits: the rank's own import then raises, and the case reports it.
 
-Nothing here may import torch at load: the controller imports this module too.
+This module must not import torch at load, because the controller imports it too.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
-#: JSON with "sys_path" and "log"; set for the warm process alone.
+#: JSON with "modules", "sys_path" and "log"; set only for the warm process.
 ORDERS_VARIABLE = "FSDP_CONFORMANCE_PRELOAD"
 
-#: What every rank needs. dynamo and inductor's config are imported late by FSDP otherwise (0.9 s in every rank), and
-#: the test frameworks by the case modules.
+#: What every rank needs. Otherwise FSDP imports dynamo and inductor's config late (0.9 s in every rank), and the case
+#: modules import the test frameworks.
 BASE = (
     "torch",
     "torch.distributed",
@@ -46,18 +45,18 @@ BASE = (
     "pytest",
 )
 
-#: Imported too, where this version of torch has them.
+#: Imported too, if this version of torch has them.
 OPTIONAL = ("torch._inductor.config", "torch.profiler._cupti_monitor")
 
-#: Name of a module or path of a file to what its import raised.
+#: Module name or file path to the exception that its import raised.
 failures: dict[str, str] = {}
 
-#: The first module whose import initialised CUDA: no rank can use a GPU after that.
+#: The first module whose import initialised CUDA: after that no rank can use a GPU.
 cuda_initialised_by: str | None = None
 
 
 def import_target(name: str) -> ModuleType:
-    """The module of that dotted name, or of that file if `name` is a path."""
+    """The module with that dotted name, or of that file if `name` is a path."""
     return import_file(Path(name)) if is_file(name) else importlib.import_module(name)
 
 
@@ -67,7 +66,7 @@ def is_file(name: str) -> bool:
 
 
 def module_name_of_file(path: Path) -> str:
-    """The name under which `import_file` keeps a file's module: equal in every process."""
+    """The name under which `import_file` keeps a file's module, the same in every process."""
     full = path.resolve()
     return f"fsdp_conformance_file_{full.stem}_{zlib.crc32(os.fsencode(full)):08x}"
 
@@ -76,7 +75,7 @@ def import_file(path: Path) -> ModuleType:
     """
     The module of a file outside any package, executed once per process.
 
-    Raises FileNotFoundError for a missing file and whatever the file itself raises.
+    Raises FileNotFoundError for a missing file, and any exception of the file itself.
     """
     name = module_name_of_file(path)
     if name in sys.modules:
@@ -86,7 +85,7 @@ def import_file(path: Path) -> ModuleType:
         raise FileNotFoundError(f"no such file: {full}")
     spec = importlib.util.spec_from_file_location(name, full)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{full} is no Python source file")
+        raise ImportError(f"{full} is not a Python source file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -98,7 +97,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def load(names: Iterable[str]) -> None:
-    """Import each, keep what fails, and freeze the heap for the forks."""
+    """Import each, record failures, and freeze the heap for the forks."""
     global cuda_initialised_by
     for name in names:
         if name in OPTIONAL and not _exists(name):
@@ -107,12 +106,11 @@ def load(names: Iterable[str]) -> None:
             import_target(name)
         except KeyboardInterrupt:
             raise
-        except BaseException as error:  # noqa: BLE001 - kept for the ranks; pytest's Skipped is no Exception
+        except BaseException as error:  # noqa: BLE001 - kept for the ranks; pytest's Skipped is not an Exception
             failures[name] = f"{type(error).__qualname__}: {error}"
         if cuda_initialised_by is None and cuda_is_initialised():
             cuda_initialised_by = name
-    # Frozen objects are neither visited nor copied by a rank's collector: gc.collect() in a rank takes 1 ms instead
-    # of 150.
+    # A rank's garbage collector neither visits nor copies frozen objects: gc.collect() takes 1 ms instead of 150.
     gc.collect()
     gc.freeze()
 
@@ -120,7 +118,7 @@ def load(names: Iterable[str]) -> None:
 def _exists(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ImportError:  # the package around it is absent
+    except ImportError:  # its parent package is absent
         return False
 
 
@@ -128,7 +126,7 @@ def cuda_is_initialised() -> bool:
     """
     Whether this process has started the CUDA driver, through torch or otherwise.
 
-    Only the driver opens /dev/nvidia-uvm; NVML, which torch counts devices with, does not.
+    Only the driver opens /dev/nvidia-uvm; NVML, with which torch counts devices, does not.
     """
     torch_cuda = sys.modules.get("torch.cuda")
     if torch_cuda is not None and torch_cuda.is_initialized():
@@ -146,8 +144,8 @@ def cuda_is_initialised() -> bool:
     return False
 
 
-def _obey() -> None:
-    """Carry out the orders in the environment: send output to the log, extend sys.path, import the list."""
+def _preload() -> None:
+    """In the warm process: send output to the log, set sys.path, import the list."""
     orders = json.loads(os.environ.pop(ORDERS_VARIABLE))
     log = os.open(orders["log"], os.O_WRONLY | os.O_APPEND)
     os.unlink(orders["log"])  # the controller has it open
@@ -159,4 +157,4 @@ def _obey() -> None:
 
 
 if ORDERS_VARIABLE in os.environ:
-    _obey()
+    _preload()

@@ -1,8 +1,8 @@
 """
-A directory whose sockets can be bound: an address holds about a hundred bytes of path (unix(7), `sun_path`).
+A directory with a path short enough for sockets: an address holds about a hundred bytes (unix(7), `sun_path`).
 
-`multiprocessing` puts its sockets below `tempfile.gettempdir()`, which a batch system may have set to a long path; what
-binds such a socket would end with "AF_UNIX path too long".
+`multiprocessing` puts its sockets below `tempfile.gettempdir()`, which a batch system may have set to a long path;
+binding such a socket fails with "AF_UNIX path too long".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from fsdp_conformance.errors import EnvironmentUnavailable
 
-#: Bytes of an address, its last one a zero.
+#: Bytes of an address, with a terminating zero.
 LIMIT = 104 if sys.platform == "darwin" else 108
 
 #: What `multiprocessing` appends to the directory: "/pymp-" and "/listener-", each with eight random characters.
@@ -29,9 +29,9 @@ SHORT = ("/tmp", "/var/tmp", "/dev/shm")  # noqa: S108 - mkdtemp makes the direc
 
 def prepare() -> None:
     """
-    Let `multiprocessing` put the sockets of this process into a short directory, where its own would be too long.
+    Make `multiprocessing` use a short directory for this process's sockets if its own would be too long.
 
-    The directory is removed when the process ends. Raises EnvironmentUnavailable if no short one can be written.
+    The directory is removed when the process ends. Raises EnvironmentUnavailable if no short directory is writable.
     """
     configuration: dict[str, Any] = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     usual = tempfile.gettempdir()
@@ -44,6 +44,6 @@ def prepare() -> None:
             configuration["tempdir"] = directory
             return
     raise EnvironmentUnavailable(
-        f"TMPDIR={usual!r}, but should have at most {LIMIT - _APPENDED} bytes: sockets are put below it, and none of "
-        f"{', '.join(SHORT)} can be written"
+        f"TMPDIR must be at most {LIMIT - _APPENDED} bytes long, got {usual!r}: sockets go below it, and none of "
+        f"{', '.join(SHORT)} is writable"
     )

@@ -1,8 +1,9 @@
 """
-What a rank was doing when it did not answer: its Python stacks, its last collectives, its state, read from outside.
+What a stuck rank was doing: its Python stacks, its last collectives and its state, read from outside.
 
-The rank cannot help: it may be stuck in C++ with the interpreter's lock held, or stopped by a signal. So faulthandler
-writes the stacks from a signal handler, and the collective log appends each line to a file as it goes.
+The rank cannot help: it may be stuck in C++ while it holds the interpreter's lock, or stopped by a signal. So
+faulthandler writes the stacks from a signal handler, and the collective trace appends each line to a file when it is
+issued.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from fsdp_conformance.harness.deadlines import remaining
 from fsdp_conformance.harness.recording.collective_trace import read_trace
 from fsdp_conformance.judge.endings import STOPPED
 
-#: How often the stack files are looked at: a file that grows wakes nobody.
+#: How often the stack files are checked: a growing file does not wake the controller.
 _LOOK_S = 0.01
 
-#: A dump whose end is not recognised is taken as complete when it has not grown for this long.
+#: A dump without a recognizable end counts as complete when it has not grown for this long.
 _QUIET_S = 0.5
 
 #: How a dump ends: with the bottom frame of the main thread, which faulthandler writes last, or with an ellipsis.
@@ -35,7 +36,7 @@ STACK_SIGNAL = signal.SIGUSR1
 WATCH_FUNCTION = "_end_with"
 BODY_FUNCTION = "body"
 
-#: How much of a rank's output, and how many of its last collectives, go into its exit record.
+#: How much of a rank's output, and how many of its last collectives, its exit record keeps.
 OUTPUT_TAIL_BYTES = 8192
 COLLECTIVES_TAIL = 12
 
@@ -55,9 +56,9 @@ class Stuck(Protocol):
 
 def collect_stacks(ranks: Mapping[int, Stuck], *, timeout_s: float) -> dict[int, str]:
     """
-    Ask each rank for the stacks of all its threads, and wait for them, at most `timeout_s`.
+    Ask each rank for the stacks of all its threads, and wait for at most `timeout_s`.
 
-    A rank that a signal has stopped is continued, so that it can answer; the text says so.
+    A rank that a signal has stopped is continued, so that it can answer, and its text begins with STOPPED.
     """
     before = {rank: _size(stuck.stack_file) for rank, stuck in ranks.items()}
     stopped = {rank for rank, stuck in ranks.items() if is_stopped(stuck.pid)}
@@ -82,13 +83,13 @@ def collect_stacks(ranks: Mapping[int, Stuck], *, timeout_s: float) -> dict[int,
     texts = {}
     for rank, stuck in ranks.items():
         text = readable(_tail(stuck.stack_file, max(0, _size(stuck.stack_file) - before[rank])))
-        text = text or "no stack: the rank did not answer the signal"
+        text = text or "no stack: the rank did not respond to the signal"
         texts[rank] = f"{STOPPED}; continued, it wrote:\n{text}" if rank in stopped else text
     return texts
 
 
 def readable(dump: str) -> str:
-    """What faulthandler wrote, without the harness's own thread and without the frames below the case."""
+    """What faulthandler wrote, without the harness's own thread and the frames below the case."""
     blocks = []
     for block in dump.strip().split("\n\n"):
         if f"in {WATCH_FUNCTION}\n" in block:
@@ -104,7 +105,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal (SIGSTOP, or a debugger's) has stopped the process. False where /proc is not there."""
+    """Whether a signal (SIGSTOP, or a debugger's) has stopped the process. False if there is no /proc."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -113,7 +114,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Send a signal to one process. One that has ended does not get it, which is no error."""
+    """Send a signal to one process, unless it has ended."""
     try:
         os.kill(pid, number)
     except ProcessLookupError:
@@ -121,12 +122,12 @@ def send_signal(pid: int, number: int) -> None:
 
 
 def output_tail(path: Path) -> str:
-    """The end of what a rank wrote."""
+    """The end of a rank's output."""
     return _tail(path, OUTPUT_TAIL_BYTES)
 
 
 def last_collectives(path: Path) -> list[str]:
-    """The last lines of a rank's collective trace, oldest first."""
+    """The last lines of a rank's trace, oldest first."""
     return read_trace(path, COLLECTIVES_TAIL)
 
 

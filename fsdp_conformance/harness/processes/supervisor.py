@@ -1,17 +1,17 @@
 """
-The controller's side of a case: notice what each rank does, let the ranks go together, end those that do not.
+The controller's side of a case: watch the ranks, release them together, terminate those that hang.
 
 There is no polling. The controller sleeps on the ranks' pipes and sentinels until one is ready, or until the next
 deadline.
 
-A case passes through three phases. While some rank has not *spoken* (sent its report, or ended), the controller
-waits. The first failure starts two clocks: after `settle_s` the ranks that failed are let go, so that gloo tells
-their peers, and after `grace_s` more the peers that still wait are asked for their stacks and ended. When all have
-spoken, every rank gets its goodbye and has `shutdown_s` to end. Whatever lives at the case's deadline is killed.
+A case has three phases. The controller waits until every rank has *spoken* (sent its report, or ended). The first
+failure starts two clocks: after `settle_s` the failed ranks are released, so that gloo tells their peers, and after
+another `grace_s` the peers that still wait are asked for their stacks and terminated. When all have spoken, every rank
+gets its goodbye and has `shutdown_s` to end. Whatever lives at the case's deadline is killed.
 
-Ranks that still issue collectives at their deadline are slow, not stuck: on a machine that is busy with something else
-they get more time, and the case too, as long as some rank gets on in each quarter of the deadline, up to MOST_TIMES of
-it.
+Ranks that still issue collectives at their deadline are slow, not stuck: the machine may be busy with something else.
+They get more time, and so does the case, as long as some rank makes progress in each quarter of the deadline, up to
+MOST_TIMES the deadline.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ from fsdp_conformance.harness.processes.stacks import (
 from fsdp_conformance.harness.torchrun.worker import CaseMeeting
 from fsdp_conformance.outcome import RankError, RankExit, RankReport, rank_report_from_json
 
-#: Between SIGTERM and SIGKILL: engines may remove files of their own.
+#: Between SIGTERM and SIGKILL: engines may want to remove their files.
 TERM_TIMEOUT_S = 0.5
-#: Between SIGKILL and giving up: a process in an uninterruptible wait of the kernel does not end.
+#: Between SIGKILL and giving up: a process in an uninterruptible system call does not end.
 KILL_TIMEOUT_S = 5.0
-#: Ranks that get on may take their deadline this many times: who issues collectives for ever is stuck as well.
+#: Ranks that make progress may take their deadline this many times; a rank that issues collectives forever is stuck
+#: too.
 MOST_TIMES = 8
-#: Part of the deadline in which a rank that is late has to get on.
+#: The part of the deadline in which a late rank has to make progress.
 _LOOK = 0.25
 
 
@@ -65,16 +66,16 @@ class Seat:
     idle: bool = False
     """True for a reused rank that is ready for the next case."""
     released: bool = False
-    """True once it was told goodbye."""
+    """True once it was sent its goodbye."""
     stack: str | None = None
     signalled: bool = False
     """True once the controller has told the process to end."""
     mute: bool = False
-    """True once the rank is past its deadline: its words do not count any more."""
+    """True once the rank is past its deadline: its messages are ignored."""
 
     @property
     def pid(self) -> int:
-        """Of the rank's process, which also is its process group."""
+        """The pid of the rank's process, and the id of its process group."""
         return int(self.process.pid or 0)
 
     @property
@@ -84,31 +85,31 @@ class Seat:
 
     @property
     def stack_file(self) -> Path:
-        """Where the rank writes its stacks."""
+        """The file with the rank's stacks."""
         return Path(self.files.stack)
 
     @property
     def spoken(self) -> bool:
-        """True once nothing more is to be expected of this rank."""
+        """True once the rank has reported or ended."""
         return self.report is not None or self.end is not None
 
     @property
     def failed(self) -> bool:
-        """True if the rank left its body early, so that its peers may wait for it in vain."""
+        """True if the rank's body ended early, so that its peers may wait for it in vain."""
         if self.report is None:
             return self.end is not None
         return bool(self.report.error or self.report.not_run or self.report.inconclusive)
 
     def reports(self) -> list[RankReport | None]:
-        """What the ranks of this seat said: of the one rank."""
+        """The reports of the ranks on this seat: here of one rank."""
         return [self.report]
 
     def exits(self, end: RankExit) -> list[RankExit]:
-        """How the ranks of this seat ended, from how the process did."""
+        """The ends of the ranks on this seat, from the end of the process."""
         return [end]
 
     def accept(self, message: bytes) -> None:
-        """Take in one message of the rank."""
+        """Handle one message of the rank."""
         if self.mute:
             return
         if message[:1] != b"{":
@@ -129,13 +130,13 @@ class Supervisor:
         self, seats: Sequence[Seat], deadlines: Deadlines, *, keep: bool = False, meeting: CaseMeeting | None = None
     ) -> None:
         self._meeting = meeting
-        """With the workers that watch the other ranks, if these are not ours."""
+        """Under torchrun: with the workers that watch the other ranks."""
         self.seats = list(seats)
         self.deadlines = deadlines
         self.keep = keep
         self.began = time.monotonic()
         self._granted_s = 0.0
-        """What ranks that got on have been given beyond their deadline."""
+        """The time that ranks got beyond their deadline because they made progress."""
         self._seen: list[str] = []
 
     def run(self) -> None:
@@ -150,15 +151,15 @@ class Supervisor:
             raise
 
     def reports(self) -> list[RankReport | None]:
-        """What each rank said, in the order of ranks."""
+        """The report of each rank, in rank order."""
         return [report for seat in self.seats for report in seat.reports()]
 
     def exits(self) -> list[RankExit]:
-        """How each rank ended, in the order of ranks, with what it left in its files."""
+        """How each rank ended, in rank order, with what it left in its files."""
         return [end for seat in self.seats for end in seat.exits(self._exit_of(seat))]
 
     def kill(self) -> None:
-        """End every rank that lives, at once."""
+        """Kill every rank that lives."""
         living = [seat for seat in self.seats if seat.end is None]
         for seat in living:
             seat.signalled = True
@@ -175,11 +176,11 @@ class Supervisor:
 
     @property
     def last_word(self) -> float:
-        """When every worker of the case has come to its end, by time.monotonic()."""
+        """When every worker must be done with the case, by time.monotonic()."""
         return self._case_deadline + self.deadlines.shutdown_s
 
     def _await_reports(self) -> None:
-        """Until every rank has spoken, or a deadline has passed and those that have not are ended."""
+        """Wait until every rank has spoken; at a deadline terminate those that have not."""
         settled = given_up = float("inf")
         while waiting := [seat for seat in self.seats if not seat.spoken]:
             now = time.monotonic()
@@ -194,24 +195,24 @@ class Supervisor:
             self._wait(min(moment for moment in (self._rank_deadline, settled, given_up) if moment > now))
 
     def _await_peers(self, meeting: CaseMeeting) -> None:
-        """Until the ranks of the other workers have spoken, too."""
+        """Wait until the ranks of the other workers have spoken, too."""
         if any(seat.failed for seat in self.seats):
-            # As between ranks of one worker: its peers hear of it from the transport.
+            # As with the ranks of one worker: the peers hear of it from the transport.
             time.sleep(self.deadlines.settle_s)
             self._release(self.seats)
         meeting.meet("spoken", self._case_deadline)
 
     def _grant(self, waiting: Sequence[Seat]) -> bool:
-        """More time for ranks that are late, if one of them has got on since the last look."""
+        """Give late ranks more time if one of them has made progress since the last look."""
         seen = ["".join(last_collectives(Path(seat.files.collectives))[-1:]) for seat in waiting]
-        gets_on, self._seen = seen != self._seen, seen
-        if not gets_on or self._granted_s >= (MOST_TIMES - 1) * self.deadlines.rank_s:
+        has_progressed, self._seen = seen != self._seen, seen
+        if not has_progressed or self._granted_s >= (MOST_TIMES - 1) * self.deadlines.rank_s:
             return False
         self._granted_s += _LOOK * self.deadlines.rank_s
         return True
 
     def _farewell(self) -> None:
-        """Let every rank go, and end those that do not."""
+        """Release every rank, and terminate those that do not end."""
         self._release(self.seats)
         deadline = min(self._case_deadline, time.monotonic() + self.deadlines.shutdown_s)
         while present := [seat for seat in self.seats if seat.end is None and not (self.keep and seat.idle)]:
@@ -227,10 +228,10 @@ class Supervisor:
                 seat.mailbox.send({"goodbye": True})
 
     def _end(self, seats: Sequence[Seat]) -> None:
-        """Collect the stacks of these ranks, then end them by pid: SIGTERM, then SIGKILL."""
+        """Collect the stacks of these ranks, then terminate them by pid: SIGTERM, then SIGKILL."""
         for seat in seats:
             seat.signalled = True
-            # What a rank says from here on, the signal for its stack has made it say: it interrupts system calls.
+            # From here on a message may only be the effect of STACK_SIGNAL, which interrupts system calls.
             seat.mute = not seat.spoken
         stacks = collect_stacks(
             {seat.rank: seat for seat in seats},
@@ -251,7 +252,7 @@ class Supervisor:
             self._wait(deadline)
 
     def _wait(self, until: float) -> None:
-        """Take in what the ranks do, waiting for something at most until that moment."""
+        """Wait for the ranks to do something, at most until that moment, and handle it."""
         living = [seat for seat in self.seats if seat.end is None]
         sources: dict[Connection | int, Seat] = {seat.sentinel: seat for seat in living}
         sources.update({seat.mailbox.connection: seat for seat in living if not seat.mailbox.closed})
@@ -276,7 +277,7 @@ class Supervisor:
             ended_by_controller=seat.signalled,
         )
         try:
-            # What the rank has started (workers of a data loader or a compiler) is in its process group.
+            # Processes that the rank has started (workers of a data loader or a compiler) are in its process group.
             os.killpg(seat.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):
             return
@@ -290,7 +291,7 @@ class Supervisor:
             reported=seat.report is not None,
             ended_by_controller=seat.signalled,
         )
-        # A fatal signal leaves a stack that nobody asked for.
+        # A fatal signal leaves a stack, too.
         end.stack = seat.stack or readable(output_tail(seat.stack_file)) or None
         end.last_collectives = last_collectives(Path(seat.files.collectives))
         end.output = output_tail(Path(seat.files.output))
@@ -298,7 +299,7 @@ class Supervisor:
 
 
 def _report_of_text(rank: int, text: str) -> RankReport:
-    """The report of a rank that sent a traceback and nothing else."""
+    """The report of a rank that sent only a traceback."""
     last = text.strip().rsplit("\n", 1)[-1]
     kind, _, message = last.partition(": ")
     error = RankError(kind=kind, message=message, traceback=text, blame="implementation", time=time.monotonic())

@@ -1,5 +1,5 @@
 """
-Ranks on several hosts: torchrun starts one worker for each rank, and all workers run the same cases in the same order.
+Ranks on several hosts: torchrun starts one worker per rank, and all workers run the same cases in the same order.
 
-    worker               what a worker does for each case
+    worker               how the workers of a case meet and exchange results
 """

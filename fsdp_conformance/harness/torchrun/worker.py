@@ -1,10 +1,11 @@
 """
-Ranks of several hosts: torchrun starts a worker for each rank, and every worker runs the same cases in the same order.
+How the workers of a torchrun job meet: torchrun starts one worker per rank, and all run the same cases in the same
+order.
 
-A worker starts, for each case, one fresh rank of its own, with the files and the deadlines that a case on one host has.
-The workers meet at the store that torchrun's agent holds: when a case begins, when every rank has spoken, and when the
-first worker collects what the ranks said and how they ended. It judges and reports; the others say nothing. A worker
-that is not heard of before the case's deadline is taken for lost: the case has its verdict, and the run ends.
+For each case a worker starts one fresh rank, with the same files and deadlines as on one host. The workers meet at the
+store of torchrun's agent: when a case begins, when every rank has spoken, and when the first worker collects the
+reports and exits. Only the first worker judges and reports. A worker that is not heard from before the case's deadline
+counts as lost: the case gets its verdict, and the run ends.
 """
 
 from __future__ import annotations
@@ -24,22 +25,20 @@ from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness.rendezvous import meet_at
 from fsdp_conformance.outcome import RankExit, RankReport, rank_report_from_json
 
-#: Between two looks at the store.
+#: How often the store is polled.
 _LOOK_S = 0.02
 
 #: How long the connection to the store may take.
 _CONNECT_S = 60.0
 
-#: Ranks whose workers did not come to a case.
+#: Ranks whose workers missed a case.
 _lost: set[int] = set()
 
-_SILENCE = (
-    "nothing was heard of the worker of this rank before the case's deadline: its host, or the agent on it, may be gone"
-)
+_SILENCE = "the worker of this rank was not heard from before the case's deadline: its host or its agent may be gone"
 
 
 class CaseMeeting:
-    """The workers of one case of `world_size` ranks, seen from one of them. `name` is the case's alone in this run."""
+    """The workers of one case of `world_size` ranks, seen from one of them. `name` is unique in the run."""
 
     def __init__(self, worker: TorchrunWorker, name: str, world_size: int) -> None:
         self.worker = worker
@@ -54,31 +53,31 @@ class CaseMeeting:
 
     def begin(self, timeout_s: float) -> None:
         """
-        Every worker of the case is there.
+        Wait for every worker of the case.
 
-        Raises EnvironmentUnavailable if one does not come in time, and at once if one did not come to an earlier case.
+        Raises EnvironmentUnavailable if one does not arrive in time, and at once if one missed an earlier case.
         """
         missing = sorted(_lost.intersection(range(self.world_size)))
         missing = missing or self.meet("begin", time.monotonic() + timeout_s)
         if missing:
             _lost.update(missing)
             raise EnvironmentUnavailable(
-                f"the workers of ranks {missing} did not come to case {self.name} within {timeout_s:.0f} s, but should "
-                "have: their hosts, or the agents on them, may be gone"
+                f"the workers of ranks {missing} did not come to case {self.name} within {timeout_s:.0f} s: "
+                "their hosts or their agents may be gone"
             )
 
     def meet(self, point: str, until: float) -> list[int]:
-        """Say that this worker has come to `point`, and wait for the others; the ranks that have not come in time."""
+        """Announce that this worker has reached `point`, and wait for the others. Returns the missing ranks."""
         self._store.set(f"{point}/{self.worker.rank}", "here")
         return self._absent(point, until)
 
     def publish(self, report: RankReport | None, end: RankExit) -> None:
-        """Tell the first worker what this worker's rank said, and how it ended."""
+        """Send the first worker the report and the exit of this worker's rank."""
         said = {"report": report.to_json() if report is not None else None, "end": asdict(end)}
         self._store.set(f"end/{self.worker.rank}", json.dumps(said, default=repr))
 
     def collect(self, until: float) -> tuple[list[RankReport | None], list[RankExit]]:
-        """What every rank said and how it ended, in the order of ranks."""
+        """The report and the exit of every rank, in rank order."""
         absent = self._absent("end", until)
         reports: list[RankReport | None] = []
         exits: list[RankExit] = []
@@ -101,20 +100,20 @@ class CaseMeeting:
                 time.sleep(_LOOK_S)
         except (dist.DistNetworkError, dist.DistStoreError) as error:
             raise EnvironmentUnavailable(
-                f"the store of torchrun at {self.worker.host}:{self.worker.port} is gone: {error}. The host of the "
-                "first worker, or the agent on it, may be gone."
+                f"torchrun's store at {self.worker.host}:{self.worker.port} is gone: {error}. "
+                "The first worker's host or its agent may be gone."
             ) from error
         return []
 
 
 def meet_peers(worker: TorchrunWorker, name: str, rank: int, world_size: int) -> None:
-    """In a rank's process: process groups of this case meet at torchrun's store."""
+    """In a rank's process: make the process groups of this case meet at torchrun's store."""
     meet_at(lambda: (PrefixStore(f"{name}/ranks", _store(worker)), rank, world_size))
 
 
 @functools.cache
 def _store(worker: TorchrunWorker) -> Store:
-    """The store of all workers. Where the agent holds none, the first worker does."""
+    """The store of all workers, held by the agent or else by the first worker."""
     try:
         return TCPStore(
             worker.host,
@@ -125,7 +124,7 @@ def _store(worker: TorchrunWorker) -> Store:
         )
     except (dist.DistNetworkError, RuntimeError) as error:
         raise EnvironmentUnavailable(
-            f"the store of torchrun at {worker.host}:{worker.port} cannot be reached: {error}"
+            f"cannot reach torchrun's store at {worker.host}:{worker.port}: {error}"
         ) from error
 
 

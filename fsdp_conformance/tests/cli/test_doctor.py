@@ -98,9 +98,9 @@ def test_a_device_that_is_absent_is_told() -> None:
         ([{"what": "died", "how": "ended with status 1", "output": "no torch"}], "launch", "ended with status 1"),
         ([_MACHINE, _WARM, exact(2, rendezvous="rank 1 timed out")], "rendezvous", "rank 1 timed out"),
         (
-            [_MACHINE, _WARM, exact(2), exact(4, wrong={"all_reduce": "on rank 3 element 0 is 1, but should be 2"})],
+            [_MACHINE, _WARM, exact(2), exact(4, wrong={"all_reduce": "on rank 3 element 0: expected 2, got 1"})],
             "collectives",
-            "all_reduce on 4 ranks: on rank 3 element 0 is 1, but should be 2",
+            "all_reduce on 4 ranks: on rank 3 element 0: expected 2, got 1",
         ),
     ],
     ids=["no device", "no backend", "not launched", "child died", "no rendezvous", "wrong sum"],
@@ -214,7 +214,7 @@ def test_a_wrong_collective_is_seen() -> None:
     """Rank 0's element 0 of the sum is 1024 + 2048; alone it is 1024."""
     found = check_collectives("cpu", 2, kind=ForgetfulAllReduce)
 
-    assert found.wrong == {"all_reduce": "on rank 0 element 0 is 1024, but should be 3072"}
+    assert found.wrong == {"all_reduce": "on rank 0 element 0: expected 3072, got 1024"}
     assert found.rendezvous == ""
 
 
@@ -230,7 +230,7 @@ def test_a_rank_that_does_not_come_is_seen() -> None:
 def test_the_first_wrong_element_is_named() -> None:
     """Index, value, and what it should be."""
     assert (
-        first_wrong(torch.tensor([1.0, 2.0, 7.0]), torch.tensor([1.0, 2.0, 3.0])) == "element 2 is 7, but should be 3"
+        first_wrong(torch.tensor([1.0, 2.0, 7.0]), torch.tensor([1.0, 2.0, 3.0])) == "element 2: expected 3, got 7"
     )
 
 

@@ -157,7 +157,7 @@ class Delays(ShardedTrainingTestCase):
             PointDelay("after_loss", ranks=[5], milliseconds=1),
         )
 
-        with self.assertRaisesRegex(ConfigError, r"ranks=\[2\], but should be below world_size=2.*ranks=\[5\]"):
+        with self.assertRaisesRegex(ConfigError, r"ranks must be less than world_size=2, got \[2\].*got \[5\]"):
             faults.install()
         self.assertFalse(faults.installed or any(fault.installed for fault in faults.faults))
         self.assertEqual([], log().observers)
@@ -175,13 +175,15 @@ class Delays(ShardedTrainingTestCase):
     ],
 )
 def test_every_problem_at_once(make, problems: list[str]) -> None:  # type: ignore[no-untyped-def]
-    """A delay with several faults of its own names them all."""
+    """A delay with several problems reports them all."""
     with pytest.raises(ConfigError) as caught:
         make()
 
     assert len(problems) == len(caught.value.problems)
     for problem in problems:
-        assert any(text.startswith(problem + ", but should ") for text in caught.value.problems), problem
+        name, value = problem.split("=")
+        named = [text for text in caught.value.problems if text.startswith(f"{name} must ")]
+        assert [text.endswith(f", got {value}") for text in named] == [True], problem
 
 
 @pytest.mark.parametrize(
@@ -200,7 +202,7 @@ def test_describe(fault: Fault, phrase: str) -> None:
 
 def test_free_delay_of_a_module_that_is_not_there() -> None:
     """The module's name is checked against the model."""
-    with pytest.raises(ConfigError, match=r"fqn='layers.9', but should be a submodule of ThreeLinear"):
+    with pytest.raises(ConfigError, match=r"fqn must name a submodule of ThreeLinear, got 'layers.9'"):
         FreeDelay("layers.9", None, 1).prepare(small_training.ThreeLinear())
 
 

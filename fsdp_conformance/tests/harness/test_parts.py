@@ -43,7 +43,7 @@ def test_deadlines_that_do_not_nest_are_all_reported() -> None:
         Deadlines(collective_s=9.0, rank_s=9.0, case_s=5.0, grace_s=0.0)
 
     assert len(raised.value.problems) == 3
-    assert "collective_s=9.0, but should be less than rank_s=9.0" in str(raised.value)
+    assert "collective_s must be less than rank_s=9.0, got 9.0" in str(raised.value)
 
 
 def test_mailbox_reads_whole_messages_from_pieces() -> None:

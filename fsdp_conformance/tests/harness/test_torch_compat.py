@@ -277,7 +277,7 @@ def test_assertion_on_any_rank_fails_the_test() -> None:
 
 def test_unknown_name_is_reported() -> None:
     """A name that torch's modules do not have is an error that says where it was looked for."""
-    with pytest.raises(AttributeError, match="neither have torch's own test modules"):
+    with pytest.raises(AttributeError, match="nor torch's own test modules have an attribute"):
         _ = torch_compat.NoSuchName
 
 

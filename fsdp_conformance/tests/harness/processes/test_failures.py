@@ -76,7 +76,7 @@ class Faulty(StartedRanks):
 
     def test_raises(self) -> None:
         if self.rank == self.culprit:
-            raise ValueError("shard 1 has 3 elements, but should have 4")
+            raise ValueError("expected 4 elements in shard 1, got 3")
         self.all_reduce()
 
     def test_raises_everywhere(self) -> None:
@@ -236,7 +236,7 @@ def test_rank_that_raises_is_named_and_peers_are_consequences() -> None:
     seen = run(Faulty, "test_raises")
 
     assert seen.endings == [Ending.LOST_PEER, Ending.RAISED, Ending.LOST_PEER]
-    assert seen.found.headline == "rank 1 raised ValueError: shard 1 has 3 elements, but should have 4"
+    assert seen.found.headline == "rank 1 raised ValueError: expected 4 elements in shard 1, got 3"
     assert [end.exitcode for end in seen.exits] == [10, 10, 10]
     assert len(seen.found.consequences) == 2
     # the text begins with the headline, and keeps the line that tests of torch's harness look for
@@ -445,6 +445,6 @@ def test_deadlines_that_do_not_nest_start_nothing() -> None:
     result = unittest.TestResult()
     case.run(result)
 
-    assert "collective_s=100.0, but should be less than rank_s=34.0" in result.errors[0][1]
+    assert "collective_s must be less than rank_s=34.0, got 100.0" in result.errors[0][1]
     assert ConfigError.__name__ in result.errors[0][1]
     assert case.processes == []

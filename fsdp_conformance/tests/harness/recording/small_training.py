@@ -66,10 +66,10 @@ class Trained(NamedTuple):
         """Raises AssertionError, naming the first tensor that differs."""
         mine, theirs = self._named(), other._named()
         if mine.keys() != theirs.keys() or len(mine) < 7:
-            raise AssertionError(f"names={sorted(mine)}, but should be {sorted(theirs)}")
+            raise AssertionError(f"expected names {sorted(theirs)}, got {sorted(mine)}")
         for name, tensor in mine.items():
             if not torch.equal(tensor, theirs[name]):
-                raise AssertionError(f"{name}={tensor}, but should be bitwise {theirs[name]}")
+                raise AssertionError(f"{name}: expected bitwise {theirs[name]}, got {tensor}")
 
     def _named(self) -> dict[str, Tensor]:
         return {**{f"loss {step}": loss for step, loss in enumerate(self.losses)}, **self.params}

@@ -198,7 +198,7 @@ class Collectives(ShardedTrainingTestCase):
         self.assertEqual(expected.keys(), got.keys())
         for name, tensors in expected.items():
             for mine, stocks in zip(got[name], tensors, strict=True):
-                self.assertTrue(torch.equal(mine, stocks), msg=f"{name}={mine}, but should be {stocks}")
+                self.assertTrue(torch.equal(mine, stocks), msg=f"{name}: expected {stocks}, got {mine}")
         self.assertEqual([], stock.unknown)
         self.assertEqual(stock.schedule(), inside.schedule())
         self.assertEqual(stock.schedule(), log().schedule())

@@ -99,7 +99,7 @@ class Transparency(_Transparency):
         self.assertEqual(7, len(got))
         self.assertTrue(all(tensor.count_nonzero() for tensor in got))
         for mine, stocks in zip(got, expected, strict=True):
-            self.assertTrue(torch.equal(mine, stocks), msg=f"{mine}, but should be {stocks}")
+            self.assertTrue(torch.equal(mine, stocks), msg=f"expected {stocks}, got {mine}")
 
     def test_results_that_differ_are_noticed(self) -> None:
         """The comparison that this test relies on raises for a difference in the last bit, and for missing tensors."""
