@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 
 class Op(StrEnum):
@@ -55,7 +54,3 @@ class CollectiveRecord:
         size = f"{self.nbytes}B {self.dtype}" if self.dtype else ""
         group = ",".join(map(str, self.group))
         return " ".join(part for part in (self.phase, self.op.value, size, self.reduce_op, f"[{group}]") if part)
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready mapping."""
-        return asdict(self)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 
 class HazardKind(StrEnum):
@@ -37,7 +36,3 @@ class HazardRecord:
     """The whole argument in several lines, with both stacks."""
     count: int = 1
     """How often the race was seen."""
-
-    def to_json(self) -> dict[str, Any]:
-        """A JSON-ready mapping."""
-        return asdict(self)

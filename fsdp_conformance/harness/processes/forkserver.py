@@ -428,7 +428,6 @@ class _Servers:
 
 
 _servers = _Servers()
-_start_lock = threading.Lock()
 
 
 def server_for(modules: Iterable[str] = (), variables: Mapping[str, str] | None = None) -> WarmServer:

@@ -6,5 +6,4 @@ Recording collectives at the process group.
     collective_log       what a rank issued, in which phase, from which line
     collective_trace     the last collectives in a small file, to be read when the rank is stuck or dead
     call_site            the line that called a collective
-    dispatch_recorder    a second, independent recorder: a dispatch mode
 """

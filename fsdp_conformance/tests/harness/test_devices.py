@@ -79,7 +79,7 @@ def test_two_leases_share_no_device() -> None:
         assert not set(first.devices) & set(second.devices)
         assert {"CUDA_VISIBLE_DEVICES": ",".join(second.devices)} == second.variables
         with (
-            pytest.raises(EnvironmentUnavailable, match="0 of 1 devices were free"),
+            pytest.raises(EnvironmentUnavailable, match="only 0 of 1 devices became free"),
             leases.lease("cuda", 1, timeout_s=0.0),
         ):
             raise AssertionError("a fifth device was leased")

@@ -230,7 +230,8 @@ def test_the_deadline_shows_all_stacks() -> None:
         while True:
             dist.all_reduce(mine, group=alone)
 
-    with pytest.raises(RankTimedOut, match=r"(?s)did not end within timeout_s=3.0.*rank 0:.*rank_body.*rank 1:.*live") as raised:
+    late = r"(?s)did not end within timeout_s=3.0.*rank 0:.*rank_body.*rank 1:.*live"
+    with pytest.raises(RankTimedOut, match=late) as raised:
         run_ranks(2, rank_body, timeout_s=3.0)
 
     assert "Still running" not in str(raised.value)

@@ -14,9 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.rank import destroy_process_group
-from fsdp_conformance.harness.recording.dispatch_recorder import DispatchRecorder
 from fsdp_conformance.harness.recording.process_group import BACKEND, is_recording, register_recording_backend
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
+from fsdp_conformance.tests.harness.recording.dispatch_recorder import DispatchRecorder
 from fsdp_conformance.tests.harness.recording.small_training import world
 
 Outputs = dict[str, list[Tensor]]
@@ -177,7 +177,7 @@ class Collectives(ShardedTrainingTestCase):
     """Each family of collectives, first on stock gloo, then on recording groups, a dispatch recorder around both."""
 
     world_size = 3
-    preload = ("fsdp_conformance.harness.recording.dispatch_recorder", "torch.distributed.tensor")
+    preload = ("fsdp_conformance.tests.harness.recording.dispatch_recorder", "torch.distributed.tensor")
 
     def setUp(self) -> None:
         super().setUp()

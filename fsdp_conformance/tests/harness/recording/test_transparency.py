@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.rank import destroy_process_group
-from fsdp_conformance.harness.recording.dispatch_recorder import DispatchRecorder
 from fsdp_conformance.harness.recording.process_group import BACKEND, is_recording, register_recording_backend
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.tests.harness.recording import small_training
+from fsdp_conformance.tests.harness.recording.dispatch_recorder import DispatchRecorder
 
 Result = TypeVar("Result")
 
@@ -30,7 +30,7 @@ class _Transparency(ShardedTrainingTestCase):
 
     preload = (
         "fsdp_conformance.tests.harness.recording.small_training",
-        "fsdp_conformance.harness.recording.dispatch_recorder",
+        "fsdp_conformance.tests.harness.recording.dispatch_recorder",
         "torch.distributed.checkpoint.state_dict",
     )
 

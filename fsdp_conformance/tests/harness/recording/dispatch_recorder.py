@@ -8,7 +8,7 @@ missed anything. It sees what this thread issues inside the `with` block, and ba
         train()
     recorder.records
 
-It has its own table on purpose, and shares no arithmetic with `collective_calls`.
+It has its own table on purpose, and shares no arithmetic with `harness.recording.collective_calls`.
 """
 
 from __future__ import annotations
