@@ -207,7 +207,7 @@ class Seam(ShardedTrainingTestCase):
         self.assertIsInstance(plain, distributed_c10d.ProcessGroup)
         self.assertNotIsInstance(3, distributed_c10d.ProcessGroup)
         self.assertFalse(is_recording(plain))
-        with self.assertRaisesRegex(SuiteError, "should be a RecordingProcessGroup"):
+        with self.assertRaisesRegex(SuiteError, "is a ProcessGroup, not a RecordingProcessGroup"):
             require_recording(plain)
 
     def test_split(self) -> None:
