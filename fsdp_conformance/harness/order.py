@@ -53,7 +53,7 @@ class CaseOrder:
     imports_main: bool = False
     """Whether the class, or the function to call, is defined in the controller's `__main__`."""
     reuse: bool = False
-    """Accept ranks that have run other cases."""
+    """Accept ranks that have run other cases. Only for ranks that are processes of one host."""
     simulated: bool = False
     """Run the ranks as threads of one process."""
     name: str = ""

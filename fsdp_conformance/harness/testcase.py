@@ -144,7 +144,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
                 payload=packed(self.launch_payload),
                 options={"fake_pg": getattr(self, "fake_pg", False)},
                 imports_main=owner.__module__ == "__main__",
-                reuse=self.reuse_ranks,
+                reuse=self.reuse_ranks and not self.simulated_ranks and self.torchrun_worker is None,
                 simulated=self.simulated_ranks,
                 name=meeting.name if meeting is not None else "",
                 worker=self.torchrun_worker,

@@ -107,7 +107,7 @@ class Launch:
         shared_before: frozenset[str],
         meeting: CaseMeeting | None,
     ) -> None:
-        self._keep = case.reuse and not case.simulated and meeting is None
+        self._keep = case.reuse
         self._supervisor = Supervisor(seats, case.deadlines, keep=self._keep, meeting=meeting)
         self._meeting = meeting
         self._ranks = ranks
@@ -160,8 +160,7 @@ def launch(case: CaseOrder, meeting: CaseMeeting | None = None) -> Launch:
     """
     shared_before = shared_memory()  # before the first rank can make any
     key = (case.world_size, case.device_type, frozenset(case.preload_environment.items()))
-    is_plain = meeting is None and not case.simulated
-    ranks = (pool.take(key) if is_plain and case.reuse else None) or _start(case, key, meeting)
+    ranks = (pool.take(key) if case.reuse else None) or _start(case, key, meeting)
     orders = case.for_ranks(ranks.lease.variables)
     if case.simulated:
         ((process, connection),) = ranks.members

@@ -229,9 +229,7 @@ def test_a_rank_that_does_not_come_is_seen() -> None:
 
 def test_the_first_wrong_element_is_named() -> None:
     """Index, value, and what it should be."""
-    assert (
-        first_wrong(torch.tensor([1.0, 2.0, 7.0]), torch.tensor([1.0, 2.0, 3.0])) == "element 2: expected 3, got 7"
-    )
+    assert first_wrong(torch.tensor([1.0, 2.0, 7.0]), torch.tensor([1.0, 2.0, 3.0])) == "element 2: expected 3, got 7"
 
 
 def test_ranks_without_a_parent_are_found(tmp_path: Path) -> None:
