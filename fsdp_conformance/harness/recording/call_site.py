@@ -1,33 +1,27 @@
-"""Where a collective was asked for: the innermost frame that is nobody's plumbing."""
+"""Where a collective was called: the innermost frame of the user's code."""
 
 from __future__ import annotations
 
 import os
 import sys
-import sysconfig
-from functools import lru_cache
 from types import FrameType
 
-import torch
-
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_STDLIB = sysconfig.get_path("stdlib") + os.sep
-_HARNESS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+from fsdp_conformance.frames import Owner, owner
 
 
 def call_site() -> str:
     """
-    "file.py:123 in function": the innermost frame outside torch, the standard library and this package's harness.
+    "file.py:123 in function": the innermost frame outside torch, the standard library and this package's machinery.
 
-    A thread of C++ origin (autograd's, on an accelerator) may have none; then the innermost frame of torch, or nothing.
+    A thread started by C++ (autograd's, on an accelerator) may have none; then the innermost frame of torch, or "".
     """
     frame: FrameType | None = sys._getframe(1)
     inner: FrameType | None = None
     while frame is not None:
-        owner = _owner(frame.f_code.co_filename)
-        if owner == "user":
+        of = owner(frame.f_code.co_filename)
+        if of is Owner.USER:
             return _describe(frame)
-        if owner == "torch":
+        if of is Owner.TORCH:
             inner = inner or frame
         frame = frame.f_back
     return _describe(inner) if inner is not None else ""
@@ -36,19 +30,3 @@ def call_site() -> str:
 def _describe(frame: FrameType) -> str:
     code = frame.f_code
     return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
-
-
-@lru_cache(maxsize=4096)
-def _owner(filename: str) -> str:
-    """Who wrote a file: "harness", "torch", "stdlib" or "user"."""
-    if filename.startswith(_HARNESS):
-        return "harness"
-    if filename.startswith(_TORCH):
-        return "torch"
-    # Whoever is deprecated is called through a wrapper, which torch takes from there.
-    if os.path.basename(filename) == "typing_extensions.py":
-        return "stdlib"
-    # site-packages may lie below the standard library's folder; "<string>" and the like have no file to point to.
-    if filename.startswith("<") or (filename.startswith(_STDLIB) and "site-packages" not in filename):
-        return "stdlib"
-    return "user"

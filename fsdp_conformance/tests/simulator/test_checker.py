@@ -337,5 +337,5 @@ class TestModes:
         assert 1 == len(m.checker.hazards())
 
     def test_a_mode_that_there_is_not(self, m: Machine) -> None:
-        with pytest.raises(ValueError, match=r"mode=loud, but should be one of off, record, raise, poison"):
+        with pytest.raises(ValueError, match=r"mode must be one of off, record, raise, poison, got loud"):
             m.checker.mode = "loud"

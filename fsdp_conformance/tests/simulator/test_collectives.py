@@ -166,7 +166,7 @@ class Refusals(OnSim):
         matrix = torch.zeros(4, 4, device=self.device)
         four, eight = torch.zeros(4, device=self.device), torch.zeros(8, device=self.device)
         ints, shorts = four.to(torch.int32), four.to(torch.int16)
-        contiguous = r"Tensors must be contiguous, but got the "
+        contiguous = r"Tensors must be contiguous, got the "
         self.refused(
             ValueError, contiguous + r"tensor of shape \[4, 4\], strides \[1, 4\]", dist.all_reduce, matrix.t()
         )
@@ -186,7 +186,7 @@ class Refusals(OnSim):
         )
         self.refused(
             ValueError,
-            "on sim and dense, but got the output tensor .* on cpu",
+            "on sim and dense, got the output tensor .* on cpu",
             all_gather_into_tensor,
             torch.zeros(8),
             four,

@@ -134,7 +134,7 @@ class TestReuse:
         m.checker.remove_block(block)
 
         assert m.write(m.a, m.allocate(m.a)) is None
-        with pytest.raises(IndexError, match=r"block=1, but should be one that add_block\(\) returned"):
+        with pytest.raises(IndexError, match=r"block must be one that add_block\(\) returned, got 1"):
             m.checker.freed(block)
 
 
