@@ -56,7 +56,7 @@ def below_torch(file: str) -> str | None:
 
 
 def shown(file: str) -> str:
-    """A path for people: "torch/..." and "fsdp_conformance/..." for the two packages, relative below the current one."""
+    """A path for people: from "torch/" or "fsdp_conformance/" on, or relative to the current directory."""
     for root in (_torch_directory(), _PACKAGE):
         if root and file.startswith(root):
             return os.path.join(os.path.basename(root.rstrip(os.sep)), file[len(root) :])

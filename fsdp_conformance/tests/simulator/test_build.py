@@ -20,6 +20,7 @@ import pytest
 
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.simulator import build, device
+from fsdp_conformance.simulator.activation import activate
 from fsdp_conformance.tests.simulator.simulator_process import compiled
 
 #: How long a test waits for another process.
@@ -158,7 +159,7 @@ class TestCache:
         with (target.parent / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
 
-            with pytest.raises(EnvironmentUnavailable, match=r"another process, which has not ended after 0\.3 s"):
+            with pytest.raises(EnvironmentUnavailable, match=r"another process has been compiling .* for more than 0\.3 s"):
                 build.require()
 
 
@@ -211,13 +212,13 @@ class TestUnavailable:
         """No PATH has one, or CXX names none: no case on the device runs, and the reason is said."""
         monkeypatch.delenv("CXX", raising=False)
         monkeypatch.setenv("PATH", str(tmp_path))
-        assert "no C++ compiler: 'c++' is not in PATH" in str(build.unavailable())
+        assert "no C++ compiler: 'c++' is not on PATH" in str(build.unavailable())
         assert not build.is_built()
         with pytest.raises(EnvironmentUnavailable, match="no C\\+\\+ compiler"):
             build.require()
 
         monkeypatch.setenv("CXX", "nowhere-c++")
-        assert "'nowhere-c++' is not in PATH" in str(build.unavailable())
+        assert "'nowhere-c++' is not on PATH" in str(build.unavailable())
 
     def test_activation_says_so(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         """And leaves torch as it was."""
@@ -227,7 +228,7 @@ class TestUnavailable:
         monkeypatch.setenv("PATH", str(tmp_path))
 
         with pytest.raises(EnvironmentUnavailable, match="no C\\+\\+ compiler"):
-            device.activate()
+            activate()
 
         assert not device.is_active()
 
@@ -236,8 +237,8 @@ class TestUnavailable:
         given = tmp_path / "given.so"
         monkeypatch.setenv(build.EXTENSION, str(given))
         monkeypatch.setenv("PATH", str(tmp_path))
-        assert f"{build.EXTENSION}={given}, but should be the path of a shared object" in str(build.unavailable())
-        with pytest.raises(EnvironmentUnavailable, match="should be the path of a shared object"):
+        assert f"{build.EXTENSION} must be the path of a shared object, got '{given}'" in str(build.unavailable())
+        with pytest.raises(EnvironmentUnavailable, match="must be the path of a shared object"):
             build.require()
 
         given.touch()

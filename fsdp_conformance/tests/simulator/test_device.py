@@ -18,8 +18,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_conformance.errors import ConfigError, EnvironmentUnavailable
-from fsdp_conformance.simulator import build, checker, device
+from fsdp_conformance.simulator import activation, build, checker, device
 from fsdp_conformance.simulator import torch_sim as sim
+from fsdp_conformance.simulator.activation import activate
 from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own, run_in_child
 
 pytestmark = compiled
@@ -31,7 +32,7 @@ class TestActivation:
     @in_process_of_its_own
     def test_the_device_is_torchs_accelerator(self) -> None:
         """By name, by module, with its index; a second activation changes nothing."""
-        device.activate()
+        activate()
 
         assert "sim" == torch._C._get_privateuse1_backend_name()
         assert sim is torch.get_device_module("sim")
@@ -47,37 +48,38 @@ class TestActivation:
         """8 by default; more for ranks that are threads; another index is an error that says so."""
         assert 8 == sim.device_count() == torch.accelerator.device_count()
 
-        device.activate(64)
+        activate(64)
 
         assert "sim:63" == str(torch.ones(1, device="sim:63").device)
         for index in (64, 126):
             with pytest.raises(ValueError, match=rf"device index must be in \[0, 64\), .*, got {index}"):
                 torch.ones(1, device=f"sim:{index}")
         with pytest.raises(ValueError, match=r"num_devices must be in \[1, 127\], got 128"):
-            device.activate(128)
+            activate(128)
 
     def test_the_environment_says_how_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """And what it says is checked."""
-        monkeypatch.setenv(device.NUM_DEVICES, "3")
-        assert 3 == device._num_devices()
+        monkeypatch.setenv(activation.NUM_DEVICES, "3")
+        assert 3 == activation._num_devices()
 
         for text in ("0", "many", "128"):
-            monkeypatch.setenv(device.NUM_DEVICES, text)
-            with pytest.raises(ConfigError, match=f"{device.NUM_DEVICES}='{text}', but should be"):
-                device._num_devices()
+            monkeypatch.setenv(activation.NUM_DEVICES, text)
+            with pytest.raises(ConfigError, match=f"{activation.NUM_DEVICES} must be .*, got '{text}'"):
+                activation._num_devices()
 
     def test_another_backend_is_not_driven_out(self) -> None:
         """torch has one place for such a device; who has it is named."""
         program = """
 import torch
 torch.utils.rename_privateuse1_backend("npu")
-from fsdp_conformance.simulator import device
-device.activate()
+from fsdp_conformance.simulator.activation import activate
+activate()
 """
         ended = run_python(program)
 
         assert 1 == ended.returncode
-        assert "EnvironmentUnavailable: the backend of PrivateUse1 is 'npu', but should be vacant" in ended.stderr
+        assert "EnvironmentUnavailable: torch has one slot (PrivateUse1) for an external device" in ended.stderr
+        assert "'npu' has taken" in ended.stderr
 
     @in_process_of_its_own
     def test_devices_are_current_per_context(self) -> None:
@@ -90,7 +92,7 @@ device.activate()
             with sim.device(None):
                 assert 2 == sim.current_device()
         assert 0 == sim.current_device()
-        with pytest.raises(ValueError, match=r"device=cpu, but should be one of type 'sim'"):
+        with pytest.raises(ValueError, match=r"device must be of type 'sim', got 'cpu'"):
             sim.set_device("cpu")
 
 
@@ -256,5 +258,5 @@ def test_without_an_active_device_the_way_to_it_is_told() -> None:
     if build.loaded() is not None:
         pytest.skip("another test of this process has loaded the extension")
     for ask in asked:
-        with pytest.raises(EnvironmentUnavailable, match=r"device\.activate\(\)"):
+        with pytest.raises(EnvironmentUnavailable, match=r"activation\.activate\(\)"):
             ask()

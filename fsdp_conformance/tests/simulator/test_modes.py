@@ -62,7 +62,7 @@ class TestChecker:
     def test_without_an_active_device_it_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(build, "loaded", lambda: None)
 
-        with pytest.raises(EnvironmentUnavailable, match=r"call fsdp_conformance\.simulator\.device\.activate\(\)"):
+        with pytest.raises(EnvironmentUnavailable, match=r"call fsdp_conformance\.simulator\.activation\.activate\(\)"):
             checker.hazards()
 
     def test_clean(self, active: Extension) -> None:
@@ -72,7 +72,7 @@ class TestChecker:
         assert ((), 0, 2) == (checker.hazards(), checker.num_hazards(), checker.accesses())
 
     def test_nothing_checked_is_not_clean(self, active: Extension) -> None:
-        with pytest.raises(NothingCompared, match=r"accesses=0, but should be more"):
+        with pytest.raises(NothingCompared, match=r"no access was checked"):
             checker.expect_clean()
 
     def test_hazards_are_raised_with_their_texts(self, active: Extension) -> None:
