@@ -159,7 +159,9 @@ class TestCache:
         with (target.parent / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
 
-            with pytest.raises(EnvironmentUnavailable, match=r"another process has been compiling .* for more than 0\.3 s"):
+            with pytest.raises(
+                EnvironmentUnavailable, match=r"another process has been compiling .* for more than 0\.3 s"
+            ):
                 build.require()
 
 

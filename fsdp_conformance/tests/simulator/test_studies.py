@@ -149,7 +149,7 @@ class TestTheList:
 
     def test_the_page_has_its_tables(self) -> None:
         """What the documentation says of the sites is what the list says."""
-        page = (checkout.ROOT / "fsdp_conformance/simulator/README.md").read_text(encoding="utf-8")
+        page = (checkout.ROOT / "docs/simulated-accelerator.md").read_text(encoding="utf-8")
         sync_sites = script("sync_sites")
         known = list(sync_sites.read()[1].values())
 
