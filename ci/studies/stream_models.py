@@ -211,7 +211,7 @@ def chunked_loss(model: Any, features: Tensor, target: Tensor, num_chunks: int =
     losses = []
     for chunk, wanted in zip(detached.chunk(num_chunks), target.chunk(num_chunks), strict=True):
         loss = F.mse_loss(model.head(chunk).float(), wanted) / num_chunks
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
-    features.backward(detached.grad)
+    features.backward(detached.grad)  # type: ignore[no-untyped-call]
     return torch.stack(losses).sum()

@@ -1,4 +1,4 @@
-"""The device `sim` in torch: how it becomes active, its devices, hooks, random numbers; and forks."""
+"""The device `sim` in torch: activation, devices, hooks, random numbers, and forks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = compiled
 
 
 class TestActivation:
-    """Once per process, and only where torch has a place for it."""
+    """Once per process, and only if torch's slot for it is free."""
 
     @in_process_of_its_own
     def test_the_device_is_torchs_accelerator(self) -> None:
@@ -45,7 +45,7 @@ class TestActivation:
 
     @in_process_of_its_own
     def test_there_are_as_many_devices_as_asked_for(self) -> None:
-        """8 by default; more for ranks that are threads; another index is an error that says so."""
+        """8 by default, more for ranks that are threads; other indices raise."""
         assert 8 == sim.device_count() == torch.accelerator.device_count()
 
         activate(64)
@@ -58,7 +58,7 @@ class TestActivation:
             activate(128)
 
     def test_the_environment_says_how_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """And what it says is checked."""
+        """Its value is checked."""
         monkeypatch.setenv(activation.NUM_DEVICES, "3")
         assert 3 == activation._num_devices()
 
@@ -68,7 +68,7 @@ class TestActivation:
                 activation._num_devices()
 
     def test_another_backend_is_not_driven_out(self) -> None:
-        """torch has one place for such a device; who has it is named."""
+        """torch has one slot for such a device; the error names the backend that has taken it."""
         program = """
 import torch
 torch.utils.rename_privateuse1_backend("npu")
@@ -97,11 +97,11 @@ activate()
 
 
 class TestFork:
-    """A process in which the device is active is forked for every rank."""
+    """Ranks are forked from a process in which the device is active."""
 
     @in_process_of_its_own
     def test_a_child_of_an_active_process_works(self) -> None:
-        """It computes, backward too, on what its parent left there, and the parent goes on."""
+        """The child computes with its parent's tensors, including backward, and the parent continues."""
         weight = torch.full((3, 3), 2.0, device="sim", requires_grad=True)
         side = sim.Stream()
         side.wait_stream(sim.current_stream())
@@ -120,7 +120,7 @@ class TestFork:
 
     @in_process_of_its_own
     def test_activation_starts_no_thread(self) -> None:
-        """Nor does computing without backward: the process can be forked."""
+        """Computing without backward starts no thread either, so the process can be forked."""
         assert torch.ones(3, device="sim").sum().item() == 3
 
         assert 1 == len(os.listdir("/proc/self/task"))
@@ -131,7 +131,7 @@ class TestGenerators:
 
     @in_process_of_its_own
     def test_a_seed_gives_the_cpus_numbers(self) -> None:
-        """Whichever tensors are on the device: one sequence."""
+        """There is one sequence, whichever tensors are on the device."""
 
         def draw(places: list[str]) -> list[float]:
             torch.manual_seed(5)
@@ -170,7 +170,7 @@ class TestGenerators:
 
     @in_process_of_its_own
     def test_separate_generators_do_not_take_each_others_numbers(self) -> None:
-        """For ranks that are threads: each seeds its own device, and gets the CPU's sequence for that seed."""
+        """For ranks that are threads: each seeds its own device and gets the CPU's sequence for that seed."""
         sim.separate_generators()
         for index in (0, 1):
             with sim.device(index):
@@ -200,7 +200,7 @@ class TestGenerators:
 
     @in_process_of_its_own
     def test_dtensor_draws_as_on_the_cpu(self) -> None:
-        """DTensor is not told that it could set CUDA's offsets."""
+        """DTensor must not try to set CUDA's offsets."""
         from torch.distributed.tensor import _random
 
         assert hasattr(sim, "set_rng_state")
@@ -212,7 +212,7 @@ class TestGenerators:
 
 @in_process_of_its_own
 def test_properties_are_told() -> None:
-    """What scripts ask of a device."""
+    """What scripts read from a device."""
     properties = sim.get_device_properties()
 
     assert sim.get_device_name() == properties.name

@@ -1,4 +1,4 @@
-"""Operations on the simulated accelerator: the CPU's numbers to the last bit, and what has none is said so."""
+"""Operations on the simulated accelerator: they equal the CPU's bit for bit, or raise."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_optimizers_step_as_on_the_cpu(optimizer: str, options: dict[str, object
 
 @in_process_of_its_own
 def test_an_operation_without_kernel_is_named() -> None:
-    """An operation for which the CPU has no kernel says so, by name."""
+    """An operation for which the CPU has no kernel raises an error with its name."""
     torch.library.define("simulator_tests::nowhere", "(Tensor x) -> Tensor")
 
     with pytest.raises(NotImplementedError, match=r"simulator_tests::nowhere.* the CPU has none"):
@@ -228,7 +228,7 @@ def test_losses_are_scaled() -> None:
 
 @in_process_of_its_own
 def test_batches_are_loaded_into_pinned_memory() -> None:
-    """And copied from there without a wait of the host."""
+    """And copied from there without making the host wait."""
     items: Any = torch.arange(6.0)
     loader: Iterable[torch.Tensor] = torch.utils.data.DataLoader(items, batch_size=3, pin_memory=True)
 
