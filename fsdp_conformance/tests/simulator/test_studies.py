@@ -85,7 +85,7 @@ def test_a_site_is_a_line_of_text(site: SyncSite) -> None:
 
 def test_what_is_no_id_is_refused() -> None:
     """Other texts are rejected."""
-    with pytest.raises(ValueError, match="should be the id of a site"):
+    with pytest.raises(ValueError, match="must be the id of a site"):
         site_from_id("somewhere in torch")
 
 
