@@ -35,7 +35,7 @@ SITE_PACKAGES = str(Path(torch.__file__).parent.parent)
     ],
 )
 def test_files_have_owners(file: str, expected: Owner) -> None:
-    """Other packages are the user's, even inside the standard library's directory or with a name that starts with torch."""
+    """Other packages are the user's, even inside the standard library's directory, or named like torch."""
     assert owner(file) is expected
 
 
