@@ -1,4 +1,4 @@
-"""Trainings that must not race, and must compute what the CPU computes: see ci/race-freedom."""
+"""Trainings that must not race and must compute the same as on the CPU: see ci/race-freedom."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from studies.stream_ranks import run_on_ranks
 from studies.stream_study import ALL, Job, outcome_of, reference, study
 from studies.stream_trainings import TRAININGS, Training
 
-#: Trainings of one launch.
+#: Trainings per launch.
 BATCH = 30
 
-#: What one training is run as on the simulated accelerator: what is dropped, and whose memory may be reused.
+#: The runs of a training on the simulated accelerator: which waits are dropped, and which memory may be reused.
 RUNS = (((), "exact"), ((), "worst_case"), ((ALL,), "exact"))
 
 
 def problems_of(training: Training, runs: Sequence[Sequence[dict[str, Any]]], references: list[dict[str, Any]]) -> str:
-    """What is wrong with a training; `runs` are those of RUNS, each by rank."""
+    """What is wrong with a training; `runs` has one entry for each of RUNS, by rank."""
     exact, worst, control = runs
     found = [shown["error"] for shown in (*exact, *worst) if shown["error"]]
     found += [line for shown in (*exact, *worst) for line in shown["hazards"]]
     if not any(shown["hazards"] for shown in control):
-        found.append("nothing is found without any wait")
+        found.append("no hazard was found without any waits")
     if not all(shown["accesses"] for shown in exact):
         found.append("no access was checked")
     for rank, (shown, expected) in enumerate(zip(exact, references, strict=True)):
@@ -38,7 +38,7 @@ def problems_of(training: Training, runs: Sequence[Sequence[dict[str, Any]]], re
 
 
 def check(trainings: Sequence[Training]) -> dict[str, tuple[str, Any]]:
-    """Name to what is wrong (nothing: "") and the runs of rank 0."""
+    """For each name, what is wrong ("" if nothing), and the runs of rank 0."""
     by_size: dict[int, list[Training]] = defaultdict(list)
     for training in trainings:
         by_size[training.world_size].append(training)
@@ -58,9 +58,9 @@ def check(trainings: Sequence[Training]) -> dict[str, tuple[str, Any]]:
 
 
 def table(trainings: Sequence[Training], shown: Mapping[str, Sequence[dict[str, Any]]]) -> str:
-    """A line for each engine."""
+    """One line for each engine."""
     lines = [
-        "| engine | trainings | of them on 4 ranks | accesses checked, rank 0 | hazards | without waits, in each |",
+        "| engine | trainings | on 4 ranks | accesses checked, rank 0 | hazards | hazards without waits, in each |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     for engine in dict.fromkeys(training.engine for training in trainings):
@@ -76,7 +76,7 @@ def table(trainings: Sequence[Training], shown: Mapping[str, Sequence[dict[str, 
 
 
 def main() -> int:
-    """Run, print a line per training, and say how many are as they should be."""
+    """Run, print a line per training, and count those that pass."""
     parser = argparse.ArgumentParser(prog="ci/race-freedom")
     parser.add_argument("--training", action="append", default=[], metavar="PREFIX")
     parser.add_argument("--markdown", action="store_true")
@@ -84,7 +84,7 @@ def main() -> int:
     prefixes = tuple(arguments.training) or ("",)
     trainings = [training for training in TRAININGS.values() if training.name.startswith(prefixes)]
     if not trainings:
-        parser.error(f"--training {' '.join(prefixes)}, but should be the beginnings of names of trainings")
+        parser.error(f"no training starts with {' or '.join(prefixes)}")
     try:
         build.require()
     except EnvironmentUnavailable as error:

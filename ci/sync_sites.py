@@ -1,4 +1,4 @@
-"""Synchronisation call sites of torch's engines, dropped one by one: see ci/sync-sites."""
+"""Drops the synchronisation call sites of torch's engines one by one: see ci/sync-sites."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from studies.stream_trainings import TRAININGS
 
 LIST = Path(__file__).parent / "sync-sites.toml"
 
-#: Runs of one launch of ranks: a rank that has run for long holds what it has not freed.
+#: Runs per launch of ranks: a rank that runs for long accumulates memory.
 BATCH = 120
 
-#: Whose waits are studied: a program's own are not the engines'.
+#: The engines whose waits are studied; the program's own waits are not.
 ENGINES = {
     "ddp": "DDP",
     "fsdp1": "FSDP1",
     "fsdp2": "FSDP2",
-    "torch": "what they share",
+    "torch": "shared code",
     "group": "process group",
 }
 
-#: Memory is taken to be reused in the worst way that a caching allocator could.
+#: Assume that memory is reused in the worst way that a caching allocator could choose.
 REUSE = "worst_case"
 
-#: Trainings in which a site that shows nothing is dropped together with others.
+#: In how many trainings a site without effect is dropped together with other sites.
 PAIR_TRAININGS = 2
 
 FLAGGED, NUMERICS, MEMORY, REDUNDANT, UNSEEN = "flagged", "numerics", "memory", "redundant", "unseen"
 SEEN = (FLAGGED, NUMERICS, MEMORY)
 
-#: A proof that is written by hand.
+#: A proof written by hand.
 READING = "reading"
 
-#: What a single run shows, beside SEEN: nothing, and no access knew less than with the wait.
+#: What a single run shows besides SEEN. Same order: nothing, and no access knew less than with the wait.
 SAME_ORDER = "same order"
 NOTHING = "nothing"
 
@@ -62,29 +62,29 @@ class Entry:
     engine: str
     verdict: str
     """
-    flagged: the checker reports a race without it. numerics: results differ. memory: more memory is held than with it.
-    redundant: it can go, for the reason that `proof` names. unseen: the checker does not see what it is for; `reason`
-    says why.
+    flagged: without it the checker reports a race. numerics: results differ. memory: more memory is held than with it.
+    redundant: it can be removed, for the reason in `proof`. unseen: the checker cannot see what it is for; `reason`
+    explains why.
     """
     executed_in: int
-    """Trainings that execute it."""
+    """How many trainings execute it."""
     training: str
-    """One in which it shows; for what is redundant, one that executes it."""
+    """A training in which dropping it has an effect; for redundant sites, one that executes it."""
     finding: str = ""
-    """The first finding there; for the other verdicts what differs."""
+    """The first finding in that training; for other verdicts, what differs."""
     proof: str = ""
     """
-    Of what is redundant. pair: without `partner` as well, there is a finding that neither shows alone. order: in no
-    training did any access know less of the other streams without it. reading: `reason`; written by hand, and kept.
+    For redundant sites. pair: dropping `partner` too gives a finding that neither gives alone. order: in no training
+    did any access know less about the other streams without it. reading: `reason`, written by hand and kept.
     """
     partner: str = ""
     """A site that covers this one."""
     reason: str = ""
-    """Written by hand, and kept when the list is written anew."""
+    """Written by hand, and kept when the list is rewritten."""
 
 
 class Study:
-    """Runs jobs, and remembers what each of them has shown."""
+    """Runs jobs and remembers their results."""
 
     def __init__(self, memory: Path | None = None) -> None:
         self._memory = memory
@@ -93,7 +93,7 @@ class Study:
             self._known = json.loads(memory.read_text(encoding="utf-8"))
 
     def shown(self, jobs: Iterable[Job], what: str = "runs") -> dict[Job, dict[str, Any]]:
-        """What each job has shown: findings of all ranks, counts of rank 0, the rest by rank."""
+        """The result of each job: findings of all ranks, counts of rank 0, the rest by rank."""
         wanted = list(dict.fromkeys(jobs))
         waiting: dict[int, list[Job]] = defaultdict(list)
         for job in wanted:
@@ -127,7 +127,7 @@ def _key(job: Job) -> str:
 
 
 def shows(found: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
-    """What a run without some waits shows, against the run with all of them."""
+    """What a run without some waits shows, compared with the run with all of them."""
     if found["hazards"]:
         return FLAGGED
     if found["error"] or found["values"] != whole["values"]:
@@ -138,14 +138,14 @@ def shows(found: Mapping[str, Any], whole: Mapping[str, Any]) -> str:
 
 
 class Singles:
-    """Every site dropped alone, in one training after another that executes it, until it is flagged."""
+    """Every site dropped alone, in each training that executes it until it is flagged."""
 
     def __init__(self, study_: Study, names: Sequence[str]) -> None:
         self.study = study_
         whole = study_.shown([Job(name, reuse=REUSE) for name in names], "whole")
         self.whole = {job.training: found for job, found in whole.items()}
         self.sites: dict[str, list[str]] = defaultdict(list)
-        """Site to the trainings that execute it, those of few ranks first."""
+        """For each site, the trainings that execute it, those with the fewest ranks first."""
         for name in sorted(names, key=lambda name: TRAININGS[name].world_size):
             for site in self.whole[name]["sites"]:
                 if site_from_id(site).engine in ENGINES:
@@ -169,7 +169,7 @@ class Singles:
         return [name for name, found in self.whole.items() if found["hazards"] or found["error"]]
 
     def by_verdict(self, site: str) -> dict[str, list[str]]:
-        """What the site shows to the trainings in which it does."""
+        """The trainings that execute the site, by what dropping it shows."""
         found: dict[str, list[str]] = defaultdict(list)
         for name in self.sites[site]:
             if (job := Job(name, (site,), REUSE)) in self.shown:
@@ -178,7 +178,7 @@ class Singles:
 
 
 def entries(singles: Singles, known: Mapping[str, Entry]) -> list[Entry]:
-    """The list. What is written by hand in `known` is kept."""
+    """The list. Texts that were written by hand in `known` are kept."""
     silent = [site for site in singles.sites if not singles.by_verdict(site).keys() & {*SEEN}]
     covered = partners(singles, [site for site in silent if not _is_hosts(site)])
     return sorted(
@@ -193,7 +193,7 @@ def entries(singles: Singles, known: Mapping[str, Entry]) -> list[Entry]:
 
 
 def seen(singles: Singles, site: str, known: Entry | None) -> Entry:
-    """A site that shows."""
+    """A site whose dropping has an effect."""
     found = singles.by_verdict(site)
     verdict = next(each for each in SEEN if each in found)
     training = found[verdict][0]
@@ -215,8 +215,8 @@ def seen(singles: Singles, site: str, known: Entry | None) -> Entry:
 
 
 def not_seen(singles: Singles, site: str, covered: Covered | None, known: Entry | None) -> Entry:
-    """A site that does not show: redundant where a run or somebody who has read it says so."""
-    # Of memory that is only the host's, and of reuse, the order of accesses on the device says nothing.
+    """A site whose dropping has no effect: redundant if a run or a reading proves it."""
+    # The order of accesses on the device says nothing about host memory and about reuse.
     by_order = singles.by_verdict(site).keys() == {SAME_ORDER} and _is_order(site)
     by_hand = known.proof if known is not None and known.proof == READING else ""
     proof = "pair" if covered else "order" if by_order else by_hand
@@ -234,16 +234,16 @@ def not_seen(singles: Singles, site: str, covered: Covered | None, known: Entry 
 
 
 class Covered(NamedTuple):
-    """A site can go because of another one."""
+    """A site is redundant because of another one."""
 
     training: str
     partner: str
     finding: str
-    """That there is only without both."""
+    """A finding that needs both to be dropped."""
 
 
 def partners(singles: Singles, sites: Sequence[str]) -> dict[str, Covered]:
-    """Sites to what covers them; those that nothing covers are left out."""
+    """What covers each site; sites that nothing covers are left out."""
     found: dict[str, Covered] = {}
     trainings = {site: _telling(singles, site) for site in sites}
     for turn in range(PAIR_TRAININGS):
@@ -265,7 +265,7 @@ def partners(singles: Singles, sites: Sequence[str]) -> dict[str, Covered]:
 
 
 def _telling(singles: Singles, site: str) -> list[str]:
-    """The trainings that execute a site, those first in which an access knows less without it."""
+    """The trainings that execute a site, first those in which an access knows less without it."""
     found = singles.by_verdict(site)
     return [*found[NOTHING], *found[SAME_ORDER]]
 
@@ -287,15 +287,15 @@ def _is_half(site: str, other: str) -> bool:
 
 
 def read(path: Path = LIST) -> tuple[str, dict[str, Entry]]:
-    """The version of torch that the list is for, and its entries by site."""
+    """The version of torch that the list is for, and the entries by site."""
     data = tomllib.loads(path.read_text(encoding="utf-8"))
     return data["torch"], {given["site"]: Entry(**given) for given in data["sites"]}
 
 
 def write(found: Sequence[Entry], path: Path = LIST) -> None:
-    """Write the list, empty fields left out."""
+    """Write the list without empty fields."""
     lines = [
-        "# What runs of torch's engines show without one of their waits. `ci/sync-sites --record` writes it,",
+        "# What runs of torch's engines show without one of their waits. `ci/sync-sites --record` writes this file",
         "# and keeps the reasons, which are written by hand.",
         f"torch = {json.dumps(_torch_version())}",
     ]
@@ -312,14 +312,16 @@ def _torch_version() -> str:
     return torch.__version__.partition("+")[0]
 
 
-# --- what the script does ---------------------------------------------------------------------------------------------
+# --- the script ---------------------------------------------------------------------------------------------
 
 
 def record(memory: Path | None) -> int:
     """The whole study."""
     singles = Singles(Study(memory), list(TRAININGS))
     for name in singles.unclean():
-        print(f"{name} shows with all its waits: {singles.whole[name]['hazards'] or singles.whole[name]['error']}")
+        print(
+            f"{name} has findings with all its waits: {singles.whole[name]['hazards'] or singles.whole[name]['error']}"
+        )
     known = read()[1] if LIST.exists() else {}
     found = entries(singles, known)
     write(found)
@@ -334,7 +336,7 @@ def _is_unexplained(each: Entry) -> bool:
 
 
 def check() -> int:
-    """Each site of the list once, where the list says that it shows; and no site that is not in the list."""
+    """Drop each listed site once, in the training that the list names; report sites that are not in the list."""
     _, known = read()
     study_ = Study()
     names = sorted({each.training for each in known.values()})
@@ -347,15 +349,17 @@ def check() -> int:
         now = shows(found, whole[each.training])
         same = now == each.verdict if each.verdict in SEEN else now not in SEEN
         if not same:
-            problems.append(f"{each.training}: {each.site} is {now}, but was {each.verdict}")
+            problems.append(f"{each.training}: {each.site}: expected {each.verdict}, got {now}")
         elif each.verdict == FLAGGED and each.finding not in found["hazards"]:
-            problems.append(f"{each.training}: {each.site} gives {found['hazards'][0]}, but gave {each.finding}")
+            problems.append(
+                f"{each.training}: {each.site}: expected the finding {each.finding}, got {found['hazards'][0]}"
+            )
     print("\n".join(problems))
     return _summary(list(known.values()), bool(problems))
 
 
 def new_sites(whole: Mapping[str, Mapping[str, Any]], known: Mapping[str, Entry]) -> Iterator[tuple[str, str]]:
-    """Training and site for each site that is executed and not in the list."""
+    """The training and the site for each executed site that is not in the list."""
     for name, found in whole.items():
         for site in found["sites"]:
             if site not in known and site_from_id(site).engine in ENGINES:
@@ -363,7 +367,7 @@ def new_sites(whole: Mapping[str, Mapping[str, Any]], known: Mapping[str, Entry]
 
 
 def repeat(times: int) -> int:
-    """Each flagged site many times, in fresh processes."""
+    """Drop each flagged site many times, in fresh processes."""
     flagged = [each for each in read()[1].values() if each.verdict == FLAGGED]
     jobs = {each.site: Job(each.training, (each.site,), REUSE) for each in flagged}
     seen: dict[str, Counter[tuple[str, ...]]] = defaultdict(Counter)
@@ -379,7 +383,7 @@ def repeat(times: int) -> int:
 
 
 def markdown() -> int:
-    """The tables of the documentation, and one of all sites."""
+    """Print the tables of the documentation, and a table of all sites."""
     version, known = read()
     found = list(known.values())
     print(f"torch {version}\n", counts_table(found), others_table(found), sites_table(found), sep="\n", end="")
@@ -387,7 +391,7 @@ def markdown() -> int:
 
 
 def counts_table(found: Sequence[Entry]) -> str:
-    """How many sites of each engine have which verdict; the events that waits are for stand apart."""
+    """The number of sites of each engine by verdict, with recorded events in rows of their own."""
     lines = [
         "| engine | sites | flagged | numerics or memory | redundant: order | pair | reading | unseen |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
@@ -409,7 +413,7 @@ def counts_table(found: Sequence[Entry]) -> str:
 
 
 def others_table(found: Sequence[Entry]) -> str:
-    """What is not flagged, each with its reason; equal reasons once."""
+    """The sites that are not flagged, grouped by reason."""
     by_reason: dict[tuple[str, str], list[str]] = defaultdict(list)
     for each in found:
         if each.verdict != FLAGGED:
@@ -420,8 +424,8 @@ def others_table(found: Sequence[Entry]) -> str:
 
 
 def sites_table(found: Sequence[Entry]) -> str:
-    """Every site, with its finding or why it can go."""
-    lines = ["| site | verdict | trainings | finding, or why it can go |", "|---|---|--:|---|"]
+    """Every site, with its finding or the reason why it is redundant."""
+    lines = ["| site | verdict | trainings | finding, or why it is redundant |", "|---|---|--:|---|"]
     lines.extend(
         f"| `{_short(each.site)}` | {_verdict(each)} | {each.executed_in} | {_why(each).replace('|', '/')} |"
         for each in found
@@ -435,7 +439,7 @@ def _verdict(each: Entry) -> str:
 
 def _why(each: Entry, *, finding: bool = True) -> str:
     if each.proof == "order":
-        return "Every access of every run knew as much of all streams without it."
+        return "Without it, every access in every run knew just as much about all streams."
     if each.partner:
         return f"`{_short(each.partner)}` covers it." + (f" {each.finding}" if finding else "")
     return " ".join(filter(None, (each.reason, each.finding if finding else "")))
@@ -463,7 +467,7 @@ def main() -> int:
     what.add_argument("--record", action="store_true")
     what.add_argument("--repeat", type=int, metavar="TIMES")
     what.add_argument("--markdown", action="store_true")
-    parser.add_argument("--memory", type=Path, help="with --record: keep what runs have shown, and go on from it")
+    parser.add_argument("--memory", type=Path, help="with --record: save results in this file, and resume from it")
     arguments = parser.parse_args()
     if arguments.markdown:
         return markdown()
@@ -476,7 +480,7 @@ def main() -> int:
         return record(arguments.memory)
     version = read()[0]
     if version != _torch_version():
-        print(f"torch={_torch_version()}, but the list is for {version}: ci/sync-sites --record writes it anew")
+        print(f"the list is for torch {version}, got {_torch_version()}: ci/sync-sites --record rewrites it")
         return 1
     return repeat(arguments.repeat) if arguments.repeat else check()
 

@@ -220,9 +220,10 @@ def time_steps(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace,
 def weigh_steps(rank: int, ranks: int, rendezvous: str, args: argparse.Namespace, size: str, setting: str) -> None:
     """One rank: measure every engine's peak in its third step, with a batch of one token and with the timed batch."""
     from fsdp_conformance.simulator import checker, device
+    from fsdp_conformance.simulator.activation import activate
 
     torch.set_num_threads(1)
-    device.activate()
+    activate()
     checker.set_mode(checker.Mode.OFF)
     device.set_device(rank)
     dist.init_process_group("cpu:gloo,sim:simccl", init_method=f"file://{rendezvous}", rank=rank, world_size=ranks)

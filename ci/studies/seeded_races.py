@@ -1,9 +1,8 @@
 """
-Races that real engines had, put back: into torch's engines by a patch, or into small loops that do what those engines
-did.
+Races of real engines, put back by patching torch's engines or in small loops that do what those engines did.
 
-Each is run twice, without its defect and with it. Without, nothing may be found; with it, the checker finds what
-`kinds` says, or the entry says why it cannot. Numbers are those of the projects' issues and pull requests.
+Each runs twice, without its defect and with it. Without the defect nothing may be found; with it, the checker must find
+exactly `kinds`, or the entry says why it cannot. Numbers refer to the projects' issues and pull requests.
 """
 
 from __future__ import annotations
@@ -52,16 +51,16 @@ class SeededRace:
     what: str
     """The defect, in a sentence."""
     program: Program
-    """Of device, rank and whether the defect is in it."""
+    """A function of the device, the rank, and whether the defect is present."""
     kinds: frozenset[str]
-    """Of the findings, all of them; empty: the checker finds nothing."""
+    """The kinds of all findings; empty if the checker finds nothing."""
     reason: str = ""
     """Why nothing is found."""
     world_size: int = 2
 
 
 def _trained(name: str, defect: Defect) -> Program:
-    """A training of torch's engine; the defect is around its loop."""
+    """A training of one of torch's engines, with the defect around its loop."""
 
     def program(device: torch.device, rank: int, defective: bool) -> None:
         prepared = defect if defective else lambda _: nullcontext()
@@ -74,7 +73,7 @@ def _trained(name: str, defect: Defect) -> Program:
 
 
 def _without(kind: Wait, function: str, text: str = "") -> Defect:
-    """Without the waits that a function of torch asks for, in lines that hold `text`."""
+    """Drop the waits that a function of torch requests in lines that contain `text`."""
 
     def keep(asked: Wait, stream: int, device: int) -> bool:
         frame: Any = sys._getframe(1)
@@ -89,7 +88,7 @@ def _without(kind: Wait, function: str, text: str = "") -> Defect:
 
 
 def _waiting_for_default(stream: Any) -> Any:
-    """The same stream; told to wait for another, it waits for the default stream."""
+    """A stream that waits for the default stream when it is told to wait for another one."""
     module: Any = torch.get_device_module(stream.device.type)
 
     class Mistaken(type(stream)):  # type: ignore[misc]
@@ -146,7 +145,7 @@ def _all_reduce_let_go(engine: Engine) -> AbstractContextManager[None]:
 
 
 def _one_state_for_all_groups(engine: Engine) -> AbstractContextManager[None]:
-    """Only the last group of a unit drains the list; the others overwrite the one state that there is."""
+    """Only a unit's last group drains the list; the others overwrite the single state."""
 
     def overwrite(group: Any) -> None:
         if group._param_group_index < group._num_param_groups - 1:
@@ -157,7 +156,7 @@ def _one_state_for_all_groups(engine: Engine) -> AbstractContextManager[None]:
 
 @contextmanager
 def _own_unshard_stream(engine: Engine) -> Iterator[None]:
-    """Some of FSDP1's units have an unshard stream of their own: only the root's waits for the optimizer."""
+    """Some of FSDP1's units have their own unshard stream, but only the root's waits for the optimizer."""
     module: Any = torch.get_device_module(engine.device.type)
     original = _runtime_utils._share_state_and_init_handle_attrs
 
@@ -195,7 +194,7 @@ class Buckets:
         index = self.count % len(self.buffers)
         self.count += 1
         current = self.module.current_stream()
-        # The limit of buffers in flight was compared with > where >= was meant.
+        # The limit of buffers in flight was compared with > instead of >=.
         waits = self.defect != "no wait back" and not (self.defect == "third unit" and self.count % 3 == 0)
         if waits and self.done[index] is not None:
             current.wait_event(self.done[index])
@@ -210,7 +209,7 @@ class Buckets:
             self.buffers[index] = torch.zeros(NUMEL, device=self.device)
 
     def finish(self) -> None:
-        """Whoever uses the shards comes after this."""
+        """All uses of the shards come after this."""
         self.module.current_stream().wait_stream(self.stream)
 
 
@@ -231,7 +230,7 @@ def _bucketed(defect: str, *, num_buffers: int) -> Program:
 
 
 def _main_gradient(device: torch.device, rank: int, defective: bool) -> None:
-    """Main gradients come from the stream of the computation, and are let go of while the reduction still has them."""
+    """Main gradients come from the compute stream and are released while the reduction still uses them."""
     module: Any = torch.get_device_module(device.type)
     stream = module.Stream()
     for _ in range(3):
@@ -260,7 +259,7 @@ def _built_on_another_stream(device: torch.device, rank: int, defective: bool) -
 
 
 def _broadcast_updates(device: torch.device, rank: int, defective: bool) -> None:
-    """Owners broadcast updated parameters over two groups; only the last work is waited for."""
+    """Owners broadcast updated parameters over two groups, but only the last Work is waited for."""
     groups = [distributed.new_group(), distributed.new_group()]
     parameters = [torch.full((NUMEL,), float(rank), device=device) for _ in range(4)]
     works: list[Any] = [
@@ -275,7 +274,7 @@ def _broadcast_updates(device: torch.device, rank: int, defective: bool) -> None
 
 
 def _saved_while_training(device: torch.device, rank: int, defective: bool) -> None:
-    """A checkpoint is staged on a stream of its own, while the next step writes what it reads."""
+    """A checkpoint is staged on a separate stream while the next step overwrites what it reads."""
     module: Any = torch.get_device_module(device.type)
     weight = torch.ones(NUMEL, device=device)
     staged = torch.empty(NUMEL, pin_memory=True)
@@ -291,7 +290,7 @@ def _saved_while_training(device: torch.device, rank: int, defective: bool) -> N
     staged.sum()
 
 
-#: Entries of the same class that are none of the device's: source, defect, why it is not looked for here.
+#: Similar defects that are not races on the device: source, defect, why they are not studied here.
 ELSEWHERE: tuple[tuple[str, str, str], ...] = (
     (
         "fairscale#784",
@@ -329,7 +328,7 @@ RACES: tuple[SeededRace, ...] = (
     SeededRace(
         name="offload-copy-without-wait",
         source="pytorch#178142",
-        what="CPU offload without sharding: nobody waits for the copy to the device",
+        what="CPU offload without sharding: nothing waits for the copy to the device",
         program=_trained("fsdp1-offload-no-shard", _without(Wait.STREAM_WAITS_EVENT, "_unshard", "pre_unshard_stream")),
         kinds=frozenset({RAW, HOST_WRITE}),
     ),
@@ -364,14 +363,14 @@ RACES: tuple[SeededRace, ...] = (
     SeededRace(
         name="bucket-index-never-flips",
         source="DeepSpeed#7805",
-        what="two buckets, but the index stays: both halves use one of them",
+        what="two buckets, but the index never changes: both halves use the same one",
         program=_bucketed("index never flips", num_buffers=2),
         kinds=frozenset({WAR}),
     ),
     SeededRace(
         name="default-for-current-stream",
         source="Megatron-LM#3693",
-        what="the reduction waits for the default stream where the current one was meant",
+        what="the reduction waits for the default stream instead of the current one",
         program=_trained("fsdp1-side-stream", _fsdp1_reduces_after_default),
         kinds=frozenset({RAW}),
     ),
@@ -385,7 +384,7 @@ RACES: tuple[SeededRace, ...] = (
     SeededRace(
         name="main-gradient-reused",
         source="Megatron-LM#6187",
-        what="a main gradient of the computation's stream is freed while the reduction's stream uses it",
+        what="a main gradient of the compute stream is freed while the reduction's stream uses it",
         program=_main_gradient,
         kinds=frozenset({REUSE}),
     ),
@@ -442,7 +441,7 @@ RACES: tuple[SeededRace, ...] = (
         source="fairscale#496",
         what="gradients are copied to the CPU without blocking, and the optimizer reads them at once",
         program=_trained("fsdp2-offload-pinned", _without(Wait.HOST_WAITS_EVENT, "finalize_backward", "synchronize")),
-        # The step also writes the parameters, and nothing else has waited for their copies to the device.
+        # The step also writes the parameters, and nothing else waited for their copies to the device.
         kinds=frozenset({HOST_READ, HOST_WRITE}),
     ),
     SeededRace(
@@ -472,7 +471,7 @@ RACES: tuple[SeededRace, ...] = (
     SeededRace(
         name="all-reduce-input-let-go",
         source="pytorch#140044, pytorch#180900",
-        what="hybrid sharding: the input of the all-reduce is freed while that is in flight",
+        what="hybrid sharding: the input of the all-reduce is freed while the all-reduce is in flight",
         program=_trained("fsdp2-hybrid-bf16", _all_reduce_let_go),
         kinds=frozenset({REUSE}),
         world_size=4,

@@ -1,8 +1,8 @@
 """
-The engines of `stream_trainings`: how each of them wraps a model, and what it is told between micro-batches.
+The engines of `stream_trainings`: how each of them wraps a model, and which calls it gets between micro-batches.
 
-The same code runs on the CPU and on an accelerator. What the CPU cannot do (CPU offload has no meaning there) is left
-out on the CPU: it changes where values lie, not what they are.
+The same code runs on the CPU and on an accelerator. Options without meaning on the CPU (CPU offload) are ignored there:
+they change where values are stored, not the values.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from studies.stream_models import AttentionBlock, Block, ConvBlock, Net, build
 from studies.stream_trainings import Training
 
-#: What engines make units of, beside the root.
+#: The modules that engines make units of, besides the root.
 UNITS = (Block, AttentionBlock, ConvBlock)
 
 _SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
@@ -52,11 +52,11 @@ _BF16 = torch.bfloat16
 
 
 class InjectedError(Exception):
-    """Raised in the middle of a forward, on purpose."""
+    """Raised deliberately in the middle of a forward."""
 
 
 class Engine:
-    """A wrapped model, its optimizer, and what the engine wants to be told."""
+    """A wrapped model, its optimizer, and the calls that the engine expects."""
 
     def __init__(self, training: Training, device: torch.device, rank: int) -> None:
         self.training = training
@@ -82,41 +82,41 @@ class Engine:
         raise NotImplementedError
 
     def make_optimizer(self, parameters: Iterator[nn.Parameter]) -> Optimizer | None:
-        """None where the steps are made during backward."""
+        """None if the optimizer steps during backward."""
         if self.training.optimizer == "adamw":
             return AdamW(parameters, **_ADAMW)
         return SGD(parameters, **_SGD)
 
     def micro_batch(self, *, is_last: bool) -> AbstractContextManager[Any]:
-        """Around forward and backward of a micro-batch."""
+        """A context around the forward and backward of a micro-batch."""
         return nullcontext()
 
     def before_forward(self, step: int) -> None:
-        """In every micro-batch."""
+        """Called in every micro-batch."""
 
     def after_step(self, step: int) -> None:
-        """After the optimizer's."""
+        """Called after the optimizer's step."""
 
     def backward(self, loss: Tensor) -> None:
-        """Of a loss."""
-        loss.backward()
+        """Run the backward of a loss."""
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        """The optimizer's."""
+        """The optimizer's step."""
         if self.optimizer is not None:
             self.optimizer.step()
 
     def zero_grad(self) -> None:
-        """Before the next step."""
+        """Called before the next step."""
         if self.optimizer is not None:
             self.optimizer.zero_grad()
 
     def clip(self, max_norm: float) -> None:
-        """Gradients to a norm."""
+        """Clip the gradients to a norm."""
         nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, foreach=True)
 
     def iteration(self) -> AbstractContextManager[Any]:
-        """Around the whole loop."""
+        """A context around the whole loop."""
         return nullcontext()
 
 
@@ -202,7 +202,8 @@ class FSDP1Engine(Engine):
         if "bf16-hook" in training:
             from torch.distributed.algorithms._comm_hooks.default_hooks import LowPrecisionState, bf16_compress_hook
 
-            wrapped.register_comm_hook(LowPrecisionState(distributed.group.WORLD), bf16_compress_hook)
+            state = LowPrecisionState(distributed.group.WORLD)  # type: ignore[no-untyped-call]
+            wrapped.register_comm_hook(state, bf16_compress_hook)
         if training.checkpoint == "outside":
             apply_activation_checkpointing(
                 wrapped,
@@ -223,7 +224,7 @@ class FSDP1Engine(Engine):
         return ShardingStrategy.FULL_SHARD
 
     def precision(self) -> MixedPrecision | None:
-        """None: everything in float32."""
+        """The mixed precision that the words name; None for float32 throughout."""
         if "bf16" in self.training:
             return MixedPrecision(param_dtype=_BF16, reduce_dtype=_BF16)
         if "bf16-reduce" in self.training:
@@ -279,7 +280,7 @@ class FSDP1Engine(Engine):
 
 
 class FSDP2Engine(Engine):
-    """fully_shard, and replicate, which is made of the same parts."""
+    """fully_shard, and replicate, which is built from the same parts."""
 
     def wrap(self, model: Net) -> nn.Module:
         training = self.training
@@ -314,7 +315,7 @@ class FSDP2Engine(Engine):
         return model
 
     def norms_on_other_mesh(self) -> Callable[[nn.Parameter], Any]:
-        """Vectors are sharded over a process group of their own: each unit has two groups of parameters."""
+        """Shard vectors over a separate process group, so that each unit has two groups of parameters."""
         from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
 
         other = FSDPMeshInfo(mesh=_other_mesh(self.device.type), shard_mesh_dim=0)
@@ -322,7 +323,7 @@ class FSDP2Engine(Engine):
         return lambda parameter: ShardPlacementResult(Shard(0), other if parameter.dim() == 1 else default)
 
     def replicated(self, model: Net) -> nn.Module:
-        """DDP made of FSDP2's parts."""
+        """DDP built from FSDP2's parts."""
         from torch.distributed._composable.replicate_with_fsdp import replicate
 
         mesh = _mesh(self.device.type, self.training.mesh, ("replicate",))
@@ -342,11 +343,11 @@ class FSDP2Engine(Engine):
         return MixedPrecisionPolicy()
 
     def offload(self) -> OffloadPolicy:
-        """Where sharded parameters live."""
+        """Where sharded parameters are stored."""
         return CPUOffloadPolicy(pin_memory=self.training.offload == "pinned") if self.offloads else OffloadPolicy()
 
     def configure(self, model: Any) -> None:
-        """What is set after wrapping."""
+        """Settings made after wrapping."""
         training = self.training
         blocks = _fsdp_blocks(model)
         if "forward-prefetch" in training:
@@ -357,7 +358,7 @@ class FSDP2Engine(Engine):
                 if index:
                     block.set_modules_to_backward_prefetch(blocks[max(0, index - 2) : index][::-1])
         if "extra-prefetch" in training:
-            # The second block is left out of the forward, so nobody waits for this.
+            # The forward skips the second block, so nothing waits for this.
             blocks[2].set_modules_to_backward_prefetch([blocks[1]])
         if "async-unshard" in training:
             model._set_unshard_async_op(True)
@@ -384,17 +385,17 @@ class FSDP2Engine(Engine):
             return super().make_optimizer(parameters)
         self.optimizers = {parameter: SGD([parameter], **_SGD) for parameter in parameters}
         for parameter in self.optimizers:
-            parameter.register_post_accumulate_grad_hook(self.step_of)
+            parameter.register_post_accumulate_grad_hook(self.step_of)  # type: ignore[no-untyped-call]
         return None
 
     def step_of(self, parameter: Tensor) -> None:
-        """A step of one parameter, as soon as its gradient is there."""
+        """Step one parameter as soon as its gradient is complete."""
         optimizer = self.optimizers[parameter]  # type: ignore[index]
         optimizer.step()
         optimizer.zero_grad()
 
     def load(self, source: nn.Module) -> None:
-        """The values of a model that is whole, on the CPU."""
+        """The values of an unsharded model, on the CPU."""
         from torch.distributed.tensor import distribute_tensor
 
         values = dict(source.named_parameters())
@@ -425,7 +426,7 @@ class FSDP2Engine(Engine):
             blocks[2].unshard(async_op=False)
 
     def fail_once(self) -> None:
-        """A forward that ends in its third block, and what a program does then."""
+        """A forward that fails in its third block, and how a program recovers."""
 
         def fail(*_: Any) -> None:
             raise InjectedError
@@ -463,7 +464,7 @@ def _mesh(device_type: str, shape: tuple[int, ...], names: tuple[str, ...]) -> D
 
 @functools.cache
 def _other_mesh(device_type: str) -> DeviceMesh:
-    """All ranks, with another process group than the default one."""
+    """All ranks, in a process group other than the default one."""
     return DeviceMesh.from_group(distributed.new_group(), device_type)
 
 
@@ -472,14 +473,14 @@ def _checkpoint(model: nn.Module) -> None:
 
 
 def _fsdp_blocks(model: nn.Module) -> list[Any]:
-    """The units below the root, in order, also where activation checkpointing has wrapped them."""
+    """The units below the root, in order, even if activation checkpointing has wrapped them."""
     modules: Any = model.modules()  # fully_shard changes their classes
     return [module for module in modules if isinstance(module, FSDPModule) and isinstance(module, UNITS)]
 
 
 @contextmanager
 def side_stream(device: torch.device) -> Iterator[None]:
-    """What is issued inside goes to a stream of its own, which begins after, and ends before, the current one."""
+    """Issue the body on a side stream, which waits for the current stream first, and which it waits for at the end."""
     if device.type == "cpu":
         yield
         return

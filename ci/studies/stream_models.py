@@ -1,9 +1,10 @@
 """
-Models and data for trainings on the simulated accelerator: small, and different in what an engine does on its streams.
+Models and data for trainings on the simulated accelerator: small, and chosen to make engines use their streams in
+different ways.
 
-Every model is an embedding, `blocks` and a head, so that engines make a unit of each block and one of the rest. Values
-and data come from a generator of their own: they are the same on every rank (values), or differ from rank to rank
-(data), and do not depend on what else has drawn random numbers.
+Every model has an embedding, `blocks` and a head, so that engines make a unit of each block and one of the rest. A
+separate generator makes the values, which are the same on every rank, and the data, which differ from rank to rank, so
+they do not depend on other random numbers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SEQUENCE = 6
 
 
 class Batch(NamedTuple):
-    """Arguments of the model, and what it should return."""
+    """The model's arguments and its target."""
 
     inputs: tuple[Tensor, ...]
     target: Tensor
@@ -111,7 +112,7 @@ class RecurrentNet(Net):
 
 
 class ConditionalNet(Net):
-    """Leaves its second block out."""
+    """Skips its second block."""
 
     def features(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -198,19 +199,19 @@ def batch(model: str, *, step: int, micro: int, rank: int) -> Batch:
 
 
 def loss_of(output: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy for tokens, else the mean square of the difference."""
+    """Cross-entropy for tokens, mean squared error otherwise."""
     if target.dtype == torch.long:
         return F.cross_entropy(output.float().flatten(0, 1), target.flatten())
     return F.mse_loss(output.float(), target)
 
 
 def chunked_loss(model: Any, features: Tensor, target: Tensor, num_chunks: int = 2) -> Tensor:
-    """The loss of `FeatureNet`: the head runs once per chunk of the batch, and each chunk goes backward on its own."""
+    """The loss of `FeatureNet`: the head runs once per chunk of the batch, and each chunk runs its own backward."""
     detached = features.detach().requires_grad_()
     losses = []
     for chunk, wanted in zip(detached.chunk(num_chunks), target.chunk(num_chunks), strict=True):
         loss = F.mse_loss(model.head(chunk).float(), wanted) / num_chunks
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         losses.append(loss.detach())
-    features.backward(detached.grad)
+    features.backward(detached.grad)  # type: ignore[no-untyped-call]
     return torch.stack(losses).sum()

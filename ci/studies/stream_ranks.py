@@ -1,4 +1,4 @@
-"""A function on ranks of its own: forked from a warm process, with a process group, ended with what they were asked."""
+"""Runs a function on freshly forked ranks that have a process group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fsdp_conformance.harness.processes.launcher import launch
 from fsdp_conformance.harness.rank import describe_error, destroy_process_group
 from fsdp_conformance.judge.endings import attribute
 
-#: What every rank imports anyway.
+#: Modules that every rank imports.
 _PRELOAD = ("torch.distributed.fsdp", "torch._dynamo", "studies.stream_runs")
 
 
@@ -35,10 +35,10 @@ def run_on_ranks(
     environment: Mapping[str, str] | None = None,
 ) -> list[Any]:
     """
-    What `function(rank, device, *args)` returns on each rank, in a process group of them all; something JSON-able.
+    Call `function(rank, device, *args)` on each rank, in a process group of all ranks; returns the JSON-ready results.
 
-    The function is at a module's top level. Raises RankRaised with the first rank's traceback, RankDied or
-    RankTimedOut.
+    The function must be at the top level of a module. Raises RankRaised with the traceback of the first rank that
+    failed, RankDied or RankTimedOut.
     """
     with tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True) as directory:
         order = CaseOrder(
@@ -73,7 +73,7 @@ def run_on_ranks(
 
 
 class Asked:
-    """The rank's side."""
+    """The body of a rank."""
 
     @classmethod
     def _run(cls, rank: int, test_name: str, file_name: str, pipe: Connection, **kwargs: Any) -> None:
@@ -101,6 +101,6 @@ class Asked:
 
 
 def synchronized(device: torch.device) -> None:
-    """The host waits for everything on the device."""
+    """Make the host wait for everything on the device."""
     if device.type != "cpu":
         torch.get_device_module(device.type).synchronize(device)

@@ -1,4 +1,4 @@
-"""One training of `stream_trainings` on one rank: the loop, without a look at any value before its end."""
+"""Runs one training of `stream_trainings` on one rank; no value is read before the end of the loop."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from studies.stream_trainings import Training
 
 @dataclass(slots=True)
 class Outcome:
-    """What a training gives, as text and numbers that can be compared and sent."""
+    """The result of a training, as text and numbers that can be compared and serialized."""
 
     losses: list[str] = field(default_factory=list)
-    """Of each micro-batch, exact (`float.hex`)."""
+    """The loss of each micro-batch, exact (`float.hex`)."""
     parameters: dict[str, str] = field(default_factory=dict)
-    """A digest of what this rank holds of each parameter at the end."""
+    """A digest of this rank's part of each parameter at the end."""
     seconds: list[float] = field(default_factory=list)
-    """Of each step, from one look at the clock to the next; nothing is waited for in between."""
+    """Seconds of each step by the host's clock, without any waits added for the measurement."""
 
     def differences(self, other: Outcome) -> list[str]:
-        """What is not the same, in words."""
+        """The differences, in words."""
         found = [
             f"loss {i}: {a} and {b}" for i, (a, b) in enumerate(zip(self.losses, other.losses, strict=True)) if a != b
         ]
@@ -112,7 +112,7 @@ def _evaluate(engine: Engine, data: Any) -> Tensor:
 
 
 def _on_device(training: Training, device: torch.device, data: Any) -> Any:
-    """A batch where the loop wants it: moved before the loop, because moving is a wait of the host."""
+    """A batch on its device: moved before the loop, because the host waits for the move."""
     inputs_device = device
     if "inputs-elsewhere" in training and device.type != "cpu":
         inputs_device = torch.device(
@@ -122,6 +122,6 @@ def _on_device(training: Training, device: torch.device, data: Any) -> Any:
 
 
 def _local_values(model: nn.Module) -> dict[str, Tensor]:
-    """What this rank holds of each parameter and buffer."""
+    """This rank's part of each parameter and buffer."""
     named = (*model.named_parameters(), *model.named_buffers())
     return {name: getattr(value, "_local_tensor", value) for name, value in named}

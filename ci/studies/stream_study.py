@@ -1,8 +1,8 @@
 """
-Trainings under the checker, one after another on the same ranks, each without some of its waits.
+Runs trainings under the checker, one after another on the same ranks, each without some of its waits.
 
-What a run shows is put into words that are the same in every run of the same program: streams are numbered in the order
-in which findings name them, and code is named by function and line.
+The descriptions of findings are the same in every run of a program: streams are numbered in the order in which findings
+mention them, and code is identified by function and line.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from fsdp_conformance.frames import below_torch
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.checker import Wait
 from fsdp_conformance.simulator.hazard import Access, Frame, Hazard
@@ -27,8 +28,8 @@ from studies.stream_trainings import RACING, TRAININGS
 #: In `Job.dropped`: every wait.
 ALL = "*"
 
-#: Torch's files that carry out what others ask for: a finding is named by who asks.
-_CARRIERS = re.compile(r"torch/(_ops|_tensor|utils/_contextlib|distributed/(distributed_c10d|c10d_logger))\.py$")
+#: Files of torch that only carry out calls: a finding is named after the caller.
+_CARRIERS = re.compile(r"(_ops|_tensor|utils/_contextlib|distributed/(distributed_c10d|c10d_logger))\.py$")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +44,30 @@ class Job:
 
 @dataclass(slots=True)
 class Shown:
-    """What one run has shown on one rank."""
+    """What one run showed on one rank."""
 
     hazards: list[str] = field(default_factory=list)
-    """A line for each finding: its kind, and who makes the two accesses."""
+    """One line for each finding: its kind, and the origin of the two accesses."""
     sites: dict[str, int] = field(default_factory=dict)
     """How often each site was executed."""
     outcome: dict[str, Any] = field(default_factory=dict)
-    """Of `stream_runs.Outcome`."""
+    """The fields of `stream_runs.Outcome`."""
     accesses: int = 0
     pending: int = 0
-    """The most blocks at a time that record_stream kept from reuse, as far as the host could know: a device that is
-    slower than its host holds them all."""
+    """The largest number of blocks that record_stream kept from reuse at one time, as far as the host could know. A
+    device that is slower than its host holds all of them."""
     digest: int = 0
-    """Of what each access knew of all streams: equal for two runs means that nothing was ordered differently."""
+    """A checksum of what each access knew about all streams: if two runs agree, nothing was ordered differently."""
     error: str = ""
 
     @property
     def kinds(self) -> list[str]:
-        """Of the findings, each once."""
+        """The kinds of the findings, each once."""
         return sorted({line.partition(":")[0] for line in self.hazards})
 
 
 def study(rank: int, device: torch.device, jobs: Sequence[Job]) -> list[dict[str, Any]]:
-    """What each job shows on this rank, as data for JSON."""
+    """What each job shows on this rank; JSON-ready."""
     found = []
     for job in jobs:
         with _separated(device):
@@ -75,7 +76,7 @@ def study(rank: int, device: torch.device, jobs: Sequence[Job]) -> list[dict[str
 
 
 def reference(rank: int, device: torch.device, names: Sequence[str]) -> list[dict[str, Any]]:
-    """What each training gives on this rank of the CPU, as data for JSON."""
+    """The outcome of each training on this rank, on the CPU; JSON-ready."""
     return [asdict(run(TRAININGS[name], device, rank)) for name in names]
 
 
@@ -90,7 +91,7 @@ def _shown(rank: int, device: torch.device, job: Job) -> Shown:
             with checker.wait_filter(keep), checker.wait_filter(pending.keep):
                 outcome = run((TRAININGS | RACING)[job.training], device, rank, look=checker.suspended)
             shown.outcome = asdict(outcome)
-        except Exception as error:  # noqa: BLE001 - what a mutant raises is what it shows
+        except Exception as error:  # noqa: BLE001 - an exception is a result too
             shown.error = f"{type(error).__name__}: {error}"
         shown.digest = checker.order_digest(device.index)
         shown.hazards = described(checker.hazards())
@@ -101,7 +102,7 @@ def _shown(rank: int, device: torch.device, job: Job) -> Shown:
 
 
 def seeded(rank: int, device: torch.device, names: Sequence[str], reuse: str) -> list[tuple[list[str], list[str]]]:
-    """What is found in each seeded race on this rank: without its defect, and with it."""
+    """The findings of each seeded race on this rank, without its defect and with it."""
     from studies.seeded_races import RACES
 
     programs = {race.name: race.program for race in RACES}
@@ -115,7 +116,7 @@ def seeded(rank: int, device: torch.device, names: Sequence[str], reuse: str) ->
 
 
 class Pending:
-    """Counts what record_stream keeps from reuse until the host knows that the stream is done with it."""
+    """Counts the blocks that record_stream keeps from reuse until the host knows that the stream has finished."""
 
     def __init__(self) -> None:
         self.most = 0
@@ -124,7 +125,7 @@ class Pending:
         self._clocks: list[Any] = []
 
     def keep(self, kind: Wait, stream: int, device: int) -> bool:
-        """A filter that drops nothing."""
+        """A wait filter that drops nothing."""
         if kind is Wait.RECORD_STREAM and not self._checker.suspended():
             self._clocks = [clock for clock in self._clocks if not self._checker.host_knows(clock)]
             self._clocks.append(self._checker.snapshot(self._extension.lane_of(stream, device)))
@@ -138,7 +139,7 @@ def _all_dropped(kind: Any, stream: int, device: int) -> bool:
 
 @contextmanager
 def _separated(device: torch.device) -> Iterator[None]:
-    """A run that neither inherits anything in flight nor leaves it; what it has made is collected at its end."""
+    """A context that keeps runs apart: nothing is in flight at its start and its end, and garbage is collected."""
     synchronized(device)
     checker.clear()
     rewind_pools(device)
@@ -156,8 +157,8 @@ def rewind_pools(device: torch.device) -> None:
     """
     Make the next stream the first of its pool, so that equal runs have equal streams.
 
-    Streams come from pools of 32 by turns. A run that takes more has some of them twice, and which ones depends on
-    where it begins.
+    Streams are taken in turn from pools of 32. A run that takes more gets some of them twice, and which ones depends on
+    where it starts.
     """
     module: Any = torch.get_device_module(device.type)
     for priority in (0, -1):
@@ -170,7 +171,7 @@ def rewind_pools(device: torch.device) -> None:
 
 
 def described(hazards: Sequence[Hazard]) -> list[str]:
-    """A line for each, in the order of the program, equal lines once."""
+    """One line for each hazard, in program order, without duplicates."""
     names: dict[Any, str] = {}
     lines = [
         f"{hazard.kind}: {_access(hazard.now, names)} after {_access(hazard.then, names)}"
@@ -181,7 +182,7 @@ def described(hazards: Sequence[Hazard]) -> list[str]:
 
 
 def _access(access: Access, names: dict[Any, str]) -> str:
-    """What is done, on which stream, and where in torch."""
+    """The operation, its stream, and where in torch it was issued."""
     if access.stream.is_host:
         stream = "host"
     elif access.stream.number == 0:
@@ -194,10 +195,10 @@ def _access(access: Access, names: dict[Any, str]) -> str:
 
 
 def _tells(frame: Frame) -> bool:
-    file = frame.file
-    return "/torch/" in file and not _CARRIERS.search(file) and "/torch/autograd/" not in file
+    below = below_torch(frame.file)
+    return below is not None and not _CARRIERS.match(below) and not below.startswith("autograd/")
 
 
 def outcome_of(data: dict[str, Any]) -> Outcome:
-    """From JSON: what `reference` gives for a training, and `Shown.outcome`."""
+    """The Outcome in the JSON of `reference`, or in `Shown.outcome`."""
     return Outcome(**data)

@@ -1,14 +1,14 @@
 """
-Trainings of torch's engines that between them execute every synchronisation that DDP, FSDP1 and FSDP2 have in training.
+Trainings of torch's engines that together execute every synchronisation of DDP, FSDP1 and FSDP2 in training.
 
-A training is data: an engine, a model, a mesh and words for everything else. `stream_engines` carries them out.
+A training is data: an engine, a model, a mesh, and words for everything else. `stream_engines` runs it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-#: Words that an engine understands; `Training` refuses others.
+#: The words that each engine understands; `Training` rejects others.
 WORDS = {
     "ddp": frozenset(
         {
@@ -99,33 +99,33 @@ class Training:
     """One configuration."""
 
     name: str
-    """Unique. Begins with the engine."""
+    """Unique; starts with the engine."""
     model: str = "blocks"
     """Key of `stream_models.MODELS`."""
     init: str = "before"
-    """When the model is moved to the device: before the engine wraps it, after, never (the engine moves it), or never
-    by anybody because it is made on meta ("meta")."""
+    """When the model is moved to the device: before or after the engine wraps it, or never, because the engine moves it
+    or because it is made on meta ("meta")."""
     mesh: tuple[int, ...] = (2,)
-    """Ranks; of two dimensions the first replicates, the second shards."""
+    """The numbers of ranks; of two dimensions, the first replicates and the second shards."""
     optimizer: str = "sgd"
     """sgd (with momentum) or adamw."""
     micro_batches: int = 1
     clip: float | None = None
-    """Norm of the gradients."""
+    """The norm to which gradients are clipped."""
     checkpoint: str = ""
-    """Activations recomputed: "inside" each unit, or "outside" of it."""
+    """Activation checkpointing "inside" or "outside" each unit."""
     offload: str = ""
-    """Parameters and gradients on the CPU: "pinned" or "pageable"."""
+    """CPU offload of parameters and gradients: "pinned" or "pageable"."""
     words: frozenset[str] = field(default_factory=frozenset)
-    """Of WORDS."""
+    """A subset of WORDS."""
     steps: int = 2
     reference: str = ""
-    """The training with the same numbers on the CPU, where the CPU cannot carry out this one."""
+    """A training with the same results that the CPU can run, if it cannot run this one."""
 
     def __post_init__(self) -> None:
         unknown = self.words - WORDS[self.engine]
         if unknown:
-            raise ValueError(f"words={sorted(unknown)}, but should be words of {self.engine} [{self.name}]")
+            raise ValueError(f"words must be known to {self.engine}, got {sorted(unknown)} [{self.name}]")
 
     @property
     def engine(self) -> str:
@@ -134,7 +134,7 @@ class Training:
 
     @property
     def world_size(self) -> int:
-        """Ranks."""
+        """The number of ranks."""
         size = 1
         for dimension in self.mesh:
             size *= dimension
@@ -202,7 +202,7 @@ FSDP1 = _of(
     ("offload", {"offload": "pinned"}),
     ("offload-never", {"offload": "pinned", "init": "never"}),
     ("offload-bf16", {"offload": "pinned", "words": "bf16"}),
-    # FSDP1 documents that outside no_sync() an offloaded gradient overwrites what was accumulated: it does.
+    # As FSDP1 documents, outside no_sync() an offloaded gradient overwrites the accumulated one.
     ("offload-accumulation", {"offload": "pinned", "micro_batches": 2, "reference": "fsdp1-last-gradient-only"}),
     ("offload-no-sync", {"offload": "pinned", "words": "no-sync", "micro_batches": 2}),
     ("offload-no-shard", {"offload": "pinned", "words": "no-shard forward-prefetch"}),
@@ -308,7 +308,7 @@ FSDP2 = _of(
 
 TRAININGS: dict[str, Training] = {training.name: training for training in (*DDP, *FSDP1, *FSDP2)}
 
-#: Torch itself races in these (2.13): they are none of the others.
+#: Configurations in which torch (2.13) itself races; the other studies leave them out.
 RACING: dict[str, Training] = {
     training.name: training
     for training in (

@@ -1,9 +1,8 @@
 """
-`fsdp-conformance sanitize`: somebody's own training script on the simulated accelerator, under the race checker.
+`fsdp-conformance sanitize`: runs a training script on the simulated accelerator, under the race checker.
 
-What is wrong with the words is said before anything is started. Then the script runs on every rank
-(`simulator.launch`), its output is passed on line by line, and what the ranks observed is folded: a hazard that several
-ranks have is one.
+Wrong arguments are reported before anything is started. Then the script runs on every rank (`simulator.launch`), its
+output is passed on line by line, and the ranks' findings are merged: a hazard that several ranks have is reported once.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from fsdp_conformance.simulator.launch import ScriptLaunch, ScriptOrder
 
 MODES = ("record", "raise", "poison")
 
-#: More processes than this on one machine are a slip of the finger.
+#: More processes than this on one machine are a typing error.
 _MAX_RANKS = 127
 
 
@@ -75,19 +74,19 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def order_of(arguments: argparse.Namespace) -> ScriptOrder:
-    """What is to be run. Raises ConfigError with every problem found."""
+    """What to run. Raises ConfigError with every problem found."""
     problems: list[str] = []
     words = arguments.module_words if arguments.module_words is not None else arguments.script_words
     if not words:
-        problems.append("script=none, but should be the path of a script, or -m and the name of a module")
+        problems.append("give the path of a script, or -m and the name of a module")
     elif arguments.module_words is not None and arguments.script_words:
-        problems.append(f"script={arguments.script_words[0]!r} and -m {words[0]}, but should be one of them")
-    world_size = _number(arguments.world_size, "world_size", int, problems)
+        problems.append(f"give either a script or -m, got {arguments.script_words[0]!r} and -m {words[0]}")
+    world_size = _number(arguments.world_size, "--world-size", int, problems)
     if not 1 <= world_size <= _MAX_RANKS:
-        problems.append(f"world_size={world_size}, but should be from 1 to {_MAX_RANKS}")
-    timeout_s = _number(arguments.timeout, "timeout", float, problems)
+        problems.append(f"--world-size must be from 1 to {_MAX_RANKS}, got {world_size}")
+    timeout_s = _number(arguments.timeout, "--timeout", float, problems)
     if not 0 < timeout_s < float("inf"):
-        problems.append(f"timeout={arguments.timeout}, but should be a positive number of seconds")
+        problems.append(f"--timeout must be a positive number of seconds, got {arguments.timeout}")
     if problems:
         raise ConfigError(problems, where="sanitize")
     return ScriptOrder(
@@ -102,17 +101,17 @@ def order_of(arguments: argparse.Namespace) -> ScriptOrder:
 
 
 def _check(order: ScriptOrder, output: Path | None) -> None:
-    """Raises UsageError for what cannot be run or written."""
+    """Raises UsageError for a script that cannot be run, and a file that cannot be written."""
     if order.is_module:
-        # Only the first name: finding a submodule would import its package here.
+        # Check only the first name: finding a submodule would import its package.
         top = order.target.partition(".")[0]
         if importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
-            raise UsageError(f"module={order.target!r}, but should be one that Python finds from this directory")
+            raise UsageError(f"Python finds no module {order.target!r} from this directory")
     elif not Path(order.target).exists():
-        raise UsageError(f"script={order.target!r}, but should be the path of a script: there is no such file")
+        raise UsageError(f"no such script: {order.target!r}")
     if output is not None:
         if not output.absolute().parent.is_dir():
-            raise UsageError(f"json={str(output)!r}, but should be a file in a directory that exists")
+            raise UsageError(f"--json must be a file in an existing directory, got {str(output)!r}")
         output.touch()
 
 
@@ -120,7 +119,7 @@ def _number(word: str, name: str, kind: type, problems: list[str]) -> Any:
     try:
         return kind(word)
     except ValueError:
-        problems.append(f"{name}={word!r}, but should be a {'whole ' if kind is int else ''}number")
+        problems.append(f"{name} must be {'an integer' if kind is int else 'a number'}, got {word!r}")
         return 1
 
 
@@ -132,7 +131,7 @@ def _announcement(order: ScriptOrder) -> str:
 
 
 class Terminal:
-    """Lines on stdout, in colours if it is a terminal. The script's lines come from threads of their own."""
+    """Prints lines to stdout, in colour if that is a terminal. The script's lines come from separate threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -143,7 +142,7 @@ class Terminal:
             self._console = Console(highlight=False, soft_wrap=True)
 
     def say(self, text: str, style: str = "") -> None:
-        """A paragraph of ours."""
+        """Print a paragraph of the report."""
         with self._lock:
             if self._console is None:
                 print(text, flush=True)
@@ -151,7 +150,7 @@ class Terminal:
                 self._console.print(text, style=style or None, markup=False)
 
     def pass_on(self, rank: int, line: str) -> None:
-        """A line of the script."""
+        """Print a line of the script's output."""
         with self._lock:
             if self._console is None:
                 print(f"[rank {rank}] {line}", flush=True)

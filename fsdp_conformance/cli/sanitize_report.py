@@ -1,4 +1,4 @@
-"""What `sanitize` says of a script: hazards folded over ranks, how much was checked, the verdict, the exit status."""
+"""The report of `sanitize`: hazards merged over ranks, how much was checked, the verdict, the exit status."""
 
 from __future__ import annotations
 
@@ -15,38 +15,38 @@ from fsdp_conformance.report.terminal import duration
 from fsdp_conformance.simulator.hazard import Access, Hazard, hazard_from_json
 from fsdp_conformance.simulator.launch import ScriptOrder
 
-#: Text of a failure to what it means here.
+#: Patterns in the text of a failure, and what they mean here.
 _HINTS: Mapping[str, str] = {
     r"not compiled with CUDA|Found no NVIDIA driver|No CUDA GPUs|not linked with support for cuda devices": (
-        "the script asks for CUDA: give --as-cuda before the script's name, or ask for the device 'sim'"
+        "the script uses CUDA: pass --as-cuda before the script's name, or use the device 'sim' in it"
     ),
-    r"\btriton\b": "Triton compiles for a GPU; the simulated accelerator runs the CPU kernels of torch's own operators",
+    r"\btriton\b": "Triton compiles for GPUs, but the simulated accelerator runs the CPU kernels of torch's operators",
     r"No module named '(flash_attn|apex|transformer_engine|xformers|bitsandbytes)": (
-        "it has kernels for a GPU alone; the simulated accelerator runs the CPU kernels of torch's own operators"
+        "this package has GPU kernels only, but the simulated accelerator runs the CPU kernels of torch's operators"
     ),
     r"Distributed package doesn't have NCCL": (
-        "NCCL is simulated under --as-cuda; otherwise leave the backend out, or name 'sim:simccl'"
+        "NCCL is simulated only with --as-cuda; without it, omit the backend or use 'sim:simccl'"
     ),
 }
 
-#: Of the file that --json writes.
+#: Version of the format that --json writes.
 _FORMAT_VERSION = 1
 
-#: The function of `simulator.script` that runs in a thread of ours.
+#: The function of `simulator.script` that runs in the suite's own thread.
 _KEEPER = "in keep_observations"
 
 
 @dataclass(slots=True)
 class FoldedHazard:
-    """A hazard between two lines of the script, and where it is."""
+    """A hazard between two lines of the script, merged over places and ranks."""
 
     hazard: Hazard
-    """As the first of the ranks has it."""
+    """The hazard as found by the first of the ranks."""
     places: dict[Hashable, Hazard] = field(default_factory=dict)
-    """By what differs (operations, labels, stacks): the ways in which the program comes to the two lines."""
+    """The ways in which the program reaches the two lines, by what differs: operations, labels, stacks."""
     ranks: list[int] = field(default_factory=list)
     count: int = 0
-    """How often it was seen, over all places and ranks."""
+    """How often it was found, over all places and ranks."""
 
 
 class ScriptReport:
@@ -73,12 +73,12 @@ class ScriptReport:
 
     @property
     def accesses(self) -> int:
-        """Checked, over all ranks."""
+        """The number of accesses checked on all ranks."""
         return sum(one["accesses"] for one in self.observed if one)
 
     @property
     def failed(self) -> bool:
-        """Whether the script did not come to its end on every rank."""
+        """Whether the script failed to complete on some rank."""
         return self.found is not None and self.found.first is not None
 
     @property
@@ -88,7 +88,7 @@ class ScriptReport:
 
     @property
     def own_mistake(self) -> bool:
-        """Whether a rank failed before the script began: then it is not the script's doing."""
+        """Whether a rank failed before the script started, so that the script is not to blame."""
         if self.found is None or self.found.first is None:
             return False
         report = self.reports[self.found.first.rank]
@@ -96,7 +96,7 @@ class ScriptReport:
 
     @property
     def status(self) -> Status:
-        """The exit status of a run that came to its end."""
+        """The exit status of a run that was not interrupted."""
         if self.missing:
             return Status.ENVIRONMENT
         if self.own_mistake:
@@ -108,7 +108,7 @@ class ScriptReport:
         return Status.CERTIFIED if self.accesses else Status.USAGE
 
     def paragraphs(self) -> Iterator[tuple[str, str]]:
-        """What to print, each with the style that it has on a terminal; the verdict comes last."""
+        """The paragraphs to print, each with its style on a terminal; the verdict comes last."""
         yield "", ""
         for note in dict.fromkeys(note for one in self.observed if one for note in one["notes"]):
             yield f"note: {note}\n", "yellow"
@@ -127,7 +127,7 @@ class ScriptReport:
     def verdict(self) -> str:
         """The last line."""
         if self.interrupted:
-            return f"interrupted, with {messages.plural(len(self.hazards), 'hazard')} until then"
+            return f"interrupted after {messages.plural(len(self.hazards), 'hazard')}"
         exit_words = f"[exit {int(self.status)}]"
         if self.missing:
             return f"not run: {self.missing} {exit_words}"
@@ -143,8 +143,8 @@ class ScriptReport:
             return f"{failure} {exit_words}"
         if not self.accesses:
             return (
-                "nothing was checked: the script put no tensor on the device 'sim'. It should ask for it, or for "
-                f"torch.accelerator's device; if it says 'cuda', give --as-cuda {exit_words}"
+                "nothing was checked: the script put no tensor on the device 'sim'. Use that device, or the device "
+                f"of torch.accelerator; if the script uses 'cuda', pass --as-cuda {exit_words}"
             )
         return f"clean: {self._amount()}, 0 hazards {exit_words}"
 
@@ -189,10 +189,10 @@ class ScriptReport:
 
     @property
     def _who_failed(self) -> str:
-        return "a mistake of this suite, not of the script" if self.own_mistake else "the script failed"
+        return "an error in this suite, not in the script" if self.own_mistake else "the script failed"
 
     def _checked(self) -> str:
-        """How much was looked at: a run that checks little proves little."""
+        """How much was checked: a run that checks little proves little."""
         waits = sum(sum(one["waits"].values()) for one in self.observed if one)
         if not self.accesses:
             return ""
@@ -211,7 +211,7 @@ class ScriptReport:
         return report.error.traceback if report is not None and report.error is not None else ""
 
     def _failure(self) -> Iterator[tuple[str, str]]:
-        """The first rank to fail with its evidence, what followed from it, then the evidence of the others."""
+        """The first rank to fail with its evidence, the consequences, then the evidence of the other ranks."""
         found = self.found
         if found is None or found.first is None:
             return
@@ -233,7 +233,7 @@ class ScriptReport:
         lines: list[str] = []
         if self.found is None or self.found.endings[rank].ending in (Ending.FINISHED, Ending.LEFT_OUT):
             return lines
-        # A peer that lost the first one has a long trace that says nothing more.
+        # The traceback of a peer that lost the first rank is long and adds nothing.
         if is_first and report is not None and report.error is not None:
             lines += report.error.traceback.rstrip().splitlines()
         if end.stack:
@@ -249,8 +249,8 @@ class ScriptReport:
 
 def folded(observed: Sequence[Mapping[str, Any] | None]) -> list[FoldedHazard]:
     """
-    The hazards of all ranks. Those of one kind between the same two lines of the script are one, wherever they are
-    come to from, and whatever their devices, streams, blocks and sizes.
+    The hazards of all ranks. Hazards of one kind between the same two lines of the script are merged, however the
+    program reaches these lines, and whatever the devices, streams, blocks and sizes.
     """
     found: dict[Hashable, FoldedHazard] = {}
     for rank, one in enumerate(observed):
@@ -266,7 +266,7 @@ def folded(observed: Sequence[Mapping[str, Any] | None]) -> list[FoldedHazard]:
 
 
 def _line(access: Access) -> Hashable:
-    """The line that issued an access; where no line of the script did, the operation and its label."""
+    """The line that issued an access; if no line of the script did, the operation and its label."""
     site = access.site
     frame = site.innermost()
     return (access.stream.is_host, frame) if frame is not None else (access.stream.is_host, site.op, site.label)
@@ -277,7 +277,7 @@ def _way(access: Access) -> Hashable:
 
 
 def _of_script(dump: str) -> str:
-    """The stacks of a rank without the thread that keeps its observations, and without the frames that started it."""
+    """The stacks of a rank without the suite's own thread, and without the frames that started the script."""
     blocks = []
     for block in dump.strip().split("\n\n"):
         lines = block.splitlines()

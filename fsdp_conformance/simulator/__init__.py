@@ -1,12 +1,43 @@
 """
 A simulated accelerator: a device `sim` in host memory, with streams, pinned memory and collectives, under a checker.
 
-Operations run at once, in program order, with the CPU's kernels, so that numbers are the CPU's to the last bit. What an
-accelerator would run concurrently is kept as clocks: an access that nothing orders after the one it depends on is a
-hazard, found whatever the timing. `device.activate()` makes the device known to torch; it needs a C++ compiler once.
+Operations run immediately, in program order, with the CPU's kernels, so results equal the CPU's bit for bit. What an
+accelerator would run concurrently is tracked with vector clocks: an access that is not ordered after the one it depends
+on is a hazard, whatever the timing. `activation.activate()` registers the device with torch; the first use needs a C++
+compiler.
 
-What it has not got: sparse, nested and quantized tensors, graphs, memory shared between processes, a limit of memory.
-An operation that torch composes of others, with a choice by type of device inside, may choose otherwise than on the
-CPU; convolution, attention, dropout and recurrent networks are seen to. torch has one place for a device from outside,
-so the device cannot stand beside another such backend.
+Not supported: sparse, nested and quantized tensors, CUDA graphs, memory shared between processes, a memory limit. Some
+of torch's composite operations choose by the type of the device and may choose differently than on the CPU;
+convolution, attention, dropout and recurrent networks are handled. torch has one slot for an external device, so the
+simulated one cannot be used beside another such backend.
+
+The device:
+
+    activation        registers the device with torch
+    activated         importing it activates the device: for warm processes
+    device            the current device, and devices by index
+    streams           streams and events, as in torch.cuda
+    memory            memory statistics, as in torch.cuda
+    rng               random numbers: the CPU's
+    torch_sim         the module torch.sim
+    process_group     the backend "simccl"
+    threads           ranks that are threads, with one device each
+    place             whether the device is available on this machine, before a run
+    build             compiles and loads the C++ extension (csrc/)
+
+The checker:
+
+    checker           its modes, its findings, and how to leave accesses or waits out
+    hazard            a finding, and its explanation
+    sync_sites        the places in a program that make a stream or the host wait
+
+`fsdp-conformance sanitize`:
+
+    launch            a training script on N ranks
+    script            a rank that runs the script
+    observe           what a rank observes while the script runs
+    labels            names of modules and parameters in findings
+    as_cuda           translates "cuda" for the script
+    cuda_module       torch.cuda as the script sees it
+    cuda_names        CUDA's names, and who asks for them
 """

@@ -1,10 +1,10 @@
 """
-Importing this module makes the simulated accelerator active in the process.
+Importing this module activates the simulated accelerator in the process.
 
-For warm processes, which import modules by name before ranks are forked from them; everybody else calls
-`device.activate()`.
+For warm processes, which import modules by name before ranks are forked from them. Other code calls
+`activation.activate()`.
 """
 
-from fsdp_conformance.simulator.device import activate
+from fsdp_conformance.simulator.activation import activate
 
 activate()

@@ -1,13 +1,13 @@
 """
-A script that says "cuda", on the simulated accelerator: `install()` translates what it says to torch.
+Runs a script that uses "cuda" on the simulated accelerator: `install()` translates its calls to torch.
 
-Translated are the entry points, not what goes on inside torch: factories, methods of tensors, modules and storages
-that take a device, `torch.device` itself, autocast, GradScaler, meshes, process groups, checkpoints, and `torch.cuda`
-(`cuda_module`). Each is a wrapper in its place rather than one TorchFunctionMode over all: modes belong to a thread,
-and hooks of backward, data loaders and a script's own threads run in others; and a mode would see every operation.
+It wraps torch's entry points, not its internals: factories, methods of tensors, modules and storages that take a
+device, `torch.device` itself, autocast, GradScaler, meshes, process groups, checkpoints, and `torch.cuda`
+(`cuda_module`). It does not use a TorchFunctionMode: modes belong to one thread, while backward hooks, data loaders and
+the script's own threads run in others, and a mode would see every operation.
 
-To the script a simulated device says `device.type == "cuda"` and `tensor.is_cuda`; to torch it says what it is
-(`cuda_names.script_asks`). Printed, it is "sim:0". What has no counterpart raises NotSimulated.
+For the script, a simulated device has `device.type == "cuda"` and `tensor.is_cuda`; for torch it is what it is
+(`cuda_names.script_asks`). Printed, it is "sim:0". Features without a counterpart raise NotSimulated.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ from fsdp_conformance.simulator.cuda_names import (
 )
 from fsdp_conformance.simulator.labels import Labels
 
-#: Factories that torch's own list of them leaves out.
+#: Factories that are missing from torch's own list.
 _MORE_FACTORIES = (
     "normal", "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
 )  # fmt: skip
 
-#: Methods of tensors that take a device.
+#: Tensor methods that take a device.
 _METHODS = (
     "to", "new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor", "new_zeros", "pin_memory",
     "is_pinned",
 )  # fmt: skip
 
-#: Functions of torch that take the type of a device.
+#: Functions of torch that take a device type.
 _ABOUT_DEVICES = (
     "get_autocast_dtype", "set_autocast_dtype", "set_autocast_enabled", "set_default_device", "get_device_module",
 )  # fmt: skip
 
-#: Storages that a checkpoint saved under the script's name for the device, before torch's own (10 and more) are asked.
+#: Priority of our handling of storages in checkpoints: before torch's own, which start at 10.
 _PRIORITY = 5
 
 _TENSOR_TYPES = {
@@ -77,11 +77,11 @@ _TENSOR_TYPES = {
 
 def install(labels: Labels) -> list[str]:
     """
-    Translate from now on, in this process. What could not be arranged is returned, a sentence each.
+    Start translating, in this process. Returns a sentence for each thing that could not be done.
 
-    Once for all: a process in which a script runs is not used for anything else.
+    There is no way back: a process that runs a script is not used for anything else.
     """
-    # torch keeps a list of its factories for `set_default_device`; it must hold them, not the wrappers.
+    # torch's list of factories is for `set_default_device`, and must contain the originals, not the wrappers.
     factories = _device._device_constructors()
     notes = _install_device()
     cuda_module.install(labels)
@@ -95,21 +95,21 @@ def install(labels: Labels) -> list[str]:
 
 
 def _install_device() -> list[str]:
-    """`torch.device` and the classes that take one; and what a device says of itself to the script."""
+    """`torch.device`, the classes that take one, and `device.type` for the script."""
     real = torch.device
     notes = []
     if not _patch_type_attribute(real):
-        notes.append("device.type says 'sim' to the script, because this Python keeps torch.device from being patched")
+        notes.append("device.type is 'sim' for the script, because this Python does not let torch.device be patched")
     replace(torch, **{kind.__name__: stand_in(kind) for kind in (real, torch.Generator, torch.Stream, torch.Event)})
     return notes
 
 
 def _patch_type_attribute(real: type) -> bool:
     """
-    Make `device.type` say "cuda" to the script. False if it does not take.
+    Make `device.type` "cuda" for the script. Returns whether it worked.
 
-    A class of C++ refuses `setattr`, but its dictionary is an ordinary one behind a view; CPython is told afterwards
-    that the class has changed. Verified, because nothing promises that it works.
+    C++ classes do not support `setattr`, but behind the view of the class dictionary is an ordinary one. CPython is
+    then told that the class has changed. The result is verified, because none of this is documented.
     """
     members = next((found for found in gc.get_referents(real.__dict__) if isinstance(found, dict)), None)
     if members is None or "type" not in members:
@@ -122,7 +122,7 @@ def _patch_type_attribute(real: type) -> bool:
 
     members["type"] = property(type_for_caller)
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(real))
-    # As a script would ask: compiled under a name that is nobody's.
+    # Ask as a script would, from code that belongs to no known file.
     answer = eval(compile("device.type", "<script>", "eval"), {"device": real(SIMULATED, 0)})  # noqa: S307 - ours
     return bool(answer == CUDA and real(SIMULATED, 0).type == SIMULATED)
 
@@ -139,7 +139,7 @@ def _install_factories(factories: set[Callable[..., Any]]) -> None:
     asked = torch.is_autocast_enabled
     replace(
         torch,
-        # Without an argument it asks for CUDA.
+        # Without an argument it means CUDA.
         is_autocast_enabled=lambda device_type=CUDA: asked(simulated(device_type)),
         get_autocast_gpu_dtype=functools.partial(torch.get_autocast_dtype, CUDA),
         set_default_tensor_type=_set_default_tensor_type,
@@ -151,7 +151,7 @@ def _install_tensors() -> None:
     typed = _tensor_type_method(torch.Tensor.type)
     replace(torch.Tensor, **methods, cuda=_tensor_cuda, is_cuda=property(_is_cuda), type=typed)
     replace(torch.UntypedStorage, cuda=_storage_cuda, to=translated(torch.UntypedStorage.to))
-    # What nn.Module.to makes of its arguments.
+    # nn.Module.to parses its arguments with this.
     replace(torch._C._nn, _parse_to=translated(torch._C._nn._parse_to))
 
 
@@ -169,7 +169,7 @@ def _storage_cuda(self: torch.UntypedStorage, device: Any = None, non_blocking: 
 
 
 def _place(device: Any) -> torch.device:
-    """The device that `cuda(device)` means: a number, a word, a device, or the current one."""
+    """The device in `cuda(device)`: an index, a name, a device, or None for the current one."""
     if device is None:
         return torch.device(SIMULATED, getattr(torch, SIMULATED).current_device())
     return torch.device(SIMULATED, device) if isinstance(device, int) else torch.device(device)
@@ -193,7 +193,7 @@ def _tensor_type_method(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _cuda_tensor_type(kind: Any) -> torch.dtype | None:
-    """The dtype of `torch.cuda.FloatTensor` and its kin, as a class or as a word."""
+    """The dtype of `torch.cuda.FloatTensor` and the like, given as a class or by name."""
     name = kind if isinstance(kind, str) else f"{getattr(kind, '__module__', '')}.{getattr(kind, '__name__', '')}"
     found = re.fullmatch(r"torch\.cuda\.(\w+)", name)
     return _TENSOR_TYPES.get(found[1]) if found else None
@@ -215,7 +215,7 @@ def _install_mixed_precision() -> None:
     decorators = {name: translated(getattr(mode, name)) for name in ("custom_fwd", "custom_bwd")}
     for module in (mode, torch.amp):
         replace(module, is_autocast_available=available, **decorators)
-    # Bound to "cuda" when torch was imported.
+    # These were bound to "cuda" when torch was imported.
     bound = {name: functools.partial(decorator, device_type=CUDA) for name, decorator in decorators.items()}
     for module in (torch.cuda.amp, torch.cuda.amp.autocast_mode):
         replace(module, **bound)
@@ -252,7 +252,7 @@ def _install_distributed() -> None:
 
 
 def _with_backend(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, its `backend` translated: the first argument of init_process_group, a keyword of the others."""
+    """The function with `backend` translated: the first argument of init_process_group, a keyword of the others."""
 
     @functools.wraps(function)
     def translating(*args: Any, **kwargs: Any) -> Any:
@@ -266,7 +266,7 @@ def _with_backend(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _install_checkpoints() -> None:
-    """Files say "cuda:0" for what was on the simulated device 0, and are read so."""
+    """Storages on sim:0 are saved as "cuda:0", and "cuda:0" is loaded to sim:0."""
 
     def tag(storage: Any) -> str | None:
         device = storage.device
@@ -288,7 +288,7 @@ def _install_checkpoints() -> None:
 
 
 def _install_refusals() -> None:
-    """What would compile or load code for a GPU, or copies between the GPUs of one process."""
+    """Reject what would compile code for a GPU, or copy between the GPUs of one process."""
     for name in ("load", "load_inline"):
         refusing = _without_cuda(getattr(torch.utils.cpp_extension, name), name)
         replace(torch.utils.cpp_extension, **{name: refusing})
@@ -298,7 +298,7 @@ def _install_refusals() -> None:
 
 def _without_data_parallel(*args: Any, **kwargs: Any) -> Any:
     raise NotSimulated(
-        "torch.nn.DataParallel", "a build for CUDA alone has what it copies with. Use DDP, a rank per GPU"
+        "torch.nn.DataParallel", "its copies exist only in builds for CUDA. Use DDP, with one rank per GPU"
     )
 
 

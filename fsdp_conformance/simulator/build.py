@@ -1,10 +1,10 @@
 """
-The extension of the simulated accelerator: compiled on first use, kept in a cache.
+The C++ extension of the simulated accelerator: compiled on first use, then cached.
 
-`require()` gives the path of the shared object, compiling it where the cache has none; `unavailable()` tells cheaply
-why it could not. What is in the cache belongs to one version of torch, of Python, of the compiler, and of the sources.
-One process compiles while the others wait for it. A build that is cut off leaves nothing that is taken for whole: the
-shared object appears under its name when it is complete.
+`require()` returns the path of the shared object, and compiles it if the cache has none; `unavailable()` checks cheaply
+whether that is possible. A cached object is valid for one version of torch, Python, the compiler and the sources. One
+process compiles while others wait for it. An interrupted build does no harm: the shared object appears under its name
+only when it is complete.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from typing import Final
 
 from fsdp_conformance.errors import EnvironmentUnavailable
 
-__all__ = ["NAME", "cache_directory", "is_built", "require", "sources", "unavailable"]
+__all__ = ["NAME", "active", "cache_directory", "is_built", "load", "loaded", "require", "sources", "unavailable"]
 
 #: The name of the extension module.
 NAME: Final = "_fsdp_conformance_simulator"
 
-#: A shared object compiled elsewhere, for machines without a compiler. Nothing is compiled then.
+#: The path of a shared object compiled elsewhere, for machines without a compiler. With it nothing is compiled.
 EXTENSION: Final = "FSDP_CONFORMANCE_SIM_EXTENSION"
 
-#: What compiles: in a process group of its own, which ends with the process that asked for it.
+#: The program that compiles. It runs in its own process group, and ends with the process that started it.
 _PROGRAM: Final = """
 import ctypes, os, signal, sys
 
@@ -56,19 +56,19 @@ cpp_extension.load(
 )
 """
 
-#: Seconds that a compilation may take, on a slow machine with every core in use; and that others wait for it.
+#: Seconds that a compilation may take on a slow and busy machine, and that other processes wait for it.
 DEADLINE_S: Final = 1200
 
-#: Seconds between two looks at the lock.
+#: Seconds between two attempts to take the lock.
 _POLL_S: Final = 0.2
 
-#: Lines of a failed compilation that are shown.
+#: How many of the compiler's last lines are shown when a compilation fails.
 _LOG_LINES: Final = 60
 
 _CSRC: Final = Path(__file__).parent / "csrc"
 
-#: Optimised a little: more makes the compilation longer and nothing measurably faster. Without debug information. With
-#: NDEBUG as torch is built: classes of its headers (at::RecordFunction) have further members without.
+#: -O1: higher levels take longer to compile and make nothing measurably faster. NDEBUG because torch is built with it:
+#: without it, classes in torch's headers (at::RecordFunction) have additional members.
 _FLAGS: Final = (
     "-O1",
     "-g0",
@@ -83,15 +83,16 @@ _FLAGS: Final = (
 
 def sources() -> list[Path]:
     """
-    The files that the extension is made of, headers included.
+    The source files of the extension, including headers.
 
-    Each `.cc` file is one translation unit, made of several `.cpp` files: torch's headers cost more than all of these.
+    Each `.cc` file is a translation unit that includes several `.cpp` files, because torch's headers take longer to
+    compile than all of them.
     """
     return sorted(path for path in _CSRC.iterdir() if path.suffix in {".cc", ".cpp", ".h"})
 
 
 def cache_directory() -> Path:
-    """Where shared objects are kept: `FSDP_CONFORMANCE_CACHE`, or the user's cache directory."""
+    """Where shared objects are cached: `FSDP_CONFORMANCE_CACHE`, or the user's cache directory."""
     if own := os.environ.get("FSDP_CONFORMANCE_CACHE"):
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME")
@@ -99,22 +100,22 @@ def cache_directory() -> Path:
 
 
 def unavailable() -> str | None:
-    """Why there is no extension here and none can be compiled; None if it can, as far as is known without trying."""
+    """Why the extension is missing and cannot be compiled; None if it can, as far as is known without trying."""
     if given := os.environ.get(EXTENSION):
-        return None if Path(given).is_file() else f"{EXTENSION}={given}, but should be the path of a shared object."
+        return None if Path(given).is_file() else f"{EXTENSION} must be the path of a shared object, got {given!r}."
     compiler = _compiler()
     if shutil.which(compiler) is None:
-        return f"no C++ compiler: {compiler!r} is not in PATH. Install g++, or name a compiler in CXX."
+        return f"no C++ compiler: {compiler!r} is not on PATH. Install g++, or set CXX to a compiler."
     if _ninja_directory() is None:
-        return "no ninja: `pip install ninja`."
+        return "ninja is not installed: run `pip install ninja`."
     headers = Path(sysconfig.get_paths()["include"]) / "Python.h"
     if not headers.exists():
-        return f"no headers of Python: {headers} is missing. Install the python3-dev package of this Python."
+        return f"no Python headers: {headers} is missing. Install the python3-dev package for this Python."
     return None
 
 
 def is_built() -> bool:
-    """Whether the extension is there, so that nothing is compiled when it is asked for."""
+    """Whether the extension has been compiled already."""
     given = os.environ.get(EXTENSION)
     target = Path(given) if given else _target()
     return target is not None and target.is_file()
@@ -122,9 +123,9 @@ def is_built() -> bool:
 
 def require() -> Path:
     """
-    The path of the shared object, compiled now where the cache has none (about a minute).
+    The path of the shared object, compiled now if the cache has none (about a minute).
 
-    Raises EnvironmentUnavailable where it cannot be compiled, with the reason and the end of the compiler's output.
+    Raises EnvironmentUnavailable if it cannot be compiled, with the reason and the end of the compiler's output.
     """
     if (given := os.environ.get(EXTENSION)) and Path(given).is_file():
         return Path(given)
@@ -143,7 +144,7 @@ def require() -> Path:
 
 def load() -> ModuleType:
     """
-    The extension, compiled if necessary. With it torch has a backend for PrivateUse1, for good: see `device.activate`.
+    Load the extension, compiling it if necessary. `activation.activate` registers its device with torch.
 
     Raises EnvironmentUnavailable as `require` does, and for a shared object that cannot be loaded.
     """
@@ -165,12 +166,22 @@ def load() -> ModuleType:
 
 
 def loaded() -> ModuleType | None:
-    """The extension if this process has loaded it."""
+    """The extension, if this process has loaded it."""
     return sys.modules.get(NAME)
 
 
+def active() -> ModuleType:
+    """The loaded extension. Raises EnvironmentUnavailable if this process has not loaded it."""
+    extension = loaded()
+    if extension is None:
+        raise EnvironmentUnavailable(
+            "the simulated accelerator is not active: call fsdp_conformance.simulator.activation.activate() first"
+        )
+    return extension
+
+
 def _target() -> Path | None:
-    """Where the shared object is kept. None without a compiler: its version is part of the place."""
+    """The path of the shared object. None without a compiler, whose version is part of the path."""
     compiler = shutil.which(_compiler())
     if compiler is None:
         return None
@@ -183,7 +194,7 @@ def _target() -> Path | None:
 
 
 def _environment(compiler: str) -> str:
-    """What a shared object is bound to, beside its sources."""
+    """What a shared object depends on besides its sources."""
     import torch
 
     tag = sys.implementation.cache_tag
@@ -201,7 +212,7 @@ def _compiler_version(compiler: str) -> str:
 
 
 def _ninja_directory() -> Path | None:
-    """Where the program `ninja` is: in PATH, or in the package of that name, whose script may be outside of PATH."""
+    """The directory of the program `ninja`: on PATH, or in the package `ninja`, whose script may not be on PATH."""
     if found := shutil.which("ninja"):
         return Path(found).parent
     if importlib.util.find_spec("ninja") is None:
@@ -214,9 +225,9 @@ def _ninja_directory() -> Path | None:
 @contextmanager
 def _locked(path: Path) -> Iterator[int]:
     """
-    Inside, no other process compiles. Yields the lock's descriptor: whoever inherits it holds the lock as well.
+    Inside, no other process compiles. Yields the lock's descriptor: a process that inherits it holds the lock too.
 
-    Raises EnvironmentUnavailable if another process compiles and does not end before the deadline.
+    Raises EnvironmentUnavailable if another process is compiling and does not finish before the deadline.
     """
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     deadline = time.monotonic() + DEADLINE_S
@@ -224,8 +235,8 @@ def _locked(path: Path) -> Iterator[int]:
         while not _try_lock(descriptor):
             if time.monotonic() > deadline:
                 raise EnvironmentUnavailable(
-                    f"the simulated accelerator is being compiled by another process, which has not ended after "
-                    f"{DEADLINE_S} s [{path}]"
+                    f"another process has been compiling the simulated accelerator for more than {DEADLINE_S} s "
+                    f"[{path}]"
                 )
             time.sleep(_POLL_S)
         yield descriptor
@@ -242,10 +253,10 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _compile(target: Path, lock: int) -> None:
-    """Compile beside `target`, keeping objects for the next time, and put the shared object there when it is whole."""
+    """Compile next to `target`, keeping objects for the next build, and move the complete shared object into place."""
     work = target.parent / "build"
     copies = _copy_sources(work / "csrc")
-    (work / "lock").unlink(missing_ok=True)  # torch's own, left behind if a compilation was killed: we hold ours
+    (work / "lock").unlink(missing_ok=True)  # torch's own lock, left behind by a killed compilation; we hold ours
     result = work / f"{NAME}.so"
     result.unlink(missing_ok=True)
     log = _run_compiler(work, [path for path in copies if path.suffix == ".cc"], lock)
@@ -258,7 +269,7 @@ def _compile(target: Path, lock: int) -> None:
 
 
 def _copy_sources(directory: Path) -> list[Path]:
-    """A copy that nobody edits while it is compiled. Equal files are left alone, so that their objects are used."""
+    """Copy the sources, which could be edited meanwhile. Unchanged copies are kept, so their objects are reused."""
     directory.mkdir(parents=True, exist_ok=True)
     wanted = {path.name: path for path in sources()}
     for path in directory.iterdir():
@@ -276,10 +287,10 @@ def _copy_sources(directory: Path) -> list[Path]:
 
 def _run_compiler(work: Path, files: list[Path], lock: int) -> str:
     """
-    Let torch compile in a process of its own, which loads the result as well: that it can be loaded is part of it.
+    Let torch compile in a separate process, which also loads the result to check that it can be loaded.
 
-    That process holds the lock, too. If this one is killed, it ends with all that it has started, and only then does
-    whoever compiles next get the lock. Returns its output.
+    That process holds the lock too. If this process is killed, it ends together with everything it has started, and
+    only then can another process take the lock. Returns its output.
     """
     ninja = _ninja_directory()
     environment = {**os.environ, "PATH": f"{ninja}{os.pathsep}{os.environ.get('PATH', '')}", "CXX": _compiler()}
@@ -292,7 +303,7 @@ def _run_compiler(work: Path, files: list[Path], lock: int) -> str:
         stderr=subprocess.STDOUT,
         text=True,
         pass_fds=(lock,),
-        start_new_session=True,  # so that the compilers it has started can be ended with it
+        start_new_session=True,  # so that its compilers can be ended with it
     )
     try:
         log = process.communicate(timeout=DEADLINE_S)[0]

@@ -1,8 +1,8 @@
 """
-`torch.cuda` as a script sees it under `--as-cuda`: its functions answer for the simulated accelerator.
+`torch.cuda` as a script sees it with `--as-cuda`: its functions refer to the simulated accelerator.
 
-What `torch.sim` has under the same name is taken from there. The rest is answered here, does nothing (ranges of NVTX
-become labels), or is refused with the reason, so that nothing is left out without a word.
+Functions that `torch.sim` has under the same name are taken from there. Of the others, some are answered here, some do
+nothing, NVTX ranges become labels, and all remaining ones raise NotSimulated with the reason.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.simulator.cuda_names import NotSimulated, replace, script_asks, stand_in, translated
 from fsdp_conformance.simulator.labels import Labels
 
-#: The device of the simulated accelerator, in the words of a property that scripts read.
+#: The device name that scripts read.
 NAME = "simulated accelerator"
 _CAPABILITY = (9, 0)
 _TOTAL_BYTES = 80 << 30
 _NCCL_VERSION = (2, 28, 9)
 
-#: Where torch.cuda has its functions from; a script may name those modules, too.
+#: The modules that torch.cuda gets its functions from; a script may use them directly.
 _PARTS = ("memory", "random", "streams", "graphs", "_utils")
 
 #: Taken from torch.sim under the same name.
@@ -45,11 +45,11 @@ _RENAMED = {
     "reset_max_memory_cached": "reset_peak_memory_stats",
 }
 
-_GRAPHS = "a graph replays work without the calls that the checker follows. Run the script without graphs"
-_MEMORY = "its allocator cannot be exchanged"
-_HANDLE = "there is no CUDA runtime beneath it"
+_GRAPHS = "a graph replays work without the calls that the checker tracks. Run the script without graphs"
+_MEMORY = "its allocator cannot be replaced"
+_HANDLE = "there is no CUDA runtime"
 
-#: What is refused, and why; everything else in torch.cuda that can be called is refused with _HANDLE.
+#: What raises NotSimulated and why; every other callable in torch.cuda raises it with _HANDLE.
 _REFUSED = {
     "CUDAGraph": _GRAPHS,
     "graph": _GRAPHS,
@@ -63,7 +63,7 @@ _REFUSED = {
 
 
 def install(labels: Labels) -> None:
-    """Put the answers into torch.cuda."""
+    """Replace the functions of torch.cuda."""
     simulator = getattr(torch, SIMULATED)
     answers: dict[str, Any] = {}
     for name in _SAME:
@@ -74,7 +74,7 @@ def install(labels: Labels) -> None:
     for name, value in list(vars(torch.cuda).items()):
         if name not in answers and _could_be_called(name, value):
             answers[name] = _refusal(name, value)
-    # Tensors and streams made from here on are the simulated ones; classes that only name something stay.
+    # From here on tensors and streams are simulated; classes that are only names stay.
     for name, value in answers.items():
         for module in (torch.cuda, *(getattr(torch.cuda, part, None) for part in _PARTS)):
             if module is torch.cuda or hasattr(module, name):
@@ -85,11 +85,11 @@ def install(labels: Labels) -> None:
 
 
 def _answers(simulator: Any) -> dict[str, Any]:
-    """What torch.cuda is asked and torch.sim is not."""
+    """The functions that torch.cuda has and torch.sim has not."""
     available = torch.cuda.is_available
 
     def is_available() -> bool:
-        # torch itself decides by it what kind of tensors it has before it, and they are not CUDA's.
+        # torch itself branches on it to handle CUDA tensors, which these are not.
         return True if script_asks() else available()
 
     def memory_summary(device: Any = None, abbreviated: bool = False) -> str:
@@ -126,7 +126,7 @@ def _answers(simulator: Any) -> dict[str, Any]:
 
 
 def _properties() -> types.SimpleNamespace:
-    """What scripts read of a device's properties."""
+    """The device properties that scripts read."""
     return types.SimpleNamespace(
         name=NAME,
         major=_CAPABILITY[0],
@@ -152,7 +152,7 @@ def _taken(value: Any, name: str) -> Any:
 
 
 def _could_be_called(name: str, value: Any) -> bool:
-    """Whether it is of torch.cuda's own that would reach for a GPU: no error class, no type of tensors, no module."""
+    """Whether it is one of torch.cuda's callables that would use a GPU: not an error class, tensor type or module."""
     if name.startswith("_") or not callable(value) or isinstance(value, types.ModuleType):
         return False
     if not getattr(value, "__module__", "").startswith(("torch.cuda", "torch._C")):
@@ -163,7 +163,7 @@ def _could_be_called(name: str, value: Any) -> bool:
 
 
 def _refusal(name: str, value: Any) -> Any:
-    """Something with that name that raises as soon as it is used."""
+    """A replacement of that name that raises when it is used."""
     why = _REFUSED.get(name, _HANDLE)
 
     def refuse(*args: Any, **kwargs: Any) -> Any:
@@ -175,11 +175,11 @@ def _refusal(name: str, value: Any) -> Any:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """For what only hints at how a GPU should do its work."""
+    """For functions that only tune how a GPU works."""
 
 
 def _install_ranges(labels: Labels) -> None:
-    """NVTX marks what runs for a profiler; here, for whoever reads a hazard."""
+    """NVTX names what runs for a profiler; here the names appear in hazards."""
 
     @contextlib.contextmanager
     def marked(text: str, *args: Any, **kwargs: Any) -> Iterator[None]:

@@ -1,47 +1,42 @@
 """
-The words of CUDA in those of the simulated accelerator, and who is asking.
+CUDA's names translated to those of the simulated accelerator, and whether the script is asking.
 
-A script that says "cuda" under `--as-cuda` gets the device "sim". What it says to torch is translated on the way in.
-What torch says to it stays as it is, for torch itself; to the script, `device.type` says "cuda" and `is_cuda` True,
-because scripts decide by them. So the two questions are answered by who asks.
+With `--as-cuda`, a script that asks for "cuda" gets the device "sim": its arguments to torch are translated. Torch's
+answers are not, because torch needs them unchanged, with two exceptions that scripts branch on: for the script,
+`device.type` is "cuda" and `is_cuda` is True. So the answer to these depends on the caller.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 import re
 import sys
-import sysconfig
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.frames import Owner, owner
 
 CUDA = "cuda"
 
-#: The collectives of the simulated accelerator, in place of NCCL.
+#: The backend that replaces NCCL.
 COLLECTIVES = "simccl"
 
 _WORD = re.compile(r"cuda(?::(\d+))?\Z")
 
-_TORCH = os.path.dirname(torch.__file__) + os.sep
-_STDLIB = sysconfig.get_path("stdlib") + os.sep
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_OWN = tuple(_PACKAGE + part + os.sep for part in ("simulator", "harness"))
+#: A script may also run code that has no file.
+_SCRIPT = frozenset({Owner.USER, Owner.NO_FILE})
 
 
 class NotSimulated(NotImplementedError):
-    """Something of CUDA that has no counterpart on the simulated accelerator."""
+    """A feature of CUDA without a counterpart on the simulated accelerator."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what} has no counterpart on the simulated accelerator: {why}")
 
 
 def simulated(value: Any) -> Any:
-    """ "sim" for "cuda", "sim:1" for "cuda:1"; anything else as it is."""
+    """ "sim" for "cuda", "sim:1" for "cuda:1"; other values unchanged."""
     if type(value) is str and value.startswith(CUDA):
         found = _WORD.match(value)
         if found:
@@ -51,9 +46,9 @@ def simulated(value: Any) -> Any:
 
 def simulated_backend(backend: Any) -> Any:
     """
-    The backend of a process group: "nccl" is the simulated accelerator's, alone or in "cpu:gloo,cuda:nccl".
+    The backend of a process group: "nccl" becomes the simulated backend, alone or in "cpu:gloo,cuda:nccl".
 
-    gloo carries tensors of a GPU through the host; here they take the simulated collectives instead.
+    gloo would move GPU tensors through the host; here they use the simulated backend instead.
     """
     if not isinstance(backend, str):
         return backend
@@ -66,15 +61,15 @@ def simulated_backend(backend: Any) -> Any:
 
 
 def simulated_map(location: Any) -> Any:
-    """`map_location` of torch.load: a word, a mapping from words to words, or a function."""
+    """`map_location` of torch.load: a name, a mapping from names to names, or a function."""
     if isinstance(location, dict):
-        # Storages carry the name that they were saved under, which is "cuda" for either.
+        # The keys are names in the file, which are "cuda" in both cases.
         return {key: simulated(value) for key, value in location.items()}
     return simulated(location)
 
 
 def translated(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function, with every word of CUDA among its arguments translated."""
+    """The function, with CUDA's names among its arguments translated."""
 
     @functools.wraps(function)
     def translating(*args: Any, **kwargs: Any) -> Any:
@@ -92,24 +87,11 @@ def translated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def script_asks(depth: int = 1) -> bool:
     """Whether the caller's caller (at depth 1) is the script or a library that it uses, not torch or this package."""
-    return _is_script(sys._getframe(depth + 1).f_code.co_filename)
-
-
-def is_own(filename: str) -> bool:
-    """Whether a file is of this package's machinery."""
-    return filename.startswith(_OWN)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_script(filename: str) -> bool:
-    if filename.startswith(_TORCH) or is_own(filename):
-        return False
-    # site-packages may lie below the standard library's folder.
-    return not (filename.startswith(_STDLIB) and "site-packages" not in filename)
+    return owner(sys._getframe(depth + 1).f_code.co_filename) in _SCRIPT
 
 
 class _StandIn(type):
-    """The class of classes that stand for another one, whose instances they make from translated arguments."""
+    """The metaclass of stand-ins: calling one makes an instance of the real class, from translated arguments."""
 
     _real: type
 
@@ -133,17 +115,17 @@ class _StandIn(type):
 
 
 def replace(owner: object, **values: Any) -> None:
-    """Put these in the place of the attributes of that name."""
+    """Replace attributes."""
     for name, value in values.items():
         setattr(owner, name, value)
 
 
 def stand_in(real: type) -> type:
     """
-    A class that makes instances of `real`, and of which every instance of `real` is one.
+    A class that makes instances of `real`, and of which every instance of `real` is an instance.
 
-    For classes of C++ that cannot be subclassed or patched: `torch.device("cuda")` gives the simulated device, and
-    `isinstance(device, torch.device)` keeps its meaning. Pickles name it as they name `real`.
+    For C++ classes that cannot be subclassed or patched: `torch.device("cuda")` returns the simulated device, and
+    `isinstance(device, torch.device)` keeps its meaning. Pickles refer to it as to `real`.
     """
     names = {"_real": real, "__module__": real.__module__, "__qualname__": real.__qualname__, "__doc__": real.__doc__}
     return _StandIn(real.__name__, (), names)

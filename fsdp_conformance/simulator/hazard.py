@@ -1,28 +1,24 @@
 """
-A hazard as the checker found it: two accesses to the same memory that nothing orders; and its explanation.
+A hazard found by the checker: two accesses to the same memory that nothing orders.
 
-`Hazard` is the data, `sentence()` says it in one line, `explain()` argues it: both accesses with their stacks, the
-memory, and the wait that is missing, as code. Texts are the same in every run of the same program: no addresses,
-streams and blocks are counted per device.
+`sentence()` states it in one line. `explain()` gives the evidence: both accesses with their stacks, the memory, and the
+missing wait as code. The texts are the same in every run of a program: they contain no addresses, and streams and
+blocks are numbered per device.
 
-Standard library only: who reads hazards from a file need not import torch.
+Standard library only, so that reading hazards from a file does not require torch.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
 import re
-import sysconfig
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from itertools import groupby
 from math import prod
-from pathlib import Path
 from typing import Any
 
+from fsdp_conformance.frames import Owner, owner, shown
 from fsdp_conformance.history.hazard import HazardKind, HazardRecord
 
 __all__ = ["Access", "Frame", "Hazard", "HazardKind", "HazardRecord", "Site", "Stream", "hazard_from_json"]
@@ -30,17 +26,17 @@ __all__ = ["Access", "Frame", "Hazard", "HazardKind", "HazardRecord", "Site", "S
 #: The name of the device in texts.
 _DEVICE = "sim"
 
-#: Columns of the sentence that an explanation begins with.
+#: Line length of the first sentence of an explanation.
 _WIDTH = 110
 
-#: Frames that are listed of a stack in which there are none but torch's, Python's and ours.
+#: How many frames are listed of a stack without frames of the user's.
 _INTERNAL_FRAMES = 8
 
-#: Files of torch that a folded group of frames is named by, before others: who issued the operation, not who passed it
-#: on.
+#: Files of torch that are preferred when a folded group of frames is named: code that issues operations, not code that
+#: passes them on.
 _TELLING = re.compile(r"torch/(distributed/(fsdp|_composable|tensor|optim)|nn/parallel|optim)/")
 
-#: Operations of a process group: who calls one gets a Work.
+#: Operations of a process group, which return a Work.
 _COLLECTIVE = re.compile(r"(all_|broadcast|coalesced|gather|recv|reduce|scatter|send)")
 
 _KINDS: Mapping[HazardKind, str] = {
@@ -52,6 +48,8 @@ _KINDS: Mapping[HazardKind, str] = {
     HazardKind.HOST_READ_IN_FLIGHT: "host read in flight",
 }
 
+_ING = {"read": "reading", "write": "writing"}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Frame:
@@ -62,25 +60,25 @@ class Frame:
     function: str
 
     def __str__(self) -> str:
-        return f"{_shown(self.file)}:{self.line} in {self.function}"
+        return f"{shown(self.file)}:{self.line} in {self.function}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Site:
-    """What made an access, an allocation or a free."""
+    """The origin of an access, an allocation or a free."""
 
     op: str
     """"aten::add_.Tensor", "all_gather_into_tensor", "free"."""
     label: str = ""
-    """Module, unit or phase, where somebody has named it (`checker.label`)."""
+    """Module, unit or phase, if it was named (`checker.label`)."""
     tensor: str = ""
-    """Name of the tensor, where somebody has named it."""
+    """Name of the tensor, if it was named."""
     stack: tuple[Frame, ...] = ()
-    """Innermost first; empty where none was gathered."""
+    """Innermost first; empty if none was captured."""
 
     def innermost(self) -> Frame | None:
-        """The innermost frame that is neither torch's nor Python's nor this package's; else the innermost."""
-        return next((frame for frame in self.stack if _owner(frame.file) == "user"), next(iter(self.stack), None))
+        """The innermost frame of the user's code; without one, the innermost frame."""
+        return next((frame for frame in self.stack if owner(frame.file) is Owner.USER), next(iter(self.stack), None))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,13 +88,13 @@ class Stream:
     device: int
     """Index; -1 is the host."""
     number: int
-    """Counted within the device in the order of first use."""
+    """Numbered within the device, in the order of first use."""
     name: str
-    """"default stream", "all-gather"; "stream" where nobody has named it."""
+    """"default stream", "all-gather"; "stream" if it was not named."""
 
     @property
     def is_host(self) -> bool:
-        """Whether it is no stream, but the program itself."""
+        """Whether this is the host, not a stream."""
         return self.device < 0
 
     def __str__(self) -> str:
@@ -105,7 +103,7 @@ class Stream:
 
     @property
     def variable(self) -> str:
-        """A name for it in code."""
+        """A name for the stream in code."""
         return re.sub(r"\W+", "_", self._title())
 
     @property
@@ -120,19 +118,19 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """One operation that reads or writes some bytes of a block of memory."""
+    """A read or write of some bytes of a block of memory by one operation."""
 
     kind: str
     """"read" or "write"."""
     stream: Stream
     offset: int
-    """Of the first byte within the block."""
+    """Offset of the first byte within the block."""
     run: int
-    """Bytes in a row."""
+    """Bytes in one run."""
     repeats: tuple[tuple[int, int], ...]
     """(count, stride in bytes) of runs, outermost first; empty for one run."""
     allocation: int
-    """Which tenant of the block it belongs to, from 1 on."""
+    """The tenant of the block that it belongs to, counted from 1."""
     site: Site
 
     @property
@@ -146,7 +144,7 @@ class Access:
         return self.offset + self.run + sum((count - 1) * stride for count, stride in self.repeats)
 
     def extent(self) -> str:
-        """Which bytes, in words."""
+        """The bytes, in words."""
         inside = f"bytes {self.offset} to {self.end - 1}"
         if not self.repeats:
             return f"{inside} ({self.nbytes} bytes)"
@@ -155,46 +153,46 @@ class Access:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hazard:
-    """One race: `then` comes first in the program, `now` should have waited for it."""
+    """One race: `now` should have waited for `then`, which comes first in the program."""
 
     kind: HazardKind
     then: Access
     now: Access
     device: int
-    """Of the memory; of pinned memory the device that was current when it was allocated."""
+    """The device of the memory; for pinned memory, the device that was current when it was allocated."""
     pinned: bool
-    """Whether it is memory of the host."""
+    """Whether it is pinned memory of the host."""
     block: int
-    """The block that `now` touches, counted from 1 within its device."""
+    """The block that `now` touches, numbered from 1 within its device."""
     nbytes: int
-    """Of that block."""
+    """The size of that block."""
     allocated: Site | None
     """Where the memory that `now` touches was allocated."""
     freed: Site | None
-    """For a reuse: where the memory that `then` touches was freed."""
+    """For reuse: where the memory that `then` touches was freed."""
     tenant_stream: Stream
     """The stream that the memory of `then` was allocated on."""
     then_block: int
-    """The block that `then` touches: another one only where the worst-case reuse of memory was asked for."""
+    """The block that `then` touches; differs from `block` only under worst-case reuse."""
     then_nbytes: int
     count: int
-    """How often it was seen: equal hazards (kind, operations, labels, streams, stacks) are one."""
+    """How often it was found: hazards with equal kind, operations, labels, streams and stacks are one."""
 
     @property
     def is_worst_case(self) -> bool:
-        """Whether the two had different memory in this run, and could have had the same in another."""
+        """Whether the two had different memory in this run, but could share it in another."""
         return self.kind is HazardKind.REUSE_IN_FLIGHT and self.then_block != self.block
 
     def sentence(self) -> str:
-        """Who touches what, and what is missing, in one line."""
+        """The two accesses and what is wrong, in one line."""
         return f"{_KINDS[self.kind]} on {self._place()}: {self._claim()}"
 
     def explain(self, *, full_stacks: bool = False) -> str:
         """
-        The whole argument, for a person: both accesses, the memory, and the wait that is missing.
+        The evidence, for people: both accesses, the memory, and the missing wait.
 
-        Stacks begin with the innermost frame; frames inside torch, Python and this package are folded, unless
-        `full_stacks`.
+        Stacks start with the innermost frame; frames inside torch, Python and this package are folded, unless
+        `full_stacks` is set.
         """
         stack = _full_stack if full_stacks else _folded_stack
         times = f" (seen {self.count} times)" if self.count > 1 else ""
@@ -211,18 +209,18 @@ class Hazard:
             lines += _belongs(self.allocated) + stack(self.allocated.stack)
         if self.is_worst_case:
             lines.append(
-                f"  in another run a caching allocator may give out block {self.then_block} "
+                f"  in another run, a caching allocator may choose block {self.then_block} "
                 f"({self.then_nbytes} bytes) instead"
             )
         if self.kind is HazardKind.REUSE_IN_FLIGHT:
-            lines.append(f"  its former tenant, allocated on {self._name(self.tenant_stream)}, was {self._freed()}")
+            lines.append(f"  its previous tenant, allocated on {self._name(self.tenant_stream)}, was {self._freed()}")
             lines += _belongs(self.freed) + stack(self.freed.stack) if self.freed is not None else []
         lines.append("  missing:")
         lines += [f"    {line}" for line in self.missing()]
         return "\n".join(lines)
 
     def missing(self) -> list[str]:
-        """The wait that would order the two, as lines of code; a comment before each says where."""
+        """The wait that would order the two accesses, as lines of code, with comments that say where."""
         first, second = self.then.stream, self.now.stream
         if self.kind is HazardKind.REUSE_IN_FLIGHT:
             return self._missing_for_reuse()
@@ -241,7 +239,7 @@ class Hazard:
         return lines
 
     def record(self) -> HazardRecord:
-        """As the history of a run keeps it."""
+        """The form in which a run's history stores it."""
         return HazardRecord(
             kind=self.kind,
             then_op=self.then.site.op,
@@ -254,25 +252,25 @@ class Hazard:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """A JSON-ready mapping; `hazard_from_json` is its inverse."""
+        """A JSON-ready mapping; `hazard_from_json` is the inverse."""
         return asdict(self)
 
     def _place(self) -> str:
         return "pinned memory" if self.pinned else f"{_DEVICE}:{self.device}"
 
     def _at(self, site: Site) -> str:
-        """The operation and where it was issued: inside torch, where one line of the user's has issued both."""
+        """The operation and where it was issued: inside torch, if the same line of the user's issued both."""
         frame = site.innermost()
         if self.then.site.innermost() == self.now.site.innermost():
-            frame = next((inner for inner in site.stack if _TELLING.search(_shown(inner.file))), frame)
+            frame = next((inner for inner in site.stack if _TELLING.search(shown(inner.file))), frame)
         return site.op if frame is None else f"{site.op} ({frame})"
 
     def _freed(self) -> str:
-        """torch frees memory without the interpreter's lock: the stack can be that of the thread's next operation."""
-        return "freed before" if self.freed is not None and self.freed.op == "free, before" else "freed"
+        """torch frees memory without the interpreter's lock: the stack may be that of the thread's next operation."""
+        return "freed before this operation" if self.freed is not None and self.freed.op == "free, before" else "freed"
 
     def _name(self, stream: Stream) -> str:
-        """A stream in words; its device, too, where it is not that of the memory."""
+        """A stream in words, with its device if that is not the device of the memory."""
         is_elsewhere = not (stream.is_host or self.pinned or stream.device == self.device)
         return f"{stream} of {_DEVICE}:{stream.device}" if is_elsewhere else str(stream)
 
@@ -283,17 +281,17 @@ class Hazard:
         first, second = self._op(self.then), self._op(self.now)
         match self.kind:
             case HazardKind.READ_AFTER_WRITE:
-                return f"{second} reads what {first} writes, and does not wait for it"
+                return f"{second} reads what {first} writes, without waiting for it"
             case HazardKind.WRITE_AFTER_READ:
-                return f"{second} overwrites what {first} reads, and does not wait for it"
+                return f"{second} overwrites what {first} reads, without waiting for it"
             case HazardKind.WRITE_AFTER_WRITE:
-                return f"{second} overwrites what {first} writes, and does not wait for it"
+                return f"{second} overwrites what {first} writes, without waiting for it"
             case HazardKind.HOST_WRITE_IN_FLIGHT:
-                return f"{second} overwrites what {first} {self.then.kind}s, and has not waited for it"
+                return f"{second} overwrites what {first} {self.then.kind}s, without having waited for it"
             case HazardKind.HOST_READ_IN_FLIGHT:
-                return f"{second} reads what {first} writes, and has not waited for it"
+                return f"{second} reads what {first} writes, without having waited for it"
         given = "may be given" if self.is_worst_case else "uses"
-        return f"{second} {given} memory that was freed while {first} still {self.then.kind}s it"
+        return f"{second} {given} memory that was freed while {first} was still {_ING[self.then.kind]} it"
 
     def _missing_for_reuse(self) -> list[str]:
         first, second, owner = self.then.stream, self.now.stream, self.tenant_stream
@@ -304,7 +302,7 @@ class Hazard:
                 "event.synchronize()",
             ]
         if first == owner:
-            # The allocator gives memory out in the order of its stream; who uses it elsewhere has to wait for that.
+            # The allocator reuses memory in the order of its own stream; use on another stream has to wait for that.
             return [
                 f"# after the memory is allocated, before {self._at(self.now.site)}",
                 f"{second.variable}.wait_stream({owner.variable})",
@@ -319,7 +317,7 @@ class Hazard:
 
 
 def hazard_from_json(data: Mapping[str, Any]) -> Hazard:
-    """The hazard that `to_json`, or the checker, describes."""
+    """The hazard described by `to_json`, or by the checker."""
     return Hazard(
         kind=HazardKind(data["kind"]),
         then=_access(data["then"]),
@@ -351,7 +349,7 @@ def _site(data: Mapping[str, Any] | None) -> Site | None:
 
 
 def _belongs(site: Site) -> list[str]:
-    """The tensor and the unit of a site, as far as they have names."""
+    """The names of a site's tensor and unit, if it has any."""
     names = ([f"of {site.tensor}"] if site.tensor else []) + ([f"in {site.label}"] if site.label else [])
     return [f"    {', '.join(names)}"] if names else []
 
@@ -361,51 +359,18 @@ def _full_stack(stack: Sequence[Frame]) -> list[str]:
 
 
 def _folded_stack(stack: Sequence[Frame]) -> list[str]:
-    """The user's frames; each group of others in one line, those below the last of the user's not at all."""
-    if not any(_owner(frame.file) == "user" for frame in stack):
-        kept = [frame for frame in stack if _owner(frame.file) != "harness"][:_INTERNAL_FRAMES]
+    """The user's frames, with each group of others folded into one line, and without those outside the last."""
+    if not any(owner(frame.file) is Owner.USER for frame in stack):
+        kept = [frame for frame in stack if owner(frame.file) is not Owner.MACHINERY][:_INTERNAL_FRAMES]
         return _full_stack(kept)
     return [f"      {line}" for line in _folded(stack)]
 
 
 def _folded(stack: Sequence[Frame]) -> Iterator[str]:
-    groups = [(is_user, list(frames)) for is_user, frames in groupby(stack, lambda f: _owner(f.file) == "user")]
+    groups = [(is_user, list(frames)) for is_user, frames in groupby(stack, lambda f: owner(f.file) is Owner.USER)]
     for index, (is_user, frames) in enumerate(groups):
         if is_user:
             yield from map(str, frames)
         elif index + 1 < len(groups):
-            telling = next((f for f in frames if _TELLING.search(_shown(f.file))), frames[0])
+            telling = next((f for f in frames if _TELLING.search(shown(f.file))), frames[0])
             yield f"... {telling}" if len(frames) == 1 else f"... {len(frames)} frames, among them {telling}"
-
-
-def _shown(file: str) -> str:
-    """A path as it is shown: torch's from "torch/" on, one below the current directory without that."""
-    for root in (_torch_directory(), _PACKAGE):
-        if root and file.startswith(root + os.sep):
-            return os.path.join(os.path.basename(root), os.path.relpath(file, root))
-    here = os.getcwd() + os.sep
-    return file.removeprefix(here)
-
-
-_PACKAGE = str(Path(__file__).resolve().parent.parent)
-_STDLIB = sysconfig.get_path("stdlib") + os.sep
-
-
-@cache
-def _torch_directory() -> str:
-    """Where torch lies, without importing it."""
-    spec = importlib.util.find_spec("torch")
-    return os.path.dirname(spec.origin) if spec is not None and spec.origin else ""
-
-
-@cache
-def _owner(file: str) -> str:
-    """Who wrote a file: "torch", "stdlib", "harness" (this package, but for its suites and tests) or "user"."""
-    if file.startswith(_torch_directory() + os.sep):
-        return "torch"
-    if file.startswith(tuple(os.path.join(_PACKAGE, part) + os.sep for part in ("harness", "simulator"))):
-        return "harness"
-    # site-packages may lie below the standard library's folder; "<string>" and the like have no file to point to.
-    if file.startswith("<") or (file.startswith(_STDLIB) and "site-packages" not in file):
-        return "stdlib"
-    return "user"

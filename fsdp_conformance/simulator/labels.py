@@ -1,9 +1,9 @@
 """
-Names for what a hazard speaks of: the module that runs, ranges that the script marks, parameters.
+Names for hazards: of the running module, of ranges that the script marks, of parameters.
 
-Modules are followed by torch's global forward hooks, so nothing of the model changes. A model's parts have the names
-that `named_modules` gives them, without those of wrappers: "Transformer.layers.0.attn". Backward runs in threads of
-autograd's, which have no Python stack; what is done there gets the stack of the call.
+Modules are tracked with torch's global forward hooks, so the model itself does not change. They have their names from
+`named_modules`, without those of wrappers: "Transformer.layers.0.attn". Backward runs in autograd's threads, which have
+no Python stack; operations there get the stack of the call to backward.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.cuda_names import replace
 
-#: What DDP, FSDP1, activation checkpointing and torch.compile put into names.
+#: What DDP, FSDP1, activation checkpointing and torch.compile add to names.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?:\.|$)")
 
 
@@ -35,13 +35,13 @@ class Labels:
         self._extension: Any = build.load()
 
     def push(self, label: str) -> int:
-        """Begin something; returns how many are open."""
+        """Begin a range; returns how many were open."""
         outer: list[str] = self._local.__dict__.setdefault("outer", [])
         outer.append(self._extension.set_label(label))
         return len(outer) - 1
 
     def pop(self) -> int:
-        """End the innermost. One that was never begun is no error: hooks may come late, scripts may be wrong."""
+        """End the innermost range. If there is none, that is no error: hooks may run late, and scripts may be wrong."""
         outer: list[str] = self._local.__dict__.setdefault("outer", [])
         if outer:
             self._extension.set_label(outer.pop())
@@ -56,11 +56,11 @@ class Labels:
         self.push(name)
 
     def after_forward(self, module: nn.Module, arguments: Any, result: Any) -> None:
-        """It has ended, by an exception too."""
+        """A module's forward has ended, possibly with an exception."""
         self.pop()
 
     def _name(self, root: nn.Module) -> None:
-        """Name a module that was met on its own, its parts, and their parameters."""
+        """Name a module that was called directly, its submodules, and their parameters."""
         inner = root
         while (wrapped := getattr(inner, "module", None)) is not None and isinstance(wrapped, nn.Module):
             inner = wrapped
@@ -69,13 +69,13 @@ class Labels:
             self._names.setdefault(module, _joined(title, path))
         with checker.suspended(), torch.no_grad():
             for path, tensor in (*root.named_parameters(), *root.named_buffers()):
-                local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor: what this rank holds
+                local = getattr(tensor, "_local_tensor", tensor)  # this rank's part of a DTensor
                 if isinstance(local, Tensor) and local.device.type == SIMULATED and _has_memory(local):
                     self._extension.name_tensor(local, _joined(title, path))
 
 
 def install() -> Labels:
-    """Follow every module, and every backward, of this process from now on."""
+    """From now on track every module and every backward pass in this process."""
     labels = Labels()
     register_module_forward_pre_hook(labels.before_forward)
     register_module_forward_hook(labels.after_forward, always_call=True)
@@ -85,9 +85,10 @@ def install() -> Labels:
 
 def _follow_backward(extension: Any) -> None:
     """
-    Give what autograd's threads do the stack of the call that they work for.
+    Give operations in autograd's threads the stack of the call that they work for.
 
-    torch.autograd.backward and .grad call the engine under a private name (2.2 to 2.13); without it, they have none.
+    torch.autograd.backward and .grad call the engine by a private name (2.2 to 2.13). If torch has no such name, these
+    operations have no stack.
     """
     run = getattr(torch.autograd, "_engine_run_backward", None)
     if run is None:
@@ -96,7 +97,7 @@ def _follow_backward(extension: Any) -> None:
 
     @functools.wraps(run)
     def followed(*args: Any, **kwargs: Any) -> Any:
-        # Recomputation calls it again from within.
+        # Activation checkpointing calls it again from inside.
         is_outermost = not getattr(local, "runs", False)
         if is_outermost:
             local.runs = True
@@ -112,7 +113,7 @@ def _follow_backward(extension: Any) -> None:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether it holds anything now: what FSDP has resharded does not."""
+    """Whether it has memory at the moment: a parameter that FSDP has resharded has none."""
     return tensor.untyped_storage().size() > 0
 
 

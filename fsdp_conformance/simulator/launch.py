@@ -1,10 +1,10 @@
 """
-Somebody's own training script on N ranks: what torchrun does on one machine, with the ranks forked from a warm process
-and supervised as those of a case are.
+Launches a training script on N ranks, like torchrun on one machine. The ranks are forked from a warm process and
+supervised like those of a test case.
 
-Each rank finds the variables that torchrun sets. The rendezvous is a TCP store that rank 0 serves on MASTER_PORT, as
-with torchrun's static rendezvous; the controller holds the port until then. A rank that ends early, hangs or dies is
-named as the harness names it, and nothing outlives the controller.
+Each rank gets the environment variables that torchrun sets. For the rendezvous, rank 0 serves a TCP store on
+MASTER_PORT, as with torchrun's static rendezvous; the controller reserves the port until then. A rank that exits early,
+hangs or dies is reported as in a test case, and no process outlives the controller.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.processes.forkserver import STOP_TIMEOUT_S, WarmServer
 
-#: What the warm process imports for the ranks: what training scripts use, and what torch itself imports late (dynamo,
-#: with the first step of an optimizer). Not torch's test harness: it changes what a process may do.
+#: The modules that the warm process imports for the ranks: those that training scripts use, and those that torch
+#: imports lazily (dynamo, at the first optimizer step). Not torch's test harness, which changes the process's settings.
 PRELOAD = (
     "torch",
     "torch.distributed",
@@ -44,25 +44,25 @@ PRELOAD = (
     "fsdp_conformance.simulator.script",
 )
 
-#: Beside it, for a script that says "cuda".
+#: In addition, for a script that uses "cuda".
 _PRELOAD_AS_CUDA = "fsdp_conformance.simulator.as_cuda"
 
-#: Suffix of the file in which a rank keeps what it has observed so far, for a controller that gets no report from it.
+#: Suffix of the file in which a rank saves its observations so far, in case it never sends a report.
 OBSERVED_SUFFIX = ".observed"
 
-#: How long after the deadline of the ranks the stacks are collected and the processes ended.
+#: Seconds after the ranks' deadline for collecting stacks and ending the processes.
 _END_S = 30.0
 
-#: Seconds between two looks at what the ranks have written.
+#: Seconds between two reads of what the ranks have printed.
 _LOOK_S = 0.1
 
-#: What a script says, rank and line; called in a thread of its own.
+#: Receives the rank and a line that the script printed; called in a separate thread.
 Say = Callable[[int, str], None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptOrder:
-    """What to run, and how."""
+    """What to run and how."""
 
     target: str
     """The path of a script, or the name of a module."""
@@ -70,40 +70,40 @@ class ScriptOrder:
     arguments: tuple[str, ...]
     world_size: int
     mode: str
-    """Of the checker: record, raise or poison."""
+    """The checker's mode: record, raise or poison."""
     as_cuda: bool
     timeout_s: float
-    """From the start of the ranks to the end of the script on each."""
+    """Seconds from the start of the ranks until the script has ended on all of them."""
 
     def deadlines(self) -> Deadlines:
-        """A collective that waits in vain speaks before its rank is ended."""
+        """A stuck collective times out before its rank is ended, so that it is reported."""
         return Deadlines(collective_s=0.75 * self.timeout_s, rank_s=self.timeout_s, case_s=self.timeout_s + _END_S)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScriptPayload:
-    """What every rank is told beside what the harness tells it."""
+    """What every rank is told in addition to the harness's own orders."""
 
     order: ScriptOrder
     port: int
-    """Of the store that rank 0 serves."""
+    """The port of the store that rank 0 serves."""
     run_id: str
     own_path_entry: str | None
-    """The entry of sys.path that the script's own comes in place of."""
+    """The entry of sys.path that the script's directory replaces."""
 
 
 class ScriptLaunch:
     """
-    The ranks of a script. A context manager: nothing of them is left when the block is.
+    The ranks of a script. A context manager: when the block ends, so have all ranks.
 
-    `start` and `wait` are apart so that the warm process imports torch while the controller does. An exception in the
-    block (Ctrl-C) ends every rank.
+    `start` and `wait` are separate so that the warm process and the controller import torch at the same time. An
+    exception in the block (Ctrl-C) ends every rank.
     """
 
     def __init__(self, order: ScriptOrder, say: Say) -> None:
         self.order = order
         self.observed: list[dict[str, Any] | None] = [None] * order.world_size
-        """What each rank has observed: its report's, or what it had written down when it ended."""
+        """What each rank observed: from its report, or from what it had saved when it ended."""
         self._say = say
         self._server = WarmServer((*PRELOAD, *([_PRELOAD_AS_CUDA] if order.as_cuda else [])), {})
         self._resources = contextlib.ExitStack()
@@ -147,12 +147,12 @@ class ScriptLaunch:
         self._followers = [_Follower(order.rank, Path(order.files.output), self._say) for order in self._orders]
 
     def wait(self) -> tuple[list[Any], list[Any]]:
-        """The RankReport (None: it sent none) and the RankExit of each rank, once all have ended."""
+        """Wait for all ranks; returns the RankReport (None if it sent none) and the RankExit of each."""
         self._supervisor.run()
         return self._supervisor.reports(), self._supervisor.exits()
 
     def _close(self) -> None:
-        """End what lives, pass on the last words, and read what was observed."""
+        """End the remaining processes, pass on the last output, and read the observations."""
         self._supervisor.kill()
         for seat in self._supervisor.seats:
             seat.mailbox.connection.close()
@@ -166,10 +166,10 @@ class ScriptLaunch:
 @contextlib.contextmanager
 def held_port() -> Iterator[int]:
     """
-    A TCP port of this machine that no other process is given as long as the block runs, and that a child can listen on.
+    A TCP port of this machine that no other process gets during the block, but that a child can listen on.
 
-    Two sockets may be bound to one port if both allow it and neither listens yet: TCP stores do, servers of others that
-    ask for any free port are given another.
+    Two sockets can be bound to one port if both allow it and neither listens yet. TCP stores allow it, and other
+    servers that ask for any free port get a different one.
     """
     with socket.socket(socket.AF_INET) as held:
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -178,7 +178,7 @@ def held_port() -> Iterator[int]:
 
 
 def torchrun_variables(rank: int, world_size: int, *, port: int, run_id: str) -> dict[str, str]:
-    """What torchrun sets for a worker of a job on one machine (torch/distributed/elastic/agent/server)."""
+    """The variables that torchrun sets for a worker on one machine (torch/distributed/elastic/agent/server)."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -194,7 +194,7 @@ def torchrun_variables(rank: int, world_size: int, *, port: int, run_id: str) ->
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
         "TORCHELASTIC_RUN_ID": run_id,
-        # Rank 0 serves the store, so that a script that sets MASTER_PORT itself finds one there, too.
+        # Rank 0 serves the store, so a script that sets MASTER_PORT itself also finds one.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
 
@@ -213,7 +213,7 @@ def _case_order(order: ScriptOrder, directory: Path, port: int) -> Any:
         world_size=order.world_size,
         device_type=SIMULATED,
         deadlines=order.deadlines(),
-        # As torchrun: one thread, unless the user says otherwise.
+        # One thread, as with torchrun, unless the user sets another number.
         determinism=Determinism(num_threads=_num_threads(), algorithms="off"),
         variables={"FSDP_CONFORMANCE_SIM_DEVICES": str(order.world_size)},
         payload=packed(
@@ -228,11 +228,11 @@ def _num_threads() -> int:
 
 
 def _own_path_entry() -> str | None:
-    """The entry of sys.path that this program was started from; the script gets its own in its place."""
+    """The entry of sys.path for this program's own start, which the script's directory replaces."""
     if sys.flags.safe_path or not sys.path:
         return None
     entry = sys.path[0] or os.getcwd()
-    # Started from a checkout that is not installed: the ranks would not find this package.
+    # Keep it if this is a checkout that is not installed: the ranks need it to find this package.
     own = Path(__file__).resolve().parents[2]
     return None if Path(entry).resolve() == own and "site-packages" not in own.parts else entry
 
@@ -240,7 +240,7 @@ def _own_path_entry() -> str | None:
 def _written(path: Path) -> dict[str, Any] | None:
     try:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # it had not come to that
+    except (OSError, ValueError):  # the rank had not got that far
         return None
     return found
 
@@ -256,7 +256,7 @@ def _end_server(server: WarmServer) -> None:
 
 
 class _Follower:
-    """Passes on what a rank writes, line by line."""
+    """Passes on what a rank prints, line by line."""
 
     def __init__(self, rank: int, path: Path, say: Say) -> None:
         self._rank = rank
@@ -268,7 +268,7 @@ class _Follower:
         self._thread.start()
 
     def stop(self) -> None:
-        """Pass on what is left, the last line included if it has no end."""
+        """Pass on the rest, including an unterminated last line."""
         self._over.set()
         self._thread.join()
         if self._rest:
@@ -285,5 +285,5 @@ class _Follower:
 
 
 def _shown(line: bytes) -> str:
-    """What a terminal would show of a line: the part after the last carriage return."""
+    """The part of a line that a terminal would show: the text after the last carriage return."""
     return line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]

@@ -1,16 +1,16 @@
 """
-What the simulated accelerator says of its memory, as `torch.cuda` does.
+Memory statistics of the simulated accelerator, as in `torch.cuda`.
 
-Bytes are exact: a storage of n bytes counts n, from its allocation to its end. CUDA rounds up to 512 and splits larger
-blocks, so that its numbers are larger. What a thread allocates in `checker.suspended()` is not counted.
+Bytes are exact: a storage of n bytes counts as n from its allocation until it is freed. CUDA's numbers are larger, as
+it rounds up to 512 bytes and splits larger blocks. Allocations of a thread in `checker.suspended()` are not counted.
 
-Freed blocks are cached per device, stream and exact size, last in first out, and keep their history for the checker.
-Memory that nobody has written is NaN, new or reused.
+Freed blocks are cached by device, stream and exact size, last in, first out, and keep their history for the checker.
+Uninitialized memory is NaN, whether new or reused.
 
-Pinned memory belongs to no device. A copy into it that does not block arrives when the host has waited for its stream;
-until then the host finds NaN. A copy out of it takes what is there when it is issued. While such copies are under way
-the operations of torch on pinned memory are looked at, in every thread of the host; what goes past torch (numpy,
-tolist, a process group for CPU tensors) is not: it finds NaN, and what it writes is found when the host waits.
+Pinned memory belongs to no device. A non-blocking copy into it completes when the host has waited for its stream; until
+then the host finds NaN. A copy from it reads the contents at the time of the call. While such copies are in flight,
+torch's operations on pinned memory are checked in every thread of the host. Accesses that bypass torch (NumPy, tolist,
+a process group for CPU tensors) are not: reads find NaN, and writes are detected when the host waits.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def max_memory_allocated(device: Any = None) -> int:
 
 
 def memory_reserved(device: Any = None) -> int:
-    """Bytes of storages and of blocks that are cached for reuse."""
+    """Bytes of storages, plus those of cached blocks."""
     return int(_stats(device)["reserved"])
 
 
@@ -57,22 +57,22 @@ def max_memory_reserved(device: Any = None) -> int:
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    """The peaks are what is held now."""
+    """Reset the peaks to the current values."""
     build.load().reset_peak_memory_stats(index_of(device))
 
 
 def reset_max_memory_allocated(device: Any = None) -> None:
-    """As `reset_peak_memory_stats`."""
+    """The same as `reset_peak_memory_stats`."""
     reset_peak_memory_stats(device)
 
 
 def reset_accumulated_memory_stats(device: Any = None) -> None:
-    """The sums of all allocations and frees begin anew."""
+    """Reset the sums of all allocations and frees."""
     build.load().reset_accumulated_memory_stats(index_of(device))
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    """The numbers under the names that `torch.cuda.memory_stats` has for them."""
+    """The statistics, under the names of `torch.cuda.memory_stats`."""
     stats = _stats(device)
     of_bytes = {
         "current": stats["allocated"],
@@ -102,18 +102,18 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 
 
 def host_memory_stats() -> dict[str, int]:
-    """The numbers for pinned memory, which belongs to no device."""
+    """The statistics for pinned memory, which belongs to no device."""
     return dict(build.load().memory_stats(-1))
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Bytes that are free, and all bytes: each device says that it has as much memory as the machine."""
+    """Free and total bytes. Each device claims to have as much memory as the machine."""
     free, total = build.load().memory_info(index_of(device))
     return free, total
 
 
 def empty_cache() -> None:
-    """Give the cached blocks of all devices back to the machine."""
+    """Free the cached blocks of all devices."""
     build.load().empty_cache()
 
 

@@ -1,9 +1,8 @@
 """
-What is arranged in a process before a script runs on the simulated accelerator, and what is read from it afterwards.
+Prepares a process for a script on the simulated accelerator, and collects the observations afterwards.
 
-The checker is on, modules and parameters have names in what it says, and what a script does that has no meaning here is
-either carried out in another way, with a note in the report (`torch.compile` runs eagerly, `mp.spawn` runs this rank's
-part in this process), or refused.
+The checker is on, and its findings name modules and parameters. Calls that cannot work here are replaced, with a note
+in the report (`torch.compile` runs eagerly, `mp.spawn` runs this rank's part in this process), or raise.
 """
 
 from __future__ import annotations
@@ -23,28 +22,30 @@ import torch.multiprocessing
 from torch._C._distributed_c10d import FileStore
 
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.simulator import build, checker, device, labels
-from fsdp_conformance.simulator.cuda_names import is_own, replace
+from fsdp_conformance.frames import Owner, owner
+from fsdp_conformance.simulator import build, checker, labels
+from fsdp_conformance.simulator.activation import activate
+from fsdp_conformance.simulator.cuda_names import replace
 from fsdp_conformance.simulator.launch import ScriptOrder
 
 
 class Observer:
-    """What this process has seen so far."""
+    """What this process has observed so far."""
 
     def __init__(self, order: ScriptOrder, directory: Path) -> None:
         self.order = order
         self.notes: dict[str, None] = {}
-        """Sentences for the report, in order; each once."""
+        """Sentences for the report, in order, without duplicates."""
         self.waits: Counter[str] = Counter()
-        """What orders streams and the host, by what the script called."""
+        """The number of waits by kind: what the script called to order streams and the host."""
         self._directory = directory
         self._rank = int(os.environ["RANK"])
         self._num_spawned = 0
         self._arranged = contextlib.ExitStack()
 
     def begin(self) -> None:
-        """Make the accelerator active and arrange everything. Raises EnvironmentUnavailable without a compiler."""
-        device.activate(self.order.world_size)
+        """Activate the accelerator and start observing. Raises EnvironmentUnavailable without a compiler."""
+        activate(self.order.world_size)
         checker.set_mode(self.order.mode)
         checker.clear()
         # Until the process ends.
@@ -59,11 +60,11 @@ class Observer:
             self.notes.update(dict.fromkeys(as_cuda.install(names)))
 
     def progress(self) -> int:
-        """Changes when there is a new hazard."""
+        """A number that changes when there is a new hazard."""
         return checker.num_hazards()
 
     def observed(self) -> dict[str, Any]:
-        """JSON-ready: hazards, and how much was checked."""
+        """The hazards, and how much was checked; JSON-ready."""
         return {
             "hazards": [_of_script(hazard.to_json()) for hazard in checker.hazards()],
             "accesses": checker.accesses(),
@@ -77,29 +78,28 @@ class Observer:
         return True
 
     def _compile(self, model: Any = None, **options: Any) -> Any:
-        """In place of torch.compile: the model or function itself."""
-        self.notes["torch.compile: the model runs eagerly here"] = None
+        """Replaces torch.compile: returns the model or function unchanged."""
+        self.notes["torch.compile is ignored: the model runs eagerly"] = None
         return model if model is not None else lambda function: function
 
     def _spawn(
         self, fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, *more: Any, **options: Any
     ) -> _Spawned | None:
         """
-        In place of torch.multiprocessing.spawn: this rank's part, in this process.
+        Replaces torch.multiprocessing.spawn: runs this rank's part, in this process.
 
-        A script that starts its ranks itself is started once per rank here, so each start is the start of one. Ranks
-        beyond `nprocs` have no part.
+        The script was started once per rank, so each of its calls starts one rank. Ranks beyond `nprocs` do nothing.
         """
         if nprocs > self.order.world_size:
             raise ConfigError(
-                [f"nprocs={nprocs}, but should be at most the number of ranks, --world-size {self.order.world_size}"],
+                [f"nprocs must be at most --world-size ({self.order.world_size}), got {nprocs}"],
                 where="torch.multiprocessing.spawn",
             )
-        self.notes["torch.multiprocessing.spawn: each rank runs its part in its own process"] = None
+        self.notes["torch.multiprocessing.spawn starts no processes: each rank runs its part in its own"] = None
         if self._rank < nprocs:
             fn(self._rank, *args)
         self._num_spawned += 1
-        # The real one returns when all have ended, and a script may start the next.
+        # The real spawn returns when all ranks have ended; the script may then spawn again.
         store = FileStore(str(self._directory / f"spawn{self._num_spawned}"), self.order.world_size)
         store.set_timeout(timedelta(seconds=self.order.timeout_s))
         store.set(f"rank{self._rank}", "ended")
@@ -108,24 +108,24 @@ class Observer:
 
 
 def _of_script(hazard: dict[str, Any]) -> dict[str, Any]:
-    """The hazard without the frames that started the script, and without those of wrappers between it and torch."""
+    """The hazard without the frames that started the script, and those of wrappers between the script and torch."""
     for site in (hazard["then"]["site"], hazard["now"]["site"], hazard["allocated"], hazard["freed"]):
         if site is not None:
             stack = itertools.takewhile(lambda frame: frame["file"] != "<frozen runpy>", site["stack"])
-            site["stack"] = [frame for frame in stack if not is_own(frame["file"])]
+            site["stack"] = [frame for frame in stack if owner(frame["file"]) is not Owner.MACHINERY]
     return hazard
 
 
 class _Spawned:
-    """What spawn returns with join=False; its processes have ended."""
+    """What spawn returns with join=False: the ranks have already ended."""
 
     def join(self, *args: Any, **kwargs: Any) -> bool:
-        """Whether all have."""
+        """Whether all ranks have ended."""
         return True
 
 
 def begin(order: ScriptOrder, directory: Path) -> Observer:
-    """Arrange this process for a script."""
+    """Prepare this process for a script."""
     observer = Observer(order, directory)
     observer.begin()
     return observer

@@ -1,4 +1,4 @@
-"""Where the simulated accelerator stands among the devices of this machine: what a run must know before its cases."""
+"""Whether the simulated accelerator is available on this machine: what a run needs to know before its cases."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fsdp_conformance.simulator import build
 @functools.cache
 def build_problem() -> str:
     """
-    Why the simulated accelerator cannot be built, or "" once it is there: the first call may wait for a compiler.
+    Why the simulated accelerator cannot be built, or "" if it is built: the first call may compile it.
 
-    Asked once per process, so that a compiler that fails is not tried again by every case.
+    Cached for the process, so that not every case tries a failing compiler again.
     """
     try:
         build.require()
@@ -28,7 +28,7 @@ def build_problem() -> str:
 
 
 def place_of(device_type: str) -> Place:
-    """What a type of device offers on this machine. Compiles nothing."""
+    """What a device type offers on this machine. Compiles nothing."""
     present, num_ranks = devices.present_environments(device_type)
     problem = ""
     if device_type == SIMULATED:
@@ -38,7 +38,7 @@ def place_of(device_type: str) -> Place:
 
 
 def places(settings: RunSettings) -> dict[str, Place]:
-    """The places that cases of a run can be sent to."""
+    """The places where the cases of a run can run."""
     found = {settings.device: place_of(settings.device)}
     if settings.simulator:
         found.setdefault(SIMULATED, place_of(SIMULATED))
@@ -52,7 +52,7 @@ def prepare(
     *,
     say: Callable[[str], object] = print,
 ) -> None:
-    """Compile the simulated accelerator if one of the cases will run on it, and `say` so: it takes a while."""
+    """Compile the simulated accelerator if one of the cases will run on it, and announce it: it takes a while."""
     here = places(settings)
     gated = (gate(case, declared=declared, settings=settings, places=here) for case in cases)
     if any(item.record is None and item.device == SIMULATED for item in gated) and not build.is_built():

@@ -1,12 +1,11 @@
 """
 Random numbers on the simulated accelerator: the CPU's.
 
-By default the generator of each device *is* the CPU's default one: a program draws the same numbers in the same order,
-whichever of its tensors are on the device, so that dropout after `torch.manual_seed(s)` is equal to the CPU's to the
-last bit. Ranks that are threads of one process would take each other's numbers; `separate_generators()` gives each
-device one of its own, which for a seed gives the CPU's sequence. A seed is then given to the current device only, and
-numbers drawn on the CPU do not advance it. What recurrent networks drop out inside of one call still comes from the
-CPU's default generator.
+By default every device uses the CPU's default generator. A program draws the same numbers in the same order, whichever
+of its tensors are on the device, so dropout after `torch.manual_seed(s)` equals the CPU's bit for bit. Ranks that are
+threads of one process would consume each other's numbers; `separate_generators()` gives each device its own generator,
+which yields the CPU's sequence for its seed. Seeding then affects the current device only, and drawing on the CPU does
+not advance it. Dropout inside a recurrent network still uses the CPU's default generator.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ __all__ = [
 
 
 def default_generator(device: Any = None) -> torch.Generator:
-    """The generator that operations on a device draw from where none is named."""
+    """The generator that operations on a device draw from by default."""
     generator: torch.Generator = build.load().default_generator(index_of(device))
     return generator
 
 
 def get_rng_state(device: Any = None) -> Tensor:
-    """The state of a device's default generator, as the CPU's is written: a ByteTensor on the CPU."""
+    """The state of a device's default generator, in the format of the CPU's: a ByteTensor on the CPU."""
     return default_generator(device).get_state()
 
 
@@ -67,7 +66,7 @@ def manual_seed(seed: int) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
-    """Seed every device; with separate generators the current one alone: the others are other ranks'."""
+    """Seed every device; with separate generators only the current one, as the others belong to other ranks."""
     for index in [current_device()] if build.load().separate_generators() else range(device_count()):
         default_generator(index).manual_seed(int(seed))
 
@@ -88,5 +87,5 @@ def initial_seed() -> int:
 
 
 def separate_generators(on: bool = True) -> None:
-    """Whether each device has a default generator of its own. It begins in the state that the CPU's has now."""
+    """Set whether each device has its own default generator, which starts in the CPU generator's current state."""
     build.load().set_separate_generators(on)

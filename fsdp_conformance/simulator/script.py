@@ -1,10 +1,10 @@
 """
-A rank that runs somebody's own training script on the simulated accelerator, under the race checker.
+A rank that runs a training script on the simulated accelerator, under the race checker.
 
-The script is run as `python script.py` (or `python -m module`) would run it: as `__main__`, with its own sys.argv, its
-own directory first on sys.path, in the directory that the command was started in. When it has ended, so have its
-threads and its exit functions; then the rank says what was observed, and waits until every other rank has spoken, too.
-So rank 0's store is there for as long as anybody needs it.
+It runs the script as `python script.py` (or `python -m module`) would: as `__main__`, with its own sys.argv, with the
+script's directory first on sys.path, in the current directory. After the script, its threads and its exit functions
+have ended, the rank reports its observations and waits until every other rank has reported. So rank 0's store exists as
+long as any rank needs it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from fsdp_conformance.outcome import RankError
 from fsdp_conformance.simulator import observe
 from fsdp_conformance.simulator.launch import OBSERVED_SUFFIX, ScriptOrder, ScriptPayload, torchrun_variables
 
-#: Seconds between two looks at what has been observed, for a rank that will not come to its report.
+#: Seconds between two saves of the observations, for a rank that never gets to report.
 _KEEP_S = 0.5
 
-#: Collectives that are remembered: a script may issue millions.
+#: How many collectives are remembered: a script may issue millions.
 _REMEMBERED = 4096
 
 
 class ScriptExited(Exception):
-    """The script ended itself with a status that means failure."""
+    """The script exited with a failure status."""
 
 
 class ScriptRank:
-    """The entry of a rank: the harness finds it by name."""
+    """The entry point of a rank; the harness finds it by name."""
 
     def __init__(self, payload: ScriptPayload, run: harness_rank.RankRun) -> None:
         self.order: ScriptOrder = payload.order
@@ -61,7 +61,7 @@ class ScriptRank:
             sys.exit(code)
 
     def init_rank(self) -> None:
-        """Make the simulated accelerator this process's accelerator, and record what happens on it."""
+        """Activate the simulated accelerator in this process, and observe it."""
         case = self.run.order.case
         os.environ.update(
             torchrun_variables(self.run.order.rank, case.world_size, port=self.payload.port, run_id=self.payload.run_id)
@@ -71,7 +71,7 @@ class ScriptRank:
         log().observers.append(_Forgetful())
 
     def run_script(self) -> None:
-        """Run the script to its end; what was observed goes into the report, however it ended."""
+        """Run the script; the observations go into the report, however it ends."""
         observer = self._observer
         if observer is None:
             raise EnvironmentUnavailable("the simulated accelerator is not active")
@@ -90,7 +90,7 @@ class ScriptRank:
                 self.run.report.measurements["observed"] = observer.observed()
 
     def describe_error(self, error: BaseException) -> RankError:
-        """The exception with the frames of the script, without ours below them."""
+        """The exception, with the script's frames and without those that started it."""
         described = harness_rank.describe_error(error)
         return RankError(
             kind=described.kind,
@@ -101,13 +101,13 @@ class ScriptRank:
         )
 
     def _prepare(self) -> None:
-        """sys.argv and sys.path as Python itself would set them."""
+        """Set sys.argv and sys.path as Python itself would."""
         entry = self.payload.own_path_entry
         if entry is not None and entry in sys.path:
             sys.path.remove(entry)
         if self.order.is_module:
             first = os.getcwd()
-            # Run by name; runpy puts the path of the file in place of it.
+            # runpy replaces the name by the file's path.
             sys.argv = [self.order.target, *self.order.arguments]
         else:
             path = Path(self.order.target)
@@ -115,7 +115,7 @@ class ScriptRank:
             sys.argv = [self.order.target, *self.order.arguments]
         if not sys.flags.safe_path:
             sys.path.insert(0, first)
-        # Ranks are forked: a module of that name that the warm process has found elsewhere must not stand for it.
+        # Ranks are forked: do not use a module of the same name that the warm process has found elsewhere.
         importlib.invalidate_caches()
 
     def _execute(self) -> None:
@@ -126,7 +126,7 @@ class ScriptRank:
 
 
 class _Forgetful(CollectiveObserver):
-    """Keeps the log from growing; the last collectives are in the trace file anyway."""
+    """Keeps the log from growing without bound; the trace file has the last collectives anyway."""
 
     def after(self, record: Any, work: Any) -> None:
         if len(log().records) >= _REMEMBERED:
@@ -134,7 +134,7 @@ class _Forgetful(CollectiveObserver):
 
 
 def _finish() -> None:
-    """What Python does at the end of a program, before it takes itself down: join threads, call exit functions."""
+    """Do what Python does at the end of a program: join threads, call exit functions, flush."""
     threading._shutdown()  # type: ignore[attr-defined]  # the same name in 3.11 to 3.14; joins all but daemon threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -144,7 +144,7 @@ def _finish() -> None:
 
 @contextlib.contextmanager
 def _kept(observer: observe.Observer, path: Path) -> Any:
-    """Observations are in a file as long as the block runs: a rank that is ended from outside cannot report."""
+    """Keep saving the observations during the block, because a rank that is killed cannot report them."""
     over = threading.Event()
 
     def keep_observations() -> None:
@@ -164,15 +164,15 @@ def _kept(observer: observe.Observer, path: Path) -> Any:
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:
-    """Whole or not at all."""
+    """Write the file completely or not at all."""
     part = path.with_suffix(".part")
-    with contextlib.suppress(OSError):  # no room, or the controller is gone: the report says it again
+    with contextlib.suppress(OSError):  # the disk is full or the controller is gone; the report repeats it
         part.write_text(json.dumps(content), encoding="utf-8")
         os.replace(part, path)
 
 
 def _script_traceback(error: BaseException) -> str:
-    """The exception and what led to it, each from the first frame of the script on."""
+    """The exception and its causes, each from the script's first frame on."""
     if isinstance(error, ScriptExited):
         return str(error)
     seen: set[int] = set()

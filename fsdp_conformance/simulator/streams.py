@@ -25,10 +25,9 @@ __all__ = [
 
 class Stream(torch.Stream):
     """
-    A stream of a device. Operations that are put on it follow one another; nothing orders them with other streams' but
-    waits.
+    A stream of a device. Its operations run in order; only waits order them with operations on other streams.
 
-    From a pool of 32 per device and priority, as on CUDA: the 33rd is the first again.
+    Taken from a pool of 32 per device and priority, as on CUDA: the 33rd stream is the first again.
     """
 
     def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Self:
@@ -38,19 +37,19 @@ class Stream(torch.Stream):
 
     @property
     def priority(self) -> int:
-        """-1 for a stream of high priority, else 0. Nothing runs earlier for it."""
+        """-1 for a high-priority stream, else 0. It has no effect on the order of execution."""
         return int(build.load().priority_of(self.stream_id))
 
     def wait_event(self, event: torch.Event) -> None:
-        """What is put on this stream from now on comes after what the event has recorded."""
+        """Order later work on this stream after the work that the event has recorded."""
         super().wait_event(event)
 
     def wait_stream(self, stream: torch.Stream) -> None:
-        """What is put on this stream from now on comes after what has been put on the other one."""
+        """Order later work on this stream after all work on the other stream so far."""
         super().wait_stream(stream)
 
     def record_event(self, event: torch.Event | None = None) -> torch.Event:
-        """Record what has been put on this stream, in the event given or in a new one."""
+        """Record the work on this stream so far, in the given event or in a new one."""
         if event is None:
             event = Event()
         event.record(self)
@@ -61,24 +60,24 @@ class Stream(torch.Stream):
 
 
 class Event(torch.Event):
-    """What a stream has been given until the event was recorded."""
+    """A point in the work of a stream: everything before it was recorded."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Self:
         if interprocess:
-            raise NotImplementedError("interprocess=True, but should be False: memory of sim is not shared")
+            raise NotImplementedError("interprocess must be False: processes cannot share memory of sim")
         return super().__new__(cls, device=torch.device(SIMULATED, current_device()), enable_timing=enable_timing)
 
     def record(self, stream: torch.Stream | None = None) -> None:
-        """Record what has been put on a stream, the current one by default."""
+        """Record the work on a stream so far, by default the current stream."""
         super().record(current_stream() if stream is None else stream)
 
     def wait(self, stream: torch.Stream | None = None) -> None:
-        """Make a stream, the current one by default, wait for what is recorded."""
+        """Make a stream, by default the current one, wait for the recorded work."""
         super().wait(current_stream() if stream is None else stream)
 
     def elapsed_time(self, end: torch.Event) -> float:
-        """Milliseconds of the host between the two records."""
-        # torch 2.13 takes no subclass for `end`.
+        """Milliseconds of host time between the recording of two events."""
+        # torch 2.13 does not accept a subclass for `end`.
         return float(build.load().elapsed_time(self.event_id, end.event_id))
 
     def __repr__(self) -> str:
@@ -86,7 +85,7 @@ class Event(torch.Event):
 
 
 class StreamContext:
-    """A context in which a stream, and its device, are the current ones. None changes nothing."""
+    """A context in which a stream and its device are the current ones. None changes nothing."""
 
     def __init__(self, stream: torch.Stream | None) -> None:
         self.stream = stream
@@ -95,7 +94,7 @@ class StreamContext:
     def __enter__(self) -> None:
         if self.stream is None:
             return
-        # Of the stream's own device the stream that was current there is restored; and the device itself.
+        # Restore both: the stream that was current on the stream's device, and the device.
         self._before.append((current_device(), current_stream(self.stream.device_index)))
         set_stream(self.stream)
 
@@ -122,7 +121,7 @@ def current_stream(device: Any = None) -> Stream:
 
 
 def default_stream(device: Any = None) -> Stream:
-    """The stream of a device on which operations run where nobody has chosen another."""
+    """The stream of a device on which operations run unless another is chosen."""
     return _stream(0, index_of(device))
 
 

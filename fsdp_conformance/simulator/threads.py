@@ -1,46 +1,30 @@
 """
-Simulated ranks on the simulated accelerator: rank r is a thread whose device is sim:r.
+Simulated ranks on the simulated accelerator: rank r is a thread with device sim:r.
 
+    activate()
     losses = run_ranks(16, train, timeout_s=120)
 
-`harness.simulated_ranks` has the ranks; here is what the device adds. Collectives of its tensors go through memory
-(`process_group`), and where a thread would block for a peer, its turn passes on. What a device draws are the rank's own
-random numbers, the same in every run. The host's clock of the checker is common: what one rank's host waits for counts
-as known to all. Ranks share no memory on their devices, so that this hides nothing.
+`harness.simulated_ranks` provides the ranks; this module adds their devices. Collectives of device tensors go through
+memory (`process_group`), and where a thread would block for a peer, another rank takes its turn. Each device draws its
+rank's own random numbers, the same in every run. All ranks share the checker's host clock: what the host of one rank
+waits for counts as known to all. Ranks do not share device memory, so this hides nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Final, TypeVar
 
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.harness.simulated_ranks import ranks as simulated_ranks
 from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 from fsdp_conformance.simulator import build, device, process_group
 
-__all__ = ["MAX_RANKS", "enable", "run_ranks"]
-
-T = TypeVar("T")
-
-#: A device index has 8 bits.
-MAX_RANKS: Final = 127
-
-
-def run_ranks(world_size: int, function: Callable[[int], T], *, timeout_s: float) -> list[T]:
-    """
-    Call `function(rank)` on `world_size` simulated ranks that have a simulated device each; their results.
-
-    As `harness.simulated_ranks.run_ranks`, with the device active. Raises ConfigError for more than MAX_RANKS ranks,
-    too.
-    """
-    device.activate()
-    return simulated_ranks.run_ranks(world_size, function, timeout_s=timeout_s)
+__all__ = ["enable"]
 
 
 def enable() -> None:
-    """Give simulated ranks of this process a device each, from now on. The device is active. May be called again."""
+    """From now on give every simulated rank of this process a device. May be called more than once."""
     if device.set_device not in simulated_ranks.device_ranks:
         simulated_ranks.device_worlds.append(_world)
         simulated_ranks.device_ranks.append(device.set_device)
@@ -48,12 +32,12 @@ def enable() -> None:
 
 @contextmanager
 def _world(world_size: int) -> Iterator[None]:
-    """As many devices as ranks, and threads that pass on their turn where they would block."""
-    if world_size > MAX_RANKS:
-        raise ConfigError([f"world_size={world_size}, but should be at most {MAX_RANKS}"], where="run_ranks")
+    """At least as many devices as ranks, and threads that pass on their turn where they would block."""
+    if world_size > device.MAX_DEVICES:
+        raise ConfigError([f"world_size must be at most {device.MAX_DEVICES}, got {world_size}"], where="run_ranks")
+    extension = build.active()
     if device.device_count() < world_size:
-        device.activate(world_size)
-    extension = build.load()
+        extension.set_num_devices(world_size)
     with process_group.thread_world():
         extension.set_thread_waiter(_wait)
         try:

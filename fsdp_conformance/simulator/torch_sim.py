@@ -1,4 +1,4 @@
-"""The module `torch.sim`: what torch's wrappers ask of a device, under the names that they ask for."""
+"""The module `torch.sim`: the functions that torch's wrappers expect of a device module."""
 
 from __future__ import annotations
 
@@ -95,10 +95,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """
-    `set_rng_state`, for everybody but DTensor.
+    `set_rng_state`, except for DTensor.
 
-    DTensor takes a device that has it for one whose state is CUDA's, a seed and an offset, and moves the offset. Here
-    the state is the CPU's; so DTensor draws as it does on the CPU: each rank for its shard, from its own generator.
+    If a device module has it, DTensor assumes that its state is a seed and an offset, as on CUDA, and moves the offset.
+    Here the state is the CPU's, so DTensor must draw as on the CPU: each rank for its shard, from its own generator.
     """
     if name == "set_rng_state" and sys._getframe(1).f_globals.get("__name__") != "torch.distributed.tensor._random":
         return rng.set_rng_state
@@ -106,7 +106,7 @@ def __getattr__(name: str) -> Any:
 
 
 class DeviceProperties(NamedTuple):
-    """What a device says of itself."""
+    """The properties of a device."""
 
     name: str
     total_memory: int
@@ -117,12 +117,12 @@ class DeviceProperties(NamedTuple):
 
 
 def is_available() -> bool:
-    """True: whoever can ask has activated the device."""
+    """True: this module exists only after the device was activated."""
     return True
 
 
 def is_initialized() -> bool:
-    """True: there is nothing to begin."""
+    """True: there is nothing to initialize."""
     return True
 
 
@@ -135,30 +135,30 @@ def _lazy_init() -> None:
 
 
 def _is_in_bad_fork() -> bool:
-    """False: a process may be forked after the device was used, if autograd has not started its threads."""
+    """False: a process may fork after using the device, unless autograd has started its threads."""
     return False
 
 
 def get_device_name(device: Any = None) -> str:
-    """What a device is called."""
+    """The name of a device."""
     return "simulated accelerator"
 
 
 def get_device_capability(device: Any = None) -> tuple[int, int]:
-    """(0, 0): it has none that CUDA's numbers could tell."""
+    """(0, 0): CUDA's capability numbers do not apply."""
     return (0, 0)
 
 
 def get_device_properties(device: Any = None) -> DeviceProperties:
-    """Name and size of memory."""
+    """Name and memory size."""
     return DeviceProperties(name=get_device_name(device), total_memory=mem_get_info(index_of(device))[1])
 
 
 def is_bf16_supported(including_emulation: bool = True) -> bool:
-    """True, as the CPU's kernels know it."""
+    """True: the CPU's kernels support it."""
     return True
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
-    """What `torch.autocast("sim")` may compute in: what the CPU's may."""
+    """The dtypes that `torch.autocast("sim")` supports: those of the CPU."""
     return [torch.bfloat16, torch.float16]

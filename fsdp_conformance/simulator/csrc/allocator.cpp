@@ -14,7 +14,7 @@
 #include "runtime.h"
 #include "settle.h"
 
-// Since torch 2.9 an allocator of an accelerator can answer torch.accelerator's questions about memory.
+// Since torch 2.9 an accelerator's allocator can answer torch.accelerator's questions about memory.
 #if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 9)
 #define SIM_HAS_DEVICE_ALLOCATOR 1
 #include <ATen/core/CachingHostAllocator.h>
@@ -31,10 +31,10 @@ struct Block {
   BlockId id = 0;
   c10::DataPtr memory;
   size_t nbytes = 0;
-  c10::DeviceIndex device = 0;  // of pinned memory: the one that was current
+  c10::DeviceIndex device = 0;  // for pinned memory: the device that was current
   bool pinned = false;
   int64_t stream = 0;
-  bool counted = true;  // false: allocated by a thread that only looks on; neither counted nor cached
+  bool counted = true;  // false: allocated by a suspended thread; neither counted nor cached
 };
 
 using Pool = std::pair<c10::DeviceIndex, int64_t>;  // device, stream
@@ -75,14 +75,15 @@ void count_reserved(MemoryStats& stats, int64_t nbytes) {
 }
 
 SitePtr site_of_allocation() {
-  if (const auto* site = Operation::current()) return *site;
+  if (const auto* site = Operation::current()) {
+    return *site;
+  }
   return checking() ? here_without_waiting("allocate") : nullptr;
 }
 
 void give_back(void* context);
 
-/// A block for `nbytes` on the device's current stream, with `fresh` as its memory, or with the memory that the cache
-/// or the system has.
+/// A block for `nbytes` on the device's current stream: over `fresh` if that is memory, else over cached or new memory.
 c10::DataPtr hand_out(c10::DeviceIndex device, size_t nbytes, c10::DataPtr fresh) {
   Memory& all = memory();
   const c10::Stream stream = current_stream(device);
@@ -111,10 +112,14 @@ c10::DataPtr hand_out(c10::DeviceIndex device, size_t nbytes, c10::DataPtr fresh
     replaced = std::move(block->memory);
     block->memory = std::move(fresh);
   } else {
-    if (!cached) block->memory = c10::GetCPUAllocator()->allocate(nbytes);
-    std::memset(block->memory.get(), 0xFF, nbytes);  // NaN: who reads what nobody has written finds it
+    if (!cached) {
+      block->memory = c10::GetCPUAllocator()->allocate(nbytes);
+    }
+    std::memset(block->memory.get(), 0xFF, nbytes);  // NaN, which is what a read of uninitialized memory finds
   }
-  if (!cached) block->id = Checker::get().add_block(nbytes, device, /*pinned=*/false);
+  if (!cached) {
+    block->id = Checker::get().add_block(nbytes, device, /*pinned=*/false);
+  }
   Checker::get().allocated(block->id, lane, std::move(site));
   {
     std::lock_guard<std::mutex> lock(all.mutex);
@@ -122,7 +127,9 @@ c10::DataPtr hand_out(c10::DeviceIndex device, size_t nbytes, c10::DataPtr fresh
     if (counted) {
       auto& stats = all.stats[device];
       count_allocated(stats, static_cast<int64_t>(nbytes));
-      if (!cached) count_reserved(stats, static_cast<int64_t>(nbytes));
+      if (!cached) {
+        count_reserved(stats, static_cast<int64_t>(nbytes));
+      }
     }
   }
   return {block->memory.get(), block, &give_back, c10::Device(kSim, device)};
@@ -169,13 +176,13 @@ void give_back_pinned(void* context) {
     count_freed(stats, static_cast<int64_t>(block->nbytes));
     stats.reserved -= static_cast<int64_t>(block->nbytes);
   }
-  // As torch's caching allocator of pinned memory does, the memory is given out anew only when the copies that were
-  // told to it have ended: so its history ends here, and another block begins where it is used again.
+  // torch's caching allocator for pinned memory reuses a block only after the copies recorded on it have finished. So
+  // the history ends here, and memory that is used again is a new block.
   Checker::get().remove_block(block->id);
   delete block;
 }
 
-// As in device.cpp: a test asks that every method overrides something.
+// As in device.cpp: a test checks that every method overrides something.
 #ifdef SIM_FORCE_OVERRIDE
 #define SIM_OVERRIDE override
 #else
@@ -193,18 +200,34 @@ using HostAllocatorBase = c10::Allocator;
 struct DeviceMemory final : AllocatorBase {
   c10::DataPtr allocate(size_t nbytes) override {
     const auto device = current_device();
-    if (nbytes == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(kSim, device)};
+    if (nbytes == 0) {
+      return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(kSim, device)};
+    }
     return hand_out(device, nbytes, {});
   }
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }  // the context is a block, not the memory
-  void copy_data(void* to, const void* from, std::size_t count) const override { std::memcpy(to, from, count); }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return nullptr;
+  }  // the context is a block, not the memory
+  void copy_data(void* to, const void* from, std::size_t count) const override {
+    std::memcpy(to, from, count);
+  }
 
 #if SIM_HAS_DEVICE_ALLOCATOR
-  bool initialized() override { return true; }
-  void emptyCache(c10::MempoolId_t /*pool*/ = {0, 0}) override { empty_cache(); }
-  void recordStream(const c10::DataPtr& data, c10::Stream stream) override { record_stream(data, stream); }
-  void resetAccumulatedStats(c10::DeviceIndex device) override { reset_accumulated_memory_stats(device); }
-  void resetPeakStats(c10::DeviceIndex device) override { reset_peak_memory_stats(device); }
+  bool initialized() override {
+    return true;
+  }
+  void emptyCache(c10::MempoolId_t /*pool*/ = {0, 0}) override {
+    empty_cache();
+  }
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    record_stream(data, stream);
+  }
+  void resetAccumulatedStats(c10::DeviceIndex device) override {
+    reset_accumulated_memory_stats(device);
+  }
+  void resetPeakStats(c10::DeviceIndex device) override {
+    reset_peak_memory_stats(device);
+  }
   c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
     const MemoryStats stats = memory_stats(device);
     c10::CachingDeviceAllocator::DeviceStats all;
@@ -219,18 +242,26 @@ struct DeviceMemory final : AllocatorBase {
     bytes(all.active_bytes, stats.allocated, stats.peak_allocated, stats.total_allocated, stats.total_freed);
     bytes(all.requested_bytes, stats.allocated, stats.peak_allocated, stats.total_allocated, stats.total_freed);
     bytes(all.reserved_bytes, stats.reserved, stats.peak_reserved, stats.peak_reserved, 0);
-    bytes(all.allocation, stats.num_allocations, stats.peak_num_allocations, stats.total_num_allocations, stats.total_num_frees);
-    bytes(all.active, stats.num_allocations, stats.peak_num_allocations, stats.total_num_allocations, stats.total_num_frees);
+    bytes(
+        all.allocation, stats.num_allocations, stats.peak_num_allocations, stats.total_num_allocations,
+        stats.total_num_frees);
+    bytes(
+        all.active, stats.num_allocations, stats.peak_num_allocations, stats.total_num_allocations,
+        stats.total_num_frees);
     return all;
   }
-  /// Bytes that are free, and all. Since torch 2.10.
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) SIM_OVERRIDE { return memory_info(device); }
+  /// Free bytes and total bytes. Since torch 2.10.
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) SIM_OVERRIDE {
+    return memory_info(device);
+  }
 #endif
 };
 
 struct PinnedMemory final : HostAllocatorBase {
   c10::DataPtr allocate(size_t nbytes) override {
-    if (nbytes == 0) return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(c10::DeviceType::CPU)};
+    if (nbytes == 0) {
+      return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(c10::DeviceType::CPU)};
+    }
     auto* block = new Block();
     block->nbytes = nbytes;
     block->device = current_device();
@@ -246,13 +277,19 @@ struct PinnedMemory final : HostAllocatorBase {
     count_reserved(all.stats[kHostMemory], static_cast<int64_t>(nbytes));
     return {block->memory.get(), block, &give_back_pinned, c10::Device(c10::DeviceType::CPU)};
   }
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
-  void copy_data(void* to, const void* from, std::size_t count) const override { std::memcpy(to, from, count); }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return nullptr;
+  }
+  void copy_data(void* to, const void* from, std::size_t count) const override {
+    std::memcpy(to, from, count);
+  }
 
 #if SIM_HAS_DEVICE_ALLOCATOR
   bool record_event(void* memory, void* /*context*/, c10::Stream stream) override {
     const auto located = locate(static_cast<const void*>(memory));
-    if (!located || !located->pinned) return false;
+    if (!located || !located->pinned) {
+      return false;
+    }
     Checker::get().record_stream(located->block, lane_of(stream));
     return true;
   }
@@ -276,8 +313,12 @@ struct PinnedMemory final : HostAllocatorBase {
     all.num_host_free = stats.total_num_frees;
     return all;
   }
-  void reset_accumulated_stats() override { reset_accumulated_memory_stats(kHostMemory); }
-  void reset_peak_stats() override { reset_peak_memory_stats(kHostMemory); }
+  void reset_accumulated_stats() override {
+    reset_accumulated_memory_stats(kHostMemory);
+  }
+  void reset_peak_stats() override {
+    reset_peak_memory_stats(kHostMemory);
+  }
 #endif
 };
 
@@ -311,26 +352,36 @@ std::pair<size_t, size_t> memory_info(c10::DeviceIndex device) {
 }
 
 c10::DataPtr adopt(c10::DataPtr memory, size_t nbytes, c10::DeviceIndex device) {
-  if (nbytes == 0 || !memory) return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(kSim, device)};
+  if (nbytes == 0 || !memory) {
+    return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(kSim, device)};
+  }
   return hand_out(device, nbytes, std::move(memory));
 }
 
 std::optional<Located> locate(const c10::DataPtr& data) {
   const auto deleter = data.get_deleter();
-  if (deleter == &give_back || deleter == &give_back_pinned) return located(*static_cast<Block*>(data.get_context()));
+  if (deleter == &give_back || deleter == &give_back_pinned) {
+    return located(*static_cast<Block*>(data.get_context()));
+  }
   return locate(data.get());  // memory of a block under another owner: a storage made from an address
 }
 
 std::optional<Located> locate(const void* address) {
-  if (address == nullptr) return std::nullopt;
+  if (address == nullptr) {
+    return std::nullopt;
+  }
   const auto* at = static_cast<const char*>(address);
   Memory& all = memory();
   std::lock_guard<std::mutex> lock(all.mutex);
   auto next = all.by_address.upper_bound(at);
-  if (next == all.by_address.begin()) return std::nullopt;
+  if (next == all.by_address.begin()) {
+    return std::nullopt;
+  }
   const Block& block = *std::prev(next)->second;
   const auto* begin = static_cast<const char*>(block.memory.get());
-  if (at >= begin + block.nbytes) return std::nullopt;
+  if (at >= begin + block.nbytes) {
+    return std::nullopt;
+  }
   return located(block);
 }
 
@@ -384,7 +435,9 @@ void set_name(BlockId block, std::string name) {
 
 std::string name_of(BlockId block) {
   Memory& all = memory();
-  if (all.num_names.load(std::memory_order_relaxed) == 0) return {};
+  if (all.num_names.load(std::memory_order_relaxed) == 0) {
+    return {};
+  }
   std::lock_guard<std::mutex> lock(all.mutex);
   const auto found = all.names.find(block);
   return found == all.names.end() ? std::string() : found->second;
@@ -393,7 +446,9 @@ std::string name_of(BlockId block) {
 void resize_bytes(c10::StorageImpl* storage, size_t nbytes) {
   TORCH_CHECK(storage->resizable(), "Trying to resize storage that is not resizable");
   const auto before = storage->nbytes();
-  if (before == nbytes) return;
+  if (before == nbytes) {
+    return;
+  }
   const auto device = storage->device().index();
   c10::DataPtr fresh = nbytes == 0
       ? c10::DataPtr(nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(kSim, device))
@@ -412,11 +467,15 @@ void resize_bytes(c10::StorageImpl* storage, size_t nbytes) {
       const auto note = [&](const c10::DataPtr& data, Kind kind) {
         const auto block = locate(data);
         const auto hazard = block ? Checker::get().access(block->block, kind, extent, lane, site) : std::nullopt;
-        if (hazard && act_on(*hazard)) spoilt = true;
+        if (hazard && act_on(*hazard)) {
+          spoilt = true;
+        }
       };
       note(storage->data_ptr(), Kind::Read);
       note(fresh, Kind::Write);
-      if (spoilt) std::memset(fresh.get(), 0xFF, kept);
+      if (spoilt) {
+        std::memset(fresh.get(), 0xFF, kept);
+      }
     }
   }
   storage->set_data_ptr_noswap(std::move(fresh));

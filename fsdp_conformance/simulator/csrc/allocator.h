@@ -1,4 +1,4 @@
-// Memory of the device and pinned memory of the host, in blocks that the checker knows.
+// Device memory and pinned host memory, in blocks that the checker tracks.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -12,25 +12,25 @@
 
 namespace sim {
 
-/// A piece of memory that one of the two allocators here has given out.
+/// Memory that one of the two allocators has handed out.
 struct Located {
   BlockId block;
   const char* begin;
   size_t nbytes;
   bool pinned;
-  int32_t device;  // of pinned memory: the one that was current when it was allocated
+  int32_t device;  // for pinned memory: the device that was current when it was allocated
 };
 
 c10::Allocator* device_allocator();
 c10::Allocator* pinned_allocator();
-/// Make torch ask them.
+/// Register both with torch.
 void register_allocators();
 
-/// Memory that a CPU kernel has allocated for its result becomes memory of the device, as if it had been allocated
-/// there: it takes the place of a cached block of the same size, with that block's history.
+/// Turn memory that a CPU kernel has allocated for its result into device memory, as if it had been allocated there: it
+/// replaces the memory of a cached block of the same size and continues that block's history.
 c10::DataPtr adopt(c10::DataPtr memory, size_t nbytes, c10::DeviceIndex device);
 
-/// The block that some memory lies in; nothing for memory from elsewhere, and for none.
+/// The block that contains an address; nothing for a null address or for memory from elsewhere.
 std::optional<Located> locate(const c10::DataPtr& data);
 std::optional<Located> locate(const void* address);
 
@@ -38,29 +38,29 @@ std::optional<Located> locate(const void* address);
 struct MemoryStats {
   int64_t allocated = 0;
   int64_t peak_allocated = 0;
-  int64_t reserved = 0;  // allocated, and cached for reuse
+  int64_t reserved = 0;  // allocated or cached for reuse
   int64_t peak_reserved = 0;
-  int64_t total_allocated = 0;  // all that was ever allocated, and freed
+  int64_t total_allocated = 0;  // since the process started; so is total_freed
   int64_t total_freed = 0;
   int64_t num_allocations = 0;  // now
   int64_t peak_num_allocations = 0;
   int64_t total_num_allocations = 0;
   int64_t total_num_frees = 0;
 };
-/// Of a device, or of pinned memory (-1).
+/// For a device, or for pinned memory (-1).
 MemoryStats memory_stats(c10::DeviceIndex device);
 void reset_peak_memory_stats(c10::DeviceIndex device);
 void reset_accumulated_memory_stats(c10::DeviceIndex device);
-/// Bytes of a device that are free, and all: each device says that it has as much memory as the machine.
+/// Free and total bytes of a device. Each device claims as much memory as the machine has.
 std::pair<size_t, size_t> memory_info(c10::DeviceIndex device);
-/// Give the cached blocks of all devices back.
+/// Free the cached blocks of all devices.
 void empty_cache();
 
 void set_name(BlockId block, std::string name);
-/// Empty: it has none.
+/// Empty if the block has no name.
 std::string name_of(BlockId block);
 
-/// Another size for a storage on the device, with as much of its contents as fits.
+/// Resize a storage on the device, keeping as much of its contents as fits.
 void resize_bytes(c10::StorageImpl* storage, size_t nbytes);
 
 }  // namespace sim

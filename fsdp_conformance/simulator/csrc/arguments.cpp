@@ -37,20 +37,20 @@ void check_device(const Argument& argument, c10::DeviceType type) {
   const bool fits =
       argument.tensor.defined() && argument.tensor.layout() == at::kStrided && argument.tensor.device().type() == type;
   TORCH_CHECK_WITH(
-      ValueError, fits, "Tensors must be on ", c10::DeviceTypeName(type, /*lower_case=*/true),
-      " and dense, but got the ", describe(argument));
+      ValueError, fits, "Tensors must be on ", c10::DeviceTypeName(type, /*lower_case=*/true), " and dense, got the ",
+      describe(argument));
 }
 
 void check_dense(const Argument& argument, c10::Device device) {
   check_device(argument, device.type());
   TORCH_CHECK_WITH(
-      ValueError, argument.tensor.device() == device, "Tensors must be on the same device, ", device, ", but got the ",
+      ValueError, argument.tensor.device() == device, "Tensors must be on the same device, ", device, ", got the ",
       describe(argument));
 }
 
 void check_contiguous(const Argument& argument, c10::Device device) {
   check_dense(argument, device);
-  TORCH_CHECK_WITH(ValueError, is_raw(argument.tensor), "Tensors must be contiguous, but got the ", describe(argument));
+  TORCH_CHECK_WITH(ValueError, is_raw(argument.tensor), "Tensors must be contiguous, got the ", describe(argument));
 }
 
 void check_dtype(const Argument& argument) {
@@ -75,31 +75,31 @@ void check_dtype(const Argument& argument) {
 void check_same_dtype(const Argument& argument, const Argument& other) {
   TORCH_CHECK_WITH(
       TypeError, argument.tensor.scalar_type() == other.tensor.scalar_type(),
-      "output tensor must have the same type as input tensor, but got the ", describe(argument), " and the ",
+      "output tensor must have the same type as input tensor, got the ", describe(argument), " and the ",
       describe(other));
 }
 
 void check_same_sizes(const Argument& argument, const Argument& other) {
   TORCH_CHECK_WITH(
-      ValueError, argument.tensor.sizes() == other.tensor.sizes(), "tensors must have the same size, but got the ",
+      ValueError, argument.tensor.sizes() == other.tensor.sizes(), "tensors must have the same size, got the ",
       describe(argument), " and the ", describe(other));
 }
 
 void check_numel(const Argument& argument, int64_t numel, const std::string& whose) {
   TORCH_CHECK_WITH(
-      ValueError, argument.tensor.numel() == numel, describe(argument), " has ", argument.tensor.numel(),
-      " elements, but should have ", numel, ": ", whose);
+      ValueError, argument.tensor.numel() == numel, describe(argument), ": expected ", numel, " elements, got ",
+      argument.tensor.numel(), "; ", whose);
 }
 
 void check_length(const std::vector<at::Tensor>& list, int size, const char* name, const char* collective) {
   TORCH_CHECK_WITH(
-      ValueError, static_cast<int>(list.size()) == size, "len(", name, ")=", list.size(), ", but should be ", size,
-      ", same as size of the process group [", collective, "]");
+      ValueError, static_cast<int>(list.size()) == size, "len(", name, ") must be ", size,
+      ", the size of the process group, got ", list.size(), " [", collective, "]");
 }
 
 void check_rank(int rank, int size, const char* what, const char* collective) {
   TORCH_CHECK_WITH(
-      ValueError, rank >= 0 && rank < size, "invalid ", what, " rank: ", rank, ", but should be in [0, ", size, ") [",
+      ValueError, rank >= 0 && rank < size, "invalid ", what, " rank: ", rank, ", must be in [0, ", size, ") [",
       collective, "]");
 }
 
@@ -170,7 +170,7 @@ Reduction reduction_of(const ReduceOp& reduce, const Argument& argument, int siz
       C10_THROW_ERROR(ValueError, "Unhandled ReduceOp");
   }
   if (dtype == at::kBool) {
-    // NCCL has no bool: bytes, whose maximum is the logical or that a sum of bools means.
+    // NCCL has no bool. bools travel as bytes, and a sum of bools is a logical or: the maximum of the bytes.
     result.dtype = at::kByte;
     result.op = result.op == ReduceOp::SUM ? ReduceOp::MAX : result.op;
   }

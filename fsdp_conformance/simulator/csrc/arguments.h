@@ -1,4 +1,4 @@
-// What a program gives to a collective: the checks that ProcessGroupNCCL makes, in its words, with the tensor named.
+// The arguments of collectives, with ProcessGroupNCCL's checks: in its words, plus the name of the tensor.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -9,7 +9,7 @@
 
 namespace sim {
 
-/// A tensor, and what it is called in messages.
+/// A tensor and its name in messages.
 struct Argument {
   at::Tensor tensor;
   std::string name;
@@ -21,13 +21,13 @@ std::vector<Argument> named(const std::vector<at::Tensor>& tensors, const std::s
 /// "output tensor of shape [4, 2], strides [2, 1], Float on sim:0".
 std::string describe(const Argument& argument);
 
-/// Whether the elements fill a piece of memory without gaps, in the order of one of torch's memory formats.
+/// Whether the elements fill their memory without gaps, in the order of one of torch's memory formats.
 bool is_raw(const at::Tensor& tensor);
 
-// Each raises unless it is so.
+// Each of these raises if its condition does not hold.
 void check_device(const Argument& argument, c10::DeviceType type);
 void check_dense(const Argument& argument, c10::Device device);
-/// Dense and without gaps: collectives transfer memory as it lies.
+/// Dense and without gaps, because collectives transfer memory as it is laid out.
 void check_contiguous(const Argument& argument, c10::Device device);
 void check_dtype(const Argument& argument);
 void check_same_dtype(const Argument& argument, const Argument& other);
@@ -38,17 +38,17 @@ void check_rank(int rank, int size, const char* what, const char* collective);
 
 bool same_sizes(const std::vector<at::Tensor>& tensors);
 
-/// A complex tensor as pairs of real numbers, for the collectives that take it so.
+/// A view of a complex tensor as pairs of real numbers, for the collectives that accept complex tensors.
 at::Tensor as_real(const at::Tensor& tensor);
 at::Tensor as_real(const at::Tensor& tensor, const c10d::ReduceOp& reduce, const char* collective);
 
 /// How a reduction is carried out.
 struct Reduction {
-  at::ScalarType dtype;          // bool goes as bytes
+  at::ScalarType dtype;          // bools travel as bytes
   c10d::ReduceOp::RedOpType op;  // SUM, PRODUCT, MIN or MAX
-  int64_t divisor = 1;           // of the result, for an average
-  at::Tensor factor;             // of what is given, for PREMUL_SUM; undefined: none
-  double scalar_factor = 1;      // the same, where it is no tensor
+  int64_t divisor = 1;           // divides the result, for an average
+  at::Tensor factor;             // multiplies the input, for PREMUL_SUM; may be undefined
+  double scalar_factor = 1;      // the same, where the factor is a number
   std::string name;
 };
 Reduction reduction_of(const c10d::ReduceOp& reduce, const Argument& argument, int size);

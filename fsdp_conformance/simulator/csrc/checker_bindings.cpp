@@ -1,4 +1,4 @@
-// The checker for Python: what checker.py and the unit tests of the semantics need. Needs nothing of torch.
+// The checker for Python: what checker.py and the tests of its semantics need. Does not use torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -22,12 +22,9 @@ constexpr std::pair<const char*, Mode> kModes[] = {
 constexpr std::pair<const char*, Reuse> kReuses[] = {{"exact", Reuse::Exact}, {"worst_case", Reuse::WorstCase}};
 constexpr std::pair<const char*, Kind> kKinds[] = {{"read", Kind::Read}, {"write", Kind::Write}};
 constexpr std::pair<const char*, HazardKind> kHazardKinds[] = {
-    {"read_after_write", HazardKind::ReadAfterWrite},
-    {"write_after_read", HazardKind::WriteAfterRead},
-    {"write_after_write", HazardKind::WriteAfterWrite},
-    {"reuse_in_flight", HazardKind::ReuseInFlight},
-    {"host_write_in_flight", HazardKind::HostWriteInFlight},
-    {"host_read_in_flight", HazardKind::HostReadInFlight}};
+    {"read_after_write", HazardKind::ReadAfterWrite},        {"write_after_read", HazardKind::WriteAfterRead},
+    {"write_after_write", HazardKind::WriteAfterWrite},      {"reuse_in_flight", HazardKind::ReuseInFlight},
+    {"host_write_in_flight", HazardKind::HostWriteInFlight}, {"host_read_in_flight", HazardKind::HostReadInFlight}};
 
 template <class Value, size_t N>
 Value value_of(const std::pair<const char*, Value> (&table)[N], const std::string& name, const char* what) {
@@ -38,7 +35,7 @@ Value value_of(const std::pair<const char*, Value> (&table)[N], const std::strin
     }
     names += (names.empty() ? "" : ", ") + std::string(known);
   }
-  throw py::value_error(std::string(what) + "=" + name + ", but should be one of " + names);
+  throw py::value_error(std::string(what) + " must be one of " + names + ", got " + name);
 }
 
 template <class Value, size_t N>
@@ -53,7 +50,7 @@ std::string name_of(const std::pair<const char*, Value> (&table)[N], Value value
 
 using Repeats = std::vector<std::pair<int64_t, int64_t>>;
 
-/// A stack that Python supplies: a function without arguments that returns (file, line, function), innermost first.
+/// A stack supplied by Python: a function without arguments that returns (file, line, function), innermost first.
 class PythonStack : public Stack {
  public:
   explicit PythonStack(py::function frames) : frames_(std::move(frames)) {}
@@ -78,7 +75,7 @@ class PythonStack : public Stack {
   py::function frames_;
 };
 
-// Descriptions are in the form of `Hazard.to_json()` (hazard.py).
+// Descriptions have the form of `Hazard.to_json()` (hazard.py).
 
 py::object describe(const SitePtr& site) {
   if (!site) {
@@ -140,7 +137,7 @@ py::dict describe(const Checker& checker, const Hazard& hazard) {
   return result;
 }
 
-/// What is read of a hazard here runs Python (stacks): each description is made after the checker's lock is free.
+/// Describing a hazard runs Python (for its stacks), so it happens after the checker's lock is released.
 py::list describe_hazards(const Checker& checker) {
   py::list result;
   for (const Hazard& hazard : checker.hazards()) {
@@ -150,13 +147,7 @@ py::list describe_hazards(const Checker& checker) {
 }
 
 py::object access(
-    Checker& checker,
-    BlockId block,
-    const std::string& kind,
-    Lane lane,
-    int64_t offset,
-    int64_t run,
-    Repeats repeats,
+    Checker& checker, BlockId block, const std::string& kind, Lane lane, int64_t offset, int64_t run, Repeats repeats,
     const std::shared_ptr<Site>& site) {
   const auto hazard =
       checker.access(block, value_of(kKinds, kind, "kind"), Extent{offset, run, std::move(repeats)}, lane, site);
@@ -178,23 +169,19 @@ void register_checker(py::module_& module) {
             }
             return site;
           }),
-          py::arg("op"),
-          py::arg("label") = "",
-          py::arg("tensor") = "",
-          py::arg("stack") = py::none());
+          py::arg("op"), py::arg("label") = "", py::arg("tensor") = "", py::arg("stack") = py::none());
 
   using List = std::vector<Repeats::value_type>;
   py::class_<Checker, std::shared_ptr<Checker>> checker(module, "Checker");
-  checker.def(py::init<>())
-      // The one of the process belongs to nobody.
+  checker
+      .def(py::init<>())
+      // The process's checker is never destroyed.
       .def_static("get", [] { return std::shared_ptr<Checker>(&Checker::get(), [](Checker*) {}); })
       .def_property(
-          "mode",
-          [](const Checker& self) { return name_of(kModes, self.mode()); },
+          "mode", [](const Checker& self) { return name_of(kModes, self.mode()); },
           [](Checker& self, const std::string& mode) { self.set_mode(value_of(kModes, mode, "mode")); })
       .def_property(
-          "reuse",
-          [](const Checker& self) { return name_of(kReuses, self.reuse()); },
+          "reuse", [](const Checker& self) { return name_of(kReuses, self.reuse()); },
           [](Checker& self, const std::string& reuse) { self.set_reuse(value_of(kReuses, reuse, "reuse")); })
       .def("add_lane", &Checker::add_lane, py::arg("name"), py::arg("device") = 0)
       .def("lane_name", &Checker::lane_name)
@@ -216,25 +203,14 @@ void register_checker(py::module_& module) {
           [](Checker& self, BlockId block, Lane lane, const std::shared_ptr<Site>& site) {
             self.allocated(block, lane, site);
           },
-          py::arg("block"),
-          py::arg("lane"),
-          py::arg("site") = nullptr)
+          py::arg("block"), py::arg("lane"), py::arg("site") = nullptr)
       .def(
-          "freed",
-          [](Checker& self, BlockId block, const std::shared_ptr<Site>& site) { self.freed(block, site); },
-          py::arg("block"),
-          py::arg("site") = nullptr)
+          "freed", [](Checker& self, BlockId block, const std::shared_ptr<Site>& site) { self.freed(block, site); },
+          py::arg("block"), py::arg("site") = nullptr)
       .def("record_stream", &Checker::record_stream)
       .def(
-          "access",
-          &access,
-          py::arg("block"),
-          py::arg("kind"),
-          py::arg("lane"),
-          py::arg("offset"),
-          py::arg("run"),
-          py::arg("repeats") = List{},
-          py::arg("site") = nullptr)
+          "access", &access, py::arg("block"), py::arg("kind"), py::arg("lane"), py::arg("offset"), py::arg("run"),
+          py::arg("repeats") = List{}, py::arg("site") = nullptr)
       .def_static("suspend", &Checker::suspend)
       .def_static("resume", &Checker::resume)
       .def_static("suspended", &Checker::suspended)

@@ -32,7 +32,7 @@ struct Owed {
   std::shared_ptr<CollectiveCall> call;
 };
 
-/// A call as an operation of a stream.
+/// A call, as an operation on a stream.
 struct Started {
   c10::DeviceIndex device;
   Lane lane;
@@ -40,7 +40,7 @@ struct Started {
   std::shared_ptr<CollectiveCall> call;
 
   bool in(const Clock& clock) const {
-    // The host's clock is common to all ranks of a process, but no host waits for what another rank has started.
+    // All ranks of a process share the host's clock, but a host never waits for a call that another rank started.
     if (threads_take_turns() && device != current_device()) {
       return false;
     }
@@ -50,8 +50,9 @@ struct Started {
 
 struct Registry {
   std::mutex mutex;
-  std::vector<Started> started;  // that nobody has finished, in the order of their start
-  // By the end of the target. Targets of different calls never overlap: issuing a call settles what it will write.
+  std::vector<Started> started;  // unfinished calls, in the order in which they were started
+  // Keyed by the end of the target. Targets of different calls never overlap: issuing a call settles what it will
+  // write.
   std::multimap<const char*, Owed> owed;
   std::atomic<size_t> num_owed{0};
   std::atomic<size_t> num_started{0};
@@ -61,7 +62,7 @@ struct Registry {
     num_started.store(started.size(), std::memory_order_release);
   }
 
-  /// Those that `chosen` is true of.
+  /// The calls for which `chosen` is true.
   template <typename Choose>
   std::vector<std::shared_ptr<CollectiveCall>> calls(Choose chosen) {
     std::vector<std::shared_ptr<CollectiveCall>> found;
@@ -77,7 +78,7 @@ struct Registry {
     return found;
   }
 
-  /// Under the lock.
+  /// Call it under the lock.
   template <typename Visit>
   void each(const char* begin, const char* end, Visit visit) {
     for (auto entry = owed.upper_bound(begin); entry != owed.end() && entry->second.target->begin < end; ++entry) {
@@ -87,7 +88,7 @@ struct Registry {
 };
 
 Registry& registry() {
-  static auto* all = new Registry();  // Outlives the tensors of a process that just exits.
+  static auto* all = new Registry();  // Outlives the tensors of a process that exits abruptly.
   return *all;
 }
 
@@ -190,7 +191,7 @@ bool CollectiveCall::finish(std::optional<Deadline> deadline) {
       std::lock_guard<std::mutex> lock(mutex_);
       failure_ = error.what();
     }
-    unpublish();  // Said once where the bytes were needed; they stay NaN.
+    unpublish();  // Reported once, where the bytes were needed; they stay NaN.
     throw;
   }
   deliver(results);
@@ -217,7 +218,7 @@ void CollectiveCall::deliver(const std::vector<std::vector<at::Tensor>>& results
         result = at::isIntegralType(result.scalar_type(), /*includeBool=*/true) ? at::div(result, part.divisor, "trunc")
                                                                                 : at::div(result, part.divisor);
       }
-      // The same bytes: what is only moved comes as bytes, and a complex number as two real ones.
+      // The same bytes with the target's dtype: data that is only moved arrives as bytes, complex numbers as two reals.
       const auto typed = at::from_blob(result.data_ptr(), target.place.sizes(), target.place.options());
       if (target.poisoned) {
         std::memset(typed.data_ptr(), 0xFF, typed.nbytes());
@@ -302,7 +303,7 @@ void forget(const void* begin, size_t nbytes) {
     all.recount();
   }
   for (const auto& owed : found) {
-    std::lock_guard<std::mutex> lock(owed.call->mutex_);  // Until a delivery that has begun is over.
+    std::lock_guard<std::mutex> lock(owed.call->mutex_);  // Wait for a delivery in progress.
   }
 }
 

@@ -1,14 +1,14 @@
-// What collectives owe to memory on the device.
+// Results of collectives that device memory has yet to receive.
 //
-// A collective does not block the host that issues it: on a GPU it is put on a stream, and a program whose ranks issue
-// the collectives of several groups in different orders, or talk to each other through the store in between, runs. Here
-// operations run at once, in program order, so that the bytes of an output must be there when the next operation
-// touches it. They are fetched then, not before: the host blocks at the first touch of an output, and where it waits
-// for the stream, an event or the device itself.
+// A collective does not block the host that issues it. On a GPU it is put on a stream, so ranks may issue the
+// collectives of several groups in different orders, or talk to each other through the store in between. Here
+// operations run immediately, in program order, so the bytes of an output must be there when the next operation touches
+// it. They are fetched at that moment, not before: the host blocks when an output is first touched, and when it waits
+// for the stream, an event or the device.
 //
-// What remains: who touches an output waits for the peers, where on a GPU the host would go on and only the stream
-// would wait. Ranks that touch the outputs of two groups in opposite orders before they issue what the other one waits
-// for block each other here; on a GPU they do so as well if the touching kernels are on one stream.
+// One difference remains: the host waits for the peers when it touches an output, where on a GPU only the stream would
+// wait. Two ranks deadlock here if they touch the outputs of two groups in opposite orders, each before issuing what
+// the other waits for. On a GPU they would also deadlock if the kernels that touch the outputs are on one stream.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -25,7 +25,7 @@
 
 namespace sim {
 
-/// Where a result belongs: a CPU tensor over memory of the device. Forgotten when that memory is freed.
+/// The destination of a result: a CPU tensor over device memory. Forgotten when that memory is freed.
 struct Target {
   explicit Target(at::Tensor place);
 
@@ -36,30 +36,31 @@ struct Target {
   std::atomic<bool> forgotten{false};
 };
 
-/// One exchange of a call, and where its results belong.
+/// One exchange of a call, and the destinations of its results.
 struct Part {
   std::shared_ptr<Exchange> exchange;
-  std::vector<std::unique_ptr<Target>> targets;  // as many as results
-  int64_t divisor = 1;                           // an average: the sum is divided where it is delivered
+  std::vector<std::unique_ptr<Target>> targets;  // one for each result
+  int64_t divisor = 1;                           // for an average: the sum is divided on delivery
 };
 
-/// A collective as the program called it: one exchange, or several that it coalesced.
+/// A collective as the program called it: one exchange, or several if they were coalesced.
 class CollectiveCall : public std::enable_shared_from_this<CollectiveCall> {
  public:
-  /// Before `publish`.
+  /// Call it before `publish`.
   void add(Part part);
-  /// Keep the memory of tensors on the CPU, which nobody reports as freed, as long as the call is there.
+  /// Keep the memory of CPU tensors alive as long as the call: nothing reports when it is freed.
   void hold(const std::vector<at::Tensor>& tensors);
-  /// From now on who touches a target fetches the results, and so does who waits on the host for operation `tick` of the
-  /// lane, which is a stream of the device.
+  /// From now on touching a target fetches the results, and so does a host wait for operation `tick` of the lane, a
+  /// stream of the device.
   void publish(c10::DeviceIndex device, Lane lane, uint64_t tick);
 
-  /// Whether the peers have done their part; the results need not be in place.
+  /// Whether the peers have done their part; the results need not be delivered yet.
   bool done();
-  /// Block until the results are in place; false at the deadline. Throws why a peer or the transport failed. No GIL.
+  /// Block until the results are delivered; false at the deadline. Throws if a peer or the transport failed. Call it
+  /// without the GIL.
   bool finish(std::optional<Deadline> deadline);
   void abort(const std::string& reason);
-  /// Why it failed; empty if it has not, as far as anybody has looked.
+  /// Why it failed; empty if no failure has been seen so far.
   std::string failure();
 
  private:
@@ -70,12 +71,12 @@ class CollectiveCall : public std::enable_shared_from_this<CollectiveCall> {
 
   std::vector<Part> parts_;
   std::vector<c10::Storage> held_;
-  std::mutex mutex_;  // delivering, forgetting and `failure_`
+  std::mutex mutex_;  // for delivering, forgetting and `failure_`
   bool delivered_ = false;
   std::string failure_;
 };
 
-/// Lets go of the GIL for as long as it lives, if this thread has it.
+/// Releases the GIL for its lifetime, if this thread holds it.
 class WithoutGil {
  public:
   WithoutGil();

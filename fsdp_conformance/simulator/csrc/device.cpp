@@ -1,4 +1,4 @@
-// The device as torch knows it: guard, streams, events, hooks, generators.
+// The device as torch sees it: guard, streams, events, hooks, generators.
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/Generator.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -13,8 +13,8 @@
 #include "runtime.h"
 #include "settle.h"
 
-// Which methods there are to override differs from version to version, so `override` is left out, except where a test
-// asks for it to see that every method still overrides something in the installed torch.
+// Which of these methods torch declares differs from version to version, so `override` is left out. A test turns it on,
+// to check that every method overrides something in the installed torch.
 #ifdef SIM_FORCE_OVERRIDE
 #define SIM_OVERRIDE override
 #else
@@ -25,7 +25,7 @@ namespace sim {
 
 namespace {
 
-/// What has been recorded on a stream. Shared by threads: a Work's event is recorded by one and waited for by another.
+/// What was recorded on a stream. Threads share it: one records a Work's event and another waits for it.
 struct Event {
   std::mutex mutex;
   Clock clock;
@@ -46,44 +46,73 @@ Recorded recorded(void* event) {
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
-  c10::DeviceType type() const override { return kSim; }
+  c10::DeviceType type() const override {
+    return kSim;
+  }
 
   c10::Device exchangeDevice(c10::Device device) const override {
     const c10::Device before(kSim, current_device());
-    if (device.has_index()) set_current_device(device.index());
+    if (device.has_index()) {
+      set_current_device(device.index());
+    }
     return before;
   }
-  c10::Device getDevice() const override { return c10::Device(kSim, current_device()); }
+  c10::Device getDevice() const override {
+    return c10::Device(kSim, current_device());
+  }
   void setDevice(c10::Device device) const override {
-    if (device.has_index()) set_current_device(device.index());
+    if (device.has_index()) {
+      set_current_device(device.index());
+    }
   }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
-    if (device.has_index() && device.index() >= 0 && device.index() < num_devices()) set_current_device(device.index());
+    if (device.has_index() && device.index() >= 0 && device.index() < num_devices()) {
+      set_current_device(device.index());
+    }
   }
-  c10::DeviceIndex deviceCount() const noexcept override { return num_devices(); }
+  c10::DeviceIndex deviceCount() const noexcept override {
+    return num_devices();
+  }
 
-  // These two must not throw: torch before 2.8 says so, and a device that there is not has no other stream anyway.
-  c10::Stream getStream(c10::Device device) const noexcept override { return current_stream(device.index()); }
-  c10::Stream getDefaultStream(c10::Device device) const override { return default_stream(index_of(device)); }
+  // These two must not throw (torch before 2.8 declares them noexcept), and a device that does not exist has only its
+  // default stream anyway.
+  c10::Stream getStream(c10::Device device) const noexcept override {
+    return current_stream(device.index());
+  }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return default_stream(index_of(device));
+  }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool high_priority = false) const override {
     return new_stream(index_of(device), high_priority ? -1 : 0);
   }
   c10::Stream getNewStream(c10::Device device, int priority = 0) const override {
     return new_stream(index_of(device), priority);
   }
-  c10::Stream exchangeStream(c10::Stream stream) const noexcept override { return set_current_stream(stream); }
+  c10::Stream exchangeStream(c10::Stream stream) const noexcept override {
+    return set_current_stream(stream);
+  }
   bool queryStream(const c10::Stream& stream) const override {
-    if (!settled_until(Checker::get().snapshot(lane_of(stream)))) return false;  // peers have yet to come
-    host_waits_stream(stream);  // everything has run, and whoever hears "yes" knows it
+    if (!settled_until(Checker::get().snapshot(lane_of(stream)))) {
+      return false;  // peers have yet to come
+    }
+    host_waits_stream(stream);  // everything has run, and a caller that is told so knows it
     return true;
   }
-  void synchronizeStream(const c10::Stream& stream) const override { host_waits_stream(stream); }
-  void synchronizeDevice(const c10::DeviceIndex device) const SIM_OVERRIDE { host_waits_device(device); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    host_waits_stream(stream);
+  }
+  void synchronizeDevice(const c10::DeviceIndex device) const SIM_OVERRIDE {
+    host_waits_device(device);
+  }
 
   void record(void** event, const c10::Stream& stream, const c10::DeviceIndex /*device*/, const c10::EventFlag flag)
       const override {
-    if (*event == nullptr) *event = new Event();
-    if (!keeps(Wait::EventRecord, stream)) return;
+    if (*event == nullptr) {
+      *event = new Event();
+    }
+    if (!keeps(Wait::EventRecord, stream)) {
+      return;
+    }
     auto& known = *static_cast<Event*>(*event);
     Clock clock = Checker::get().snapshot(lane_of(stream));
     std::lock_guard<std::mutex> lock(known.mutex);
@@ -93,15 +122,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     known.timed = flag == c10::EventFlag::BACKEND_DEFAULT;
   }
   void block(void* event, const c10::Stream& stream) const override {
-    if (event != nullptr) stream_waits(stream, recorded(event).clock, Wait::StreamWaitsEvent);
+    if (event != nullptr) {
+      stream_waits(stream, recorded(event).clock, Wait::StreamWaitsEvent);
+    }
   }
   bool queryEvent(void* event) const override {
-    if (event != nullptr && !settled_until(recorded(event).clock)) return false;  // peers have yet to come
-    synchronizeEvent(event);  // it has happened, and whoever hears "yes" knows it
+    if (event != nullptr && !settled_until(recorded(event).clock)) {
+      return false;  // peers have yet to come
+    }
+    synchronizeEvent(event);  // it has happened, and a caller that is told so knows it
     return true;
   }
   void synchronizeEvent(void* event) const SIM_OVERRIDE {
-    if (event == nullptr) return;
+    if (event == nullptr) {
+      return;
+    }
     const Recorded known = recorded(event);
     host_waits(known.clock, known.stream);
   }
@@ -113,8 +148,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 
 #if __has_include(<c10/core/DeviceCapability.h>)
-  /// Every type of elements: what the CPU has kernels for it has.
-  c10::DeviceCapability getDeviceCapability(c10::Device /*device*/) const SIM_OVERRIDE { return {}; }
+  /// All dtypes: it has the CPU's kernels.
+  c10::DeviceCapability getDeviceCapability(c10::Device /*device*/) const SIM_OVERRIDE {
+    return {};
+  }
 #endif
 
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
@@ -123,54 +160,80 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 
 struct Hooks final : at::PrivateUse1HooksInterface {
-  bool isBuilt() const SIM_OVERRIDE { return true; }
-  bool isAvailable() const SIM_OVERRIDE { return true; }
+  bool isBuilt() const SIM_OVERRIDE {
+    return true;
+  }
+  bool isAvailable() const SIM_OVERRIDE {
+    return true;
+  }
   void init() const override {}
-  bool hasPrimaryContext(c10::DeviceIndex device) const override { return device < num_devices(); }
-  c10::DeviceIndex deviceCount() const SIM_OVERRIDE { return num_devices(); }
-  c10::DeviceIndex getCurrentDevice() const SIM_OVERRIDE { return current_device(); }
-  void setCurrentDevice(c10::DeviceIndex device) const SIM_OVERRIDE { set_current_device(device); }
+  bool hasPrimaryContext(c10::DeviceIndex device) const override {
+    return device < num_devices();
+  }
+  c10::DeviceIndex deviceCount() const SIM_OVERRIDE {
+    return num_devices();
+  }
+  c10::DeviceIndex getCurrentDevice() const SIM_OVERRIDE {
+    return current_device();
+  }
+  void setCurrentDevice(c10::DeviceIndex device) const SIM_OVERRIDE {
+    set_current_device(device);
+  }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const SIM_OVERRIDE {
     const auto before = current_device();
-    if (device >= 0) set_current_device(device);
+    if (device >= 0) {
+      set_current_device(device);
+    }
     return before;
   }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const SIM_OVERRIDE { return exchangeDevice(device); }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const SIM_OVERRIDE {
+    return exchangeDevice(device);
+  }
 
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override { return default_generator(device); }
-  at::Generator getNewGenerator(c10::DeviceIndex device = -1) const SIM_OVERRIDE { return new_generator(device); }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
+    return default_generator(device);
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex device = -1) const SIM_OVERRIDE {
+    return new_generator(device);
+  }
   c10::Device getDeviceFromPtr(void* data) const override {
     const auto located = locate(static_cast<const void*>(data));
-    TORCH_CHECK_VALUE(located && !located->pinned, "data=", data, ", but should be an address in memory of sim");
+    TORCH_CHECK_VALUE(located && !located->pinned, "data must be an address in memory of sim, got ", data);
     return c10::Device(kSim, static_cast<c10::DeviceIndex>(located->device));
   }
   bool isPinnedPtr(const void* data) const override {
     const auto located = locate(data);
     return located && located->pinned;
   }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return pinned_allocator(); }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    return pinned_allocator();
+  }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t nbytes) const override {
     resize_bytes(storage.unsafeGetStorageImpl(), nbytes);
   }
-  /// Asked by torch after 2.13; the op `_has_compatible_shallow_copy_type` is asked before. `x.data = y` is admitted
-  /// between CPU and device as it is on CUDA.
-  bool hasCompatibleShallowCopyType(c10::DispatchKeySet /*from*/, c10::DispatchKeySet /*to*/) const { return true; }
+  /// Newer versions of torch call this; 2.13 and older call the op `_has_compatible_shallow_copy_type`. As on CUDA,
+  /// `x.data = y` is allowed between the CPU and the device.
+  bool hasCompatibleShallowCopyType(c10::DispatchKeySet /*from*/, c10::DispatchKeySet /*to*/) const {
+    return true;
+  }
 };
 
 }  // namespace
 
 double elapsed_time(void* first, void* second) {
   TORCH_CHECK(first != nullptr && second != nullptr, "Both events must be recorded before calculating elapsed time.");
-  if (first == second) return 0;
+  if (first == second) {
+    return 0;
+  }
   auto& from = *static_cast<Event*>(first);
   auto& to = *static_cast<Event*>(second);
   std::scoped_lock lock(from.mutex, to.mutex);
-  TORCH_CHECK(from.timed && to.timed, "enable_timing=False, but should be True for both events [Event.elapsed_time]");
+  TORCH_CHECK(from.timed && to.timed, "both events must be created with enable_timing=True [Event.elapsed_time]");
   return std::chrono::duration<double, std::milli>(to.time - from.time).count();
 }
 
 void register_device() {
-  // Never destroyed: torch keeps the addresses.
+  // Never destroyed, because torch keeps the addresses.
   static const c10::impl::DeviceGuardImplRegistrar guard(kSim, new Guard());
   register_allocators();
   at::RegisterPrivateUse1HooksInterface(new Hooks());

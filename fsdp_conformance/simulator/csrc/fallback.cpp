@@ -22,33 +22,40 @@ namespace sim {
 
 namespace {
 
-/// A tensor of the device over a storage of it, with the geometry of a CPU tensor.
+/// A device tensor over a device storage, with the sizes and strides of a CPU tensor.
 at::Tensor with_geometry_of(const at::Tensor& host, c10::Storage storage) {
   auto tensor = at::detail::make_tensor<c10::TensorImpl>(
       std::move(storage), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), host.dtype());
   auto* impl = tensor.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
-  if (host.is_conj()) impl->_set_conj(true);
-  if (host.is_neg()) impl->_set_neg(true);
+  if (host.is_conj()) {
+    impl->_set_conj(true);
+  }
+  if (host.is_neg()) {
+    impl->_set_neg(true);
+  }
   return tensor;
 }
 
 c10::Storage host_storage(const c10::Storage& storage) {
   c10::DataPtr data(storage.data_ptr().get(), c10::Device(c10::DeviceType::CPU));  // owns nothing
-  return c10::Storage(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), c10::GetCPUAllocator(), /*resizable=*/true);
+  return c10::Storage(
+      c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(data), c10::GetCPUAllocator(), /*resizable=*/true);
 }
 
-/// A kernel would read or write past the end of the memory: of a parameter whose storage has been freed, above all.
+/// A kernel would read or write past the end of the memory, typically that of a parameter whose storage has been freed.
 void check_memory(const at::Tensor& tensor) {
   int64_t last = tensor.storage_offset();
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    if (tensor.size(dim) == 0) return;
+    if (tensor.size(dim) == 0) {
+      return;
+    }
     last += (tensor.size(dim) - 1) * tensor.stride(dim);
   }
   const auto needed = static_cast<size_t>(last + 1) * tensor.itemsize();
   TORCH_CHECK(
-      needed <= tensor.storage().nbytes(), "storage=", tensor.storage().nbytes(), " bytes, but should be at least ", needed,
-      " for a tensor of size ", tensor.sizes(), tensor.storage().nbytes() == 0 ? ": it has been freed" : "");
+      needed <= tensor.storage().nbytes(), "the storage of a tensor of size ", tensor.sizes(), " must hold at least ",
+      needed, " bytes, got ", tensor.storage().nbytes(), tensor.storage().nbytes() == 0 ? ": it has been freed" : "");
 }
 
 at::Tensor host_view_over(const at::Tensor& tensor, c10::Storage storage) {
@@ -58,14 +65,20 @@ at::Tensor host_view_over(const at::Tensor& tensor, c10::Storage storage) {
       std::move(storage), c10::DispatchKeySet(c10::DispatchKey::CPU), tensor.dtype());
   auto* impl = host.unsafeGetTensorImpl();
   impl->set_sizes_and_strides(tensor.sizes(), tensor.strides(), tensor.storage_offset());
-  if (tensor.is_conj()) impl->_set_conj(true);
-  if (tensor.is_neg()) impl->_set_neg(true);
-  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
+  if (tensor.is_conj()) {
+    impl->_set_conj(true);
+  }
+  if (tensor.is_neg()) {
+    impl->_set_neg(true);
+  }
+  if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) {
+    impl->set_wrapped_number(true);
+  }
   return host;
 }
 
-/// The storage of a CPU tensor as one of the device. Its memory is taken over if nobody else holds it; a result of
-/// several tensors, or one that the kernel's own code in Python keeps, is copied.
+/// The storage of a CPU tensor as a device storage. The memory is taken over if nothing else holds it. It is copied for
+/// a result of several tensors, and if the kernel is Python code that keeps the tensor.
 c10::Storage moved_to_device(const at::Tensor& host, c10::DeviceIndex device) {
   const auto nbytes = host.storage().nbytes();
   c10::DataPtr data;
@@ -73,13 +86,15 @@ c10::Storage moved_to_device(const at::Tensor& host, c10::DeviceIndex device) {
     data = adopt(std::move(host.storage().unsafeGetStorageImpl()->mutable_data_ptr()), nbytes, device);
   } else {
     auto copy = c10::GetCPUAllocator()->allocate(nbytes);
-    if (nbytes > 0) std::memcpy(copy.get(), host.storage().data(), nbytes);
+    if (nbytes > 0) {
+      std::memcpy(copy.get(), host.storage().data(), nbytes);
+    }
     data = adopt(std::move(copy), nbytes, device);
   }
   return c10::Storage(c10::Storage::use_byte_size_t(), nbytes, std::move(data), device_allocator(), /*resizable=*/true);
 }
 
-/// One operation: its arguments as the CPU sees them, and the way back.
+/// One operation: converts its arguments to CPU tensors, runs the CPU's kernel, and converts the results back.
 class Call {
  public:
   Call(const c10::OperatorHandle& op, const Traits& traits, torch::jit::Stack* stack)
@@ -88,7 +103,7 @@ class Call {
   void run() {
     find_device();
     if (traits_.over_lists && lists_mix_devices()) {
-      // One by one, as on CUDA: copies go from device to device, and for the others it is an error.
+      // One by one, as on CUDA: copies go from device to device, other operations raise.
       return op_.callBoxedForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd, *stack_);
     }
     take_arguments();
@@ -101,21 +116,33 @@ class Call {
       Checker::get().submit(lane_of(stream));
     }
     const Operation operation(checked ? &site : nullptr);
-    if (checked) note_arguments(stream, site);
+    if (checked) {
+      note_arguments(stream, site);
+    }
     {
-      // As torch's own generated code does for the CPU: what the kernel calls is below autograd.
+      // As in torch's generated code for the CPU: what the kernel calls is below autograd.
       const OnHost on_host;
       op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
     }
-    for (auto& entry : entries_)
-      if (entry.written) update(entry);
+    for (auto& entry : entries_) {
+      if (entry.written) {
+        update(entry);
+      }
+    }
     give_results(checked, stream, site);
     if (spoilt_) {
-      for (auto& entry : entries_)
-        if (entry.written) poison(*entry.tensor);
-      for (const auto& result : fresh_) poison(result);
+      for (auto& entry : entries_) {
+        if (entry.written) {
+          poison(*entry.tensor);
+        }
+      }
+      for (const auto& result : fresh_) {
+        poison(result);
+      }
     }
-    if (checked && traits_.host_waits) host_waits_stream(stream);
+    if (checked && traits_.host_waits) {
+      host_waits_stream(stream);
+    }
   }
 
  private:
@@ -135,23 +162,35 @@ class Call {
     for (size_t i = 0; i < traits_.arguments.size(); ++i) {
       const c10::IValue& value = (*stack_)[first_ + i];
       if (traits_.arguments[i] == Argument::Other) {
-        if (value.isDevice() && value.toDevice().type() == kSim && device_ < 0) device_ = index_of(value.toDevice());
+        if (value.isDevice() && value.toDevice().type() == kSim && device_ < 0) {
+          device_ = index_of(value.toDevice());
+        }
       } else if (value.isTensor()) {
-        if (on_sim(value.toTensor())) return void(device_ = value.toTensor().device().index());
+        if (on_sim(value.toTensor())) {
+          return void(device_ = value.toTensor().device().index());
+        }
       } else if (value.isList()) {
-        for (const c10::IValue& item : value.toListRef())
-          if (item.isTensor() && on_sim(item.toTensor())) return void(device_ = item.toTensor().device().index());
+        for (const c10::IValue& item : value.toListRef()) {
+          if (item.isTensor() && on_sim(item.toTensor())) {
+            return void(device_ = item.toTensor().device().index());
+          }
+        }
       }
     }
-    if (device_ < 0) device_ = current_device();
+    if (device_ < 0) {
+      device_ = current_device();
+    }
   }
 
   bool lists_mix_devices() const {
     bool mix = false;
     for (size_t i = 0; i < traits_.arguments.size(); ++i) {
       const c10::IValue& value = (*stack_)[first_ + i];
-      if (traits_.arguments[i] == Argument::Other || !value.isTensorList()) continue;
-      each_tensor(value, [&](const at::Tensor& tensor) { mix |= !on_sim(tensor) || tensor.device().index() != device_; });
+      if (traits_.arguments[i] == Argument::Other || !value.isTensorList()) {
+        continue;
+      }
+      each_tensor(
+          value, [&](const at::Tensor& tensor) { mix |= !on_sim(tensor) || tensor.device().index() != device_; });
     }
     return mix;
   }
@@ -168,18 +207,26 @@ class Call {
   c10::IValue replaced(const c10::IValue& value, size_t i) {
     const Argument use = use_of(i);
     if (use == Argument::Other) {
-      if (value.isDevice() && value.toDevice().type() == kSim) return c10::Device(c10::DeviceType::CPU);
+      if (value.isDevice() && value.toDevice().type() == kSim) {
+        return c10::Device(c10::DeviceType::CPU);
+      }
       if (static_cast<int>(i) == traits_.generator) {
         const auto given = value.isNone() ? std::nullopt : std::optional<at::Generator>(value.toGenerator());
-        if (auto generator = cpu_generator(given, device_)) return *generator;
+        if (auto generator = cpu_generator(given, device_)) {
+          return *generator;
+        }
       }
       return value;
     }
-    if (value.isTensor()) return host_of(value.toTensor(), use);
+    if (value.isTensor()) {
+      return host_of(value.toTensor(), use);
+    }
     if (value.isTensorList()) {
       c10::List<at::Tensor> list;
       list.reserve(value.toListRef().size());
-      for (const c10::IValue& item : value.toListRef()) list.push_back(host_of(item.toTensor(), use));
+      for (const c10::IValue& item : value.toListRef()) {
+        list.push_back(host_of(item.toTensor(), use));
+      }
       return list;
     }
     if (value.isOptionalTensorList()) {
@@ -199,26 +246,31 @@ class Call {
   Argument use_of(size_t i) const {
     if (traits_.training >= 0) {
       const auto& updated = traits_.updated_in_training;
-      if (std::find(updated.begin(), updated.end(), i) != updated.end() && argument(traits_.training).toBool())
+      if (std::find(updated.begin(), updated.end(), i) != updated.end() && argument(traits_.training).toBool()) {
         return Argument::ReadWrite;
+      }
     }
     return traits_.arguments[i];
   }
 
-  /// As it was given; what has been taken from the stack already is among `arguments_`.
+  /// The original argument: in `arguments_` if it has been taken from the stack already.
   const c10::IValue& argument(size_t i) const {
     return i < arguments_.size() ? arguments_[i] : (*stack_)[first_ + i];
   }
 
   at::Tensor host_of(const at::Tensor& tensor, Argument use) {
     if (!on_sim(tensor)) {
-      if (tensor.defined() && tensor.dim() > 0 && other_ == nullptr) other_ = &tensor;
+      if (tensor.defined() && tensor.dim() > 0 && other_ == nullptr) {
+        other_ = &tensor;
+      }
       return tensor;
     }
-    if (tensor.device().index() != device_ && other_ == nullptr) other_ = &tensor;
+    if (tensor.device().index() != device_ && other_ == nullptr) {
+      other_ = &tensor;
+    }
     TORCH_CHECK_NOT_IMPLEMENTED(
-        tensor.layout() == c10::kStrided, traits_.name, ": layout=", tensor.layout(),
-        ", but should be strided: the simulated accelerator has no kernels for other layouts");
+        tensor.layout() == c10::kStrided, traits_.name, ": expected a strided tensor, got layout ", tensor.layout(),
+        ": the simulated accelerator has no kernels for other layouts");
     const bool writes = use != Argument::Read;
     const bool reads = use != Argument::Write;
     if (const auto known = by_tensor_.find(tensor.unsafeGetTensorImpl()); known != by_tensor_.end()) {
@@ -232,10 +284,12 @@ class Call {
     return entries_.back().host;
   }
 
-  /// Tensors that share memory share it on the CPU as well: kernels ask.
+  /// Tensors that share memory must share it on the CPU too, because kernels check for that.
   c10::Storage host_storage_of(const c10::Storage& storage) {
     const auto known = host_storages_.find(storage.unsafeGetStorageImpl());
-    if (known != host_storages_.end()) return known->second;
+    if (known != host_storages_.end()) {
+      return known->second;
+    }
     auto host = host_storage(storage);
     host_storages_.emplace(storage.unsafeGetStorageImpl(), host);
     storages_.push_back({host.unsafeGetStorageImpl(), storage, host.mutable_data()});
@@ -245,8 +299,8 @@ class Call {
   void check_devices() const {
     TORCH_CHECK(
         other_ == nullptr || traits_.mixes_devices,
-        "Expected all tensors to be on the same device, but found at least two devices, ", c10::Device(kSim, device_), " and ",
-        other_->device(), "! (", traits_.name, ")");
+        "Expected all tensors to be on the same device, but found at least two devices, ", c10::Device(kSim, device_),
+        " and ", other_->device(), "! (", traits_.name, ")");
     TORCH_CHECK_NOT_IMPLEMENTED(
         op_.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU), "Could not run '", traits_.name,
         "' on the simulated accelerator: it runs the kernels of the CPU, and the CPU has none for this operation.");
@@ -254,38 +308,51 @@ class Call {
 
   void note_arguments(c10::Stream stream, const SitePtr& site) {
     for (const auto& entry : entries_) {
-      if (entry.read) spoilt_ |= note_access(*entry.tensor, Kind::Read, stream, site);
-      if (entry.written) spoilt_ |= note_access(*entry.tensor, Kind::Write, stream, site);
+      if (entry.read) {
+        spoilt_ |= note_access(*entry.tensor, Kind::Read, stream, site);
+      }
+      if (entry.written) {
+        spoilt_ |= note_access(*entry.tensor, Kind::Write, stream, site);
+      }
     }
-    if (!pinned_copies_in_flight()) return;
-    // A scalar on the CPU is read by the host.
-    for (const auto& value : arguments_)
+    if (!pinned_copies_in_flight()) {
+      return;
+    }
+    // The host reads scalars on the CPU.
+    for (const auto& value : arguments_) {
       each_tensor(value, [&](const at::Tensor& tensor) {
-        if (tensor.is_cpu()) spoilt_ |= note_access(tensor, Kind::Read, kHost, site);
+        if (tensor.is_cpu()) {
+          spoilt_ |= note_access(tensor, Kind::Read, kHost, site);
+        }
       });
+    }
   }
 
-  /// What the kernel did to the geometry of a tensor, and to its memory, holds for the device's as well.
+  /// Apply to the device tensor what the kernel did to the CPU tensor's sizes, strides and memory.
   void update(const Entry& entry) {
     auto* impl = entry.tensor->unsafeGetTensorImpl();
     const auto& host = entry.host;
     const auto* storage = host.storage().unsafeGetStorageImpl();
-    const auto known = std::find_if(storages_.begin(), storages_.end(), [&](const Storages& one) { return one.host == storage; });
+    const auto known =
+        std::find_if(storages_.begin(), storages_.end(), [&](const Storages& one) { return one.host == storage; });
     if (known == storages_.end()) {
-      impl->set_storage_keep_dtype(moved_to_device(host, device_));  // it has got another memory
+      impl->set_storage_keep_dtype(moved_to_device(host, device_));  // its memory was replaced
       remade_.push_back(entry.tensor);
     } else if (known->sim.unsafeGetStorageImpl() != impl->unsafe_storage().unsafeGetStorageImpl()) {
-      impl->set_storage_keep_dtype(known->sim);  // that of another argument
+      impl->set_storage_keep_dtype(known->sim);  // by the memory of another argument
     } else if (storage->data_ptr().get() != known->data) {
       auto* resized = impl->unsafe_storage().unsafeGetStorageImpl();
       const auto nbytes = storage->nbytes();
-      resized->set_data_ptr_noswap(adopt(std::move(host.storage().unsafeGetStorageImpl()->mutable_data_ptr()), nbytes, device_));
+      resized->set_data_ptr_noswap(
+          adopt(std::move(host.storage().unsafeGetStorageImpl()->mutable_data_ptr()), nbytes, device_));
       resized->set_nbytes(nbytes);
       known->data = nullptr;  // taken over
       remade_.push_back(entry.tensor);
     }
-    if (impl->sizes() != host.sizes() || impl->strides() != host.strides() || impl->storage_offset() != host.storage_offset())
+    if (impl->sizes() != host.sizes() || impl->strides() != host.strides() ||
+        impl->storage_offset() != host.storage_offset()) {
       impl->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
+    }
   }
 
   void give_results(bool checked, c10::Stream stream, const SitePtr& site) {
@@ -299,28 +366,47 @@ class Call {
       } else if (value.isTensorList()) {
         c10::List<at::Tensor> list;
         auto hosts = std::move(value).toTensorVector();
-        for (auto& host : hosts) list.push_back(result_of(std::move(host)));
+        for (auto& host : hosts) {
+          list.push_back(result_of(std::move(host)));
+        }
         value = std::move(list);
       }
     }
-    if (!checked) return;
-    for (const auto* tensor : remade_) spoilt_ |= note_access(*tensor, Kind::Write, stream, site);
-    for (const auto& result : fresh_) spoilt_ |= note_access(result, Kind::Write, stream, site);
+    if (!checked) {
+      return;
+    }
+    for (const auto* tensor : remade_) {
+      spoilt_ |= note_access(*tensor, Kind::Write, stream, site);
+    }
+    for (const auto& result : fresh_) {
+      spoilt_ |= note_access(result, Kind::Write, stream, site);
+    }
   }
 
   at::Tensor result_of(at::Tensor host) {
-    if (!host.defined() || !host.is_cpu()) return host;
-    for (const auto& entry : entries_)
-      if (host.is_same(entry.host)) return *entry.tensor;
-    for (const auto& value : arguments_)
-      if (value.isTensor() && host.is_same(value.toTensor())) return host;  // a CPU tensor that was given
+    if (!host.defined() || !host.is_cpu()) {
+      return host;
+    }
+    for (const auto& entry : entries_) {
+      if (host.is_same(entry.host)) {
+        return *entry.tensor;
+      }
+    }
+    for (const auto& value : arguments_) {
+      if (value.isTensor() && host.is_same(value.toTensor())) {
+        return host;  // a CPU tensor among the arguments
+      }
+    }
     TORCH_CHECK_NOT_IMPLEMENTED(
-        host.layout() == c10::kStrided && !host.is_nested(), traits_.name, ": layout of the result=",
+        host.layout() == c10::kStrided && !host.is_nested(), traits_.name, ": expected a strided result, got layout ",
         host.is_nested() ? "nested" : c10::str(host.layout()),
-        ", but should be strided: the simulated accelerator has no tensors of other layouts");
+        ": the simulated accelerator has no tensors of other layouts");
     const auto* storage = host.storage().unsafeGetStorageImpl();
-    for (const auto& known : storages_)
-      if (known.host == storage) return with_geometry_of(host, known.sim);
+    for (const auto& known : storages_) {
+      if (known.host == storage) {
+        return with_geometry_of(host, known.sim);
+      }
+    }
     c10::Storage sim = moved_to_device(host, device_);
     held_.push_back(host.storage());
     storages_.push_back({storage, sim, nullptr});
@@ -333,14 +419,14 @@ class Call {
   torch::jit::Stack* stack_;
   size_t first_;
   c10::DeviceIndex device_ = -1;
-  const at::Tensor* other_ = nullptr;  // the first on another device
+  const at::Tensor* other_ = nullptr;  // the first tensor on another device
   std::vector<c10::IValue> arguments_;
   std::vector<Entry> entries_;
   std::unordered_map<const c10::TensorImpl*, size_t> by_tensor_;
   std::unordered_map<const c10::StorageImpl*, c10::Storage> host_storages_;
   std::vector<Storages> storages_;
-  std::vector<c10::Storage> held_;  // so that no other storage gets the address of one in `storages_`
-  std::vector<const at::Tensor*> remade_;  // arguments that have got memory of another size
+  std::vector<c10::Storage> held_;         // so that no other storage can get the address of one in `storages_`
+  std::vector<const at::Tensor*> remade_;  // arguments whose memory was resized
   std::vector<at::Tensor> fresh_;
   bool spoilt_ = false;
 };
@@ -352,7 +438,8 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 }
 
 std::vector<at::Tensor> on_host(
-    const std::string& name, const std::vector<at::Tensor>& read, const std::function<std::vector<at::Tensor>()>& compute) {
+    const std::string& name, const std::vector<at::Tensor>& read,
+    const std::function<std::vector<at::Tensor>()>& compute) {
   const auto device = read.at(0).device().index();
   const c10::Stream stream = current_stream(device);
   const bool checked = checking();
@@ -361,29 +448,40 @@ std::vector<at::Tensor> on_host(
   bool spoilt = false;
   if (checked) {
     Checker::get().submit(lane_of(stream));
-    for (const auto& tensor : read) spoilt |= note_access(tensor, Kind::Read, stream, site);
+    for (const auto& tensor : read) {
+      spoilt |= note_access(tensor, Kind::Read, stream, site);
+    }
   }
   std::vector<at::Tensor> results;
   for (auto& host : compute()) {
     at::Tensor result;
     if (host.defined()) {
       result = with_geometry_of(host, moved_to_device(host, device));
-      if (checked) spoilt |= note_access(result, Kind::Write, stream, site);
+      if (checked) {
+        spoilt |= note_access(result, Kind::Write, stream, site);
+      }
     }
     results.push_back(std::move(result));
   }
-  if (spoilt)
-    for (const auto& result : results) poison(result);
+  if (spoilt) {
+    for (const auto& result : results) {
+      poison(result);
+    }
+  }
   return results;
 }
 
 at::Tensor host_view(const at::Tensor& tensor) {
-  if (!on_sim(tensor)) return tensor;
+  if (!on_sim(tensor)) {
+    return tensor;
+  }
   return host_view_over(tensor, host_storage(tensor.storage()));
 }
 
 void poison(const at::Tensor& tensor) {
-  if (!tensor.defined() || tensor.numel() == 0) return;
+  if (!tensor.defined() || tensor.numel() == 0) {
+    return;
+  }
   const at::Tensor host = host_view(tensor);
   if (host.is_contiguous()) {
     std::memset(host.data_ptr(), 0xFF, host.nbytes());
@@ -397,8 +495,8 @@ void poison(const at::Tensor& tensor) {
 
 namespace {
 
-/// Made of other operations for every device, with a choice by type of device inside: taken as a whole, the CPU chooses
-/// as it does for tensors of its own. And the lists of tensors: one operation, as on other accelerators.
+/// Composite operations that choose by the type of the device: run as a whole, so that the CPU chooses as it does for
+/// CPU tensors. And operations on lists of tensors, which are one operation as on other accelerators.
 bool chooses_by_device(const std::string& name) {
   static const auto* names = new std::unordered_set<std::string>{
       "aten::convolution", "aten::_convolution", "aten::convolution_backward", "aten::linalg_lstsq"};
@@ -408,22 +506,32 @@ bool chooses_by_device(const std::string& name) {
 }  // namespace
 
 void register_fallbacks() {
-  // torch asks the boxed fallback of a backend only where there is no kernel at all. An operation with kernels for the
-  // CPU and another one composed of other operations would take the composed one here, whose sums are not the CPU's
-  // to the last bit (layer norm is one). So each of these gets the fallback by name.
+  // torch uses a backend's boxed fallback only for operations without any kernel. An operation with a CPU kernel and a
+  // composite kernel (layer norm, for example) would run the composite one here, whose sums differ from the CPU's in
+  // the last bit. So each of these operations gets the fallback by name.
   auto& dispatcher = c10::Dispatcher::singleton();
   auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   for (const auto& name : dispatcher.getAllOpNames()) {
-    if (!starts_with(name.name, "aten::")) continue;
+    if (!starts_with(name.name, "aten::")) {
+      continue;
+    }
     const auto op = dispatcher.findOp(name);
-    if (!op || !op->hasSchema() || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) continue;
+    if (!op || !op->hasSchema() || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
+      continue;
+    }
     const bool composed = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
         op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional) ||
         op->hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
-    if (!composed) continue;
-    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU) && !chooses_by_device(name.name)) continue;
+    if (!composed) {
+      continue;
+    }
+    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU) && !chooses_by_device(name.name)) {
+      continue;
+    }
     std::string text = name.name.substr(6);
-    if (!name.overload_name.empty()) text += "." + name.overload_name;
+    if (!name.overload_name.empty()) {
+      text += "." + name.overload_name;
+    }
     library->impl(text.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
 }

@@ -1,4 +1,4 @@
-// Any operation on the device, carried out by the CPU's kernel over the same memory.
+// Runs any operation on the device with the CPU's kernel, over the same memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,12 +12,13 @@ namespace sim {
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
-/// Carry out `compute` on the current stream as one operation that reads `read`, all on one device. What it returns, on
-/// the CPU or undefined, becomes tensors of that device.
+/// Run `compute` on the current stream as one operation that reads the tensors `read`, all on one device. The tensors
+/// that it returns (on the CPU, or undefined) become tensors of that device.
 std::vector<at::Tensor> on_host(
-    const std::string& name, const std::vector<at::Tensor>& read, const std::function<std::vector<at::Tensor>()>& compute);
+    const std::string& name, const std::vector<at::Tensor>& read,
+    const std::function<std::vector<at::Tensor>()>& compute);
 
-/// Give the fallback to operations for which torch would take another kernel than the CPU's: see the definition.
+/// Register the fallback by name for operations for which torch would not choose the CPU's kernel: see the definition.
 void register_fallbacks();
 
 }  // namespace sim

@@ -17,24 +17,35 @@ std::atomic<bool> watch{true};
 
 thread_local int not_watched = 0;
 
-/// Whether this is where a kernel of the CPU begins: neither composed of other operations, nor for another device, nor
-/// for a tensor that Python dispatches.
+/// Whether this call runs a CPU kernel: not a composite operation, not for another device, and not for a tensor that
+/// Python dispatches.
 bool is_host_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, const Traits& traits) {
   if (!keys.has_backend(c10::BackendComponent::CPUBit) || keys.has_backend(c10::BackendComponent::PrivateUse1Bit) ||
-      keys.has(c10::DispatchKey::Python))
+      keys.has(c10::DispatchKey::Python)) {
     return false;
+  }
   return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || starts_with(traits.name, "aten::copy_");
 }
 
 void note_host_access(const c10::IValue& value, Argument use, const std::string& name, SitePtr& site) {
   each_tensor(value, [&](const at::Tensor& tensor) {
-    if (!tensor.is_cpu() || !tensor.has_storage() || tensor.numel() == 0) return;
+    if (!tensor.is_cpu() || !tensor.has_storage() || tensor.numel() == 0) {
+      return;
+    }
     const auto& data = tensor.storage().data_ptr();
     const auto located = locate(data);
-    if (!located || !located->pinned) return;
-    if (!site && checking()) site = here(name);
-    if (use != Argument::Write) note_access(tensor, Kind::Read, kHost, site);
-    if (use == Argument::Read) return;
+    if (!located || !located->pinned) {
+      return;
+    }
+    if (!site && checking()) {
+      site = here(name);
+    }
+    if (use != Argument::Write) {
+      note_access(tensor, Kind::Read, kHost, site);
+    }
+    if (use == Argument::Read) {
+      return;
+    }
     Extent extent = extent_of(tensor);
     extent.offset += static_cast<const char*>(data.get()) - located->begin;
     source_written(located->block, extent);
@@ -43,52 +54,69 @@ void note_host_access(const c10::IValue& value, Argument use, const std::string&
 }
 
 void note_host_accesses(const Traits& traits, c10::ArrayRef<c10::IValue> arguments) {
-  if (traits.returns_view || arguments.size() < traits.arguments.size()) return;
+  if (traits.returns_view || arguments.size() < traits.arguments.size()) {
+    return;
+  }
   SitePtr site;
-  for (size_t i = 0; i < traits.arguments.size(); ++i)
-    if (traits.arguments[i] != Argument::Other) note_host_access(arguments[i], traits.arguments[i], traits.name, site);
+  for (size_t i = 0; i < traits.arguments.size(); ++i) {
+    if (traits.arguments[i] != Argument::Other) {
+      note_host_access(arguments[i], traits.arguments[i], traits.name, site);
+    }
+  }
 }
 
-thread_local std::string to_raise;  // what the observer has found and could not raise
+thread_local std::string to_raise;  // an error that the observer found and could not raise
 
 void host_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-  if (!to_raise.empty()) TORCH_CHECK(false, std::exchange(to_raise, {}));
+  if (!to_raise.empty()) {
+    TORCH_CHECK(false, std::exchange(to_raise, {}));
+  }
   const auto below = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, kHostWatchKey);
   if (!pinned_copies_in_flight() || !watch.load(std::memory_order_relaxed)) {
-    c10::impl::tls_set_dispatch_key_included(kHostWatchKey, false);  // the way here costs something
+    c10::impl::tls_set_dispatch_key_included(kHostWatchKey, false);  // the detour through here is not free
     return op.redispatchBoxed(below, stack);
   }
   const Traits& traits = traits_of(op);
-  if (!is_host_kernel(op, below, traits)) return op.redispatchBoxed(below, stack);
+  if (!is_host_kernel(op, below, traits)) {
+    return op.redispatchBoxed(below, stack);
+  }
   const size_t count = traits.arguments.size();
   note_host_accesses(traits, c10::ArrayRef<c10::IValue>(stack->data() + (stack->size() - count), count));
   const NotWatched once;
   op.redispatchBoxed(below, stack);
 }
 
-/// Until the kernel is done: what it calls is part of it.
+/// Until the kernel has finished: what it calls is part of it.
 struct InKernel : at::ObserverContext {
   NotWatched not_watched;
 };
 
-/// What does not come by `host_kernel`: the first operation of a thread since copies are in flight, and what Python
-/// dispatches, where torch excludes every key above Python's.
+/// Sees what bypasses `host_kernel`: a thread's first operation after copies have started, and operations that Python
+/// dispatches, for which torch excludes every key above Python's.
 std::unique_ptr<at::ObserverContext> observe(const at::RecordFunction& function) {
   const bool excluded = c10::impl::tls_is_dispatch_key_excluded(kHostWatchKey);
   if (not_watched > 0 || (c10::impl::tls_is_dispatch_key_included(kHostWatchKey) && !excluded) ||
-      !watch.load(std::memory_order_relaxed) || !pinned_copies_in_flight())
+      !watch.load(std::memory_order_relaxed) || !pinned_copies_in_flight()) {
     return nullptr;
-  if (!excluded) watch_host_kernels();
+  }
+  if (!excluded) {
+    watch_host_kernels();
+  }
   const auto name = function.operator_name();
   const auto op = name ? c10::Dispatcher::singleton().findSchema(*name) : std::nullopt;
-  if (!op) return nullptr;
+  if (!op) {
+    return nullptr;
+  }
   c10::DispatchKeySet keys;
-  for (const auto& input : function.inputs())
+  for (const auto& input : function.inputs()) {
     each_tensor(input, [&](const at::Tensor& tensor) { keys = keys | tensor.key_set(); });
+  }
   const auto local = c10::impl::tls_local_dispatch_key_set();
   keys = (keys | local.included_) - local.excluded_;
   const Traits& traits = traits_of(*op);
-  if (!is_host_kernel(*op, keys, traits)) return nullptr;
+  if (!is_host_kernel(*op, keys, traits)) {
+    return nullptr;
+  }
   try {
     note_host_accesses(traits, c10::ArrayRef<c10::IValue>(function.inputs().data(), function.inputs().size()));
   } catch (const c10::Error& error) {
@@ -113,18 +141,22 @@ NotWatched::~NotWatched() {
 }
 
 void watch_host_kernels() {
-  if (watch.load(std::memory_order_relaxed)) c10::impl::tls_set_dispatch_key_included(kHostWatchKey, true);
+  if (watch.load(std::memory_order_relaxed)) {
+    c10::impl::tls_set_dispatch_key_included(kHostWatchKey, true);
+  }
 }
 
 void register_host_watch() {
-  observer = at::addGlobalCallback(
-      at::RecordFunctionCallback(&observe).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
+  observer =
+      at::addGlobalCallback(at::RecordFunctionCallback(&observe).needsInputs(true).scopes({at::RecordScope::FUNCTION}));
   at::disableCallback(observer);
 }
 
 void watch_all_threads(bool on) {
   const auto handle = observer.load();
-  if (handle == at::INVALID_CALLBACK_HANDLE) return;
+  if (handle == at::INVALID_CALLBACK_HANDLE) {
+    return;
+  }
   if (on) {
     at::reenableCallback(handle);
   } else {

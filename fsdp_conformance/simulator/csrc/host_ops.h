@@ -1,7 +1,7 @@
-// Kernels of the CPU on pinned memory, seen by the checker while copies from and to the device are in flight.
+// CPU kernels on pinned memory, which the checker watches while copies to or from the device are in flight.
 //
-// Seen are torch's operations. Not seen is what reads or writes the memory behind torch's back: numpy(), tolist(), a
-// process group for CPU tensors. It finds NaN in what a copy has not filled yet, all the same.
+// It sees torch's operations. It does not see accesses that bypass torch: numpy(), tolist(), a process group for CPU
+// tensors. Those still find NaN where a copy has not arrived yet.
 #pragma once
 
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -9,24 +9,24 @@
 
 namespace sim {
 
-/// From now on this thread's kernels on CPU tensors are looked at, until no copy is in flight.
+/// Watch this thread's kernels on CPU tensors until no copy is in flight.
 void watch_host_kernels();
 
-/// While copies are in flight torch's observers are called in all threads: the others find out with their next
-/// operation, and what Python dispatches is seen at all. These operations are looked at by the observer, which cannot
-/// raise: in Mode::Raise the next one that it does not look at does.
+/// While copies are in flight, an observer is called for the operations of all threads. That is how other threads
+/// notice with their next operation, and how operations that Python dispatches are seen. The observer cannot raise: in
+/// Mode::Raise the next operation that it does not handle raises instead.
 void register_host_watch();
 void watch_all_threads(bool on);
 
-// Whether that is done at all.
+// Whether kernels on CPU tensors are watched at all.
 void set_host_watch(bool on);
 bool host_watch();
 
-/// torch's key for modes that see every operation of a thread. Nothing of torch uses it but its own tests.
+/// torch's key for modes that see every operation of a thread. Only torch's own tests use it.
 constexpr auto kHostWatchKey = c10::DispatchKey::TESTING_ONLY_GenericMode;
 
-/// While it lives this thread's kernels on CPU tensors are nobody's accesses. That the key is excluded does not say so:
-/// torch excludes it, too, in whatever Python dispatches, such as the operations of a DTensor.
+/// For its lifetime, this thread's kernels on CPU tensors are not noted. Excluding the key does not suffice as a sign
+/// of that: torch excludes it as well for operations that Python dispatches, such as those of a DTensor.
 class NotWatched {
  public:
   NotWatched();
@@ -38,7 +38,7 @@ class NotWatched {
   c10::impl::ExcludeDispatchKeyGuard excluded_{kHostWatchKey};
 };
 
-/// While it lives this thread calls kernels of the CPU on behalf of the device: below autograd, and not as the host.
+/// For its lifetime, this thread calls CPU kernels on behalf of the device: below autograd, and not as the host.
 class OnHost {
   at::AutoDispatchBelowADInplaceOrView below_autograd_;
   NotWatched not_watched_;

@@ -1,4 +1,4 @@
-// The Python module: what torch.sim, the checker and the process group are made of.
+// The Python module: the functions under torch.sim, the checker and the process group.
 #include <pybind11/functional.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -16,7 +16,7 @@ namespace py = pybind11;
 namespace sim {
 
 void register_checker(py::module_& module);
-// Weak, so that the device can be built without them.
+// Weak, so that the device can be built without collectives.
 __attribute__((weak)) void register_collectives(py::module_& module);
 void register_device();
 void register_autocast();
@@ -24,7 +24,7 @@ void register_whole();
 
 namespace {
 
-/// A filter of Python, which is called and destroyed with the interpreter's lock.
+/// Wraps a Python filter, which is called and destroyed under the interpreter's lock.
 WaitFilter filter_of(py::function function) {
   auto* held = new py::function(std::move(function));
   const std::shared_ptr<py::function> shared(held, [](py::function* gone) {
@@ -52,7 +52,7 @@ py::dict dict_of(const MemoryStats& stats) {
   return all;
 }
 
-/// Until then the extension is there for its checker alone, and torch has nothing but kernels that nobody can reach.
+/// Register the device with torch. Until then only the checker can be used, and the kernels in torch are unreachable.
 void activate() {
   static const bool once = [] {
     register_device();
@@ -71,7 +71,8 @@ void bind_device(py::module_& module) {
   module.def("set_num_devices", &set_num_devices, py::arg("count"));
   module.def("current_device", [] { return static_cast<int>(current_device()); });
   module.def("set_current_device", [](int device) { set_current_device(static_cast<c10::DeviceIndex>(device)); });
-  module.def("current_stream_id", [](int device) { return current_stream(static_cast<c10::DeviceIndex>(device)).id(); });
+  module.def(
+      "current_stream_id", [](int device) { return current_stream(static_cast<c10::DeviceIndex>(device)).id(); });
   module.def("set_current_stream", [](int64_t id, int device) {
     set_current_stream(c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, static_cast<c10::DeviceIndex>(device)), id));
   });
@@ -95,7 +96,8 @@ void bind_device(py::module_& module) {
 
 void bind_memory(py::module_& module) {
   module.def("memory_stats", [](int device) { return dict_of(memory_stats(static_cast<c10::DeviceIndex>(device))); });
-  module.def("reset_peak_memory_stats", [](int device) { reset_peak_memory_stats(static_cast<c10::DeviceIndex>(device)); });
+  module.def(
+      "reset_peak_memory_stats", [](int device) { reset_peak_memory_stats(static_cast<c10::DeviceIndex>(device)); });
   module.def("reset_accumulated_memory_stats", [](int device) {
     reset_accumulated_memory_stats(static_cast<c10::DeviceIndex>(device));
   });
@@ -117,7 +119,7 @@ void bind_sites(py::module_& module) {
   module.def("end_backward", &end_backward);
   module.def("set_host_watch", &set_host_watch);
   module.def("host_watch", &host_watch);
-  // Who looks on sees what the device has computed, whether or not the host has waited for it.
+  // A suspended thread sees what the device has computed, whether or not the host has waited for it.
   module.def("suspend", [] {
     Checker::suspend();
     reveal_pinned();
@@ -138,5 +140,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   sim::bind_memory(module);
   sim::bind_sites(module);
   sim::register_checker(module);
-  if (sim::register_collectives != nullptr) sim::register_collectives(module);
+  if (sim::register_collectives != nullptr) {
+    sim::register_collectives(module);
+  }
 }

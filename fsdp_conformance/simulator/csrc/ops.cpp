@@ -1,4 +1,4 @@
-// Operations that are the device's own: memory, copies, views, and what waits for the device.
+// Operations with a kernel of the device's own: memory, copies, views, and operations that wait for the device.
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/Tensor.h>
@@ -30,11 +30,15 @@ namespace {
 
 constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
-/// Sets the current device for as long as it lives.
+/// Sets the current device for its lifetime.
 class OnDevice {
  public:
-  explicit OnDevice(c10::DeviceIndex device) : before_(current_device()) { set_current_device(device); }
-  ~OnDevice() { set_current_device(before_); }
+  explicit OnDevice(c10::DeviceIndex device) : before_(current_device()) {
+    set_current_device(device);
+  }
+  ~OnDevice() {
+    set_current_device(before_);
+  }
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;
 
@@ -50,9 +54,9 @@ bool pinned(const at::Tensor& tensor) {
 // Memory.
 
 at::Tensor empty(
-    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> /*layout*/, std::optional<at::Device> device,
-    std::optional<bool> pin_memory, std::optional<at::MemoryFormat> memory_format) {
-  TORCH_CHECK(!pin_memory.value_or(false), "pin_memory=True, but should be False: only tensors on the CPU can be pinned");
+    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> /*layout*/,
+    std::optional<at::Device> device, std::optional<bool> pin_memory, std::optional<at::MemoryFormat> memory_format) {
+  TORCH_CHECK(!pin_memory.value_or(false), "pin_memory must be False on sim: only tensors on the CPU can be pinned");
   const OnDevice on(index_of(device.value_or(c10::Device(kSim))));
   const SitePtr site = checking() ? here("aten::empty") : nullptr;
   const Operation operation(site ? &site : Operation::current());
@@ -60,19 +64,19 @@ at::Tensor empty(
 }
 
 at::Tensor empty_strided(
-    at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout> /*layout*/,
-    std::optional<at::Device> device, std::optional<bool> pin_memory) {
-  TORCH_CHECK(!pin_memory.value_or(false), "pin_memory=True, but should be False: only tensors on the CPU can be pinned");
+    at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout> /*layout*/, std::optional<at::Device> device, std::optional<bool> pin_memory) {
+  TORCH_CHECK(!pin_memory.value_or(false), "pin_memory must be False on sim: only tensors on the CPU can be pinned");
   const OnDevice on(index_of(device.value_or(c10::Device(kSim))));
   const SitePtr site = checking() ? here("aten::empty_strided") : nullptr;
   const Operation operation(site ? &site : Operation::current());
   return at::detail::empty_strided_generic(size, stride, device_allocator(), kKeys, c10::dtype_or_default(dtype));
 }
 
-/// Zeros without memory, of which torch's own operations know: in forward-mode derivatives.
+/// Zeros without memory, which torch uses in forward-mode derivatives.
 at::Tensor efficient_zeros(
-    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> /*layout*/, std::optional<at::Device> device,
-    std::optional<bool> /*pin_memory*/) {
+    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> /*layout*/,
+    std::optional<at::Device> device, std::optional<bool> /*pin_memory*/) {
   struct Nothing final : c10::Allocator {
     c10::DataPtr allocate(size_t /*nbytes*/) override {
       return {nullptr, nullptr, &c10::detail::deleteNothing, c10::Device(kSim, current_device())};
@@ -82,14 +86,17 @@ at::Tensor efficient_zeros(
   static auto* nothing = new Nothing();
   const OnDevice on(index_of(device.value_or(c10::Device(kSim))));
   return at::detail::empty_generic(
-      size, nothing, kKeys | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor), c10::dtype_or_default(dtype), std::nullopt);
+      size, nothing, kKeys | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor), c10::dtype_or_default(dtype),
+      std::nullopt);
 }
 
 void grow(c10::TensorImpl* tensor) {
   const auto needed = at::detail::computeStorageNbytes(
       tensor->sizes(), tensor->strides(), tensor->dtype().itemsize(), static_cast<size_t>(tensor->storage_offset()));
   auto* storage = tensor->unsafe_storage().unsafeGetStorageImpl();
-  if (needed <= storage->nbytes()) return;
+  if (needed <= storage->nbytes()) {
+    return;
+  }
   const OnDevice on(tensor->device().index());
   resize_bytes(storage, needed);
 }
@@ -101,13 +108,14 @@ const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::opt
     grow(impl);
   }
   if (memory_format) {
-    TORCH_CHECK(*memory_format != at::MemoryFormat::Preserve, "memory_format=preserve, but should be another one [resize_]");
+    TORCH_CHECK(*memory_format != at::MemoryFormat::Preserve, "memory_format must not be preserve [resize_]");
     impl->empty_tensor_restride(*memory_format);
   }
   return self;
 }
 
-at::Tensor& set_storage_(at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
+at::Tensor& set_storage_(
+    at::Tensor& self, at::Storage source, int64_t offset, at::IntArrayRef size, at::IntArrayRef stride) {
   at::native::checkSetStorage(self, std::move(source), offset, size, stride);
   auto* impl = self.unsafeGetTensorImpl();
   impl->set_storage_offset(offset);
@@ -116,12 +124,16 @@ at::Tensor& set_storage_(at::Tensor& self, at::Storage source, int64_t offset, a
   } else {
     impl->set_sizes_contiguous(size);
   }
-  if (self.numel() > 0) grow(impl);
+  if (self.numel() > 0) {
+    grow(impl);
+  }
   return self;
 }
 
 at::Tensor& set_tensor_(at::Tensor& self, const at::Tensor& source) {
-  if (self.is_same(source)) return self;
+  if (self.is_same(source)) {
+    return self;
+  }
   return set_storage_(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
 }
 
@@ -131,9 +143,10 @@ at::Tensor& set_nothing_(at::Tensor& self) {
   return set_storage_(self, std::move(storage), 0, {0}, {});
 }
 
-// Views: the CPU's own functions touch no memory.
+// Views: the CPU's functions touch no memory.
 
-at::Tensor as_strided(const at::Tensor& self, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
+at::Tensor as_strided(
+    const at::Tensor& self, at::IntArrayRef size, at::IntArrayRef stride, std::optional<int64_t> offset) {
   return at::native::as_strided_tensorimpl(self, size, stride, offset);
 }
 at::Tensor view(const at::Tensor& self, at::IntArrayRef size) {
@@ -154,9 +167,11 @@ at::Tensor view_as_complex(const at::Tensor& self) {
 
 // Copies.
 
-/// torch's copies keep pinned memory from being given out anew while they run.
+/// torch's copies keep pinned memory from being reused while they run.
 void record_stream_of_copy(const at::Tensor& tensor, c10::Stream stream) {
-  if (const auto located = locate(tensor.storage().data_ptr())) Checker::get().record_stream(located->block, lane_of(stream));
+  if (const auto located = locate(tensor.storage().data_ptr())) {
+    Checker::get().record_stream(located->block, lane_of(stream));
+  }
 }
 
 void copy_on_host(const at::Tensor& to, const at::Tensor& from) {
@@ -170,40 +185,55 @@ void copy_within_device(const at::Tensor& self, const at::Tensor& src) {
   Checker& checker = Checker::get();
   bool spoilt = false;
   if (checking()) {
-    // Between devices the copy runs on the source's stream, and both streams wait for each other, as on CUDA.
+    // A copy between devices runs on the source's stream, and the two streams wait for each other, as on CUDA.
     const bool across = from.device_index() != to.device_index();
     const SitePtr site = here(across ? "copy between devices" : "aten::copy_");
-    if (across) checker.wait(lane_of(from), checker.snapshot(lane_of(to)));
+    if (across) {
+      checker.wait(lane_of(from), checker.snapshot(lane_of(to)));
+    }
     checker.submit(lane_of(from));
     spoilt = note_access(src, Kind::Read, from, site);
     spoilt |= note_access(self, Kind::Write, from, site);
-    if (across) checker.wait(lane_of(to), checker.snapshot(lane_of(from)));
+    if (across) {
+      checker.wait(lane_of(to), checker.snapshot(lane_of(from)));
+    }
   }
   copy_on_host(host_view(self), host_view(src));
-  if (spoilt) poison(self);
+  if (spoilt) {
+    poison(self);
+  }
 }
 
 void copy_to_host(const at::Tensor& self, const at::Tensor& src, bool non_blocking) {
   const c10::Stream stream = current_stream(src.device().index());
-  if (!checking()) return copy_on_host(self, host_view(src));
+  if (!checking()) {
+    return copy_on_host(self, host_view(src));
+  }
   const bool to_pinned = pinned(self);
   const SitePtr site = here("copy to the host");
   Checker::get().submit(lane_of(stream));
   bool spoilt = note_access(src, Kind::Read, stream, site);
-  if (to_pinned) spoilt |= note_access(self, Kind::Write, stream, site);
+  if (to_pinned) {
+    spoilt |= note_access(self, Kind::Write, stream, site);
+  }
   if (non_blocking && to_pinned) {
-    at::Tensor value = at::empty(self.sizes(), self.options().pinned_memory(false).memory_format(c10::MemoryFormat::Contiguous));
+    at::Tensor value =
+        at::empty(self.sizes(), self.options().pinned_memory(false).memory_format(c10::MemoryFormat::Contiguous));
     copy_on_host(value, host_view(src));
-    if (spoilt) poison(value);
+    if (spoilt) {
+      poison(value);
+    }
     record_stream_of_copy(self, stream);
     copy_to_pinned(self, value, stream);
     return;
   }
-  // Without pinned memory the call returns when the copy has been made, whatever it was told. The wait comes first:
-  // it may bring in earlier copies into the same memory.
+  // Without pinned memory the call is blocking, whatever non_blocking says. The wait comes first: it may complete
+  // earlier copies into the same memory.
   host_waits_stream(stream);
   copy_on_host(self, host_view(src));
-  if (spoilt) poison(self);
+  if (spoilt) {
+    poison(self);
+  }
 }
 
 void copy_to_device(const at::Tensor& self, const at::Tensor& src, bool non_blocking) {
@@ -214,7 +244,9 @@ void copy_to_device(const at::Tensor& self, const at::Tensor& src, bool non_bloc
   if (checking()) {
     const SitePtr site = here("copy to the device");
     Checker::get().submit(lane_of(stream));
-    if (from_pinned) spoilt |= note_access(src, Kind::Read, stream, site);
+    if (from_pinned) {
+      spoilt |= note_access(src, Kind::Read, stream, site);
+    }
     spoilt |= note_access(self, Kind::Write, stream, site);
     if (from_pinned && non_blocking) {
       record_stream_of_copy(src, stream);
@@ -222,15 +254,23 @@ void copy_to_device(const at::Tensor& self, const at::Tensor& src, bool non_bloc
     }
   }
   copy_on_host(host_view(self), contents);
-  if (spoilt) poison(self);
-  // From memory that is not pinned the driver takes the contents along at once, but need not wait for the stream.
-  if (!non_blocking) host_waits_stream(stream);
+  if (spoilt) {
+    poison(self);
+  }
+  // If the source is not pinned, the driver takes its contents immediately, but need not wait for the stream.
+  if (!non_blocking) {
+    host_waits_stream(stream);
+  }
 }
 
 at::Tensor& copy_(at::Tensor& self, const at::Tensor& src, bool non_blocking) {
-  if (self.is_same(src)) return self;
+  if (self.is_same(src)) {
+    return self;
+  }
   const auto expanded = at::expand_inplace(self, src, "copy_");
-  if (self.numel() == 0) return self;
+  if (self.numel() == 0) {
+    return self;
+  }
   if (on_sim(self) && on_sim(src)) {
     copy_within_device(self, *expanded);
   } else if (on_sim(src)) {
@@ -252,7 +292,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& target
   return copy_(to, self, false);
 }
 
-// What the host waits for.
+// Operations that the host waits for.
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
   bool spoilt = false;
@@ -280,38 +320,50 @@ bool has_compatible_shallow_copy_type(const at::Tensor& /*self*/, const at::Tens
   return true;  // `parameter.data = parameter.to("sim")` keeps the parameter, as it does on CUDA
 }
 
-/// No: then nn.TransformerEncoder pads, and does not make nested tensors, of which the device has none.
+/// False, so that nn.TransformerEncoder pads instead of making nested tensors, which the device does not support.
 bool makes_no_nested_tensor(const at::Tensor& /*tensor*/, const at::Tensor& /*mask*/) {
   return false;
 }
 
-// Numbers as the CPU has them.
+// Operations for which torch would compute other numbers than on the CPU.
 
 int64_t fused_sdp_choice(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask, double dropout,
-    bool is_causal, std::optional<double> scale, bool enable_gqa) {
+    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
+    double dropout, bool is_causal, std::optional<double> scale, bool enable_gqa) {
   const auto host = [](const at::Tensor& tensor) {
     at::Tensor view = host_view(tensor);
-    if (tensor.requires_grad()) view.set_requires_grad(true);
+    if (tensor.requires_grad()) {
+      view.set_requires_grad(true);
+    }
     return view;
   };
   std::optional<at::Tensor> host_mask;
-  if (mask && mask->defined()) host_mask = host(*mask);
+  if (mask && mask->defined()) {
+    host_mask = host(*mask);
+  }
   return at::_fused_sdp_choice(host(query), host(key), host(value), host_mask, dropout, is_causal, scale, enable_gqa);
 }
 
-/// As the CPU drops out. For an accelerator torch would take native_dropout, whose scale is rounded once more.
+/// The CPU's dropout. For an accelerator torch would use native_dropout, which rounds the scale once more.
 at::Tensor dropout(const at::Tensor& input, double p, bool train) {
   TORCH_CHECK(p >= 0 && p <= 1, "dropout probability has to be between 0 and 1, but got ", p);
-  if (p == 0 || !train || input.numel() == 0) return input;
-  if (p == 1) return input.mul(at::zeros({}, input.options()));
+  if (p == 0 || !train || input.numel() == 0) {
+    return input;
+  }
+  if (p == 1) {
+    return input.mul(at::zeros({}, input.options()));
+  }
   at::Tensor noise = at::empty_like(input).bernoulli_(1 - p).div_(1 - p);
   return input.mul(noise);
 }
 at::Tensor& dropout_(at::Tensor& input, double p, bool train) {
   TORCH_CHECK(p >= 0 && p <= 1, "dropout probability has to be between 0 and 1, but got ", p);
-  if (p == 0 || !train || input.numel() == 0) return input;
-  if (p == 1) return input.mul_(at::zeros({}, input.options()));
+  if (p == 0 || !train || input.numel() == 0) {
+    return input;
+  }
+  if (p == 1) {
+    return input.mul_(at::zeros({}, input.options()));
+  }
   at::Tensor noise = at::empty_like(input).bernoulli_(1 - p).div_(1 - p);
   return input.mul_(noise);
 }
@@ -345,7 +397,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("dropout_", TORCH_FN(dropout_));
 }
 
-// Where torch has kernels composed of others, autograd is asked for the same names.
+// torch has composite kernels for these, so autograd's key needs them too.
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
   library.impl("_has_compatible_shallow_copy_type", TORCH_FN(has_compatible_shallow_copy_type));
   library.impl("dropout", TORCH_FN(dropout));
@@ -355,6 +407,6 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
 }  // namespace sim
 
 namespace at::native {
-// In torch's own namespace, as the macro asks.
+// In torch's namespace, as the macro requires.
 REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &sim::fused_sdp_choice)
 }  // namespace at::native

@@ -15,12 +15,12 @@ namespace sim {
 
 namespace {
 
-/// Where the elements of a tensor lie: addresses, as no handle of torch may be touched under the lock.
+/// The addresses of a tensor's elements: no handle of torch may be touched under the lock.
 struct Place {
   char* begin = nullptr;
   int64_t itemsize = 1;
   bool contiguous = true;
-  int64_t nbytes = 0;  // of all elements, packed
+  int64_t nbytes = 0;  // of all elements without gaps
   std::vector<int64_t> sizes;
   std::vector<int64_t> strides;  // in bytes
 
@@ -31,34 +31,50 @@ struct Place {
         nbytes(tensor.numel() * itemsize),
         sizes(tensor.sizes().vec()),
         strides(tensor.strides().vec()) {
-    for (auto& stride : strides) stride *= itemsize;
+    for (auto& stride : strides) {
+      stride *= itemsize;
+    }
   }
 
-  /// Call `visit(address, nbytes)` for every run of elements, in the order of the elements.
+  /// Call `visit(address, nbytes)` for every run of elements, in order.
   template <typename Visit>
   void each_run(Visit visit) const {
-    if (nbytes == 0) return;
-    if (contiguous) return visit(begin, nbytes);
+    if (nbytes == 0) {
+      return;
+    }
+    if (contiguous) {
+      return visit(begin, nbytes);
+    }
     walk(begin, 0, visit);
   }
 
  private:
   template <typename Visit>
   void walk(char* at, size_t dim, Visit& visit) const {
-    if (dim == sizes.size()) return visit(at, itemsize);
-    for (int64_t i = 0; i < sizes[dim]; ++i) walk(at + i * strides[dim], dim + 1, visit);
+    if (dim == sizes.size()) {
+      return visit(at, itemsize);
+    }
+    for (int64_t i = 0; i < sizes[dim]; ++i) {
+      walk(at + i * strides[dim], dim + 1, visit);
+    }
   }
 };
 
 std::vector<char> packed(const Place& place) {
   std::vector<char> bytes(place.nbytes);
   char* to = bytes.data();
-  place.each_run([&](char* from, int64_t n) { std::memcpy(to, from, n); to += n; });
+  place.each_run([&](char* from, int64_t n) {
+    std::memcpy(to, from, n);
+    to += n;
+  });
   return bytes;
 }
 void unpack(const std::vector<char>& bytes, const Place& place) {
   const char* from = bytes.data();
-  place.each_run([&](char* to, int64_t n) { std::memcpy(to, from, n); from += n; });
+  place.each_run([&](char* to, int64_t n) {
+    std::memcpy(to, from, n);
+    from += n;
+  });
 }
 void fill_with_nan(const Place& place) {
   place.each_run([](char* to, int64_t n) { std::memset(to, 0xFF, n); });
@@ -96,7 +112,9 @@ struct InFlight {
   void recount() {
     const auto before = count.exchange(arriving.size() + leaving.size(), std::memory_order_acq_rel);
     const auto now = count.load(std::memory_order_relaxed);
-    if ((before == 0) != (now == 0)) watch_all_threads(now > 0);
+    if ((before == 0) != (now == 0)) {
+      watch_all_threads(now > 0);
+    }
   }
 };
 
@@ -105,15 +123,23 @@ InFlight& in_flight() {
   return *all;
 }
 
-/// Write what is on its way into place, or take it out again. A block of 0: all of them.
+/// Write the contents of copies in flight into place, or remove them again. Block 0 means all blocks.
 void reveal(InFlight& all, BlockId block) {
-  for (const auto& copy : all.arriving)
-    if (block == 0 || copy.block == block) unpack(copy.bytes, copy.place);
+  for (const auto& copy : all.arriving) {
+    if (block == 0 || copy.block == block) {
+      unpack(copy.bytes, copy.place);
+    }
+  }
 }
 void hide(InFlight& all, BlockId block) {
-  if (all.revealed > 0) return;
-  for (const auto& copy : all.arriving)
-    if (block == 0 || copy.block == block) fill_with_nan(copy.place);
+  if (all.revealed > 0) {
+    return;
+  }
+  for (const auto& copy : all.arriving) {
+    if (block == 0 || copy.block == block) {
+      fill_with_nan(copy.place);
+    }
+  }
 }
 
 }  // namespace
@@ -141,15 +167,23 @@ void copy_to_pinned(const at::Tensor& target, const at::Tensor& value, c10::Stre
 }
 
 at::Tensor contents_of_pinned(const at::Tensor& source) {
-  at::Tensor contents = at::empty(source.sizes(), source.options().pinned_memory(false).memory_format(c10::MemoryFormat::Contiguous));
+  at::Tensor contents =
+      at::empty(source.sizes(), source.options().pinned_memory(false).memory_format(c10::MemoryFormat::Contiguous));
   const Place from(source);
   char* to = static_cast<char*>(contents.data_ptr());
   const auto located = locate(source.storage().data_ptr());
   InFlight& all = in_flight();
   std::lock_guard<std::mutex> lock(all.mutex);
-  if (located) reveal(all, located->block);
-  from.each_run([&](char* at, int64_t n) { std::memcpy(to, at, n); to += n; });
-  if (located) hide(all, located->block);
+  if (located) {
+    reveal(all, located->block);
+  }
+  from.each_run([&](char* at, int64_t n) {
+    std::memcpy(to, at, n);
+    to += n;
+  });
+  if (located) {
+    hide(all, located->block);
+  }
   return contents;
 }
 
@@ -157,7 +191,13 @@ void copy_from_pinned(const at::Tensor& source, const at::Tensor& contents, c10:
   const auto located = locate(source.storage().data_ptr());
   Extent extent = extent_of(source);
   extent.offset += static_cast<const char*>(source.storage().data_ptr().get()) - located->begin;
-  Leaving copy{located->block, Place(source), std::move(extent), packed(Place(contents)), Checker::get().snapshot(lane_of(stream)), site};
+  Leaving copy{
+      located->block,
+      Place(source),
+      std::move(extent),
+      packed(Place(contents)),
+      Checker::get().snapshot(lane_of(stream)),
+      site};
   {
     InFlight& all = in_flight();
     std::lock_guard<std::mutex> lock(all.mutex);
@@ -183,7 +223,9 @@ void source_written(BlockId block, const Extent& extent) {
 }
 
 void before_host_wait() {
-  if (!checking() || !pinned_copies_in_flight()) return;
+  if (!checking() || !pinned_copies_in_flight()) {
+    return;
+  }
   std::vector<Leaving> written;
   {
     InFlight& all = in_flight();
@@ -191,7 +233,7 @@ void before_host_wait() {
     for (auto copy = all.leaving.begin(); copy != all.leaving.end();) {
       if (Checker::get().host_knows(copy->clock)) {
         ++copy;
-        continue;  // after_host_wait takes it out
+        continue;  // after_host_wait removes it
       }
       reveal(all, copy->block);
       const bool same = packed(copy->place) == copy->bytes;
@@ -207,12 +249,16 @@ void before_host_wait() {
   }
   for (const auto& copy : written) {
     const SitePtr site = here("a write (found at this wait)");
-    if (const auto hazard = Checker::get().access(copy.block, Kind::Write, copy.extent, kHost, site)) act_on(*hazard);
+    if (const auto hazard = Checker::get().access(copy.block, Kind::Write, copy.extent, kHost, site)) {
+      act_on(*hazard);
+    }
   }
 }
 
 void after_host_wait() {
-  if (Checker::suspended()) return;
+  if (Checker::suspended()) {
+    return;
+  }
   InFlight& all = in_flight();
   std::vector<Leaving> left;
   std::vector<Kept> released;  // destroyed without the lock: a storage's destruction frees memory
@@ -225,7 +271,7 @@ void after_host_wait() {
         unpack(copy->bytes, copy->place);
         const auto block = copy->block;
         copy = all.arriving.erase(copy);
-        hide(all, block);  // a later copy into the same bytes is still on its way
+        hide(all, block);  // a later copy into the same bytes may still be in flight
       } else {
         ++copy;
       }
@@ -254,8 +300,9 @@ void pinned_memory_freed(BlockId block) {
   InFlight& all = in_flight();
   std::vector<Leaving> left;
   std::lock_guard<std::mutex> lock(all.mutex);
-  for (auto copy = all.arriving.begin(); copy != all.arriving.end();)
+  for (auto copy = all.arriving.begin(); copy != all.arriving.end();) {
     copy = copy->block == block ? all.arriving.erase(copy) : copy + 1;
+  }
   for (auto copy = all.leaving.begin(); copy != all.leaving.end();) {
     if (copy->block == block) {
       left.push_back(std::move(*copy));
@@ -270,13 +317,17 @@ void pinned_memory_freed(BlockId block) {
 void reveal_pinned() {
   InFlight& all = in_flight();
   std::lock_guard<std::mutex> lock(all.mutex);
-  if (all.revealed++ == 0) reveal(all, 0);
+  if (all.revealed++ == 0) {
+    reveal(all, 0);
+  }
 }
 
 void hide_pinned() {
   InFlight& all = in_flight();
   std::lock_guard<std::mutex> lock(all.mutex);
-  if (--all.revealed == 0) hide(all, 0);
+  if (--all.revealed == 0) {
+    hide(all, 0);
+  }
 }
 
 void keep_until_host_knows(Clock clock, std::vector<c10::Storage> storages) {

@@ -13,18 +13,20 @@ namespace sim {
 
 namespace {
 
-constexpr int kPool = 32;                    // streams of a priority on a device, as on CUDA
-constexpr int kStreams = 1 + 2 * kPool;      // the default one, and two pools
+constexpr int kPool = 32;                // streams per priority and device, as on CUDA
+constexpr int kStreams = 1 + 2 * kPool;  // the default stream and two pools
 
 struct DeviceStreams {
   std::array<std::atomic<Lane>, kStreams> lanes;
   std::atomic<uint32_t> handed_out[2] = {{0}, {0}};
   DeviceStreams() {
-    for (auto& lane : lanes) lane.store(-1, std::memory_order_relaxed);
+    for (auto& lane : lanes) {
+      lane.store(-1, std::memory_order_relaxed);
+    }
   }
 };
 
-// Never destroyed: threads of torch can ask for streams while the process ends.
+// Never destroyed: torch's threads may ask for streams while the process exits.
 std::array<DeviceStreams, kMaxDevices + 1>& streams() {
   static auto* all = new std::array<DeviceStreams, kMaxDevices + 1>();
   return *all;
@@ -54,7 +56,9 @@ Filter& wait_filter() {
 
 bool keeps(Wait why, c10::Stream stream) {
   Filter& current = wait_filter();
-  if (!current.set.load(std::memory_order_acquire)) return true;
+  if (!current.set.load(std::memory_order_acquire)) {
+    return true;
+  }
   std::shared_ptr<const WaitFilter> filter;
   {
     std::lock_guard<std::mutex> lock(current.mutex);
@@ -63,12 +67,26 @@ bool keeps(Wait why, c10::Stream stream) {
   return !filter || (*filter)(why, stream);
 }
 
+namespace {
+
+bool has_device(c10::DeviceIndex index) {
+  return index >= 0 && index < num_devices();
+}
+
+std::string no_device(c10::DeviceIndex index) {
+  return c10::str(
+      "device index must be in [0, ", static_cast<int>(num_devices()),
+      "), the number of simulated devices (FSDP_CONFORMANCE_SIM_DEVICES), got ", static_cast<int>(index));
+}
+
+}  // namespace
+
 c10::DeviceIndex num_devices() {
   return static_cast<c10::DeviceIndex>(device_count.load(std::memory_order_relaxed));
 }
 
 void set_num_devices(int count) {
-  TORCH_CHECK_VALUE(count > 0 && count <= kMaxDevices, "num_devices=", count, ", but should be in [1, ", kMaxDevices, "]");
+  TORCH_CHECK_VALUE(count > 0 && count <= kMaxDevices, "num_devices must be in [1, ", kMaxDevices, "], got ", count);
   device_count.store(count, std::memory_order_relaxed);
 }
 
@@ -77,19 +95,13 @@ c10::DeviceIndex current_device() {
 }
 
 void set_current_device(c10::DeviceIndex device) {
-  TORCH_CHECK_VALUE(
-      device >= 0 && device < num_devices(),
-      "device index=", static_cast<int>(device), ", but should be in [0, ", static_cast<int>(num_devices()),
-      "): the simulated accelerator has that many devices (FSDP_CONFORMANCE_SIM_DEVICES)");
+  TORCH_CHECK_VALUE(has_device(device), no_device(device));
   this_device = device;
 }
 
 c10::DeviceIndex index_of(c10::Device device) {
   const auto index = device.has_index() ? device.index() : this_device;
-  TORCH_CHECK_VALUE(
-      index >= 0 && index < num_devices(),
-      "device index=", static_cast<int>(index), ", but should be in [0, ", static_cast<int>(num_devices()),
-      "): the simulated accelerator has that many devices (FSDP_CONFORMANCE_SIM_DEVICES)");
+  TORCH_CHECK_VALUE(has_device(index), no_device(index));
   return index;
 }
 
@@ -98,7 +110,9 @@ c10::Stream default_stream(c10::DeviceIndex device) {
 }
 
 c10::Stream current_stream(c10::DeviceIndex device) {
-  if (device < 0) device = this_device;
+  if (device < 0) {
+    device = this_device;
+  }
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, device), this_stream.at(device));
 }
 
@@ -109,7 +123,9 @@ c10::Stream set_current_stream(c10::Stream stream) {
 }
 
 c10::Stream new_stream(c10::DeviceIndex device, int priority) {
-  if (device < 0) device = this_device;
+  if (device < 0) {
+    device = this_device;
+  }
   const int pool = priority < 0 ? 1 : 0;
   const uint32_t number = streams().at(device).handed_out[pool].fetch_add(1, std::memory_order_relaxed) % kPool;
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, device), 1 + pool * kPool + static_cast<int>(number));
@@ -122,7 +138,9 @@ int priority_of(c10::Stream stream) {
 Lane lane_of(c10::Stream stream) {
   auto& lane = streams().at(stream.device_index()).lanes.at(stream.id());
   Lane known = lane.load(std::memory_order_acquire);
-  if (known >= 0) return known;
+  if (known >= 0) {
+    return known;
+  }
   std::lock_guard<std::mutex> lock(new_lane_mutex());
   known = lane.load(std::memory_order_acquire);
   if (known < 0) {
@@ -134,14 +152,22 @@ Lane lane_of(c10::Stream stream) {
 
 const char* name_of(Wait wait) {
   switch (wait) {
-    case Wait::StreamWaitsEvent: return "stream_waits_event";
-    case Wait::HostWaitsEvent: return "host_waits_event";
-    case Wait::HostWaitsStream: return "host_waits_stream";
-    case Wait::HostWaitsDevice: return "host_waits_device";
-    case Wait::WorkWait: return "work_wait";
-    case Wait::RecordStream: return "record_stream";
-    case Wait::EventRecord: return "event_record";
-    case Wait::CollectiveIssue: return "collective_issue";
+    case Wait::StreamWaitsEvent:
+      return "stream_waits_event";
+    case Wait::HostWaitsEvent:
+      return "host_waits_event";
+    case Wait::HostWaitsStream:
+      return "host_waits_stream";
+    case Wait::HostWaitsDevice:
+      return "host_waits_device";
+    case Wait::WorkWait:
+      return "work_wait";
+    case Wait::RecordStream:
+      return "record_stream";
+    case Wait::EventRecord:
+      return "event_record";
+    case Wait::CollectiveIssue:
+      return "collective_issue";
   }
   return "unknown";
 }
@@ -154,15 +180,19 @@ void set_wait_filter(WaitFilter filter) {
     std::swap(current.filter, next);
     current.set.store(current.filter != nullptr, std::memory_order_release);
   }
-  // The filter before is destroyed here, outside the lock: it may be a Python object.
+  // The previous filter is destroyed here, outside the lock, because it may be a Python object.
 }
 
 void stream_waits(c10::Stream stream, const Clock& clock, Wait why) {
-  if (keeps(why, stream)) Checker::get().wait(lane_of(stream), clock);
+  if (keeps(why, stream)) {
+    Checker::get().wait(lane_of(stream), clock);
+  }
 }
 
 void host_waits(const Clock& clock, c10::Stream recorded_on) {
-  if (!keeps(Wait::HostWaitsEvent, recorded_on)) return;
+  if (!keeps(Wait::HostWaitsEvent, recorded_on)) {
+    return;
+  }
   settle_until(clock);
   before_host_wait();
   Checker::get().host_wait(clock);
@@ -170,7 +200,9 @@ void host_waits(const Clock& clock, c10::Stream recorded_on) {
 }
 
 void host_waits_stream(c10::Stream stream) {
-  if (!keeps(Wait::HostWaitsStream, stream)) return;
+  if (!keeps(Wait::HostWaitsStream, stream)) {
+    return;
+  }
   settle_until(Checker::get().snapshot(lane_of(stream)));
   before_host_wait();
   Checker::get().host_wait_lane(lane_of(stream));
@@ -178,8 +210,12 @@ void host_waits_stream(c10::Stream stream) {
 }
 
 void host_waits_device(c10::DeviceIndex device) {
-  if (device < 0) device = this_device;
-  if (!keeps(Wait::HostWaitsDevice, default_stream(device))) return;
+  if (device < 0) {
+    device = this_device;
+  }
+  if (!keeps(Wait::HostWaitsDevice, default_stream(device))) {
+    return;
+  }
   settle_device(device);
   before_host_wait();
   Checker::get().host_wait_device(device);
@@ -187,8 +223,12 @@ void host_waits_device(c10::DeviceIndex device) {
 }
 
 void record_stream(const c10::DataPtr& data, c10::Stream stream) {
-  if (!keeps(Wait::RecordStream, stream)) return;
-  if (auto located = locate(data)) Checker::get().record_stream(located->block, lane_of(stream));
+  if (!keeps(Wait::RecordStream, stream)) {
+    return;
+  }
+  if (auto located = locate(data)) {
+    Checker::get().record_stream(located->block, lane_of(stream));
+  }
 }
 
 namespace {
@@ -222,9 +262,11 @@ Extent extent_of(const at::Tensor& tensor) {
   for (const auto dim : dims) {
     const auto stride = strides[dim] * itemsize;
     const auto count = sizes[dim];
-    if (count == 1 || stride == 0) continue;
+    if (count == 1 || stride == 0) {
+      continue;
+    }
     if (extent.repeats.empty() && stride <= extent.run) {
-      extent.run += (count - 1) * stride;  // the next run begins before this one ends: together they are one
+      extent.run += (count - 1) * stride;  // the next run begins before this one ends, so they make one run
     } else {
       extent.repeats.emplace_back(count, stride);
     }
@@ -239,26 +281,38 @@ namespace {
 std::string text_of(Lane lane) {
   const Checker& checker = Checker::get();
   const std::string name = checker.lane_name(lane);
-  if (lane == kHost || checker.lane_number(lane) == 0 || name == "default stream") return name;
+  if (lane == kHost || checker.lane_number(lane) == 0 || name == "default stream") {
+    return name;
+  }
   const std::string numbered = "stream " + std::to_string(checker.lane_number(lane));
   return name == "stream" ? numbered : numbered + " (" + name + ")";
 }
 
 std::string text_of(const Access& access) {
   std::string text = access.site ? access.site->op : "an operation";
-  if (access.site && !access.site->label.empty()) text += " in " + access.site->label;
-  if (access.site && !access.site->tensor.empty()) text += " of " + access.site->tensor;
+  if (access.site && !access.site->label.empty()) {
+    text += " in " + access.site->label;
+  }
+  if (access.site && !access.site->tensor.empty()) {
+    text += " of " + access.site->tensor;
+  }
   return text + " on " + text_of(access.lane);
 }
 
 const char* name_of(HazardKind kind) {
   switch (kind) {
-    case HazardKind::ReadAfterWrite: return "read after write";
-    case HazardKind::WriteAfterRead: return "write after read";
-    case HazardKind::WriteAfterWrite: return "write after write";
-    case HazardKind::ReuseInFlight: return "reuse of memory in flight";
-    case HazardKind::HostWriteInFlight: return "host write in flight";
-    case HazardKind::HostReadInFlight: return "host read in flight";
+    case HazardKind::ReadAfterWrite:
+      return "read after write";
+    case HazardKind::WriteAfterRead:
+      return "write after read";
+    case HazardKind::WriteAfterWrite:
+      return "write after write";
+    case HazardKind::ReuseInFlight:
+      return "reuse of memory in flight";
+    case HazardKind::HostWriteInFlight:
+      return "host write in flight";
+    case HazardKind::HostReadInFlight:
+      return "host read in flight";
   }
   return "hazard";
 }
@@ -266,8 +320,10 @@ const char* name_of(HazardKind kind) {
 }  // namespace
 
 std::string text_of(const Hazard& hazard) {
-  std::string text = std::string(name_of(hazard.kind)) + ": " + text_of(hazard.now) + " does not wait for " + text_of(hazard.then);
-  text += " [block " + std::to_string(hazard.block) + " of " + std::to_string(hazard.bytes) + " bytes, device " + std::to_string(hazard.device) + "]";
+  std::string text =
+      std::string(name_of(hazard.kind)) + ": " + text_of(hazard.now) + " does not wait for " + text_of(hazard.then);
+  text += " [block " + std::to_string(hazard.block) + " of " + std::to_string(hazard.bytes) + " bytes, device " +
+      std::to_string(hazard.device) + "]";
   return text;
 }
 
@@ -278,10 +334,14 @@ bool act_on(const Hazard& hazard) {
 }
 
 bool note_access(const at::Tensor& tensor, Kind kind, Lane lane, const SitePtr& site) {
-  if (!checking() || !tensor.defined() || tensor.numel() == 0) return false;
+  if (!checking() || !tensor.defined() || tensor.numel() == 0) {
+    return false;
+  }
   const auto& data = tensor.storage().data_ptr();
   const auto located = locate(data);
-  if (!located) return false;
+  if (!located) {
+    return false;
+  }
   Extent extent = extent_of(tensor);
   extent.offset += static_cast<const char*>(data.get()) - located->begin;
   SitePtr named = site;
@@ -300,7 +360,8 @@ bool note_access(const at::Tensor& tensor, Kind kind, c10::Stream stream, const 
 
 void name_tensor(const at::Tensor& tensor, std::string name) {
   const auto located = locate(tensor.storage().data_ptr());
-  TORCH_CHECK_VALUE(located, "tensor on ", tensor.device(), ", but should have memory on sim, or pinned memory [name_tensor]");
+  TORCH_CHECK_VALUE(
+      located, "tensor must have memory on sim or pinned memory, got one on ", tensor.device(), " [name_tensor]");
   set_name(located->block, std::move(name));
 }
 

@@ -1,5 +1,4 @@
-// What collectives owe to memory of the device (deliveries.h), for those who touch that memory, free it, or let the host
-// wait for what is done to it.
+// Pending results of collectives (deliveries.h), for code that touches device memory, frees it, or makes the host wait.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,24 +7,24 @@
 
 namespace sim {
 
-/// Whether anything is owed. While nothing is, the functions below cost one load.
+/// Whether any results are pending. If not, the functions below cost one load.
 bool deliveries_pending();
 
-/// Put in place what is owed to these bytes. To be called before anything reads or writes memory of the device; blocks
-/// until the peers have come. The caller holds no lock; the GIL is let go of meanwhile.
+/// Deliver pending results to these bytes. Call it before reading or writing device memory, without holding a lock. It
+/// blocks until the peers have come, and releases the GIL meanwhile.
 void settle(const void* begin, size_t nbytes);
 /// The bytes that a tensor spans.
 void settle(const at::Tensor& tensor);
 
-/// The bytes are freed: what is owed to them is dropped. Waits for no peer.
+/// The bytes are freed: drop results that are pending for them, without waiting for peers.
 void forget(const void* begin, size_t nbytes);
 
-/// The host waits for what the clock knows: so it waits for the peers in every collective in there, as it does on an
-/// accelerator, whose collectives end together on all ranks.
+/// The host waits for everything in the clock. That includes the peers of every collective in it: as on an accelerator,
+/// a collective ends together on all ranks.
 void settle_until(const Clock& clock);
-/// The same for everything on a device.
+/// The same, for everything on a device.
 void settle_device(c10::DeviceIndex device);
-/// Whether the peers have come to all of these collectives, so that the answer to a query can be "yes".
+/// Whether the peers have come to all of these collectives, so that a query can return true.
 bool settled_until(const Clock& clock);
 
 }  // namespace sim

@@ -1,4 +1,4 @@
-// Where an operation comes from: its label, the autograd node that runs it, and the Python stack.
+// The site of an operation: its label, the autograd node that runs it, and the Python stack.
 #include <Python.h>
 
 #include <ATen/ThreadLocalPythonObjects.h>
@@ -20,11 +20,11 @@ namespace {
 
 std::atomic<bool> trace{true};
 
-/// What the threads of autograd that work for a thread take over from it.
+/// What autograd's threads inherit from the thread that they work for.
 struct Caller {
   std::mutex mutex;
   std::string label;
-  std::shared_ptr<const Stack> backward;  // where it has called backward
+  std::shared_ptr<const Stack> backward;  // where it called backward
 
   std::string get_label() {
     std::lock_guard<std::mutex> lock(mutex);
@@ -38,7 +38,7 @@ struct Caller {
 
 thread_local std::shared_ptr<Caller> own_caller;
 
-// torch hands the objects of Python under such keys on to autograd's threads for as long as a backward pass takes.
+// torch passes Python objects under such keys on to autograd's threads for the duration of a backward pass.
 const std::string& caller_key() {
   static const auto* key = new std::string("fsdp_conformance.simulator.caller");
   return *key;
@@ -49,7 +49,7 @@ void destroy_caller(PyObject* capsule) {
   delete static_cast<std::shared_ptr<Caller>*>(PyCapsule_GetPointer(capsule, kCapsule));
 }
 
-/// With the interpreter's lock.
+/// Call it with the interpreter's lock.
 Caller& make_own_caller() {
   if (!own_caller) {
     own_caller = std::make_shared<Caller>();
@@ -60,24 +60,29 @@ Caller& make_own_caller() {
   return *own_caller;
 }
 
-/// That of the thread that this one works for; null: there is none.
+/// The Caller of the thread that this one works for; null if there is none.
 std::shared_ptr<Caller> inherited_caller() {
-  if (!at::impl::ThreadLocalPythonObjects::contains(caller_key())) return nullptr;
+  if (!at::impl::ThreadLocalPythonObjects::contains(caller_key())) {
+    return nullptr;
+  }
   auto* capsule = at::impl::ThreadLocalPythonObjects::get(caller_key())->ptr(getPyInterpreter());
   auto caller = *static_cast<std::shared_ptr<Caller>*>(PyCapsule_GetPointer(capsule, kCapsule));
   return caller == own_caller ? nullptr : caller;
 }
 
 std::string label_here(const std::shared_ptr<Caller>& inherited) {
-  if (own_caller)
-    if (auto text = own_caller->get_label(); !text.empty()) return text;
+  if (own_caller) {
+    if (auto text = own_caller->get_label(); !text.empty()) {
+      return text;
+    }
+  }
   return inherited ? inherited->get_label() : std::string();
 }
 
-/// Code objects and instructions of the frames, as torch gathers them for its memory snapshots.
+/// Code objects and instructions of the frames, captured as for torch's memory snapshots.
 struct PythonStack final : Stack {
   std::shared_ptr<torch::CapturedTraceback> gathered;
-  std::shared_ptr<const Stack> outer;  // where backward was called, for what its threads do; null: here is everything
+  std::shared_ptr<const Stack> outer;  // for autograd's threads: where backward was called; else null
 
   PythonStack(std::shared_ptr<torch::CapturedTraceback> gathered, std::shared_ptr<const Stack> outer)
       : gathered(std::move(gathered)), outer(std::move(outer)) {}
@@ -89,13 +94,16 @@ struct PythonStack final : Stack {
       const auto& frame = symbolized.all_frames.at(index);
       result.push_back({frame.filename, static_cast<int64_t>(frame.lineno), frame.funcname});
     }
-    if (outer)
-      for (auto& frame : outer->frames()) result.push_back(std::move(frame));
+    if (outer) {
+      for (auto& frame : outer->frames()) {
+        result.push_back(std::move(frame));
+      }
+    }
     return result;
   }
 };
 
-/// The stack of what may not wait for the interpreter's lock: that of the next operation of its thread.
+/// The stack of an operation that must not wait for the interpreter's lock: that of its thread's next operation.
 struct LaterStack final : Stack {
   mutable std::mutex mutex;
   std::shared_ptr<const Stack> stack;
@@ -118,21 +126,30 @@ constexpr size_t kMostUnfilled = 1024;
 thread_local std::vector<std::weak_ptr<LaterStack>> unfilled;
 
 std::shared_ptr<const Stack> later() {
-  if (!trace.load(std::memory_order_relaxed)) return nullptr;
-  if (unfilled.size() == kMostUnfilled) unfilled.clear();  // a thread that does nothing but free
+  if (!trace.load(std::memory_order_relaxed)) {
+    return nullptr;
+  }
+  if (unfilled.size() == kMostUnfilled) {
+    unfilled.clear();  // a thread that only frees memory
+  }
   auto stack = std::make_shared<LaterStack>();
   unfilled.push_back(stack);
   return stack;
 }
 
 void fill_unfilled(const std::shared_ptr<const Stack>& stack) {
-  for (const auto& waiting : unfilled)
-    if (const auto alive = waiting.lock()) alive->fill(stack);
+  for (const auto& waiting : unfilled) {
+    if (const auto alive = waiting.lock()) {
+      alive->fill(stack);
+    }
+  }
   unfilled.clear();
 }
 
 bool interpreter_runs() {
-  if (!Py_IsInitialized()) return false;
+  if (!Py_IsInitialized()) {
+    return false;
+  }
 #if PY_VERSION_HEX >= 0x030D0000
   return !Py_IsFinalizing();
 #else
@@ -142,27 +159,41 @@ bool interpreter_runs() {
 
 /// Takes the interpreter's lock.
 std::shared_ptr<const Stack> gather(const std::shared_ptr<Caller>& inherited) {
-  if (!trace.load(std::memory_order_relaxed) || !interpreter_runs()) return nullptr;
+  if (!trace.load(std::memory_order_relaxed) || !interpreter_runs()) {
+    return nullptr;
+  }
   auto gathered = torch::CapturedTraceback::gather(/*python=*/true, /*script=*/false, /*cpp=*/false);
-  auto stack = std::make_shared<const PythonStack>(std::move(gathered), inherited ? inherited->get_backward() : nullptr);
-  if (!unfilled.empty()) fill_unfilled(stack);
+  auto stack =
+      std::make_shared<const PythonStack>(std::move(gathered), inherited ? inherited->get_backward() : nullptr);
+  if (!unfilled.empty()) {
+    fill_unfilled(stack);
+  }
   return stack;
 }
 
-/// The autograd node that this thread is evaluating; empty: none. Only one of Python's own takes the interpreter's lock.
+/// The autograd node that this thread is evaluating; empty if there is none. Only Python's own nodes need the
+/// interpreter's lock.
 std::string node_name(bool may_wait) {
   const auto node = torch::autograd::get_current_node();
-  if (!node) return {};
+  if (!node) {
+    return {};
+  }
   const torch::autograd::Node& evaluated = *node;
   const auto& type = typeid(evaluated);
-  // Demangling costs more than an operation. A node of Python asks its class, which differs from node to node.
+  // Demangling costs more than an operation. A Python node asks its class for the name, so it cannot be cached by type.
   thread_local std::unordered_map<const char*, std::string> names;
   const auto found = names.find(type.name());
-  if (found != names.end()) return found->second;
+  if (found != names.end()) {
+    return found->second;
+  }
   const bool of_python = std::string(type.name()).find("PyNode") != std::string::npos;
-  if (of_python && !may_wait) return {};
+  if (of_python && !may_wait) {
+    return {};
+  }
   std::string name = evaluated.name();
-  if (!of_python) names.emplace(type.name(), name);
+  if (!of_python) {
+    names.emplace(type.name(), name);
+  }
   return name;
 }
 
@@ -171,7 +202,9 @@ SitePtr make_site(std::string op, bool may_wait, const std::shared_ptr<Caller>& 
   site->op = std::move(op);
   site->label = label_here(inherited);
   if (auto node = node_name(may_wait); !node.empty()) {
-    if (!site->label.empty()) site->label += ", ";
+    if (!site->label.empty()) {
+      site->label += ", ";
+    }
     site->label += node;
   }
   site->stack = may_wait ? gather(inherited) : later();

@@ -1,4 +1,4 @@
-// DDP's statistics of time. Without a timer for the device it warns that it has none.
+// A timer for DDP's statistics. DDP warns if the device has none.
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
 #include "runtime.h"
@@ -7,7 +7,7 @@ namespace sim {
 
 namespace {
 
-/// The host's clock, as for the CPU: operations take the time that the host takes.
+/// The host's clock, as for the CPU, because the host runs the operations.
 class HostTimer final : public c10d::Timer {
  public:
   explicit HostTimer(c10::Device /*device*/) {}
@@ -15,8 +15,10 @@ class HostTimer final : public c10d::Timer {
   std::optional<int64_t> measureDifference(Event start, Event end) override {
     const auto from = getTimestamp(start);
     const auto to = getTimestamp(end);
-    // What has not been recorded in this iteration has an older time, or none.
-    if (!from || !to || *to < *from) return std::nullopt;
+    // An event that was not recorded in this iteration has an older time, or none.
+    if (!from || !to || *to < *from) {
+      return std::nullopt;
+    }
     return *to - *from;
   }
 };

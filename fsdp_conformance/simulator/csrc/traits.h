@@ -1,4 +1,4 @@
-// What the schema of an operation says about its arguments.
+// Properties of an operation and its arguments, read from its schema.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -12,14 +12,14 @@ enum class Argument : uint8_t { Other, Read, Write, ReadWrite };
 
 struct Traits {
   std::string name;                 // "aten::add_.Tensor"
-  std::vector<Argument> arguments;  // of those that hold tensors
-  int generator = -1;               // index of the argument; -1: none
-  int training = -1;                // index of the argument that says so; -1: none
+  std::vector<Argument> arguments;  // how arguments that hold tensors are used
+  int generator = -1;               // index of the argument, or -1
+  int training = -1;                // index of the argument `training`, or -1
   std::vector<size_t> updated_in_training;
-  bool returns_view = false;        // no memory is touched
-  bool host_waits = false;          // the host needs the result to go on: shapes or values depend on the data
-  bool over_lists = false;          // `aten::_foreach_...`
-  bool mixes_devices = false;       // takes tensors on the CPU beside those on the device
+  bool returns_view = false;   // no memory is touched
+  bool host_waits = false;     // the host needs the result: shapes or values depend on the data
+  bool over_lists = false;     // `aten::_foreach_...`
+  bool mixes_devices = false;  // accepts CPU tensors beside device tensors
 };
 
 /// Read once per operation and thread.
@@ -31,10 +31,15 @@ bool starts_with(const std::string& text, const char* prefix);
 template <typename Visit>
 void each_tensor(const c10::IValue& value, Visit visit) {
   if (value.isTensor()) {
-    if (value.toTensor().defined()) visit(value.toTensor());
+    if (value.toTensor().defined()) {
+      visit(value.toTensor());
+    }
   } else if (value.isTensorList() || value.isOptionalTensorList()) {
-    for (const c10::IValue& item : value.toListRef())
-      if (item.isTensor() && item.toTensor().defined()) visit(item.toTensor());
+    for (const c10::IValue& item : value.toListRef()) {
+      if (item.isTensor() && item.toTensor().defined()) {
+        visit(item.toTensor());
+      }
+    }
   }
 }
 

@@ -1,5 +1,5 @@
-// The transport between processes: torch's own gloo backend on host memory. Its work is done by its own threads, so
-// that nothing here blocks before somebody waits.
+// The transport between processes: torch's gloo backend on host memory. Gloo's own threads do the work, so nothing
+// blocks before a result is waited for.
 #include "transport.h"
 
 #include <c10/util/Exception.h>
@@ -15,8 +15,8 @@ namespace sim {
 
 namespace {
 
-/// A work of gloo's. Most tell when they are done, through their future; some do part of their job in `wait` and tell
-/// nothing before (send, recv, and reduce-scatter in some versions): these are waited for by whoever needs them first.
+/// A Work of gloo's. Most report completion through their future. Some do part of their job in `wait` (send, recv, and
+/// reduce-scatter in some versions): the first caller that needs one of these waits for it.
 class GlooExchange : public Exchange, public std::enable_shared_from_this<GlooExchange> {
  public:
   GlooExchange(std::string call, c10::intrusive_ptr<c10d::Work> work, std::vector<at::Tensor> results)
@@ -57,7 +57,7 @@ class GlooExchange : public Exchange, public std::enable_shared_from_this<GlooEx
     }
     const auto ended = [&] { return ended_; };
     if (!deadline) {
-      changed_.wait(lock, ended);  // Gloo has a deadline of its own for everything.
+      changed_.wait(lock, ended);  // Gloo has its own deadline for everything.
     } else if (!changed_.wait_until(lock, *deadline, ended)) {
       return false;
     }
@@ -78,7 +78,7 @@ class GlooExchange : public Exchange, public std::enable_shared_from_this<GlooEx
       return;
     }
     try {
-      work_->abort();  // Sends and receives can be aborted; the others end at gloo's deadline.
+      work_->abort();  // Sends and receives can be aborted; other operations end at gloo's deadline.
     } catch (const std::exception&) {
       return;
     }
@@ -106,7 +106,7 @@ class GlooExchange : public Exchange, public std::enable_shared_from_this<GlooEx
     end(failure);
   }
 
-  /// False if it had ended before.
+  /// False if it had already ended.
   bool end(const std::string& failure) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (ended_) {
@@ -123,12 +123,12 @@ class GlooExchange : public Exchange, public std::enable_shared_from_this<GlooEx
   const std::vector<at::Tensor> results_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  bool waited_ = false;  // somebody waits for the work, or has
+  bool waited_ = false;  // a caller waits, or has waited, for the work
   bool ended_ = false;
   std::string failure_;
 };
 
-/// In torch 2.6 only gloo's own class has it, whose header is not installed.
+/// In torch 2.6 only gloo's own class has setTimeout, and its header is not installed.
 template <typename Backend>
 auto hand_on_timeout(Backend& backend, std::chrono::milliseconds timeout, int)
     -> decltype(backend.setTimeout(timeout)) {
@@ -171,7 +171,7 @@ class GlooTransport : public Transport {
       const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks, const std::string& name,
       std::chrono::milliseconds timeout) override {
     const auto place = std::find(ranks.begin(), ranks.end(), rank_);
-    TORCH_CHECK(place != ranks.end(), "rank ", rank_, " splits off ", name, ", but is no part of it [split]");
+    TORCH_CHECK(place != ranks.end(), "rank ", rank_, " is not in the subgroup ", name, " that it splits off [split]");
     return std::make_shared<GlooTransport>(
         make_, store, static_cast<int>(place - ranks.begin()), static_cast<int>(ranks.size()), timeout);
   }
@@ -188,7 +188,7 @@ class GlooTransport : public Transport {
     auto& give = request.give;
     const auto options = at::TensorOptions().dtype(request.dtype);
     for (int64_t numel : request.take) {
-      if (request.op != Op::AllReduce && request.op != Op::Reduce) {  // These work in place, on our own copies.
+      if (request.op != Op::AllReduce && request.op != Op::Reduce) {  // These two work in place, on our copies.
         results.push_back(at::empty({numel}, options));
       }
     }
@@ -252,7 +252,7 @@ class GlooTransport : public Transport {
     TORCH_INTERNAL_ASSERT(false, "unknown operation ", static_cast<int>(request.op));
   }
 
-  /// The future of a work, if it has one.
+  /// The future of a Work, if it has one.
   c10::intrusive_ptr<c10::ivalue::Future> future_of(Op op, c10d::Work& work) {
     if (op == Op::Send || op == Op::Recv || (op == Op::ReduceScatter && reduce_scatter_without_future_)) {
       return nullptr;
@@ -260,7 +260,7 @@ class GlooTransport : public Transport {
     try {
       return work.getFuture();
     } catch (const c10::Error&) {
-      TORCH_INTERNAL_ASSERT(op == Op::ReduceScatter, "a work of gloo's without a future");
+      TORCH_INTERNAL_ASSERT(op == Op::ReduceScatter, "gloo returned a Work without a future");
       reduce_scatter_without_future_ = true;
       return nullptr;
     }

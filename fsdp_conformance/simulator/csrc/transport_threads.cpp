@@ -1,6 +1,6 @@
-// The transport between ranks that are threads of one process. Ranks put their requests into a common object; whoever
-// needs a result waits until the requests that it is made of are there, and makes its own part of it. So no thread
-// works for the others, and no rank waits for one whose bytes it does not get.
+// The transport between ranks that are threads of one process. Ranks put their requests into a shared object. A rank
+// that needs a result waits for the requests that contribute to it, and computes its own part. So no thread works for
+// the others, and no rank waits for a rank whose bytes it does not receive.
 #include "transport.h"
 
 #include <c10/util/Exception.h>
@@ -18,24 +18,24 @@ namespace {
 
 using std::chrono::steady_clock;
 
-/// One collective: the requests of the ranks that have come to it.
+/// One collective: the requests of the ranks that have reached it.
 struct Meeting {
   explicit Meeting(int size) : requests(size) {}
 
-  std::vector<std::optional<Request>> requests;  // by rank; never changed once there
+  std::vector<std::optional<Request>> requests;  // by rank; never changed once set
   int arrived = 0;
   std::once_flag reduced_once;
-  std::vector<at::Tensor> reduced;  // of an all-reduce: made by the first rank that needs it, the same for all
+  std::vector<at::Tensor> reduced;  // for an all-reduce: computed by the first rank that needs it
 };
 
-/// The n-th message from one rank to another: whichever comes first waits for the other here.
+/// The n-th message from one rank to another: whichever side comes first waits here for the other.
 struct Message {
   std::optional<Request> sent;
   std::optional<Request> expected;
 };
 
 struct Channel {
-  std::map<uint64_t, std::shared_ptr<Message>> open;  // of which one side is missing
+  std::map<uint64_t, std::shared_ptr<Message>> open;  // messages with one side missing
   uint64_t num_sent = 0;
   uint64_t num_expected = 0;
 };
@@ -53,19 +53,19 @@ struct Group {
 
   const std::string name;
   const int size;
-  int joined = 0;  // under the lock of the worlds
+  int joined = 0;  // guarded by worlds_mutex
   std::mutex mutex;
   std::condition_variable changed;
-  std::string failure;                                // why nothing works any more
-  std::vector<uint64_t> issued;                       // by rank: the collectives it has come to
-  std::vector<std::string> last;                      // by rank: the latest of them
-  std::map<uint64_t, std::shared_ptr<Meeting>> open;  // by number: the collectives that a rank has yet to come to
+  std::string failure;                                // why all requests fail; empty if they do not
+  std::vector<uint64_t> issued;                       // by rank: the number of collectives it has reached
+  std::vector<std::string> last;                      // by rank: the latest collective
+  std::map<uint64_t, std::shared_ptr<Meeting>> open;  // by number: collectives that some rank has yet to reach
   std::map<std::pair<int, int>, Channel> channels;    // by sender and receiver
 };
 
 struct World {
   std::string failure;
-  std::map<std::string, std::shared_ptr<Group>> forming;  // that a rank has yet to join
+  std::map<std::string, std::shared_ptr<Group>> forming;  // groups that some rank has yet to join
   std::vector<std::weak_ptr<Group>> groups;
   std::map<std::pair<std::string, int>, int> joined;  // how often a rank has joined a group of this name
 };
@@ -73,7 +73,7 @@ struct World {
 std::mutex worlds_mutex;
 
 std::map<std::string, World>& worlds() {
-  static auto* all = new std::map<std::string, World>();  // Outlives the threads of a process that just exits.
+  static auto* all = new std::map<std::string, World>();  // Outlives the threads of a process that exits abruptly.
   return *all;
 }
 
@@ -86,7 +86,7 @@ std::shared_ptr<const Waiter> thread_waiter() {
   return std::atomic_load(&waiter_in_use());
 }
 
-/// The numbers of elements that must be the same on all ranks.
+/// The numbers of elements that must agree on all ranks.
 std::vector<int64_t> common_sizes(const Request& request, int rank) {
   std::vector<int64_t> sizes;
   switch (request.op) {
@@ -95,7 +95,7 @@ std::vector<int64_t> common_sizes(const Request& request, int rank) {
     case Op::Scatter:
       return request.take;
     case Op::AllToAll:
-      return {};  // Agreed by pairs.
+      return {};  // Each pair of ranks agrees on its own.
     default:
       for (const auto& tensor : request.give) {
         sizes.push_back(tensor.numel());
@@ -126,8 +126,9 @@ std::string mismatch(const Request& one, int one_rank, const Request& other, int
   if (common_sizes(one, one_rank) != common_sizes(other, other_rank)) {
     return both("the sizes");
   }
-  if (one.op == Op::AllToAll && (one.give.at(other_rank).numel() != other.take.at(one_rank) ||
-                                 other.give.at(one_rank).numel() != one.take.at(other_rank))) {
+  if (one.op == Op::AllToAll &&
+      (one.give.at(other_rank).numel() != other.take.at(one_rank) ||
+       other.give.at(one_rank).numel() != one.take.at(other_rank))) {
     return both("what one sends and what the other expects");
   }
   return "";
@@ -150,14 +151,13 @@ at::Tensor reduce(const std::vector<at::Tensor>& tensors, c10d::ReduceOp::RedOpT
         at::maximum_out(result, result, tensors[i]);
         break;
       default:
-        TORCH_CHECK(
-            false, "reduce=", static_cast<int>(op), ", but should be SUM, PRODUCT, MIN or MAX [thread transport]");
+        TORCH_CHECK(false, "reduction ", static_cast<int>(op), " is not SUM, PRODUCT, MIN or MAX [thread transport]");
     }
   }
   return result;
 }
 
-/// What is common to a rank's requests under way: waiting for a condition under the group's lock.
+/// The common part of a rank's pending requests: waiting for a condition under the group's lock.
 class Underway : public Exchange {
  public:
   Underway(std::shared_ptr<Group> group, int rank, Deadline deadline)
@@ -194,7 +194,7 @@ class Underway : public Exchange {
   }
 
  protected:
-  // Both under the group's lock.
+  // Called under the group's lock.
   virtual bool ready() const = 0;
   virtual std::string missing() const = 0;
 
@@ -280,7 +280,7 @@ class Collective : public Underway {
   }
 
  private:
-  /// Every rank's `which`-th tensor.
+  /// The tensor number `which` of every rank.
   std::vector<at::Tensor> given(size_t which) const {
     std::vector<at::Tensor> all;
     for (const auto& request : meeting_->requests) {
@@ -345,7 +345,7 @@ class ThreadTransport : public Transport {
         fail(c10::str("collective ", number, " of group ", group_->name, ": ", reason));
       }
       if (other && request.op != Op::AllToAll) {
-        break;  // The others were compared with this one.
+        break;  // The other ranks were compared with this one.
       }
     }
     meeting->requests[rank_] = std::move(request);
@@ -366,7 +366,7 @@ class ThreadTransport : public Transport {
       const c10::intrusive_ptr<c10d::Store>&, const std::vector<int>& ranks, const std::string& name,
       std::chrono::milliseconds timeout) override {
     const auto place = std::find(ranks.begin(), ranks.end(), rank_);
-    TORCH_CHECK(place != ranks.end(), "rank ", rank_, " splits off a group that it is not part of [split]");
+    TORCH_CHECK(place != ranks.end(), "rank ", rank_, " is not in the subgroup that it splits off [split]");
     std::ostringstream unique;
     unique << group_->name << "/" << name << "[";
     for (int rank : ranks) {
@@ -381,7 +381,7 @@ class ThreadTransport : public Transport {
   }
 
  private:
-  // Under the group's lock.
+  // Call these under the group's lock.
   [[noreturn]] void fail(const std::string& reason) {
     group_->failure = reason;
     group_->changed.notify_all();
@@ -426,7 +426,7 @@ std::shared_ptr<Transport> thread_transport(
     const std::string& world, const std::string& group, int rank, int size, std::chrono::milliseconds timeout) {
   std::lock_guard<std::mutex> lock(worlds_mutex);
   auto& place = worlds()[world];
-  // A name may be used again after its group was destroyed: the n-th time that a rank joins is the n-th group.
+  // A name may be reused after its group was destroyed: a rank's n-th join is to the n-th group of that name.
   const auto name = c10::str(group, "#", place.joined[{group, rank}]++);
   auto joined = place.forming[name];
   if (!joined) {
@@ -434,7 +434,9 @@ std::shared_ptr<Transport> thread_transport(
     joined->failure = place.failure;
     place.groups.push_back(joined);
   }
-  TORCH_CHECK(joined->size == size, "size=", size, ", but should be ", joined->size, " [thread group ", group, "]");
+  TORCH_CHECK(
+      joined->size == size, "size must be ", joined->size, ", as on the group's other ranks, got ", size,
+      " [thread group ", group, "]");
   if (++joined->joined == size) {
     place.forming.erase(name);
   }

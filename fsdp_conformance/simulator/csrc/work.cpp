@@ -36,7 +36,7 @@ std::vector<c10::Storage> Shelf::take() {
 }
 
 void Shelf::clear() {
-  take();  // Destroyed here, without the lock: that frees memory, and can take the GIL.
+  take();  // Destroyed here, without the lock, because freeing memory can take the GIL.
 }
 
 bool Shelf::clear_if_host_knows() {
@@ -87,7 +87,7 @@ void GroupState::started(const std::shared_ptr<CollectiveCall>& call) {
   }
   for (const auto& earlier : ended) {
     try {
-      earlier->finish(std::nullopt);  // The peers have come: nothing is waited for.
+      earlier->finish(std::nullopt);  // The peers have come, so this does not wait.
     } catch (const std::exception& error) {
       transport->abort(error.what());
     }
@@ -106,8 +106,8 @@ void GroupState::drain() {
     try {
       call->finish(std::nullopt);
     } catch (const std::exception& error) {
-      TORCH_WARN("group ", name, " is shut down on rank ", rank, ", but not all went well: ", error.what());
-      return;  // The transport has failed, and the others with it.
+      TORCH_WARN("group ", name, " was shut down on rank ", rank, " with a failed collective: ", error.what());
+      return;  // The transport has failed, and with it all other calls.
     }
   }
 }
@@ -148,7 +148,7 @@ bool SimWork::isCompleted() {
     return false;
   }
   if (end_) {
-    host_waits(end_->clock, end_->stream);  // As with an event: whoever hears "yes" knows that it has run.
+    host_waits(end_->clock, end_->stream);  // As for an event: a caller that is told so knows that it has run.
   }
   return true;
 }
@@ -193,7 +193,7 @@ void SimWork::wait_on_host(milliseconds timeout) {
     in_time = call_->finish(steady_clock::now() + timeout);
   }
   if (!in_time) {
-    // As NCCL: a work that is too late takes its group down.
+    // As with NCCL, a Work that is too late takes its group down.
     const auto ran = std::chrono::duration_cast<milliseconds>(steady_clock::now() - started_);
     const auto reason = c10::str(
         "[Rank ", group_->rank, "] Watchdog caught collective operation timeout: WorkSim(SeqNum=", seq_,
@@ -217,7 +217,7 @@ void SimWork::abort() {
 
 c10::intrusive_ptr<c10::ivalue::Future> SimWork::getFuture() {
   if (!future_) {
-    // On the CPU: complete when the bytes are in place, which somebody has to see to.
+    // On the CPU the future is complete when the bytes are in place; a thread waits for that.
     auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     std::thread([call = call_, future, outputs = outputs_] {
       try {

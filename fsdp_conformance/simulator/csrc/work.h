@@ -1,4 +1,4 @@
-// The Work of a collective on the simulated accelerator: as WorkNCCL.
+// The Work of a collective on the simulated accelerator. It behaves like WorkNCCL.
 #pragma once
 
 #include <ATen/core/ivalue.h>
@@ -18,15 +18,15 @@
 
 namespace sim {
 
-/// What must not be freed before a collective has run on its stream: NCCL's TensorShelf, shared by Work and group.
+/// Keeps memory alive until a collective has run on its stream: NCCL's TensorShelf, shared by Work and group.
 class Shelf {
  public:
   Shelf(const std::vector<at::Tensor>& tensors, Clock end);
-  /// Let go of them: a stream that reuses their memory has been made to wait, or the host knows that it has run.
+  /// Release the memory: a stream that reuses it has been made to wait, or the host knows that the collective has run.
   void clear();
-  /// True if it was cleared now or before. Where nothing is checked the host knows everything.
+  /// True if it is cleared now or was before. With the checker off, the host counts as knowing everything.
   bool clear_if_host_knows();
-  /// Nobody looks after it any more: the host's waits do.
+  /// The owner goes away: from now on the host's waits release the memory.
   void leave();
 
  private:
@@ -37,18 +37,18 @@ class Shelf {
   std::vector<c10::Storage> storages_;
 };
 
-/// What a group and its works have in common.
+/// State shared by a group and its Works.
 class GroupState {
  public:
   GroupState(std::string name, int rank, std::shared_ptr<Transport> transport);
-  /// Gloo joins its threads: not with the GIL.
+  /// Gloo joins its threads, so the GIL is released.
   ~GroupState();
 
-  /// A call that has been started. Those that have ended are dropped; if one has failed, the group has.
+  /// A call has been started. Drops the calls that have ended; a failed one fails the group.
   void started(const std::shared_ptr<CollectiveCall>& call);
-  /// Every call under way and every later one fails with this reason.
+  /// Every pending and every later call fails with this reason.
   void abort(const std::string& reason);
-  /// Wait until every call has ended. A failure that nobody has seen yet becomes a warning.
+  /// Wait until every call has ended. A failure that has not been reported yet becomes a warning.
   void drain();
 
   const std::string name;
@@ -62,7 +62,7 @@ class GroupState {
   std::vector<std::shared_ptr<CollectiveCall>> underway_;
 };
 
-/// What the end of a collective on a stream is to others.
+/// The end of a collective on a stream, for whatever waits for it.
 struct End {
   c10::Stream stream;
   Clock clock;
@@ -71,15 +71,15 @@ struct End {
 
 class SimWork : public c10d::Work {
  public:
-  /// `end`: nothing for a work on CPU tensors, which is waited for on the host.
+  /// `end`: nothing for a Work on CPU tensors, for which the host waits.
   SimWork(
       std::shared_ptr<GroupState> group, std::shared_ptr<CollectiveCall> call, c10d::OpType type, uint64_t seq,
       const std::string& title, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs,
       std::optional<End> end);
 
-  /// Complete the future on the stream. Once the work is held by somebody.
+  /// Complete the future on the stream. Call it once something holds the Work.
   void complete_future();
-  /// A barrier: `wait` is the host's.
+  /// Make it a barrier: `wait` blocks the host.
   void set_barrier();
 
   bool isCompleted() override;
@@ -87,7 +87,7 @@ class SimWork : public c10d::Work {
   std::exception_ptr exception() const override;
   void synchronize() override;
   bool wait(std::chrono::milliseconds timeout) override;
-  void blockCurrentStream();  // from torch 2.9 on an override
+  void blockCurrentStream();  // an override since torch 2.9
   void abort() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
   c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;

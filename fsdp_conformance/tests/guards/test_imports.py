@@ -16,8 +16,11 @@ pytestmark = checkout.required
 
 #: From the bottom up. Parts of one layer never import one another, except the words, which are one vocabulary.
 WORDS = frozenset(
-    {"errors", "verdict", "capability", "config", "workload", "case", "outcome", "judge", "contract", "settings"}
-)
+    {
+        "errors", "verdict", "capability", "config", "workload", "case", "outcome", "judge", "contract", "settings",
+        "frames",
+    }
+)  # fmt: skip
 LAYERS: tuple[frozenset[str], ...] = (
     WORDS,
     frozenset({"history"}),

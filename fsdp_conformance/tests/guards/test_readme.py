@@ -22,7 +22,7 @@ MAX_ADAPTER_LINES = 25
 
 
 #: Texts for users.
-PAGES = ("README.md", "fsdp_conformance/simulator/README.md")
+PAGES = ("README.md", "docs/simulated-accelerator.md")
 
 
 def readme() -> str:

@@ -163,7 +163,7 @@ def test_a_script_that_says_cuda_is_told_about_the_option(tmp_path: Path) -> Non
     run = sanitize("--world-size", "1", written(tmp_path, "import torch\ntorch.ones(2, device='cuda')\n"), cwd=tmp_path)
 
     assert run.status == 5, run.out + run.err
-    assert "hint: the script asks for CUDA: give --as-cuda" in run.out
+    assert "hint: the script uses CUDA: pass --as-cuda" in run.out
 
 
 def test_torch_compile_runs_eagerly_and_says_so(tmp_path: Path) -> None:
@@ -174,7 +174,7 @@ def test_torch_compile_runs_eagerly_and_says_so(tmp_path: Path) -> None:
     run = sanitize("--world-size", "1", written(tmp_path, text), cwd=tmp_path)
 
     assert run.status == 0, run.out + run.err
-    assert "note: torch.compile: the model runs eagerly here" in run.out
+    assert "note: torch.compile is ignored: the model runs eagerly" in run.out
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -198,7 +198,7 @@ def test_an_interrupted_run_prints_what_it_has_and_leaves_no_process(
     assert status == child.returncode, out + err
     assert f"interrupted by {number.name}" in err
     assert "✗ hazard 1: read after write" in out
-    assert out.rstrip().endswith("interrupted, with 1 hazard until then")
+    assert out.rstrip().endswith("interrupted after 1 hazard")
     assert len(ranks) >= 3
     # Who tracks the resources of ranks ends by itself when they have ended.
     wait_for(lambda: not set().union(*(family(pid) for pid in ranks)), "the end of the ranks")

@@ -176,7 +176,7 @@ def test_what_fails_before_the_script_begins_is_not_its_doing() -> None:
     found = report(None, None, errors=(error("no such name", blame="suite"), None))
 
     assert Status.SUITE == found.status
-    assert "a mistake of this suite, not of the script: rank 0 raised ValueError: no such name" in found.verdict()
+    assert "an error in this suite, not in the script: rank 0 raised ValueError: no such name" in found.verdict()
 
 
 def test_what_this_machine_lacks_is_no_finding() -> None:
@@ -190,9 +190,9 @@ def test_what_this_machine_lacks_is_no_finding() -> None:
 @pytest.mark.parametrize(
     ("text", "hint"),
     [
-        ("Torch not compiled with CUDA enabled", "give --as-cuda before the script's name"),
-        ("No module named 'flash_attn'", "kernels for a GPU alone"),
-        ("No module named 'triton'", "Triton compiles for a GPU"),
+        ("Torch not compiled with CUDA enabled", "pass --as-cuda before the script's name"),
+        ("No module named 'flash_attn'", "GPU kernels only"),
+        ("No module named 'triton'", "Triton compiles for GPUs"),
     ],
 )
 def test_failures_that_have_a_meaning_here_get_a_hint(text: str, hint: str) -> None:

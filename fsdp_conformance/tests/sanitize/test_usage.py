@@ -14,14 +14,14 @@ from fsdp_conformance.tests.cli.cli_runs import said
 @pytest.mark.parametrize(
     ("typed", "expected"),
     [
-        ([], "script=none, but should be the path of a script, or -m"),
-        (["-m"], "script=none"),
-        (["train.py"], "script='train.py', but should be the path of a script: there is no such file"),
-        (["-m", "nowhere.train"], "module='nowhere.train', but should be one that Python finds"),
-        (["--world-size", "two", "train.py"], "world_size='two', but should be a whole number"),
-        (["--world-size", "0", "train.py"], "world_size=0, but should be from 1 to"),
-        (["--timeout", "-1", "train.py"], "timeout=-1, but should be a positive number of seconds"),
-        (["--timeout", "nan", "train.py"], "timeout=nan"),
+        ([], "give the path of a script, or -m"),
+        (["-m"], "give the path of a script"),
+        (["train.py"], "no such script: 'train.py'"),
+        (["-m", "nowhere.train"], "Python finds no module 'nowhere.train' from this directory"),
+        (["--world-size", "two", "train.py"], "--world-size must be an integer, got 'two'"),
+        (["--world-size", "0", "train.py"], "--world-size must be from 1 to 127, got 0"),
+        (["--timeout", "-1", "train.py"], "--timeout must be a positive number of seconds, got -1"),
+        (["--timeout", "nan", "train.py"], "--timeout must be a positive number of seconds, got nan"),
         (["--mode", "shout", "train.py"], "invalid choice: 'shout'"),
         (["--worldsize", "2", "train.py"], "Did you mean '--world-size'?"),
     ],
@@ -42,7 +42,7 @@ def test_a_file_for_the_findings_needs_a_directory(tmp_path: Path) -> None:
     found = said("sanitize", "--json", "nowhere/out.json", "train.py", cwd=tmp_path)
 
     assert (found.status, found.out) == (2, "")
-    assert "json='nowhere/out.json', but should be a file in a directory that exists" in found.err
+    assert "--json must be a file in an existing directory, got 'nowhere/out.json'" in found.err
 
 
 def test_what_follows_the_script_is_its_own() -> None:

@@ -1,4 +1,4 @@
-"""Every collective of torch.distributed on tensors of one device: what a rank has in the end."""
+"""Every collective of torch.distributed on tensors of one device, and what each rank has at the end."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ class Values:
         return values.to(self.dtype).to(self.device)
 
     def empty(self, *shape: int) -> Tensor:
-        """Where a result goes."""
+        """An output tensor."""
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
 
 def collectives(values: Values, reductions: tuple[Any, ...] = REDUCTIONS) -> Outputs:
-    """Every function that takes tensors of one size, asked one after another."""
+    """Every function that takes tensors of one size, called one after another."""
     size, rank = values.size, values.rank
     results: Outputs = {}
     for op in reductions:
@@ -107,7 +107,7 @@ def collectives(values: Values, reductions: tuple[Any, ...] = REDUCTIONS) -> Out
 
 
 def moves(values: Values) -> Outputs:
-    """What takes every dtype: bytes are moved, nothing is added."""
+    """The functions that accept every dtype, because they move bytes and add nothing."""
     size = values.size
     mine, whole = values.given(9), values.empty(9 * size)
     dist.broadcast(mine, 0)
@@ -157,7 +157,7 @@ def point_to_point(values: Values) -> Outputs:
 
 
 def functional_collectives(values: Values) -> Outputs:
-    """The collectives that FSDP2's and DTensor's graphs are made of."""
+    """The functional collectives in FSDP2's and DTensor's graphs."""
     size, group = values.size, world()
     wait = functional.wait_tensor
     return {
@@ -176,7 +176,7 @@ def functional_collectives(values: Values) -> Outputs:
 
 
 def dtensor_redistributions(values: Values) -> Outputs:
-    """The placements of a DTensor, changed."""
+    """A DTensor is redistributed."""
     size = values.size
     mesh = init_device_mesh(values.device, (size,))
     whole = torch.arange(7.0, device=values.device)

@@ -1,4 +1,4 @@
-"""A checker of its own with three streams, for programs that touch no tensors; and bytes, one by one."""
+"""A separate checker with three streams, for programs without tensors; and extents as sets of bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Repeats = list[tuple[int, int]]
 
 
 class Machine:
-    """A checker of its own, with three streams of one device."""
+    """A separate checker, with three streams on one device."""
 
     def __init__(self, *, reuse: str = "exact") -> None:
         self.extension = build.load()
@@ -36,7 +36,7 @@ class Machine:
         return self.extension.Site(op, **fields)
 
     def allocate(self, lane: int | None = None, nbytes: int = BYTES, *, pinned: bool = False, op: str = "empty") -> int:
-        """A block of its own, with a first tenant."""
+        """A new block with a first tenant."""
         block: int = self.checker.add_block(nbytes, 0, pinned)
         self.checker.allocated(block, HOST if pinned else lane or self.a, self.site(op))
         return block
@@ -56,7 +56,7 @@ class Machine:
         repeats: Repeats | None = None,
         **site: Any,
     ) -> str | None:
-        """An operation of one access; the kind of the hazard that it makes, if it makes one."""
+        """Submit an operation with one access; returns the kind of its hazard, if there is one."""
         if lane != HOST:
             self.checker.submit(lane)
         site.setdefault("op", f"op{next(self._numbers)}")

@@ -151,7 +151,7 @@ MODULES: dict[str, Computation] = {
 
 
 def encoder_layer_without_gradients(device_type: str) -> Results:
-    """torch takes one operation for all of it."""
+    """torch uses a single fused operation for it."""
     module = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval().to(device_type)
     with torch.no_grad():
         return [module(torch.randn(2, 5, 8).to(device_type))]
@@ -184,7 +184,7 @@ def losses(device_type: str) -> Results:
 
 
 def ctc_loss(device_type: str) -> Results:
-    """Its lengths are on the CPU."""
+    """CTC loss, with its lengths on the CPU."""
     inputs = torch.randn(7, 2, 5).log_softmax(-1).to(device_type).requires_grad_()
     targets = torch.tensor([[1, 2, 3], [2, 2, 4]]).to(device_type)
     loss = F.ctc_loss(inputs, targets, torch.tensor([7, 7]), torch.tensor([3, 3]))
@@ -192,7 +192,7 @@ def ctc_loss(device_type: str) -> Results:
 
 
 def factories(device_type: str) -> Results:
-    """Tensors from nothing."""
+    """Factories."""
     options: dict[str, Any] = {"device": device_type}
     return [
         torch.arange(7, **options), torch.arange(0, 1, 0.1, **options), torch.linspace(0, 1, 5, **options),
@@ -203,7 +203,7 @@ def factories(device_type: str) -> Results:
 
 
 def random_numbers(device_type: str) -> Results:
-    """Every way to draw, after one seed, tensors of the CPU in between."""
+    """Every way to draw random numbers after one seed, with CPU tensors in between."""
     options: dict[str, Any] = {"device": device_type}
     values = torch.randn(4, 5).to(device_type)
     return [
@@ -291,7 +291,7 @@ def arithmetic(device_type: str) -> Results:
 
 
 def sorting(device_type: str) -> Results:
-    """And what looks for values in others, with results whose size depends on them."""
+    """Operations that search for values, whose results depend on the data in size."""
     a = torch.randn(4, 5, 6).to(device_type)
     edges = torch.arange(5.0, device=device_type)
     counts = torch.tensor([1, 0, 2]).to(device_type)
@@ -314,7 +314,7 @@ def linear_algebra(device_type: str) -> Results:
 
 
 def lists_of_tensors(device_type: str) -> Results:
-    """What optimizers and clipping call, in-place and not."""
+    """The operations of optimizers and clipping, in-place and not."""
     a, b = ([torch.randn(shape).to(device_type) for shape in ((3, 5), (7,), (0,), ())] for _ in range(2))
     x = [tensor.clone() for tensor in a]
     torch._foreach_mul_(x, 2.0)
@@ -366,7 +366,7 @@ def results_of(compute: Computation, device_type: str) -> Results:
 
 
 def differences(expected: Results, found: Results) -> list[str]:
-    """What differs, to the last bit; NaN is equal to NaN."""
+    """The differences, bit for bit; NaN equals NaN."""
     texts = [] if len(expected) == len(found) else [f"{len(found)} results instead of {len(expected)}"]
     for i, (left, right) in enumerate(zip(expected, found, strict=False)):
         if isinstance(left, Tensor):

@@ -26,7 +26,8 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from fsdp_conformance.simulator import build, checker, device
+from fsdp_conformance.simulator import build, checker
+from fsdp_conformance.simulator.activation import activate
 
 #: What a test may take; it takes seconds at most.
 DEADLINE_S = 180
@@ -179,7 +180,7 @@ def _report(function: Callable[[], Any], writer: int) -> NoReturn:
     try:
         torch.set_num_threads(1)  # a thread pool of the parent is not there
         gc.freeze()  # what the parent has imported is nobody's garbage
-        device.activate()
+        activate()
         function()
         checker.expect_clean() if checker.num_hazards() else None
         text = "."

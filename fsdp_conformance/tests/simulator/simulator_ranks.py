@@ -50,7 +50,7 @@ class OnSim(SimulatedRanks):
         return torch.tensor(numbers, device=self.device)
 
     def found(self) -> list[str]:
-        """The hazards so far, which are forgotten."""
+        """The hazards so far, which are then cleared."""
         hazards = [f"{hazard.kind.value}: {hazard.sentence()}" for hazard in checker.hazards()]
         checker.clear()
         return hazards

@@ -1,5 +1,5 @@
 """
-The extension's cache: who compiles, who waits, what is said when it cannot be done.
+The extension's cache: who compiles, who waits, and the messages when it fails.
 
 The compiler in here is a script. It makes objects that hold nothing, and links by copying the real shared object, so
 that what is loaded in the end is whole.
@@ -20,6 +20,7 @@ import pytest
 
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.simulator import build, device
+from fsdp_conformance.simulator.activation import activate
 from fsdp_conformance.tests.simulator.simulator_process import compiled
 
 #: How long a test waits for another process.
@@ -51,7 +52,7 @@ REQUIRE = "from fsdp_conformance.simulator import build; print(build.require())"
 
 
 class Machine:
-    """A cache of its own, and a compiler that can be held back before it links."""
+    """A separate cache, and a compiler that can be paused before it links."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.cache = directory / "cache"
@@ -73,7 +74,7 @@ class Machine:
         return sum(line.endswith(".so") for line in self.log.read_text().splitlines()) if self.log.exists() else 0
 
     def shared_objects(self) -> list[Path]:
-        """Complete ones, which are kept outside of the directory that is worked in."""
+        """The complete objects, which are outside the build directory."""
         return [path for path in self.cache.rglob("*.so") if path.parent.name != "build"]
 
     def start(self) -> subprocess.Popen[str]:
@@ -96,7 +97,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 @compiled
 class TestCache:
     def test_it_is_compiled_once(self, machine: Machine) -> None:
-        """The second time nothing runs; the name is of what it is bound to."""
+        """The second time nothing is compiled; the path depends on everything that the object depends on."""
         assert not build.is_built()
         path = build.require()
 
@@ -134,7 +135,7 @@ class TestCache:
 
     @pytest.mark.slow
     def test_a_kill_leaves_nothing_that_is_taken_for_whole(self, machine: Machine) -> None:
-        """What the killed one has started is waited for; then the next one completes it."""
+        """The children of the killed process end first; then the next process completes the build."""
         machine.hold.touch()
         killed = machine.start()
         machine.wait_for_link()
@@ -150,7 +151,7 @@ class TestCache:
         assert path.read_bytes() == Path(os.environ["REAL"]).read_bytes()
 
     def test_waiting_has_an_end(self, machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Whoever holds the lock for too long is told of."""
+        """A process that waits too long for the lock says so."""
         monkeypatch.setattr(build, "DEADLINE_S", 0.3)
         target = build._target()
         assert target is not None
@@ -158,7 +159,9 @@ class TestCache:
         with (target.parent / "lock").open("w") as file:
             fcntl.flock(file, fcntl.LOCK_EX)
 
-            with pytest.raises(EnvironmentUnavailable, match=r"another process, which has not ended after 0\.3 s"):
+            with pytest.raises(
+                EnvironmentUnavailable, match=r"another process has been compiling .* for more than 0\.3 s"
+            ):
                 build.require()
 
 
@@ -185,7 +188,7 @@ class TestFailure:
         assert [] == machine.shared_objects()
 
     def test_an_object_that_cannot_be_loaded_is_told_of(self, tmp_path: Path) -> None:
-        """By its path."""
+        """The error has its path."""
         broken = tmp_path / "broken.so"
         broken.write_bytes(b"not a shared object")
 
@@ -200,7 +203,7 @@ class TestFailure:
 
 
 class TestUnavailable:
-    """Told cheaply, and by whoever asks for the device."""
+    """The reason is known without compiling, and activation raises it."""
 
     @pytest.fixture(autouse=True)
     def _nothing_given(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -211,33 +214,33 @@ class TestUnavailable:
         """No PATH has one, or CXX names none: no case on the device runs, and the reason is said."""
         monkeypatch.delenv("CXX", raising=False)
         monkeypatch.setenv("PATH", str(tmp_path))
-        assert "no C++ compiler: 'c++' is not in PATH" in str(build.unavailable())
+        assert "no C++ compiler: 'c++' is not on PATH" in str(build.unavailable())
         assert not build.is_built()
         with pytest.raises(EnvironmentUnavailable, match="no C\\+\\+ compiler"):
             build.require()
 
         monkeypatch.setenv("CXX", "nowhere-c++")
-        assert "'nowhere-c++' is not in PATH" in str(build.unavailable())
+        assert "'nowhere-c++' is not on PATH" in str(build.unavailable())
 
     def test_activation_says_so(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """And leaves torch as it was."""
+        """And torch is unchanged."""
         if build.loaded() is not None:
             pytest.skip("another test of this process has loaded the extension")
         monkeypatch.delenv("CXX", raising=False)
         monkeypatch.setenv("PATH", str(tmp_path))
 
         with pytest.raises(EnvironmentUnavailable, match="no C\\+\\+ compiler"):
-            device.activate()
+            activate()
 
         assert not device.is_active()
 
     def test_an_object_that_is_given_must_be_there(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-        """Then it is taken as it is, and no compiler is asked for."""
+        """It is used unchanged, and no compiler is needed."""
         given = tmp_path / "given.so"
         monkeypatch.setenv(build.EXTENSION, str(given))
         monkeypatch.setenv("PATH", str(tmp_path))
-        assert f"{build.EXTENSION}={given}, but should be the path of a shared object" in str(build.unavailable())
-        with pytest.raises(EnvironmentUnavailable, match="should be the path of a shared object"):
+        assert f"{build.EXTENSION} must be the path of a shared object, got '{given}'" in str(build.unavailable())
+        with pytest.raises(EnvironmentUnavailable, match="must be the path of a shared object"):
             build.require()
 
         given.touch()

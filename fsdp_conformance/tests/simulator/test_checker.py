@@ -20,7 +20,7 @@ def m() -> Machine:
 
 
 class TestOrder:
-    """What comes after what."""
+    """Which accesses are ordered."""
 
     def test_a_stream_runs_its_work_in_order(self, m: Machine) -> None:
         block = m.allocate()
@@ -55,7 +55,7 @@ class TestOrder:
         assert m.read(m.b, late) == "read_after_write"
 
     def test_an_event_that_was_never_recorded_orders_nothing(self, m: Machine) -> None:
-        """As on CUDA, waiting for it is no error and no wait."""
+        """As on CUDA, waiting for it is not an error and has no effect."""
         block = m.allocate()
         m.write(m.a, block)
 
@@ -103,7 +103,7 @@ class TestOrder:
         assert m.checker.host_knows(event)
 
     def test_who_waits_for_an_event_knows_what_the_host_knows(self, m: Machine) -> None:
-        """`b` has done nothing since the host waited for `a`; who waits for `b` comes after `a`."""
+        """`b` has done nothing since the host waited for `a`; a wait for `b` is ordered after `a`."""
         block = m.allocate()
         m.write(m.a, block)
         m.checker.host_wait_lane(m.a)
@@ -113,7 +113,7 @@ class TestOrder:
         assert m.read(m.c, block) is None
 
     def test_the_last_access_of_the_other_stream_is_told(self, m: Machine) -> None:
-        """Who waits for the read has waited for the write before it."""
+        """A wait for the read covers the write before it."""
         block = m.allocate()
         m.write(m.a, block, op="first")
         m.read(m.a, block, op="second")
@@ -151,7 +151,7 @@ class TestOrder:
 
 
 class TestRedundantWaits:
-    """A wait says whether it taught the waiting side anything."""
+    """A wait returns whether the waiting side learned anything."""
 
     def test_a_second_wait_teaches_nothing(self, m: Machine) -> None:
         m.checker.submit(m.a)
@@ -175,7 +175,7 @@ class TestRedundantWaits:
 
 
 class TestOrderDigest:
-    """A number for what the accesses of a program knew of one another."""
+    """A checksum of what the accesses of a program knew about each other."""
 
     def digest(self, m: Machine, *, waits: str, device: int = 0) -> int:
         """`a` writes, `b` reads, `c` reads; of the waits of `b` for `a`, `c` for `b` and `c` for `a` those named."""
@@ -191,7 +191,7 @@ class TestOrderDigest:
         return int(m.checker.order_digest(device))
 
     def test_it_is_the_same_for_the_same_program(self, m: Machine) -> None:
-        """On other streams, after other work, in the same process."""
+        """The same on other streams, after other work, in the same process."""
         first = self.digest(m, waits="ba cb ca")
         m.wait_stream(m.a, m.b)
         m.checker.host_wait_device(0)
@@ -230,7 +230,7 @@ class TestOrderDigest:
 
 
 class TestPinnedMemory:
-    """The host is a stream of its own, with names of its own for what it does wrong."""
+    """The host counts as a stream; its hazards have separate kinds."""
 
     @pytest.mark.parametrize(
         ("copy", "host", "expected"),
@@ -264,7 +264,7 @@ class TestPinnedMemory:
         assert m.write(m.b, block) == "write_after_read"
 
     def test_every_access_of_the_host_is_reported(self, m: Machine) -> None:
-        """The host learns nothing from a report: else all streams would be held to have waited."""
+        """The host learns nothing from a report; otherwise all streams would count as having waited."""
         block, other = m.allocate(pinned=True), m.allocate()
         m.write(m.a, other)
         m.write(m.a, block)
@@ -275,7 +275,7 @@ class TestPinnedMemory:
 
 
 class TestBytes:
-    """Accesses conflict where they share a byte."""
+    """Accesses conflict if they have a byte in common."""
 
     def test_neighbours_do_not_conflict(self, m: Machine) -> None:
         block = m.allocate()
@@ -307,7 +307,7 @@ class TestBytes:
 
 
 class TestModes:
-    """Off looks at nothing; the others find the same."""
+    """Off checks nothing; the other modes find the same."""
 
     def test_off_notes_nothing(self, m: Machine) -> None:
         block = m.allocate()
@@ -337,5 +337,5 @@ class TestModes:
         assert 1 == len(m.checker.hazards())
 
     def test_a_mode_that_there_is_not(self, m: Machine) -> None:
-        with pytest.raises(ValueError, match=r"mode=loud, but should be one of off, record, raise, poison"):
+        with pytest.raises(ValueError, match=r"mode must be one of off, record, raise, poison, got loud"):
             m.checker.mode = "loud"

@@ -17,10 +17,10 @@ pytestmark = compiled
 
 
 class Host(OnSim):
-    """The host does not wait where it would not on an accelerator."""
+    """The host waits only where it would wait on an accelerator."""
 
     def test_groups_in_opposite_orders(self) -> None:
-        """Each rank issues the collectives of two groups in an order of its own."""
+        """Each rank issues the collectives of two groups in a different order."""
         groups = [dist.new_group([0, 1]) for _ in range(2)]
         tensors = [self.values(1.0 + self.rank), self.values(10.0)]
         works = {}
@@ -39,7 +39,7 @@ class Host(OnSim):
         self.assertEqual([], self.found())
 
     def test_hosts_talk_in_between(self) -> None:
-        """A rank that goes on after its call, and only then lets the other one come, is no deadlock."""
+        """A rank may continue after its call and only then let the other rank make its call."""
         mine, output, store = (
             self.values(1.0 + self.rank),
             torch.empty(2, device=self.device),
@@ -78,7 +78,7 @@ class Host(OnSim):
             self.assertTrue(store.check([wait]), msg=wait)
 
     def test_queries(self) -> None:
-        """While the peer has yet to come, neither the work nor an event after it is over."""
+        """Until the peer comes, neither the Work nor an event after it is complete."""
         store = PrefixStore("queries", dist.distributed_c10d._get_default_store())
         if self.rank == 1:
             store.wait(["asked"], timedelta(seconds=60))
@@ -96,7 +96,7 @@ class Host(OnSim):
         self.assertEqual([2.0], mine.tolist())
 
     def test_a_timeout_is_the_hosts(self) -> None:
-        """`wait(timeout)` blocks the host; a work that is too late takes its group down."""
+        """`wait(timeout)` blocks the host; a Work that is too late takes its group down."""
         group = dist.new_group([0, 1])
         mine = self.values(1.0)
         self.assertTrue(dist.all_reduce(mine, async_op=True).wait(timedelta(seconds=60)))
@@ -112,7 +112,7 @@ class Host(OnSim):
         checker.clear()
 
     def test_the_groups_timeout(self) -> None:
-        """Who needs a result that does not come is told what it was, after the group's timeout."""
+        """Waiting for a missing result raises after the group's timeout and names the collective."""
         group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
         if self.rank == 0:
             mine = self.values(1.0)

@@ -1,4 +1,4 @@
-"""Collectives of the simulated accelerator are on streams, as NCCL's: what waits for what, and who holds memory."""
+"""Collectives of the simulated accelerator run on streams like NCCL's: what waits, and what keeps memory alive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = compiled
 
 
 class Streams(OnSim):
-    """What waits for what, as ProcessGroupNCCL makes it."""
+    """The waits of ProcessGroupNCCL."""
 
     def test_missing_wait(self) -> None:
         """An output that is used before the stream waits for the work is a read after a write."""
@@ -61,7 +61,7 @@ class Streams(OnSim):
         self.assert_kinds([HazardKind.READ_AFTER_WRITE])
 
     def test_issue_waits_for_the_current_stream(self) -> None:
-        """What was computed on the current stream before is there; what was computed on another one is not."""
+        """A collective waits for earlier work on the current stream, but not on other streams."""
         mine, side = self.values(1.0), sim.Stream()
         dist.all_reduce(mine.mul_(2), async_op=True).wait()
         self.assert_kinds([])
@@ -95,7 +95,7 @@ class Streams(OnSim):
         self.assertEqual([2.0], value[0].tolist())
 
     def test_completion(self) -> None:
-        """A work that has answered "completed" is over for the host; its result is told."""
+        """After is_completed() is true, the host knows that the collective has run; result() has its tensors."""
         mine = self.values(1.0)
         work = dist.all_reduce(mine, async_op=True)
         while not work.is_completed():
@@ -124,7 +124,7 @@ class Streams(OnSim):
         self.assert_kinds([])
 
     def test_collectives_of_a_group_are_in_order(self) -> None:
-        """Two on one group need no wait in between; on two groups they do."""
+        """Two collectives of one group need no wait in between; two of different groups do."""
         mine, other = self.values(1.0), dist.new_group([0, 1])
         first = dist.all_reduce(mine, async_op=True)
         second = dist.all_reduce(mine, async_op=True)
@@ -181,7 +181,7 @@ class Streams(OnSim):
 
 
 class Memory(OnSim):
-    """Who holds what a collective uses."""
+    """What keeps the memory of a collective alive."""
 
     def allocated(self) -> int:
         gc.collect()
@@ -220,7 +220,7 @@ class Memory(OnSim):
         work.wait()
 
     def test_a_list_is_gathered_through_a_buffer(self) -> None:
-        """As NCCL: the peak has the size of the list once more."""
+        """As with NCCL, the peak includes the size of the list a second time."""
         parts = [torch.empty(256, device=self.device) for _ in range(2)]
         mine = torch.zeros(256, device=self.device)
         sim.reset_peak_memory_stats(self.device)

@@ -95,7 +95,7 @@ class Results(OnSim):
             self.assertEqual([4.0, 14.0], mine.tolist())
 
     def test_stacked_gather(self) -> None:
-        """The output may have the ranks in a dimension of their own, or be channels-last memory as it lies."""
+        """The output may have a separate dimension for the ranks, or be channels-last memory."""
         stacked = torch.zeros(2, 3, device=self.device)
         all_gather_into_tensor(stacked, self.values(1.0, 2.0, 3.0 + self.rank))
         self.assertEqual([[1.0, 2.0, 3.0], [1.0, 2.0, 4.0]], stacked.tolist())
@@ -105,7 +105,7 @@ class Results(OnSim):
         self.assertTrue(torch.equal(expected, image.cpu()))
 
     def test_uneven_lists(self) -> None:
-        """Lists of tensors of different sizes, which gloo refuses: NCCL broadcasts and reduces one by one."""
+        """Lists of tensors of different sizes, which gloo rejects and NCCL broadcasts or reduces one by one."""
         sizes = [2, 5]
         parts = [torch.zeros(size, device=self.device) for size in sizes]
         dist.all_gather(parts, torch.arange(float(sizes[self.rank]), device=self.device) + 10 * self.rank)
@@ -121,7 +121,7 @@ class Results(OnSim):
 
 
 class ResultsOnFour(OnSim):
-    """On four ranks, where the order of a sum shows."""
+    """On four ranks, where the order of a sum matters."""
 
     world_size = 4
 
@@ -153,7 +153,7 @@ class ResultsOnFour(OnSim):
 
 
 class Refusals(OnSim):
-    """Wrong use gives the error that users of NCCL know, with the tensor."""
+    """Wrong use raises NCCL's error, with the name of the tensor."""
 
     def refused(
         self, error: type[Exception], text: str, call: Callable[..., object], *args: Any, **kwargs: Any
@@ -166,7 +166,7 @@ class Refusals(OnSim):
         matrix = torch.zeros(4, 4, device=self.device)
         four, eight = torch.zeros(4, device=self.device), torch.zeros(8, device=self.device)
         ints, shorts = four.to(torch.int32), four.to(torch.int16)
-        contiguous = r"Tensors must be contiguous, but got the "
+        contiguous = r"Tensors must be contiguous, got the "
         self.refused(
             ValueError, contiguous + r"tensor of shape \[4, 4\], strides \[1, 4\]", dist.all_reduce, matrix.t()
         )
@@ -186,7 +186,7 @@ class Refusals(OnSim):
         )
         self.refused(
             ValueError,
-            "on sim and dense, but got the output tensor .* on cpu",
+            "on sim and dense, got the output tensor .* on cpu",
             all_gather_into_tensor,
             torch.zeros(8),
             four,

@@ -1,4 +1,4 @@
-"""The device `sim` in torch: how it becomes active, its devices, hooks, random numbers; and forks."""
+"""The device `sim` in torch: activation, devices, hooks, random numbers, and forks."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_conformance.errors import ConfigError, EnvironmentUnavailable
-from fsdp_conformance.simulator import build, checker, device
+from fsdp_conformance.simulator import activation, build, checker, device
 from fsdp_conformance.simulator import torch_sim as sim
+from fsdp_conformance.simulator.activation import activate
 from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own, run_in_child
 
 pytestmark = compiled
 
 
 class TestActivation:
-    """Once per process, and only where torch has a place for it."""
+    """Once per process, and only if torch's slot for it is free."""
 
     @in_process_of_its_own
     def test_the_device_is_torchs_accelerator(self) -> None:
         """By name, by module, with its index; a second activation changes nothing."""
-        device.activate()
+        activate()
 
         assert "sim" == torch._C._get_privateuse1_backend_name()
         assert sim is torch.get_device_module("sim")
@@ -44,40 +45,41 @@ class TestActivation:
 
     @in_process_of_its_own
     def test_there_are_as_many_devices_as_asked_for(self) -> None:
-        """8 by default; more for ranks that are threads; another index is an error that says so."""
+        """8 by default, more for ranks that are threads; other indices raise."""
         assert 8 == sim.device_count() == torch.accelerator.device_count()
 
-        device.activate(64)
+        activate(64)
 
         assert "sim:63" == str(torch.ones(1, device="sim:63").device)
         for index in (64, 126):
-            with pytest.raises(ValueError, match=rf"device index={index}, but should be in \[0, 64\)"):
+            with pytest.raises(ValueError, match=rf"device index must be in \[0, 64\), .*, got {index}"):
                 torch.ones(1, device=f"sim:{index}")
-        with pytest.raises(ValueError, match=r"num_devices=128, but should be in \[1, 127\]"):
-            device.activate(128)
+        with pytest.raises(ValueError, match=r"num_devices must be in \[1, 127\], got 128"):
+            activate(128)
 
     def test_the_environment_says_how_many(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """And what it says is checked."""
-        monkeypatch.setenv(device.NUM_DEVICES, "3")
-        assert 3 == device._num_devices()
+        """Its value is checked."""
+        monkeypatch.setenv(activation.NUM_DEVICES, "3")
+        assert 3 == activation._num_devices()
 
         for text in ("0", "many", "128"):
-            monkeypatch.setenv(device.NUM_DEVICES, text)
-            with pytest.raises(ConfigError, match=f"{device.NUM_DEVICES}='{text}', but should be"):
-                device._num_devices()
+            monkeypatch.setenv(activation.NUM_DEVICES, text)
+            with pytest.raises(ConfigError, match=f"{activation.NUM_DEVICES} must be .*, got '{text}'"):
+                activation._num_devices()
 
     def test_another_backend_is_not_driven_out(self) -> None:
-        """torch has one place for such a device; who has it is named."""
+        """torch has one slot for such a device; the error names the backend that has taken it."""
         program = """
 import torch
 torch.utils.rename_privateuse1_backend("npu")
-from fsdp_conformance.simulator import device
-device.activate()
+from fsdp_conformance.simulator.activation import activate
+activate()
 """
         ended = run_python(program)
 
         assert 1 == ended.returncode
-        assert "EnvironmentUnavailable: the backend of PrivateUse1 is 'npu', but should be vacant" in ended.stderr
+        assert "EnvironmentUnavailable: torch has one slot (PrivateUse1) for an external device" in ended.stderr
+        assert "'npu' has taken" in ended.stderr
 
     @in_process_of_its_own
     def test_devices_are_current_per_context(self) -> None:
@@ -90,16 +92,16 @@ device.activate()
             with sim.device(None):
                 assert 2 == sim.current_device()
         assert 0 == sim.current_device()
-        with pytest.raises(ValueError, match=r"device=cpu, but should be one of type 'sim'"):
+        with pytest.raises(ValueError, match=r"device must be of type 'sim', got 'cpu'"):
             sim.set_device("cpu")
 
 
 class TestFork:
-    """A process in which the device is active is forked for every rank."""
+    """Ranks are forked from a process in which the device is active."""
 
     @in_process_of_its_own
     def test_a_child_of_an_active_process_works(self) -> None:
-        """It computes, backward too, on what its parent left there, and the parent goes on."""
+        """The child computes with its parent's tensors, including backward, and the parent continues."""
         weight = torch.full((3, 3), 2.0, device="sim", requires_grad=True)
         side = sim.Stream()
         side.wait_stream(sim.current_stream())
@@ -118,7 +120,7 @@ class TestFork:
 
     @in_process_of_its_own
     def test_activation_starts_no_thread(self) -> None:
-        """Nor does computing without backward: the process can be forked."""
+        """Computing without backward starts no thread either, so the process can be forked."""
         assert torch.ones(3, device="sim").sum().item() == 3
 
         assert 1 == len(os.listdir("/proc/self/task"))
@@ -129,7 +131,7 @@ class TestGenerators:
 
     @in_process_of_its_own
     def test_a_seed_gives_the_cpus_numbers(self) -> None:
-        """Whichever tensors are on the device: one sequence."""
+        """There is one sequence, whichever tensors are on the device."""
 
         def draw(places: list[str]) -> list[float]:
             torch.manual_seed(5)
@@ -168,7 +170,7 @@ class TestGenerators:
 
     @in_process_of_its_own
     def test_separate_generators_do_not_take_each_others_numbers(self) -> None:
-        """For ranks that are threads: each seeds its own device, and gets the CPU's sequence for that seed."""
+        """For ranks that are threads: each seeds its own device and gets the CPU's sequence for that seed."""
         sim.separate_generators()
         for index in (0, 1):
             with sim.device(index):
@@ -198,7 +200,7 @@ class TestGenerators:
 
     @in_process_of_its_own
     def test_dtensor_draws_as_on_the_cpu(self) -> None:
-        """DTensor is not told that it could set CUDA's offsets."""
+        """DTensor must not try to set CUDA's offsets."""
         from torch.distributed.tensor import _random
 
         assert hasattr(sim, "set_rng_state")
@@ -210,7 +212,7 @@ class TestGenerators:
 
 @in_process_of_its_own
 def test_properties_are_told() -> None:
-    """What scripts ask of a device."""
+    """What scripts read from a device."""
     properties = sim.get_device_properties()
 
     assert sim.get_device_name() == properties.name
@@ -256,5 +258,5 @@ def test_without_an_active_device_the_way_to_it_is_told() -> None:
     if build.loaded() is not None:
         pytest.skip("another test of this process has loaded the extension")
     for ask in asked:
-        with pytest.raises(EnvironmentUnavailable, match=r"device\.activate\(\)"):
+        with pytest.raises(EnvironmentUnavailable, match=r"activation\.activate\(\)"):
             ask()

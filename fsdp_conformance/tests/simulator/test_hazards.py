@@ -65,7 +65,7 @@ class TestTexts(TestCase):
             found.explain(),
             """\
 read after write on sim:0: aten::mm on the default stream reads what all_gather_into_tensor on the all-gather
-  stream writes, and does not wait for it (seen 3 times)
+  stream writes, without waiting for it (seen 3 times)
   first: all_gather_into_tensor on the all-gather stream writes bytes 0 to 255 (256 bytes)
     of layers.0.weight, in layers.0
       /src/acme/unit.py:12 in unshard
@@ -95,7 +95,7 @@ read after write on sim:0: aten::mm on the default stream reads what all_gather_
             found.explain(),
             """\
 write after read on sim:0: aten::zero_ on the default stream overwrites what aten::copy_ on stream 3 reads,
-  and does not wait for it
+  without waiting for it
   first: aten::copy_ on stream 3 reads 32 of bytes 4 to 231 (8 runs of 4 bytes)
       /src/acme/unit.py:40 in unshard
   then: aten::zero_ on the default stream writes 32 of bytes 4 to 231 (8 runs of 4 bytes)
@@ -115,7 +115,7 @@ write after read on sim:0: aten::zero_ on the default stream overwrites what ate
             found.explain(),
             """\
 write after write on sim:0: all_reduce on the all-gather stream overwrites what reduce_scatter_tensor on
-  stream 3 of sim:1 writes, and does not wait for it
+  stream 3 of sim:1 writes, without waiting for it
   first: reduce_scatter_tensor on stream 3 of sim:1 writes bytes 0 to 255 (256 bytes)
       /src/acme/unit.py:50 in unshard
   then: all_reduce on the all-gather stream writes bytes 0 to 255 (256 bytes)
@@ -141,7 +141,7 @@ write after write on sim:0: all_reduce on the all-gather stream overwrites what 
             found.explain(),
             """\
 reuse of memory in flight on sim:0: aten::fill_.Scalar on the default stream uses memory that was freed while
-  all_gather_into_tensor on the all-gather stream still writes it
+  all_gather_into_tensor on the all-gather stream was still writing it
   first: all_gather_into_tensor on the all-gather stream writes bytes 0 to 255 (256 bytes)
     of layers.0.weight, in layers.0
       /src/acme/unit.py:12 in unshard
@@ -150,7 +150,7 @@ reuse of memory in flight on sim:0: aten::fill_.Scalar on the default stream use
   memory: block 7 of sim:0 (256 bytes)
   allocated by aten::empty.memory_format
       /src/acme/unit.py:59 in unshard
-  its former tenant, allocated on the default stream, was freed
+  its previous tenant, allocated on the default stream, was freed
       /src/acme/unit.py:80 in reshard
   missing:
     # before the tensor is freed (/src/acme/unit.py:80 in reshard)
@@ -173,15 +173,15 @@ reuse of memory in flight on sim:0: aten::fill_.Scalar on the default stream use
             found.explain(),
             """\
 reuse of memory in flight on sim:0: aten::fill_.Scalar on the default stream may be given memory that was
-  freed while all_gather_into_tensor on the all-gather stream still writes it
+  freed while all_gather_into_tensor on the all-gather stream was still writing it
   first: all_gather_into_tensor on the all-gather stream writes bytes 0 to 255 (256 bytes)
     of layers.0.weight, in layers.0
       /src/acme/unit.py:12 in unshard
   then: aten::fill_.Scalar on the default stream writes bytes 0 to 255 (256 bytes)
       /src/acme/unit.py:60 in unshard
   memory: block 7 of sim:0 (256 bytes)
-  in another run a caching allocator may give out block 5 (1024 bytes) instead
-  its former tenant, allocated on the default stream, was freed
+  in another run, a caching allocator may choose block 5 (1024 bytes) instead
+  its previous tenant, allocated on the default stream, was freed
       /src/acme/unit.py:80 in reshard
   missing:
     # before the tensor is freed (/src/acme/unit.py:80 in reshard)
@@ -199,7 +199,7 @@ reuse of memory in flight on sim:0: aten::fill_.Scalar on the default stream may
             freed=replace(FREE, op="free, before"),
         )
 
-        self.assertIn("was freed before\n      /src/acme/unit.py:80 in reshard\n", found.explain())
+        self.assertIn("was freed before this operation\n      /src/acme/unit.py:80 in reshard\n", found.explain())
 
     def test_reuse_on_a_stream_that_does_not_wait_for_the_allocating_one(self) -> None:
         found = hazard(
@@ -213,13 +213,13 @@ reuse of memory in flight on sim:0: aten::fill_.Scalar on the default stream may
             found.explain(),
             """\
 reuse of memory in flight on sim:0: all_gather_into_tensor on the all-gather stream uses memory that was freed
-  while aten::mm on the default stream still reads it
+  while aten::mm on the default stream was still reading it
   first: aten::mm on the default stream reads bytes 0 to 255 (256 bytes)
       /src/acme/unit.py:30 in unshard
   then: all_gather_into_tensor on the all-gather stream writes bytes 0 to 255 (256 bytes)
       /src/acme/unit.py:12 in unshard
   memory: block 7 of sim:0 (256 bytes)
-  its former tenant, allocated on the default stream, was freed
+  its previous tenant, allocated on the default stream, was freed
       /src/acme/unit.py:80 in reshard
   missing:
     # after the memory is allocated, before all_gather_into_tensor (/src/acme/unit.py:12 in unshard)
@@ -256,7 +256,7 @@ event.synchronize()""",
             found.explain(),
             """\
 host write in flight on pinned memory: aten::fill_.Scalar on the host overwrites what aten::copy_ on stream 3
-  reads, and has not waited for it
+  reads, without having waited for it
   first: aten::copy_ on stream 3 reads bytes 0 to 255 (256 bytes)
       /src/acme/unit.py:70 in unshard
   then: aten::fill_.Scalar on the host writes bytes 0 to 255 (256 bytes)
@@ -281,7 +281,7 @@ host write in flight on pinned memory: aten::fill_.Scalar on the host overwrites
             found.explain(),
             """\
 host read in flight on pinned memory: aten::sum on the host reads what aten::copy_ on the default stream
-  writes, and has not waited for it
+  writes, without having waited for it
   first: aten::copy_ on the default stream writes bytes 0 to 255 (256 bytes)
     of gradient
       /src/acme/unit.py:70 in unshard

@@ -101,7 +101,7 @@ class TestBounds:
         assert m.read(m.b, block) == "read_after_write"
 
     def test_history_can_be_forgotten(self, m: Machine) -> None:
-        """For the border between two runs; the clocks stay."""
+        """For the boundary between two runs; the clocks are kept."""
         block = m.allocate()
         m.write(m.a, block)
         m.checker.clear_history()
@@ -160,7 +160,7 @@ class TestFolding:
 
 
 class TestSuspension:
-    """An observer looks on without taking part."""
+    """A suspended thread observes without taking part."""
 
     def test_nothing_is_checked_or_noted(self, m: Machine) -> None:
         block = m.allocate()
@@ -200,7 +200,7 @@ class TestSuspension:
         assert m.read(m.b, block) == "read_after_write"
 
     def test_an_event_recorded_inside_holds_the_clock_of_before(self, m: Machine) -> None:
-        """Who waits for it outside waits for what came before the suspension."""
+        """Waiting for it outside covers what came before the suspension."""
         block = m.allocate()
         m.write(m.a, block)
         before = m.checker.snapshot(m.a)
@@ -251,7 +251,7 @@ class TestSuspension:
 
 
 class Closing:
-    """A stack whose reading and whose end come back to the checker: a deadlock if they happened under its lock."""
+    """A stack that calls the checker when it is read and destroyed: a deadlock if that happened under the lock."""
 
     def __init__(self, m: Machine, ended: list[int]) -> None:
         self.m = m
@@ -266,7 +266,7 @@ class Closing:
 
 
 class TestThreads:
-    """One lock, and nothing foreign under it."""
+    """There is one lock, and no foreign code runs under it."""
 
     def test_stacks_are_read_and_destroyed_without_the_lock(self, m: Machine) -> None:
         ended: list[int] = []

@@ -19,7 +19,7 @@ pytestmark = compiled
 
 
 def kinds() -> list[HazardKind]:
-    """Of the hazards so far, which are forgotten."""
+    """The kinds of the hazards so far, which are then cleared."""
     found = [hazard.kind for hazard in checker.hazards()]
     checker.clear_hazards()
     return found
@@ -88,7 +88,7 @@ class TestCounts:
 
     @in_process_of_its_own
     def test_devices_count_for_themselves(self) -> None:
-        """And pinned memory belongs to none."""
+        """Pinned memory belongs to no device."""
         held = [torch.empty(2, device="sim:0"), torch.empty(4, device="sim:3"), torch.empty(8).pin_memory()]
 
         assert [8, 0, 0, 16] == [sim.memory_allocated(i) for i in range(4)]
@@ -105,7 +105,7 @@ class TestCounts:
 
     @in_process_of_its_own
     def test_the_cache_is_given_back(self) -> None:
-        """What is freed stays reserved until the cache is emptied."""
+        """Freed memory stays reserved until the cache is emptied."""
         del_me = [torch.empty(100, device="sim") for _ in range(3)]
         del_me.clear()
         assert (0, 1200) == (sim.memory_allocated(), sim.memory_reserved())
@@ -117,7 +117,7 @@ class TestCounts:
 
     @in_process_of_its_own
     def test_what_an_onlooker_allocates_is_not_counted(self) -> None:
-        """Looking on in `suspended()` changes neither counts nor which block is reused next."""
+        """Work in `suspended()` changes neither the counts nor which block is reused next."""
         tensor = torch.ones(4, device="sim")
         block = block_of(torch.empty(6, device="sim"))  # freed at once
 
@@ -132,7 +132,7 @@ class TestCounts:
 
     @in_process_of_its_own
     def test_torch_accelerator_is_told_the_same(self) -> None:
-        """Where this version of torch asks for memory there."""
+        """If this version of torch has these functions."""
         if not hasattr(torch.accelerator, "memory_allocated"):
             pytest.skip("torch.accelerator has no memory functions before torch 2.9")
         tensor = torch.empty(13, device="sim")
@@ -145,7 +145,7 @@ class TestCounts:
 
 
 class TestContents:
-    """What is in memory that nobody has written."""
+    """The contents of uninitialized memory."""
 
     @in_process_of_its_own
     def test_fresh_memory_is_nan(self) -> None:
@@ -273,7 +273,7 @@ class TestPinned:
     @pytest.mark.parametrize("synchronize", ["device", "stream", "event", "query", "item", "blocking copy"])
     @in_process_of_its_own
     def test_a_copy_to_the_host_arrives_when_the_host_has_waited(self, synchronize: str) -> None:
-        """Before it finds NaN. What it waits for must cover the copy."""
+        """Before that it finds NaN; the wait must cover the copy."""
         target = torch.zeros(3).pin_memory()
         other = sim.Stream()
         source = torch.tensor([1.0, 2.0, 3.0]).to("sim")
@@ -438,7 +438,7 @@ class TestPinned:
 
     @in_process_of_its_own
     def test_an_onlooker_finds_the_contents(self) -> None:
-        """In `suspended()` everything has arrived; afterwards it is on its way again."""
+        """In `suspended()` all copies have arrived; afterwards they are in flight again."""
         target = torch.zeros(2, 3).pin_memory()
         target[:, 1:].copy_(torch.ones(2, 2, device="sim"), non_blocking=True)
 

@@ -15,7 +15,7 @@ pytestmark = compiled
 
 
 class Extension:
-    """In place of the extension of a device that is active: the checker of a machine, and what the device adds."""
+    """Replaces the extension of an active device: a machine's checker, and the functions that the device adds."""
 
     def __init__(self, m: Machine) -> None:
         self.machine = m
@@ -35,14 +35,14 @@ class Extension:
         self.filter = keep
 
     def wait(self, waiting: int, waited_for: int) -> None:
-        """A wait as the device makes it."""
+        """A wait, as the device performs it."""
         if self.filter is None or self.filter("stream_waits_event", waiting, 0):
             self.machine.wait_stream(waiting, waited_for)
 
 
 @pytest.fixture
 def active(monkeypatch: pytest.MonkeyPatch) -> Iterator[Extension]:
-    """An active device; `checker` speaks to a checker of its own."""
+    """An active device with a separate checker."""
     extension = Extension(Machine())
     monkeypatch.setattr(build, "loaded", lambda: extension)
     yield extension
@@ -50,7 +50,7 @@ def active(monkeypatch: pytest.MonkeyPatch) -> Iterator[Extension]:
 
 
 class TestChecker:
-    """What checker.py makes of it."""
+    """The functions of checker.py."""
 
     def race(self, active: Extension) -> None:
         m = active.machine
@@ -62,7 +62,7 @@ class TestChecker:
     def test_without_an_active_device_it_says_so(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(build, "loaded", lambda: None)
 
-        with pytest.raises(EnvironmentUnavailable, match=r"call fsdp_conformance\.simulator\.device\.activate\(\)"):
+        with pytest.raises(EnvironmentUnavailable, match=r"call fsdp_conformance\.simulator\.activation\.activate\(\)"):
             checker.hazards()
 
     def test_clean(self, active: Extension) -> None:
@@ -72,7 +72,7 @@ class TestChecker:
         assert ((), 0, 2) == (checker.hazards(), checker.num_hazards(), checker.accesses())
 
     def test_nothing_checked_is_not_clean(self, active: Extension) -> None:
-        with pytest.raises(NothingCompared, match=r"accesses=0, but should be more"):
+        with pytest.raises(NothingCompared, match=r"no access was checked"):
             checker.expect_clean()
 
     def test_hazards_are_raised_with_their_texts(self, active: Extension) -> None:
@@ -86,7 +86,7 @@ class TestChecker:
         assert found.explain() in str(raised.value)
 
     def test_the_control_leaves_nothing_behind_but_its_hazards(self, active: Extension) -> None:
-        """Its accesses are forgotten: the next program in the same memory does not race with them."""
+        """Its accesses are cleared: the next program in the same memory does not race with them."""
         m = active.machine
         block = m.allocate()
         with checker.without_waits():

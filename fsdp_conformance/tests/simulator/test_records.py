@@ -1,4 +1,4 @@
-"""Records of cases on the simulated accelerator: what a certificate and a reader make of them."""
+"""Records of cases on the simulated accelerator, in certificates and reports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_flags_are_those_of_the_device_of_the_case() -> None:
 
 
 def test_simulated_cases_are_remarked() -> None:
-    """A reader knows which device was not there."""
+    """The record names the missing device."""
     record = a_record(PARITY, device="sim")
 
     assert certified(record).remarks == ("1 case ran on the simulated accelerator",)
@@ -30,7 +30,7 @@ def test_simulated_cases_are_remarked() -> None:
 
 
 def test_a_reader_sees_the_device_and_the_whole_argument() -> None:
-    """The device where it is not the CPU, and a finding's own lines as they are."""
+    """The report names the device if it is not the CPU, and keeps a finding's lines unchanged."""
     finding = a_finding("R075", detail="one reads what the other writes\n  first: add_\n  then: all_gather")
     record = a_record("R075/stream-safety-plain-ws2", Verdict.FAIL, finding, device="sim")
     text = render_record(case_record_from_json(record.to_json()))

@@ -16,7 +16,7 @@ def m() -> Machine:
 
 @pytest.fixture
 def worst() -> Machine:
-    """Where new memory may be any that is free."""
+    """With worst-case reuse."""
     return Machine(reuse="worst_case")
 
 
@@ -91,7 +91,7 @@ class TestReuse:
         assert m.write(m.a, block) == "reuse_in_flight"
 
     def test_record_stream_of_the_allocating_stream_does_nothing(self, m: Machine) -> None:
-        """CUDA's allocator ignores it: memory is given out in the order of that stream."""
+        """CUDA's allocator ignores it, because it reuses memory in the order of that stream."""
         block = m.allocate(m.a)
         m.write(m.a, block)
         m.checker.record_stream(block, m.a)
@@ -134,12 +134,12 @@ class TestReuse:
         m.checker.remove_block(block)
 
         assert m.write(m.a, m.allocate(m.a)) is None
-        with pytest.raises(IndexError, match=r"block=1, but should be one that add_block\(\) returned"):
+        with pytest.raises(IndexError, match=r"block must be one that add_block\(\) returned, got 1"):
             m.checker.freed(block)
 
 
 class TestWorstCaseReuse:
-    """New memory may be any free memory that a caching allocator could have given out."""
+    """New memory may be any free memory that a caching allocator could have chosen."""
 
     def in_flight(self, m: Machine, nbytes: int = 4096) -> int:
         """Memory of `a` that is freed while `b` writes it."""

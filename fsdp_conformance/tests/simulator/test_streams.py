@@ -17,7 +17,7 @@ pytestmark = compiled
 
 
 def kinds() -> list[HazardKind]:
-    """Of the hazards so far, which are forgotten."""
+    """The kinds of the hazards so far, which are then cleared."""
     found = [hazard.kind for hazard in checker.hazards()]
     checker.clear_hazards()
     return found
@@ -119,7 +119,7 @@ def test_a_hazard_poisons_what_depends_on_it() -> None:
 
 @in_process_of_its_own
 def test_an_event_holds_what_it_has_recorded() -> None:
-    """Not what comes on its stream afterwards; recorded anew it holds more."""
+    """Not later work on its stream; recorded again, it covers more."""
     side = sim.Stream()
     tensor = torch.zeros(3, device="sim")
     side.wait_stream(sim.current_stream())
@@ -140,7 +140,7 @@ def test_an_event_holds_what_it_has_recorded() -> None:
 
 @in_process_of_its_own
 def test_an_event_that_was_never_recorded_waits_for_nothing() -> None:
-    """As on CUDA, and it is complete."""
+    """As on CUDA, waiting for it has no effect, and it counts as complete."""
     event = sim.Event()
 
     event.wait()
@@ -151,7 +151,7 @@ def test_an_event_that_was_never_recorded_waits_for_nothing() -> None:
 
 @in_process_of_its_own
 def test_the_host_carries_what_it_knows() -> None:
-    """After a query that says yes, and after `item()`, whatever the host submits comes later, on any stream."""
+    """After a query that is true, and after `item()`, what the host submits is ordered later, on any stream."""
     first, second = sim.Stream(), sim.Stream()
     for know in (lambda tensor: first.query(), lambda tensor: tensor.sum().item()):
         with sim.stream(first):
@@ -192,7 +192,7 @@ def test_strided_accesses_are_exact() -> None:
 
 @in_process_of_its_own
 def test_elapsed_time_asks_for_timing() -> None:
-    """Milliseconds between two events that were made for it, else an error."""
+    """Milliseconds between two events that were created for timing; an error for others."""
     begin, end = sim.Event(enable_timing=True), sim.Event(enable_timing=True)
     begin.record()
     end.record()
@@ -248,7 +248,7 @@ def test_labels_and_names_are_in_sites() -> None:
 
 @in_process_of_its_own
 def test_tracing_can_be_switched_off() -> None:
-    """Then sites have no stacks."""
+    """Without tracing, sites have no stacks."""
     build.load().set_tracing(False)
     tensor = torch.ones(3, device="sim")
     with sim.stream(sim.Stream()):

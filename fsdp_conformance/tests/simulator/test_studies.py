@@ -79,13 +79,13 @@ def script(name: str) -> ModuleType:
     ids=lambda site: site.id,
 )
 def test_a_site_is_a_line_of_text(site: SyncSite) -> None:
-    """The id of a site says all of it."""
+    """A site can be restored from its id."""
     assert site_from_id(site.id) == site
 
 
 def test_what_is_no_id_is_refused() -> None:
-    """A text that no site has is said to be none."""
-    with pytest.raises(ValueError, match="should be the id of a site"):
+    """Other texts are rejected."""
+    with pytest.raises(ValueError, match="must be the id of a site"):
         site_from_id("somewhere in torch")
 
 
@@ -103,14 +103,14 @@ def test_what_is_no_id_is_refused() -> None:
     ],
 )
 def test_a_site_belongs_to_whom_waits(file: str, function: str, caller: str, engine: str) -> None:
-    """A helper's wait is its caller's."""
+    """A helper's site includes its caller."""
     site = SyncSite(Wait.STREAM_WAITS_EVENT, file, function, 1 if file else 0, caller)
 
     assert site.engine == engine
 
 
 def test_a_training_knows_its_words() -> None:
-    """A word that the engine does not have is refused; names are the keys."""
+    """Words that the engine does not have are rejected; the keys are the names."""
     with pytest.raises(ValueError, match=r"words=\['hybrid'\]"):
         Training(name="ddp-odd", words=frozenset({"hybrid"}))
 
@@ -130,7 +130,7 @@ class TestTheList:
         return list(data["sites"])
 
     def test_every_site_is_explained(self) -> None:
-        """A site is seen, or it is said why it can go, or why it is not seen; and by a training that there is."""
+        """Every site is seen, is proved redundant, or has a reason why it is not seen; its training exists."""
         explained_by = {
             **dict.fromkeys(("flagged", "numerics", "memory"), "finding"),
             "redundant": "proof",
@@ -142,14 +142,14 @@ class TestTheList:
         assert {entry["training"] for entry in self.entries()} <= TRAININGS.keys()
 
     def test_what_is_proved_by_reading_has_been_read(self) -> None:
-        """Where no run proves that a site can go, or shows what it is for, the reason is written out."""
+        """If no run proves that a site is redundant or shows what it is for, the reason is written out."""
         by_hand = [e for e in self.entries() if e.get("proof") == "reading" or e["verdict"] == "unseen"]
 
         assert all(len(entry["reason"]) > 20 for entry in by_hand)
 
     def test_the_page_has_its_tables(self) -> None:
-        """What the documentation says of the sites is what the list says."""
-        page = (checkout.ROOT / "fsdp_conformance/simulator/README.md").read_text(encoding="utf-8")
+        """The tables in the documentation match the list."""
+        page = (checkout.ROOT / "docs/simulated-accelerator.md").read_text(encoding="utf-8")
         sync_sites = script("sync_sites")
         known = list(sync_sites.read()[1].values())
 
@@ -213,7 +213,7 @@ def _misjudged(race: SeededRace, of_ranks: list[tuple[list[str], list[str]]]) ->
 
 
 def test_a_race_that_is_not_found_has_a_reason() -> None:
-    """What the checker misses is said, with why."""
+    """For races that the checker misses, the reason is given."""
     assert [race.name for race in RACES if bool(race.kinds) == bool(race.reason)] == []
     assert len({race.name for race in RACES}) == len(RACES) >= 20
 
@@ -234,7 +234,7 @@ def test_a_wait_that_is_taken_out_is_missed() -> None:
 
 
 def _guard(known: dict[str, Any], words: str) -> Any:
-    """The first flagged site whose id has all of these words."""
+    """The first flagged site with all of these words in its id."""
     return next(e for e in known.values() if e.verdict == "flagged" and all(word in e.site for word in words.split()))
 
 

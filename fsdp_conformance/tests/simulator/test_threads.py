@@ -16,8 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_conformance.errors import ConfigError, RankRaised, RankTimedOut
+from fsdp_conformance.harness.simulated_ranks.ranks import run_ranks
 from fsdp_conformance.simulator import checker
-from fsdp_conformance.simulator.threads import run_ranks
 from fsdp_conformance.tests.simulator.simulator_collectives import PROGRAMS, Values, all_gather_into_tensor, differences
 from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own
 
@@ -125,7 +125,7 @@ def test_a_missing_wait_is_found() -> None:
 
     assert [3.0, 3.0] == run_ranks(2, rank_body, timeout_s=TIMEOUT_S)
     assert 2 == checker.num_hazards()
-    assert "does not wait for it" in checker.hazards()[0].sentence()
+    assert "without waiting for it" in checker.hazards()[0].sentence()
     checker.clear()
 
 

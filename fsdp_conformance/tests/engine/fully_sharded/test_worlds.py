@@ -21,7 +21,7 @@ from fsdp_conformance.config import SIMULATED, BackwardPrefetch, InitMode, Offlo
 from fsdp_conformance.fixtures import probes
 from fsdp_conformance.harness.simulated_ranks import ranks as simulated_ranks
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.simulator import checker, threads
+from fsdp_conformance.simulator import checker
 from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own
 from fsdp_conformance.workload import Regime
 
@@ -112,7 +112,7 @@ def test_every_strategy_init_mode_and_offload(world_size: int) -> None:
     ]
     chosen = plans[WORLD_SIZES.index(world_size) % 3 :: 3]
 
-    found = threads.run_ranks(
+    found = simulated_ranks.run_ranks(
         world_size, lambda rank: trained_beside_ddp(rank, world_size, chosen), timeout_s=TIMEOUT_S
     )
 

@@ -1,0 +1,70 @@
+"""
+Whose code a stack frame runs, decided by its file.
+
+Everything that picks frames out of a stack asks here: the call site of a collective, the stacks of a hazard, the sites
+of waits, and scripts that ask torch about "cuda". Standard library only: torch's directory is looked up when it is
+first needed, without importing torch.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sysconfig
+from enum import StrEnum
+from functools import cache, lru_cache
+
+
+class Owner(StrEnum):
+    """Who wrote the code of a frame."""
+
+    TORCH = "torch"
+    PYTHON = "python"
+    """The standard library, and typing_extensions, whose wrappers call deprecated functions."""
+    NO_FILE = "no file"
+    """Code without a file to point to: "<string>", "<frozen runpy>"."""
+    MACHINERY = "machinery"
+    """The part of this package that runs code for others: the harness and the simulator."""
+    USER = "user"
+    """Everything else: scripts, engines, and other libraries; also the rest of this package."""
+
+
+#: Directory of this package, with a separator at the end, as the others here.
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_MACHINERY = tuple(f"{_PACKAGE}{part}{os.sep}" for part in ("harness", "simulator"))
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+
+
+@lru_cache(maxsize=4096)
+def owner(file: str) -> Owner:
+    """Who wrote a file, named as in `co_filename`."""
+    if below_torch(file) is not None:
+        return Owner.TORCH
+    if file.startswith(_MACHINERY):
+        return Owner.MACHINERY
+    if file.startswith("<"):
+        return Owner.NO_FILE
+    # site-packages may be inside the standard library's directory.
+    in_stdlib = file.startswith(_STDLIB) and "site-packages" not in file
+    return Owner.PYTHON if in_stdlib or os.path.basename(file) == "typing_extensions.py" else Owner.USER
+
+
+def below_torch(file: str) -> str | None:
+    """The path of a file of torch's, relative to torch's directory; None for other files."""
+    directory = _torch_directory()
+    return file[len(directory) :] if directory and file.startswith(directory) else None
+
+
+def shown(file: str) -> str:
+    """A path for people: from "torch/" or "fsdp_conformance/" on, or relative to the current directory."""
+    for root in (_torch_directory(), _PACKAGE):
+        if root and file.startswith(root):
+            return os.path.join(os.path.basename(root.rstrip(os.sep)), file[len(root) :])
+    return file.removeprefix(os.getcwd() + os.sep)
+
+
+@cache
+def _torch_directory() -> str:
+    """Where torch is installed; empty if it is not."""
+    spec = importlib.util.find_spec("torch")
+    return os.path.dirname(spec.origin) + os.sep if spec is not None and spec.origin else ""

@@ -1,0 +1,291 @@
+#include "group.h"
+
+#include <algorithm>
+#include <atomic>
+
+#include "runtime.h"
+
+namespace sim {
+namespace {
+
+bool is_message(OpType type) {
+  return type == OpType::SEND || type == OpType::RECV;
+}
+
+/// Whether an access of a call has raced, so that its values are poisoned.
+struct Noted {
+  bool reads_poisoned = false;
+  bool writes_poisoned = false;
+};
+
+Noted note(const Issue& call, c10::Stream stream, const SitePtr& site) {
+  Noted noted;
+  for (const auto& argument : call.reads) {
+    noted.reads_poisoned |= note_access(argument.tensor, Kind::Read, stream, site);
+  }
+  for (const auto& leg : call.legs) {
+    if (leg.factor.defined() && leg.factor.device().type() == kSim) {
+      noted.reads_poisoned |= note_access(leg.factor, Kind::Read, stream, site);
+    }
+  }
+  for (const auto& argument : call.writes) {
+    noted.writes_poisoned |= note_access(argument.tensor, Kind::Write, stream, site);
+  }
+  return noted;
+}
+
+}  // namespace
+
+SimGroup::SimGroup(
+    std::shared_ptr<Transport> transport, std::shared_ptr<Transport> host, int rank, int size, const std::string& name,
+    c10::intrusive_ptr<SimOptions> options)
+    : c10d::Backend(rank, size),
+      on_device_(std::make_shared<GroupState>(name, rank, std::move(transport))),
+      on_host_(host ? std::make_shared<GroupState>(name, rank, std::move(host)) : nullptr),
+      options_(std::move(options)) {
+  init();
+}
+
+SimGroup::~SimGroup() {
+  for (const auto& shelf : shelves_) {
+    shelf->leave();
+  }
+}
+
+const std::string SimGroup::getBackendName() const {
+  return "simccl";
+}
+
+c10::intrusive_ptr<c10d::Backend::Options> SimGroup::getBackendOptions() {
+  return options_;
+}
+
+c10::intrusive_ptr<SimOptions> SimGroup::options() const {
+  return options_;
+}
+
+bool SimGroup::supportsSplitting() const {
+  return SIM_TORCH_AT_LEAST(2, 9);
+}
+
+bool SimGroup::supportsCoalescing() const {
+  return true;
+}
+
+void SimGroup::setTimeout(milliseconds timeout) {
+  options_->timeout = timeout;
+  for (const auto& state : states()) {
+    state->transport->set_timeout(timeout);
+  }
+}
+
+void SimGroup::eagerConnectSingleDevice(at::Device) {
+  eager_ = true;
+}
+
+void SimGroup::abort() {
+  WithoutGil released;
+  for (const auto& state : states()) {
+    state->abort(c10::str("group ", state->name, " was aborted on rank ", rank_));
+  }
+}
+
+void SimGroup::shutdown() {
+  WithoutGil released;
+  for (const auto& state : states()) {
+    state->drain();
+  }
+}
+
+#if SIM_TORCH_AT_LEAST(2, 9)
+c10::intrusive_ptr<c10d::Backend> SimGroup::split(
+    const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+    const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
+  const auto place = std::find(ranks.begin(), ranks.end(), rank_);
+  if (place == ranks.end()) {
+    return nullptr;
+  }
+  auto options = c10::make_intrusive<SimOptions>(opts->timeout);
+  options->is_high_priority_stream = options_->is_high_priority_stream;
+  options->group_name = opts->group_name;
+  options->global_ranks_in_group = opts->global_ranks_in_group;
+  WithoutGil released;
+  const auto split_off = [&](const std::shared_ptr<GroupState>& state) {
+    return state ? state->transport->split(store, ranks, opts->group_name, opts->timeout) : nullptr;
+  };
+  auto part = c10::make_intrusive<SimGroup>(
+      split_off(on_device_), split_off(on_host_), static_cast<int>(place - ranks.begin()),
+      static_cast<int>(ranks.size()), opts->group_name, std::move(options));
+  part->eager_ = eager_;
+  return part;
+}
+#endif
+
+uint64_t SimGroup::getSequenceNumberForGroup() {
+  return num_collectives_;
+}
+
+void SimGroup::startCoalescing() {
+  coalescing_.emplace();
+}
+
+c10::intrusive_ptr<Work> SimGroup::endCoalescing() {
+  TORCH_CHECK(coalescing_, "end_coalescing without start_coalescing");
+  Coalescing coalesced = std::move(*coalescing_);
+  coalescing_.reset();
+  if (coalesced.tensors.empty()) {
+    return nullptr;  // No collective was called in between.
+  }
+  const auto& stream = coalesced.stream;
+  publish(coalesced.call, stream, coalesced.tensors);
+  auto work = make_work(
+      coalesced.call, OpType::COALESCED, "coalesced", coalesced.tensors, {},
+      stream ? std::make_optional(end_of(*stream, coalesced.tensors)) : std::nullopt);
+  if (stream) {
+    work->complete_future();
+  }
+  return coalesced.async || !stream ? work : nullptr;
+}
+
+c10::Stream SimGroup::stream_of(c10::Device device, std::optional<std::pair<int, int>> pair) {
+  const auto key = std::make_pair(device.index(), pair.value_or(std::make_pair(-1, -1)));
+  std::lock_guard<std::mutex> lock(mutex_);
+  auto found = streams_.find(key);
+  if (found == streams_.end()) {
+    const auto stream = new_stream(device.index(), options_->is_high_priority_stream ? -1 : 0);
+    found = streams_.emplace(key, stream).first;
+    Checker::get().rename_lane(
+        lane_of(stream),
+        pair ? c10::str("ranks ", pair->first, " and ", pair->second, " of group ", on_device_->name)
+             : c10::str("group ", on_device_->name));
+  }
+  return found->second;
+}
+
+c10::intrusive_ptr<Work> SimGroup::issue(Issue call, std::shared_ptr<CollectiveCall>* made) {
+  Tensors held;
+  for (const auto* arguments : {&call.reads, &call.writes}) {
+    for (const auto& argument : *arguments) {
+      held.push_back(argument.tensor);
+    }
+  }
+  std::optional<c10::Stream> stream;
+  Noted noted;
+  if (held[0].device().type() == kSim) {
+    const SitePtr site = checking() ? here(call.op) : nullptr;
+    Operation running(&site);
+    if (!call.through.empty()) {
+      held.push_back(buffer_for(call.through));
+      call.writes.push_back({held.back(), "simccl's own buffer"});
+    }
+    stream = enter_stream(call, held[0].device());
+    Checker::get().submit(lane_of(*stream));
+    if (site) {
+      noted = note(call, *stream, site);
+    }
+  }
+  if (!coalescing_) {
+    ++num_collectives_;
+  }
+  auto target = coalescing_ ? coalescing_->call : std::make_shared<CollectiveCall>();
+  for (auto& leg : call.legs) {
+    if (!leg.empty() || leg.request.op == Op::AllToAll) {  // The peers may exchange data even if this rank does not.
+      target->add(
+          start(std::move(leg), noted.reads_poisoned, noted.writes_poisoned, *state_of(stream.has_value())->transport));
+    }
+  }
+  if (made) {
+    *made = target;
+  }
+  if (coalescing_) {
+    coalescing_->stream = stream;
+    coalescing_->async = call.async;
+    coalescing_->tensors.insert(coalescing_->tensors.end(), held.begin(), held.end());
+    if (is_message(call.type) || !call.async || !stream) {
+      return nullptr;
+    }
+    // This Work waits for nothing: only the end of the whole batch is recorded.
+    const End nothing{*stream, {}, std::make_shared<Shelf>(Tensors{}, Clock{})};
+    return make_work(target, call.type, call.op, held, std::move(call.results), nothing);
+  }
+  publish(target, stream, held);
+  if (stream && !call.async) {
+    return nullptr;
+  }
+  auto work = make_work(
+      target, call.type, call.op, held, std::move(call.results),
+      stream ? std::make_optional(end_of(*stream, is_message(call.type) ? Tensors{} : held)) : std::nullopt);
+  if (stream) {
+    work->complete_future();
+  }
+  return work;
+}
+
+void SimGroup::publish(
+    const std::shared_ptr<CollectiveCall>& call, const std::optional<c10::Stream>& stream, const Tensors& held) const {
+  if (stream) {
+    const Lane lane = lane_of(*stream);
+    const Clock clock = Checker::get().snapshot(lane);
+    // A stream has no entry in its clock yet if none of its operations was checked.
+    const uint64_t tick = static_cast<size_t>(lane) < clock.size() ? clock[lane] : 0;
+    call->publish(stream->device_index(), lane, tick);
+  } else {
+    call->hold(held);
+  }
+  state_of(stream.has_value())->started(call);
+}
+
+at::Tensor SimGroup::buffer_for(const Tensors& list) const {
+  PlainKernels plain;
+  std::vector<int64_t> sizes = {size_};
+  sizes.insert(sizes.end(), list[0].sizes().begin(), list[0].sizes().end());
+  return at::empty(sizes, at::TensorOptions().device(list[0].device()).dtype(list[0].scalar_type()));
+}
+
+c10::Stream SimGroup::enter_stream(const Issue& call, c10::Device device) {
+  const auto current = current_stream(device.index());
+  const auto stream = call.async ? stream_of(device, call.pair) : current;
+  if (stream != current) {
+    stream_waits(stream, Checker::get().snapshot(lane_of(current)), Wait::CollectiveIssue);
+  }
+  if (is_message(call.type)) {
+    // The one place where NCCL still calls record_stream: a program need not wait for an isend.
+    const auto& tensor = (call.reads.empty() ? call.writes : call.reads)[0].tensor;
+    record_stream(tensor.storage().data_ptr(), stream);
+  }
+  return stream;
+}
+
+c10::intrusive_ptr<SimWork> SimGroup::make_work(
+    std::shared_ptr<CollectiveCall> call, OpType type, const std::string& op, const Tensors& inputs, Tensors results,
+    std::optional<End> end) const {
+  return c10::make_intrusive<SimWork>(
+      state_of(end.has_value()), std::move(call), type, num_collectives_, "simccl:" + op, inputs, std::move(results),
+      std::move(end));
+}
+
+End SimGroup::end_of(c10::Stream stream, const Tensors& held) {
+  auto clock = Checker::get().snapshot(lane_of(stream));
+  auto shelf = std::make_shared<Shelf>(held, clock);
+  std::vector<std::shared_ptr<Shelf>> shelves;
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    shelves = std::exchange(shelves_, {});
+  }
+  const auto cleared = [](const auto& earlier) { return earlier->clear_if_host_knows(); };
+  shelves.erase(std::remove_if(shelves.begin(), shelves.end(), cleared), shelves.end());
+  shelves.push_back(shelf);
+  std::lock_guard<std::mutex> lock(mutex_);
+  shelves_.insert(shelves_.end(), shelves.begin(), shelves.end());
+  return {stream, std::move(clock), std::move(shelf)};
+}
+
+const std::shared_ptr<GroupState>& SimGroup::state_of(bool on_device) const {
+  return on_device ? on_device_ : on_host_;
+}
+
+std::vector<std::shared_ptr<GroupState>> SimGroup::states() const {
+  return on_host_ ? std::vector{on_device_, on_host_} : std::vector{on_device_};
+}
+
+}  // namespace sim

@@ -1,0 +1,114 @@
+// The process group for Python: how to make one between processes, and between threads.
+#include <pybind11/chrono.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "group.h"
+#include "settle.h"
+
+namespace sim {
+
+void register_collectives(pybind11::module_& module);
+
+namespace {
+
+milliseconds in_milliseconds(double seconds) {
+  return milliseconds(static_cast<int64_t>(seconds * 1000));
+}
+
+c10::intrusive_ptr<SimOptions> options_for(double timeout_s, bool high_priority) {
+  auto options = c10::make_intrusive<SimOptions>(in_milliseconds(timeout_s));
+  options->is_high_priority_stream = high_priority;
+  return options;
+}
+
+/// Calls and destroys a Python function under the interpreter's lock.
+MakeGloo make_gloo(pybind11::function function) {
+  const std::shared_ptr<pybind11::function> held(
+      new pybind11::function(std::move(function)), [](pybind11::function* gone) {
+        pybind11::gil_scoped_acquire gil;
+        delete gone;
+      });
+  return [held](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, milliseconds timeout) {
+    pybind11::gil_scoped_acquire gil;
+    return (*held)(store, rank, size, timeout).cast<c10::intrusive_ptr<c10d::Backend>>();
+  };
+}
+
+c10::intrusive_ptr<c10d::Backend> group_over_gloo(
+    pybind11::function gloo, const c10::intrusive_ptr<c10d::Store>& store, const std::string& name, int rank, int size,
+    double timeout_s, bool high_priority) {
+  auto options = options_for(timeout_s, high_priority);
+  auto transport = gloo_transport(make_gloo(std::move(gloo)), store, rank, size, options->timeout);
+  return c10::make_intrusive<SimGroup>(std::move(transport), nullptr, rank, size, name, std::move(options));
+}
+
+c10::intrusive_ptr<c10d::Backend> group_of_threads(
+    const std::string& world, const std::string& name, int rank, int size, double timeout_s, bool high_priority) {
+  const auto options = options_for(timeout_s, high_priority);
+  const auto transport = [&](const std::string& unique_name) {
+    return thread_transport(world, unique_name, rank, size, options->timeout);
+  };
+  return c10::make_intrusive<SimGroup>(transport(name), transport(name + " on the CPU"), rank, size, name, options);
+}
+
+/// Wraps a Python function of two functions; an exception that it raises becomes a failure of the backend.
+Waiter waiter_of(pybind11::function function) {
+  namespace py = pybind11;
+  // Destroyed with the GIL held, whichever thread drops the last copy.
+  std::shared_ptr<py::function> kept(new py::function(std::move(function)), [](py::function* held) {
+    py::gil_scoped_acquire gil;
+    delete held;
+  });
+  return [kept](const std::function<bool()>& ready, const std::function<std::string()>& describe) {
+    std::string failure;
+    {
+      py::gil_scoped_acquire gil;
+      try {
+        (*kept)(py::cpp_function(ready), py::cpp_function(describe));
+      } catch (py::error_already_set& error) {
+        failure = py::str(error.value()).cast<std::string>();
+      }
+    }
+    if (!failure.empty()) {
+      C10_THROW_ERROR(DistBackendError, failure);
+    }
+  };
+}
+
+}  // namespace
+
+void register_collectives(pybind11::module_& module) {
+  namespace py = pybind11;
+  py::module_::import("torch.distributed");  // The base classes are registered there.
+  py::class_<SimOptions, c10d::Backend::Options, c10::intrusive_ptr<SimOptions>>(module, "ProcessGroupOptions")
+      .def(
+          py::init([](double timeout_s) { return c10::make_intrusive<SimOptions>(in_milliseconds(timeout_s)); }),
+          py::arg("timeout_s"))
+      .def_readwrite("is_high_priority_stream", &SimOptions::is_high_priority_stream)
+      .def("__copy__", [](const SimOptions& self) { return c10::make_intrusive<SimOptions>(self); })
+      .def("__deepcopy__", [](const SimOptions& self, const py::dict&) {
+        return c10::make_intrusive<SimOptions>(self);
+      });
+  // With the methods of the base class, and those that c10d expects only of torch's own backends.
+  py::class_<SimGroup, c10d::Backend, c10::intrusive_ptr<SimGroup>>(module, "ProcessGroup")
+      .def_property_readonly("options", &SimGroup::options)
+      .def("_set_default_timeout", &SimGroup::setTimeout, py::arg("timeout"));
+  module.def(
+      "group_over_gloo", &group_over_gloo, py::arg("gloo"), py::arg("store"), py::arg("name"), py::arg("rank"),
+      py::arg("size"), py::arg("timeout_s"), py::arg("high_priority"));
+  module.def(
+      "group_of_threads", &group_of_threads, py::arg("world"), py::arg("name"), py::arg("rank"), py::arg("size"),
+      py::arg("timeout_s"), py::arg("high_priority"));
+  module.def(
+      "abort_thread_world", &abort_thread_world, py::arg("world"), py::arg("reason"),
+      py::call_guard<py::gil_scoped_release>());
+  module.def("set_thread_waiter", [](std::optional<py::function> waiter) {
+    set_thread_waiter(waiter ? waiter_of(std::move(*waiter)) : Waiter());
+  });
+  module.def("forget_thread_world", &forget_thread_world, py::arg("world"), py::call_guard<py::gil_scoped_release>());
+  module.def("deliveries_pending", &deliveries_pending);
+}
+
+}  // namespace sim
