@@ -36,7 +36,9 @@ def method(entry: Entry) -> Hashable:
 def smallest(entries: Iterable[Entry], group: Callable[[Entry], Hashable]) -> list[Entry]:
     """One entry of each group: the one that asks for the least."""
     chosen: dict[Hashable, Entry] = {}
-    for entry in sorted(entries, key=lambda entry: (len(entry.needs), entry.world_size < 2, entry.world_size, entry.id)):
+    for entry in sorted(
+        entries, key=lambda entry: (len(entry.needs), entry.world_size < 2, entry.world_size, entry.id)
+    ):
         chosen.setdefault(group(entry), entry)
     return list(chosen.values())
 

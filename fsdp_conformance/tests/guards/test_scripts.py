@@ -23,7 +23,7 @@ def scripts() -> list[Path]:
 def run(directory: Path, script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a script from `directory`."""
     return subprocess.run(
-        [ROOT / script, *arguments], cwd=directory, capture_output=True, text=True, timeout=120, check=False
+        [ROOT / script, *arguments], cwd=directory, capture_output=True, text=True, timeout=240, check=False
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness import devices, leases
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 GPUS = ["0", "1", "2", "3"]
 
 

@@ -28,7 +28,7 @@ def _smallest_of_each_family() -> list[BoundCase]:
     """
     Of the cases that can run here: on the CPU, and with a compiler on the simulated accelerator.
 
-    The smallest asks for the fewest capabilities, which a mutant is most likely to declare, and then for the fewest ranks.
+    The smallest asks for the fewest capabilities, so that the mutant declares them, and then for the fewest ranks.
     """
     settings = RunSettings()
     here = places(settings)
