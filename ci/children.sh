@@ -10,7 +10,7 @@
 
 # How long processes have to end by themselves before they are killed. `fsdp-conformance run` takes up to 20 s, so
 # ci/certify waits longer than that, and the scripts that run ci/certify wait longer still.
-children_grace_s=${children_grace_s:-30}
+children_grace_s=${children_grace_s:-40}
 attended_child=
 background_children=()
 # 128 and the number of the first signal; empty as long as none has come.
@@ -68,9 +68,11 @@ interrupt_children() {
 }
 
 # end_children SIGNAL PID...: send the signal to these groups and wait for everything that they started, in whatever
-# session it is. What outlives them without having heard of it is told, and what is left after the grace period is killed.
+# session it is. What outlives them, or has not ended after two thirds of the grace period, gets SIGTERM. What is left
+# after all of it is killed.
 end_children() {
-    local signal=$1 family child told='' deadline=$((SECONDS + children_grace_s))
+    local signal=$1 family child told='' deadline=$((SECONDS + children_grace_s)) patience
+    patience=$((SECONDS + children_grace_s * 2 / 3))
     shift
     family=$(descendants "$@")
     for child in "$@"; do kill -s "$signal" -- "-$child" 2>/dev/null || true; done
@@ -82,7 +84,7 @@ end_children() {
             break
         fi
         sleep 0.2
-        if [ -z "$told" ] && ! any_of "$family" "$@"; then
+        if [ -z "$told" ] && { [ "$SECONDS" -ge "$patience" ] || ! any_of "$family" "$@"; }; then
             told=yes
             kill -s TERM $family 2>/dev/null || true
         fi

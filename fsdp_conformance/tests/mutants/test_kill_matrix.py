@@ -61,7 +61,7 @@ def _pairs() -> Iterator[Any]:
         taken.update(chosen)
 
 
-@pytest.mark.parametrize(("bound", "mutant"), _pairs())
+@pytest.mark.parametrize(("bound", "mutant"), list(_pairs()))
 def test_the_case_kills(bound: BoundCase, mutant: str) -> None:
     """The named mutant does not pass, and a finding names a requirement that the case binds."""
     record = run_case(bound, MUTANTS[mutant].spec)

@@ -6,6 +6,7 @@ import gc
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -105,6 +106,7 @@ class TestOnTheDevice(OnSim):
 
     case_timeout_s = 300.0
 
+    @pytest.mark.slow
     def test_two_hundred_steps(self) -> None:
         """As many bytes are given out after the last steps, and at their peak, as after the first ones."""
         device = torch.device(self.device)

@@ -31,7 +31,7 @@ from fsdp_conformance.tests.harness.started_ranks import StartedRanks
 from fsdp_conformance.tests.simulator.simulator_collectives import PROGRAMS, Outputs, Values, differences
 
 #: Generous: everything below takes seconds on a free machine.
-TIMEOUT_S = 150.0
+TIMEOUT_S = 600.0
 
 
 class WholeValues(Values):
