@@ -84,8 +84,9 @@ def _started(stubs: Path, request: pytest.FixtureRequest) -> Iterator[subprocess
         process.communicate(timeout=DEADLINE_S)
 
 
-TEST = (["ci/test", "--only", "types"], {})
-CERTIFY = (["ci/certify", "--implementation", "x"], {})
+NO_VARIABLES: dict[str, str] = {}
+TEST = (["ci/test", "--only", "types"], NO_VARIABLES)
+CERTIFY = (["ci/certify", "--implementation", "x"], NO_VARIABLES)
 
 
 @pytest.mark.parametrize(
@@ -93,11 +94,11 @@ CERTIFY = (["ci/certify", "--implementation", "x"], {})
     [
         (TEST, signal.SIGTERM),
         (TEST, signal.SIGINT),
-        ((["ci/test", "--only", "types", "--busy"], {}), signal.SIGHUP),
+        ((["ci/test", "--only", "types", "--busy"], NO_VARIABLES), signal.SIGHUP),
         (CERTIFY, signal.SIGTERM),
         (CERTIFY, signal.SIGINT),
         ((CERTIFY[0], {"DEAF": "yes", "children_grace_s": "1"}), signal.SIGTERM),
-        ((["ci/nightly"], {}), signal.SIGTERM),
+        ((["ci/nightly"], NO_VARIABLES), signal.SIGTERM),
     ],
     ids=["test TERM", "test INT", "test HUP busy", "certify TERM", "certify INT", "certify TERM deaf", "nightly TERM"],
     indirect=["started"],
