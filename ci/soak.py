@@ -1,4 +1,4 @@
-"""Cases over and over: see ci/soak."""
+"""Repeated cases: see ci/soak."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fsdp_conformance.report.terminal import render_record
 from fsdp_conformance.selftest import BoundCase, bound_cases, run_case
 from fsdp_conformance.verdict import Verdict
 
-#: One case of each kind of oracle and of each way to a false alarm: exact and calibrated comparison, Adam,
-#: accumulation, schedules, volume, delays, poisoned memory, shapes below the world size, cross-rank digests.
+#: One case of each kind of check and of each possible cause of a false alarm: exact and calibrated comparison, Adam,
+#: accumulation, schedules, volume, delays, poisoned memory, shapes below the world size, digests across ranks.
 CASES = (
     "R001/exact-probe-ws3",
     "R001/sgd-norm-mlp-ws2",
@@ -29,18 +29,18 @@ CASES = (
 
 
 def chosen(names: list[str]) -> list[BoundCase]:
-    """The cases of those ids or requirements, in the order of the suites."""
+    """The cases with these ids or requirements, in the order of the suites."""
     found = [bound for bound in bound_cases() if bound.case.id in names or bound.case.requirements[0] in names]
     missing = [
         name for name in names if not any(name in (bound.case.id, bound.case.requirements[0]) for bound in found)
     ]
     if missing:
-        sys.exit(f"soak: --case {', '.join(missing)}, but should be ids of cases or requirements")
+        sys.exit(f"soak: --case must be the id of a case or requirement, got {', '.join(missing)}")
     return found
 
 
 def main() -> int:
-    """Run, print a line per case, and say how many repetitions raised an alarm."""
+    """Run the cases, print a line for each, and return whether there was an alarm."""
     parser = argparse.ArgumentParser(prog="ci/soak")
     parser.add_argument("--repeat", type=int, default=200)
     parser.add_argument("--implementation", default="torch-fsdp2")
@@ -54,7 +54,7 @@ def main() -> int:
             record = run_case(bound, arguments.implementation)
             verdicts[record.verdict] += 1
             if record.verdict is not Verdict.PASS:
-                # The whole of it: an alarm that comes once in a thousand runs has no second witness.
+                # In full: an alarm that happens once in a thousand runs may not happen again.
                 print(render_record(record), flush=True)
         runs += arguments.repeat
         alarms += arguments.repeat - verdicts[Verdict.PASS]

@@ -10,13 +10,13 @@ from fsdp_conformance.tests.simulator import simulator_process
 
 
 def pytest_configure() -> None:
-    """A shell's job in the background ignores SIGINT, and so does all that it starts: some tests send it to a child."""
+    """Restore SIGINT, which background jobs of a shell ignore together with their children: some tests send it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Nothing has run yet, which is what a process that others are forked from should have done."""
+    """Start the server before any test has run, so that its forks begin from a clean state."""
     if not session.config.option.collectonly:
         simulator_process.start_server(session.items)
 

@@ -313,7 +313,7 @@ def test_a_full_disk_is_the_environment_and_leaves_the_run_file_intact(
             *("--write", "large", "--suites", mini_suite.PACKAGE, "--output", str(suite.profile_path)),
         ],
         env=suite.environment(),
-        timeout=60,
+        timeout=240,
         check=False,
         capture_output=True,
         text=True,
@@ -325,7 +325,7 @@ def test_a_full_disk_is_the_environment_and_leaves_the_run_file_intact(
         env=with_quick_survey(suite.environment(), tmp_path),
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -30,9 +31,7 @@ POLL_S = 0.05
 @contextmanager
 def agents(report: Path, *words: str) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Two agents with two workers each. On leaving, nothing of them is left."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = _free_port()
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", f"test{port}"]
     command += ["--log-dir", str(report.parent / "torchrun")]
@@ -56,6 +55,21 @@ def agents(report: Path, *words: str) -> Iterator[list[subprocess.Popen[bytes]]]
             if agent.poll() is None:
                 end_family(agent.pid)
             agent.wait()
+
+
+def _free_port() -> int:
+    """
+    A port that is free now, and below those that the system gives to sockets that ask for any.
+
+    The agent takes seconds to come to it. By then one of those could be a connection of another test.
+    """
+    while True:
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", random.randint(15_000, 32_000)))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
 
 
 def _await_listener(port: int) -> None:

@@ -39,7 +39,7 @@ print(json.dumps(found))
 def heavy_imports(*names: str) -> dict[str, list[str]]:
     """Module to the heavy packages that came with importing it, in one fresh process."""
     command = [sys.executable, "-c", _PROBE, *names]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=240)
     found: dict[str, list[str]] = json.loads(done.stdout)
     return found
 

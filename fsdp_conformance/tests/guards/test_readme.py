@@ -51,7 +51,7 @@ def test_the_adapter_is_short_and_loads(tmp_path: Path) -> None:
     # In a process of its own: this one should not keep the class.
     script = "import sys; from fsdp_conformance.adapters import registry; print(*registry.load(sys.argv[1]).declared())"
     done = subprocess.run(
-        [sys.executable, "-c", script, f"{file}:MyFSDP"], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, "-c", script, f"{file}:MyFSDP"], capture_output=True, text=True, check=True, timeout=240
     )
 
     assert len([line for line in source.splitlines() if line.strip()]) <= MAX_ADAPTER_LINES

@@ -23,7 +23,7 @@ from fsdp_conformance.verdict import Verdict
 #: Each test is a run in processes of its own.
 pytestmark = pytest.mark.slow
 
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 
 
 @pytest.fixture

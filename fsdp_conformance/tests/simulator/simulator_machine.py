@@ -14,7 +14,7 @@ BYTES = 64
 MIB = 1 << 20
 
 #: How long a program of several threads may take; it takes milliseconds, and a deadlock is forever.
-DEADLINE_S = 60
+DEADLINE_S = 240
 
 compiled = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 

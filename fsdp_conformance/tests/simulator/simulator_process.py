@@ -30,7 +30,7 @@ from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.activation import activate
 
 #: What a test may take; it takes seconds at most.
-DEADLINE_S = 180
+DEADLINE_S = 600
 
 compiled = pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 

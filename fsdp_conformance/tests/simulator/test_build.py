@@ -24,7 +24,7 @@ from fsdp_conformance.simulator.activation import activate
 from fsdp_conformance.tests.simulator.simulator_process import compiled
 
 #: How long a test waits for another process.
-DEADLINE_S = 180
+DEADLINE_S = 600
 #: Between two looks at a file that another process writes.
 POLL_S = 0.1
 

@@ -32,6 +32,7 @@ class TestExtents:
     sparse = extents(counts=60, strides=400, runs=3, dims=2)
     elements = extents(counts=3, strides=12, runs=4, dims=3, unit=4)
 
+    @pytest.mark.slow
     @settings(max_examples=1000, deadline=None)
     @given(
         st.tuples(dense, dense) | st.tuples(sparse, sparse) | st.tuples(dense, sparse) | st.tuples(elements, elements)
@@ -174,6 +175,7 @@ STEPS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(st.lists(STEPS, min_size=5, max_size=60))
 def test_the_first_hazard_of_any_program_is_the_models(program: list[tuple[Any, ...]]) -> None:

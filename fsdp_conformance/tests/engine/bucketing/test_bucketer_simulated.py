@@ -56,6 +56,7 @@ class SimulatedBucketerTest(SimulatedRanks):
         with checker.suspended():
             return [result.to("cpu") for result in results], found, sites
 
+    @pytest.mark.slow
     def test_clean_and_right(self) -> None:
         """Each result is this rank's sum, nothing races, and something does without waits."""
         results, found, sites = self.reduce()

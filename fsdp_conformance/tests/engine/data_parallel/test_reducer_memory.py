@@ -7,7 +7,6 @@ import weakref
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -21,6 +20,7 @@ from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import (
     mean_code,
     pattern,
 )
+from fsdp_conformance.tests.engine.gloo_release import one_gloo_thread, wait_for_release
 
 
 class Memory(ReducerTestCase):
@@ -107,19 +107,6 @@ class Memory(ReducerTestCase):
             self.assertIs(kept, module.p1.grad)
             self.assert_means(module, step=3)
 
-    def test_nothing_is_held_beside_the_gradients(self) -> None:
-        """After a backward a bucket's buffer belongs to the gradients and is freed with them."""
-        module = Coded()
-        reducer = self.reducer_of(module, bucket_limits=(10_000,))
-        self.forward(reducer, module).backward()
-        assert module.p1.grad is not None
-        storage = StorageWeakRef(module.p1.grad.untyped_storage())
-        self.assertFalse(storage.expired())
-        module.zero_grad()
-        for _ in range(50):
-            dist.barrier()  # gloo's threads release a reduced tensor some time after the reduction
-        self.assertTrue(storage.expired())
-
     def test_a_reducer_that_is_dropped_leaves_nothing_behind(self) -> None:
         """It leaves no hooks and is not kept alive; gradients stay local afterwards."""
         module = Coded()
@@ -159,3 +146,23 @@ class Memory(ReducerTestCase):
         self.forward(reducer, module, 1).backward()
 
         self.assert_means(module, step=1)
+
+
+class Release(ReducerTestCase):
+    """What the reducer and gloo hold after a backward."""
+
+    def init_rank(self) -> None:
+        with one_gloo_thread():
+            super().init_rank()
+
+    def test_nothing_is_held_beside_the_gradients(self) -> None:
+        """After a backward a bucket's buffer belongs to the gradients and is freed with them."""
+        module = Coded()
+        reducer = self.reducer_of(module, bucket_limits=(10_000,))
+        self.forward(reducer, module).backward()
+        assert module.p1.grad is not None
+        storage = StorageWeakRef(module.p1.grad.untyped_storage())
+        self.assertFalse(storage.expired())
+        module.zero_grad()
+        wait_for_release()
+        self.assertTrue(storage.expired())

@@ -121,6 +121,7 @@ def _backward(model: FullyShardedDataParallel, inputs: list[Tensor], accumulatio
 class TestOnTwoRanks(Matrix):
     """All strategies but the hybrid ones."""
 
+    @pytest.mark.slow
     def test_every_pair_of_options(self) -> None:
         """As on the CPU, without a hazard; with hazards where nothing waits."""
         self.check_all()
@@ -132,6 +133,7 @@ class TestOnFourRanks(Matrix):
 
     world_size = 4
 
+    @pytest.mark.slow
     def test_every_pair_of_options(self) -> None:
         """As on the CPU, without a hazard; with hazards where nothing waits."""
         self.check_all()

@@ -27,8 +27,8 @@ from fsdp_conformance.workload import Regime
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)
 
-#: Generous: a world takes seconds on a free machine.
-TIMEOUT_S = 170.0
+#: Only for ranks that hang: a world takes seconds on a free machine.
+TIMEOUT_S = 600.0
 
 
 def shardings(world_size: int) -> Iterator[dict[str, Any]]:
@@ -76,9 +76,17 @@ def trained_beside_ddp(rank: int, world_size: int, plans: list[Plan]) -> dict[st
     return {plan: lines for plan, lines in found.items() if lines}
 
 
+def thirds() -> Iterator[Any]:
+    """A world size and which third of the combinations: each in two worlds. The other two thirds are nightly."""
+    for index, world_size in enumerate(WORLD_SIZES):
+        for third in range(3):
+            marks = () if third == index % 3 else (pytest.mark.nightly,)
+            yield pytest.param(world_size, third, marks=marks)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_every_strategy_and_prefetch(world_size: int) -> None:
+@pytest.mark.parametrize(("world_size", "third"), list(thirds()))
+def test_every_strategy_and_prefetch(world_size: int, third: int) -> None:
     """On the CPU."""
     workload = probes.exact_mlp()
     plans = [
@@ -89,8 +97,10 @@ def test_every_strategy_and_prefetch(world_size: int) -> None:
         )
     ]
 
+    chosen = plans[third::3]
+
     found = simulated_ranks.run_ranks(
-        world_size, lambda rank: trained_beside_ddp(rank, world_size, plans), timeout_s=TIMEOUT_S
+        world_size, lambda rank: trained_beside_ddp(rank, world_size, chosen), timeout_s=TIMEOUT_S
     )
 
     assert [{}] * world_size == found

@@ -14,7 +14,7 @@ from fsdp_conformance.harness.context import log, running
 from fsdp_conformance.harness.processes.launcher import pool
 from fsdp_conformance.tests.harness.started_ranks import StartedRanks
 
-PATIENCE_S = 60.0
+PATIENCE_S = 240.0
 POLL_S = 0.01
 
 

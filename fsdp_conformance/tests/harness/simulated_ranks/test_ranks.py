@@ -31,7 +31,7 @@ from fsdp_conformance.tests.harness.started_ranks import StartedRanks
 from fsdp_conformance.tests.simulator.simulator_collectives import PROGRAMS, Outputs, Values, differences
 
 #: Generous: everything below takes seconds on a free machine.
-TIMEOUT_S = 150.0
+TIMEOUT_S = 600.0
 
 
 class WholeValues(Values):
@@ -221,10 +221,10 @@ def test_a_rank_that_computes_for_ever() -> None:
             over.wait(30.0)
         dist.barrier()
 
-    timer = threading.Timer(1.5, over.set)
+    timer = threading.Timer(4.0, over.set)
     timer.start()
-    with pytest.raises(RankTimedOut, match=r"(?s)did not end within timeout_s=0.5.*rank 1:.*over.wait"):
-        run_ranks(2, body, timeout_s=0.5)
+    with pytest.raises(RankTimedOut, match=r"(?s)did not end within timeout_s=3.0.*rank 1:.*over.wait"):
+        run_ranks(2, body, timeout_s=3.0)
     timer.join()
 
 
