@@ -12,13 +12,13 @@ from pathlib import Path
 
 from fsdp_conformance.cli import arguments, selection
 from fsdp_conformance.cli.messages import complain, plural
-from fsdp_conformance.cli.status import Status
 from fsdp_conformance.config import RANKS
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.errors import ConfigError, ConformanceError, RunFileError
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report import runfile
 from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import Verdict
 
 #: Statuses of a run that came to its end.

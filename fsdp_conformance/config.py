@@ -259,7 +259,17 @@ class RunSettings:
     world_sizes: tuple[int, ...] = ()
     """Empty: every world size of the profile. Otherwise cases of other world sizes are DISABLED."""
     cases: tuple[str, ...] = ()
-    """Case ids or requirement ids to run; empty: all of the profile."""
+    """Case ids, globs of case ids, or requirement ids; empty: the whole profile. See `contract.selection`."""
+    requirements: tuple[str, ...] = ()
+    """Only cases named after one of these requirements."""
+    bindings: tuple[str, ...] = ()
+    """Only cases that cover one of these requirements, whatever they are named after."""
+    chapters: tuple[str, ...] = ()
+    """Only cases of these chapters of the contract."""
+    last_failed: tuple[str, ...] = ()
+    """Only these case ids: the failures of the run before, when the user asked for them."""
+    fail_fast: bool = False
+    """Stop after the first case whose verdict is a failure."""
     report_dir: str | None = None
     ranks: str = "processes"
     """What a rank is: a member of RANKS."""

@@ -27,6 +27,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fsdp_conformance.status import Status
+
 if TYPE_CHECKING:
     from fsdp_conformance.outcome import Finding
 
@@ -34,13 +36,13 @@ if TYPE_CHECKING:
 class ConformanceError(Exception):
     """The base of every error that this package raises on purpose."""
 
-    exit_status = 4
+    exit_status = Status.SUITE
 
 
 class UsageError(ConformanceError, ValueError):
     """What the user asked for cannot be done as asked."""
 
-    exit_status = 2
+    exit_status = Status.USAGE
 
 
 class ConfigError(UsageError):
@@ -63,7 +65,7 @@ class RunFileError(UsageError):
 class EnvironmentUnavailable(ConformanceError):
     """This machine lacks what was asked for."""
 
-    exit_status = 3
+    exit_status = Status.ENVIRONMENT
 
 
 class AdapterError(ConformanceError):
@@ -102,7 +104,7 @@ class NothingCompared(SuiteError):
 class RequirementFailed(ConformanceError, AssertionError):
     """At least one comparison did not hold. Carries the findings, first divergence first."""
 
-    exit_status = 1
+    exit_status = Status.NOT_CERTIFIED
 
     def __init__(self, findings: Sequence[Finding]) -> None:
         self.findings = tuple(findings)
@@ -112,7 +114,7 @@ class RequirementFailed(ConformanceError, AssertionError):
 class HazardsFound(ConformanceError, AssertionError):
     """The simulated accelerator saw accesses that nothing orders. Carries the explanation of each."""
 
-    exit_status = 1
+    exit_status = Status.NOT_CERTIFIED
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = tuple(texts)
@@ -127,7 +129,7 @@ class ReferencesDisagree(ConformanceError):
 class RankFailed(ConformanceError):
     """A rank did not end as it should. `rank` is the first that failed."""
 
-    exit_status = 1
+    exit_status = Status.NOT_CERTIFIED
 
     def __init__(self, message: str, *, rank: int) -> None:
         self.rank = rank

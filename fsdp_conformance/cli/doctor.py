@@ -23,12 +23,12 @@ from fsdp_conformance.adapters import registry
 from fsdp_conformance.cli import leftovers, messages, selection
 from fsdp_conformance.cli.arguments import settings_of_device
 from fsdp_conformance.cli.examination import examined
-from fsdp_conformance.cli.status import Status
 from fsdp_conformance.cli.survey import Machine
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.contract.profile import INTERPRETATION, load_profile
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.report.terminal import duration
+from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import Verdict
 
 #: Room among the temporary files below which stores, logs and stacks may not fit.

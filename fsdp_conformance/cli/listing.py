@@ -16,11 +16,11 @@ from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.case import Case
 from fsdp_conformance.cli import messages, selection
 from fsdp_conformance.cli.arguments import settings_of
-from fsdp_conformance.cli.status import Status
 from fsdp_conformance.cli.survey import survey
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.contract.profile import Profile, load_profile
 from fsdp_conformance.judge import Gated
+from fsdp_conformance.status import Status
 
 
 def main(arguments: argparse.Namespace) -> int:

@@ -15,10 +15,10 @@ from typing import Any
 
 from fsdp_conformance.cli import messages
 from fsdp_conformance.cli.plan_order import PlanOrder, order_from_json
-from fsdp_conformance.cli.status import Status
 from fsdp_conformance.errors import ConformanceError, UsageError
 from fsdp_conformance.planner.device_spec import DEVICES
 from fsdp_conformance.planner.link_spec import Cluster
+from fsdp_conformance.status import Status
 
 _EXAMPLE = "model, (one rank's inputs)"
 

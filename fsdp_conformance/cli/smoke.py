@@ -11,10 +11,10 @@ import time
 
 from fsdp_conformance.cli import messages, selection
 from fsdp_conformance.cli.arguments import DEFAULTS, settings_of_device
-from fsdp_conformance.cli.status import Status
 from fsdp_conformance.cli.survey import survey
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.report.terminal import duration
+from fsdp_conformance.status import Status
 
 _WIDTH = 64
 

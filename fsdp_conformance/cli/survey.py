@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_conformance.adapters.registry import AdapterDescription, description_from_answer
+from fsdp_conformance.cli.processes import run_family
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import AdapterNotFound, EnvironmentUnavailable
 from fsdp_conformance.judge import Place
@@ -90,17 +91,11 @@ def survey(device: str, implementation: str, *, timeout_s: float = TIMEOUT_S) ->
         answers = Path(directory) / "answers.jsonl"
         command = [sys.executable, "-m", "fsdp_conformance.cli.surveyor", str(answers), device, implementation]
         try:
-            done = subprocess.run(
-                command,
-                check=False,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=timeout_s,
-            )
-            ending, output = _ending(done.returncode), done.stdout
+            done = run_family(command, timeout_s=timeout_s)
+            ending, output = _ending(done.returncode), done.stdout + done.stderr
         except subprocess.TimeoutExpired as expired:
-            ending, output = f"did not answer within {timeout_s:.0f} s", expired.output or b""
+            ending = f"did not answer within {timeout_s:.0f} s"
+            output = (expired.output or b"") + (expired.stderr or b"")
         said = _read(answers)
     tail = output[-_QUOTED:].decode(errors="replace").rstrip()
     if "machine" not in said:

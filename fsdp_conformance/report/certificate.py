@@ -19,10 +19,8 @@ from fsdp_conformance.contract import Contract, Level, load
 from fsdp_conformance.contract.profile import INTERPRETATION, Entry, Profile
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import Verdict
-
-#: Exit status of a run.
-CERTIFIED, NOT_CERTIFIED, USAGE, ENVIRONMENT, SUITE_ERROR = range(5)
 
 #: Verdicts that accuse the implementation or its adapter.
 _ACCUSING = frozenset({Verdict.FAIL, Verdict.HANG, Verdict.CRASH, Verdict.ERROR_ADAPTER})
@@ -252,12 +250,12 @@ def _remarks(run: RunFile) -> list[str]:
 def _status(reasons: Sequence[str], verdicts: Set[Verdict], *, only_machine: bool) -> int:
     """Who has to act: the implementer, whoever owns the machine, or we."""
     if not reasons:
-        return CERTIFIED
+        return Status.CERTIFIED
     if verdicts & _ACCUSING:
-        return NOT_CERTIFIED
+        return Status.NOT_CERTIFIED
     if Verdict.ERROR_SUITE in verdicts:
-        return SUITE_ERROR
-    return ENVIRONMENT if only_machine and verdicts == {Verdict.NOT_RUN_ENV} else NOT_CERTIFIED
+        return Status.SUITE
+    return Status.ENVIRONMENT if only_machine and verdicts == {Verdict.NOT_RUN_ENV} else Status.NOT_CERTIFIED
 
 
 def _some(ids: Sequence[str]) -> str:

@@ -18,26 +18,8 @@ from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import INTERPRETATION, Profile
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report.certificate import Certificate, certify
+from fsdp_conformance.report.last_run import link_last
 from fsdp_conformance.report.runfile import RunFileWriter, read
-
-#: Where run files go by default, below the working directory.
-DEFAULT_ROOT = Path(".fsdp-conformance")
-
-#: A link to the last run's directory.
-LAST = "last"
-
-
-def report_directory(settings: RunSettings, *, now: datetime | None = None) -> Path:
-    """
-    The directory of a run: the one asked for, else `.fsdp-conformance/IMPLEMENTATION-TIME`.
-
-    Not created here.
-    """
-    if settings.report_dir:
-        return Path(settings.report_dir)
-    moment = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
-    name = "".join(char if char.isalnum() or char in "-." else "_" for char in settings.implementation)
-    return DEFAULT_ROOT / f"{name}-{moment}-{os.getpid()}"
 
 
 class Recorder:
@@ -133,14 +115,3 @@ def version_of(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "absent"
-
-
-def link_last(directory: Path) -> None:
-    """Let `last`, beside `directory`, point to it. Where links cannot be made there is none."""
-    link = directory.parent / LAST
-    fresh = directory.parent / f".{LAST}-{os.getpid()}"
-    try:
-        fresh.symlink_to(directory.name, target_is_directory=True)
-        fresh.replace(link)
-    except OSError:
-        fresh.unlink(missing_ok=True)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_conformance.contract.profile import Profile, load_profile
-from fsdp_conformance.report.certificate import NOT_CERTIFIED, Certificate, certify
+from fsdp_conformance.report.certificate import Certificate, certify
 from fsdp_conformance.report.runfile import RunFile, read
+from fsdp_conformance.status import Status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +24,7 @@ class Verification:
     @property
     def status(self) -> int:
         """Exit status: that of the certificate; a file that does not verify certifies nobody."""
-        return NOT_CERTIFIED if self.discrepancies else self.certificate.status
+        return Status.NOT_CERTIFIED if self.discrepancies else self.certificate.status
 
 
 def verify(path: Path, profile: Profile | None = None) -> Verification:

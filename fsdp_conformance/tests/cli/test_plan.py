@@ -8,10 +8,10 @@ import pytest
 
 from fsdp_conformance.cli import arguments
 from fsdp_conformance.cli.plan_order import order_from_json, order_of
-from fsdp_conformance.cli.status import Status
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.planner.device_spec import GIB
 from fsdp_conformance.planner.link_spec import LINKS, LinkSpec
+from fsdp_conformance.status import Status
 from fsdp_conformance.tests.cli.cli_runs import said
 
 MODEL = """

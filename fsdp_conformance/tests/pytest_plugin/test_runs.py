@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.pytest_plugin import DESCRIPTION_FILE, ERROR_FILE, EXIT_ENVIRONMENT, EXIT_SUITE
+from fsdp_conformance.config import RunSettings
+from fsdp_conformance.pytest_plugin.controller import EXIT_ENVIRONMENT, EXIT_SUITE
+from fsdp_conformance.pytest_plugin.options import ERROR_FILE, ORDER_OPTION
 from fsdp_conformance.report.runfile import RunFile, read
 from fsdp_conformance.report.verify import verify
+from fsdp_conformance.settings import RunOrder
 from fsdp_conformance.tests.pytest_plugin import mini_suite
 from fsdp_conformance.tests.pytest_plugin.mini_suite import MiniSuite
 from fsdp_conformance.verdict import Verdict
@@ -193,14 +196,22 @@ def test_declared_flags_reach_the_cases(suite: MiniSuite) -> None:
     assert result.verdicts["R093/deferred-ws2"] == "PASS"
 
 
-def test_a_description_that_was_handed_over_is_not_asked_again(suite: MiniSuite, tmp_path: Path) -> None:
-    """By whoever started pytest; one of another implementation is left aside."""
-    told = {"spec": "torch-fsdp2", "name": "told", "version": "9", "capabilities": ["no_sync"], "shims": []}
-    (tmp_path / "told.json").write_text(json.dumps(told), encoding="utf-8")
-    place = {DESCRIPTION_FILE: str(tmp_path / "told.json")}
+def test_an_order_says_everything_at_once(suite: MiniSuite, tmp_path: Path) -> None:
+    """The settings and the adapter's description, which is not asked for again."""
+    settings = RunSettings(
+        implementation="mine", profile=str(suite.profile_path), report_dir=str(suite.root / "report"),
+        cases=("R093",), deadline_scale=2.0,
+    )  # fmt: skip
+    told = {"spec": "mine", "name": "told", "version": "9", "capabilities": ["no_sync"], "shims": []}
+    order = RunOrder(settings=settings, description=told)
+    (tmp_path / "order.json").write_text(order.to_json(), encoding="utf-8")
 
-    assert ran(suite, None, **place).run.header["implementation"]["name"] == "told"
-    assert ran(suite, None, "--implementation", "other", **place).run.header["implementation"]["name"] == "other"
+    for workers in ((), ("-n", "2")):
+        result = ran(suite, None, ORDER_OPTION, str(tmp_path / "order.json"), *workers)
+
+        header = result.run.header
+        assert (header["implementation"]["name"], header["settings"]["deadline_scale"]) == ("told", 2.0)
+        assert result.verdicts == {"R093/deferred-ws2": "PASS"}
 
 
 def test_a_keyword_leaves_the_status_to_pytest(suite: MiniSuite) -> None:
@@ -360,7 +371,8 @@ def test_other_tests_are_left_alone(tmp_path: Path) -> None:
         "import sys\n"
         "def test_light():\n"
         "    ours = sorted(name for name in sys.modules if name.startswith('fsdp_conformance.'))\n"
-        "    assert (ours, 'torch' in sys.modules) == (['fsdp_conformance.pytest_plugin'], False)\n",
+        "    assert {name.split('.')[1] for name in ours} == {'pytest_plugin'}\n"
+        "    assert 'torch' not in sys.modules\n",
         encoding="utf-8",
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

@@ -20,7 +20,8 @@ from fsdp_conformance.contract.profile import Profile, profile_of
 from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
 from fsdp_conformance.outcome import CaseRecord, Finding, RankExit
 from fsdp_conformance.report import recorder
-from fsdp_conformance.report.recorder import Recorder, link_last, report_directory
+from fsdp_conformance.report.last_run import link_last, report_directory
+from fsdp_conformance.report.recorder import Recorder
 from fsdp_conformance.report.runfile import NAME, PREVIOUS, RunFileWriter, encode, read
 from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record, stuck
 from fsdp_conformance.verdict import Verdict
