@@ -14,6 +14,7 @@ from fsdp_conformance import settings, status
 from fsdp_conformance.cli import messages
 from fsdp_conformance.config import RANKS, RunSettings
 from fsdp_conformance.contract.profile import INTERPRETATION
+from fsdp_conformance.contract.selection import OPTIONS, selection_options
 from fsdp_conformance.report.last_run import with_last_failed
 
 DEFAULTS = RunSettings()
@@ -106,18 +107,12 @@ def settings_of(parsed: argparse.Namespace) -> RunSettings:
 
 def selection_words(chosen: RunSettings) -> list[str]:
     """The options that make another command look at the same cases on the same device, as a shell takes them."""
-    lists = {
-        "--case": chosen.cases,
-        "--requirement": chosen.requirements,
-        "--binding": chosen.bindings,
-        "--chapter": chosen.chapters,
-        "--world-size": tuple(map(str, chosen.world_sizes)),
-    }
     words = [] if chosen.profile == DEFAULTS.profile else ["--profile", chosen.profile]
     words += [] if chosen.device == DEFAULTS.device else ["--device", chosen.device]
     words += [] if chosen.simulator else ["--no-simulator"]
-    words += [word for option, values in lists.items() if values for word in (option, ",".join(values))]
-    words += ["--last-failed"] if chosen.last_failed else []
+    for option in selection_options(chosen):
+        values = getattr(chosen, OPTIONS[option])
+        words += [option] if option == "--last-failed" else [option, ",".join(map(str, values))]
     return [shlex.quote(word) for word in words]
 
 

@@ -104,7 +104,8 @@ def _announce(
 ) -> None:
     description, machine = found.description, found.machine
     print(f"{messages.PROGRAM} {__version__} · {profile.name} · {num_cases} of {len(profile.entries)} cases selected")
-    print(f"implementation {description.name} {description.version} ({settings.implementation})")
+    name = f"{description.name} {description.version}".rstrip()
+    print(f"implementation {name} ({settings.implementation})")
     for shim in description.shims:
         print(f"  shim: {shim}")
     print(f"device {machine.device} · backend {machine.backend} · torch {machine.torch}")

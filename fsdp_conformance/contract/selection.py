@@ -19,6 +19,17 @@ from fsdp_conformance.contract.profile import Entry, Profile
 from fsdp_conformance.contract.requirement import CHAPTERS
 from fsdp_conformance.errors import ConfigError, UsageError
 
+#: Each option, and the field of RunSettings that holds its values. World sizes come last: a case that only they leave
+#: out is not dropped from the run, but DISABLED.
+OPTIONS = {
+    "--case": "cases",
+    "--requirement": "requirements",
+    "--binding": "bindings",
+    "--chapter": "chapters",
+    "--last-failed": "last_failed",
+    "--world-size": "world_sizes",
+}
+
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -60,24 +71,12 @@ def left_out_by(case: Case, settings: RunSettings) -> str:
         "--last-failed": case.id in settings.last_failed,
         "--world-size": case.world_size in settings.world_sizes,
     }
-    return next((option for option, values in _criteria(settings) if values and not matches[option]), "")
+    return next((option for option in selection_options(settings) if not matches[option]), "")
 
 
 def selection_options(settings: RunSettings) -> list[str]:
     """The options that narrow the run down to a part of its profile."""
-    return [option for option, values in _criteria(settings) if values]
-
-
-def _criteria(settings: RunSettings) -> tuple[tuple[str, Sequence[object]], ...]:
-    """Options and their values. World sizes come last: cases of other sizes are reported as DISABLED."""
-    return (
-        ("--case", settings.cases),
-        ("--requirement", settings.requirements),
-        ("--binding", settings.bindings),
-        ("--chapter", settings.chapters),
-        ("--last-failed", settings.last_failed),
-        ("--world-size", settings.world_sizes),
-    )
+    return [option for option, name in OPTIONS.items() if getattr(settings, name)]
 
 
 def _matches_any(case: Case, patterns: Iterable[str]) -> bool:
@@ -97,19 +96,16 @@ def _problems(profile: Profile, settings: RunSettings) -> list[str]:
         if pattern in bound or any(fnmatchcase(case_id, pattern) for case_id in ids):
             continue
         if _GLOB.search(pattern):
-            stem = _GLOB.split(pattern)[0] or pattern
-            problems.append(f"case must match at least one case, got {pattern!r}.{_near(stem, ids)}")
+            problems.append(f"case must match at least one case, got {pattern!r}{_near_glob(pattern, ids)}")
         else:
             what = "must be a case id, a requirement that has cases, or a glob such as 'R005/*-ws2'"
-            problems.append(f"case {what}, got {pattern!r}.{_near(pattern, [*ids, *bound])}")
+            problems.append(f"case {what}, got {pattern!r}{_near(pattern, [*ids, *bound])}")
+    for name in settings.requirements:
+        if name not in primary:
+            hint = f". --binding {name} selects the cases that cover it" if name in bound else _near(name, primary)
+            problems.append(f"requirement must be one that cases are named after, got {name!r}{hint}")
     problems += [
-        f"requirement must be one that cases are named after, got {name!r}."
-        + (f" Use --binding {name} for the cases that also cover it." if name in bound else _near(name, primary))
-        for name in settings.requirements
-        if name not in primary
-    ]
-    problems += [
-        f"binding must be a requirement that has cases, got {name!r}.{_near(name, bound)}"
+        f"binding must be a requirement that has cases, got {name!r}{_near(name, bound)}"
         for name in settings.bindings
         if name not in bound
     ]
@@ -126,9 +122,18 @@ def _problems(profile: Profile, settings: RunSettings) -> list[str]:
     return problems
 
 
-def _near(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, sorted(known), n=3, cutoff=0.5)
-    return f" Did you mean {', '.join(near)}?" if near else ""
+def _near(word: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:
+    near = difflib.get_close_matches(word, sorted(known), n=3, cutoff=cutoff)
+    return f". Did you mean {', '.join(near)}?" if near else ""
+
+
+def _near_glob(pattern: str, ids: Sequence[str]) -> str:
+    """The same pattern for the nearest requirements if it names one without cases, else the nearest ids."""
+    requirement, slash, rest = pattern.partition("/")
+    primary = {case_id.partition("/")[0] for case_id in ids}
+    if slash and requirement not in primary:
+        return _near(pattern, (f"{name}/{rest}" for name in primary), cutoff=0.0)
+    return _near(_GLOB.sub("", pattern), ids, cutoff=0.0)
 
 
 def _listed(values: Iterable[object]) -> str:

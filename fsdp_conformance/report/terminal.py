@@ -133,7 +133,7 @@ def summary_line(certificate: Certificate, *, seconds: float) -> str:
     counts = " · ".join(f"{count} {verdict}" for verdict, count in certificate.counts.items()) or "nothing ran"
     return (
         f"{certificate.word}  {certificate.profile}   {counts}   "
-        f"of {certificate.expected} cases ({certificate.executed} executed)   {duration(seconds)}"
+        f"{certificate.executed} of {certificate.expected} cases reported   {duration(seconds)}"
     )
 
 

@@ -16,7 +16,8 @@ pytestmark = checkout.required
 
 #: From the bottom up. Parts of one layer never import one another, except the words, which are one vocabulary.
 WORDS = frozenset(
-    {"errors", "verdict", "capability", "config", "workload", "case", "outcome", "judge", "contract", "settings", "status"}
+    {"status", "errors", "verdict", "capability", "config", "workload", "case", "outcome", "judge", "contract"}
+    | {"settings"}
 )
 LAYERS: tuple[frozenset[str], ...] = (
     WORDS,
