@@ -24,10 +24,12 @@ class RunOrder:
     settings: RunSettings = field(default_factory=RunSettings)
     description: Mapping[str, Any] | None = None
     """The adapter's description as JSON; None if nobody has asked the adapter yet."""
+    device: str = ""
+    """In a rank: the type of device that its case runs on, which is the run's or the simulated one."""
 
     def to_json(self) -> str:
         """The order as text; `order_from_json` is its inverse."""
-        return json.dumps({"settings": asdict(self.settings), "description": self.description})
+        return json.dumps(asdict(self))
 
 
 def order_from_json(text: str) -> RunOrder:
@@ -39,7 +41,7 @@ def order_from_json(text: str) -> RunOrder:
         for name, value in data["settings"].items()
         if name in known
     }
-    return RunOrder(settings=RunSettings(**given), description=data["description"])
+    return RunOrder(settings=RunSettings(**given), description=data["description"], device=data["device"])
 
 
 _order = RunOrder()

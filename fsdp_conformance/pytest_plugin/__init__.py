@@ -36,6 +36,8 @@ def pytest_configure(config: pytest.Config) -> None:
         return
     if options.given(config) and options.settings_of(config).fail_fast:
         config.option.maxfail = 1
+        # Workers of pytest-xdist finish what they were sent, so they get one case at a time.
+        config.option.maxschedchunk = 1
     config.pluginmanager.register(Controller(config), "fsdp-conformance-controller")
 
 

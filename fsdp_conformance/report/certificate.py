@@ -118,9 +118,7 @@ def _run_problems(run: RunFile) -> list[str]:
         if settings.get(key):
             problems.append(f"incomplete: {option} left cases out")
     if settings.get("reuse_ranks") or any(record.ranks == "reused" for record in run.records):
-        problems.append(
-            "incomplete: ranks were reused (--reuse-ranks), and a certificate needs fresh ranks for every case"
-        )
+        problems.append("incomplete: --reuse-ranks, and a certificate needs fresh ranks for every case")
     if settings.get("ranks") == "simulated":
         problems.append("incomplete: simulated ranks do not exercise a real backend")
     problems += [note["text"] for note in run.notes if note.get("refuses")]
@@ -160,7 +158,7 @@ def _manifest_problems(run: RunFile, profile: Profile) -> list[str]:
 def _objection(record: CaseRecord, entry: Entry, declared: frozenset[str], contract: Contract) -> tuple[str, str]:
     """Why a record rules out a certificate, and what to remark if it does not."""
     if record.world_size != entry.world_size or tuple(record.requirements) != entry.requirements:
-        return f"{record.case} ran with a world size or requirements other than those in the profile", ""
+        return "ran with a world size or requirements that are not those in the profile", ""
     match record.verdict:
         case Verdict.PASS:
             return ("", "") if record.comparisons > 0 else (f"{record.case} passed without a comparison", "")

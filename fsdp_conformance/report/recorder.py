@@ -1,4 +1,4 @@
-"""One run, written down as it happens: header, cases, notes, and at the end the certificate."""
+"""Writes the run file while the run goes on: header, cases, notes, and finally the certificate."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Recorder:
     """
     Writes one run file.
 
-    Raises EnvironmentUnavailable where the file cannot be written; what was written before stays intact.
+    Raises EnvironmentUnavailable if the file cannot be written; what was written before stays intact.
     """
 
     def __init__(
@@ -60,27 +60,27 @@ class Recorder:
 
     @property
     def seconds(self) -> float:
-        """Since the run began."""
+        """Since the run started."""
         return time.monotonic() - self._began
 
     def start(self, case: str, *, world_size: int, worker: str = "") -> None:
-        """A case begins."""
+        """Record that a case starts."""
         self._open[case] = world_size
         self._writer.start(case, world_size=world_size, worker=worker)
 
     def case(self, record: CaseRecord) -> None:
-        """A case has its verdict."""
+        """Record the verdict on a case."""
         self._open.pop(record.case, None)
         self._writer.case(record)
 
     def note(self, text: str, *, refuses: bool = False) -> None:
-        """Something that a reader of the certificate should know; said once."""
+        """Record something that a reader of the certificate should know, once."""
         if text not in self._noted:
             self._noted.add(text)
             self._writer.note(text, refuses=refuses)
 
     def finish(self) -> Certificate:
-        """Write the footer. The certificate is derived from the file alone, as `verify` will do it."""
+        """Write the footer. The certificate is derived from the file alone, as `verify` does it."""
         certificate = certify(read(self.path), self.profile)
         self._writer.footer(
             {
@@ -93,12 +93,12 @@ class Recorder:
         return certificate
 
     def abort(self) -> None:
-        """Write nothing more: a run file without footer is one of a run that was aborted."""
+        """Write nothing more. A run file without a footer belongs to a run that was aborted."""
         self._writer.close()
 
 
 def environment(device: str) -> dict[str, Any]:
-    """The machine and the versions, as far as they can be told without importing torch."""
+    """The machine and the versions, as far as they are known without importing torch."""
     return {
         "torch": version_of("torch"),
         "python": platform.python_version(),

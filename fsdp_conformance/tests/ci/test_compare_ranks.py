@@ -96,7 +96,7 @@ def test_a_run_that_did_not_end(script: dict[str, Any], tmp_path: Path) -> None:
     write(tmp_path / "whole", a_record(FIRST))
 
     assert [FIRST] == [record.case for record in script["finished"](tmp_path / "whole", 1).records]
-    with pytest.raises(RunFileError, match="there is no footer"):
+    with pytest.raises(RunFileError, match="the run did not finish"):
         script["finished"](tmp_path / "aborted", 1)
     with pytest.raises(RunFileError, match="status 130"):
         script["finished"](tmp_path / "whole", 130)
@@ -107,7 +107,7 @@ def test_a_run_that_did_not_end(script: dict[str, Any], tmp_path: Path) -> None:
 def test_kinds(script: dict[str, Any]) -> None:
     """Each must be known, and one alone is compared with nothing."""
     assert list(RANKS) == script["kinds_of"](",".join(RANKS))
-    with pytest.raises(ConfigError, match=r"'thread', but should be one of processes, simulated, torchrun.*two kinds"):
+    with pytest.raises(ConfigError, match=r"ranks must be one of processes, simulated, torchrun, got 'thread'.*two kinds"):
         script["kinds_of"]("thread")
 
 

@@ -122,7 +122,7 @@ class Texts(TestCase):
     first     rank 0
     seen      rank 0 did not answer [deadline]
     rank 0    last: forward all_gather 1024B float32 [0,1] at unit.py:212 in unshard
-    rank 1    had reported
+    rank 1    had finished
     then      rank 1 raised RuntimeError: Connection closed by peer
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
     look at   A collective that is issued on a condition that only this rank sees.
@@ -191,7 +191,7 @@ class Texts(TestCase):
     first     rank 0
     seen      rank 0 did not answer [deadline]
     rank 0    last: forward all_gather 1024B float32 [0,1] at unit.py:212 in unshard
-    rank 1    had reported
+    rank 1    had finished
     then      rank 1 raised RuntimeError: Connection closed by peer
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
     look at   A collective that is issued on a condition that only this rank sees.
@@ -203,7 +203,7 @@ class Texts(TestCase):
         self.assertText(
             summary_line(a_certificate(), seconds=108.0) + "\n" + reasons_text(a_certificate()),
             """\
-NOT CERTIFIED  core-2026.11   2 PASS | 1 NOT_RUN_ENV | 1 FAIL | 1 HANG   of 5 cases (5 executed)   1 min 48 s
+NOT CERTIFIED  core-2026.11   2 PASS | 1 NOT_RUN_ENV | 1 FAIL | 1 HANG   5 of 5 cases reported   1 min 48 s
   not certified because: FAIL: R003/rank-coded-ws2
   not certified because: HANG: R067/uneven-ws2
   note: 1 case was not run: this machine cannot tell""",
@@ -213,7 +213,7 @@ NOT CERTIFIED  core-2026.11   2 PASS | 1 NOT_RUN_ENV | 1 FAIL | 1 HANG   of 5 ca
         """One line."""
         given = a_certificate(certified=True, reasons=(), remarks=(), counts={"PASS": 5}, status=0)
         self.assertText(
-            summary_line(given, seconds=4.04), """CERTIFIED  core-2026.11   5 PASS   of 5 cases (5 executed)   4.0 s"""
+            summary_line(given, seconds=4.04), """CERTIFIED  core-2026.11   5 PASS   5 of 5 cases reported   4.0 s"""
         )
         self.assertEqual("", reasons_text(given))
 
@@ -242,7 +242,7 @@ cases       1 of core-2026.11:
     first     rank 0
     seen      rank 0 did not answer [deadline]
     rank 0    last: forward all_gather 1024B float32 [0,1] at unit.py:212 in unshard
-    rank 1    had reported
+    rank 1    had finished
     then      rank 1 raised RuntimeError: Connection closed by peer
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
     look at   A collective that is issued on a condition that only this rank sees.
@@ -353,7 +353,7 @@ core-2026.11 | 5 of 5 cases | torch 2.13.0 | device cpu | python 3.12.1 | 1 min 
     first     rank 0
     seen      rank 0 did not answer [deadline]
     rank 0    last: forward all_gather 1024B float32 [0,1] at unit.py:212 in unshard
-    rank 1    had reported
+    rank 1    had finished
     then      rank 1 raised RuntimeError: Connection closed by peer
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
     look at   A collective that is issued on a condition that only this rank sees.
@@ -410,7 +410,7 @@ def test_many_groups_are_cut_in_the_markdown() -> None:
     """The run file has the rest."""
     records = [failed(f"R003/probe{number}-ws2", likely=f"cause {number}") for number in range(25)]
 
-    assert "... and 5 more: see the run file." in markdown.summary(a_run(records), a_certificate())
+    assert "... and 5 more; see the run file." in markdown.summary(a_run(records), a_certificate())
 
 
 @pytest.mark.parametrize(
@@ -456,13 +456,13 @@ def test_every_verdict_can_be_rendered() -> None:
 
 def test_an_unknown_subject_suggests_near_ones() -> None:
     """Requirements and cases alike."""
-    with pytest.raises(UsageError, match=r"'R067/unven-ws2' is neither a requirement .* Did you mean R067/uneven-ws2"):
+    with pytest.raises(UsageError, match=r"got 'R067/unven-ws2'\. Did you mean R067/uneven-ws2"):
         explain("R067/unven-ws2", contract.load(), a_profile())
 
 
 def test_a_case_that_was_not_run_says_so() -> None:
     """The run is at hand, and has nothing on it."""
-    assert "verdict     none: the case was not run" in explain(
+    assert "verdict     none: the run did not include this case" in explain(
         "R093/probe-ws2", contract.load(), a_profile(), a_run([])
     )
 
