@@ -6,8 +6,8 @@ Check that runs found exactly what ci/known-findings.toml lists.
 An entry is a known defect of an engine: implementation, device, case, verdict, reason and link. Entries change no
 verdict and no certificate; they show what is new.
 
-Exit status: 0 if there is nothing new; 1 for a finding without an entry, or an entry whose case has another verdict now;
-2 for an invalid list.
+Exit status: 0 if nothing is new; 1 for a finding without an entry, or an entry whose case now has another verdict; 2
+for an invalid list.
 """
 
 from __future__ import annotations

@@ -225,9 +225,7 @@ class TorchrunWorker:
     def from_environment(cls, variables: Mapping[str, str]) -> TorchrunWorker:
         """Raises ConfigError with every variable that is missing or not a number."""
         numbers = {name: variables.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-        problems = [
-            f"{name} must be a number, got {text!r}" for name, text in numbers.items() if not text.isdecimal()
-        ]
+        problems = [f"{name} must be a number, got {text!r}" for name, text in numbers.items() if not text.isdecimal()]
         if not variables.get("MASTER_ADDR"):
             problems.append("MASTER_ADDR must be a host, got ''")
         if problems:

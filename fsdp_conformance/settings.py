@@ -36,7 +36,7 @@ def order_from_json(text: str) -> RunOrder:
     """The order in a text. Settings of other versions are left out."""
     data = json.loads(text)
     known = {field.name for field in fields(RunSettings)}
-    given = {
+    given: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in data["settings"].items()
         if name in known

@@ -182,7 +182,7 @@ def _raised_at(record: CaseRecord) -> list[str]:
     """The innermost frames of the engine, if it raised."""
     if record.verdict in QUIET or record.verdict is Verdict.ERROR_SUITE:
         return []
-    lines = []
+    lines: list[str] = []
     for frame in engine_frames(frames_of_traceback(record.traceback))[:_FRAMES_SHOWN]:
         lines += _field("called at" if lines else "raised at", str(frame), wrap=False)
     return lines

@@ -87,7 +87,7 @@ def test_ranks_that_must_be_processes(script: dict[str, Any], tmp_path: Path) ->
 
     assert 1 == number
     assert [SECOND, "PASS", "PASS", "NOT_RUN_ENV"] == lines[1].split()
-    assert "not run on simulated ranks, which must be processes: 1 case" == lines[-2]
+    assert "not run on simulated ranks (need processes): 1 case" == lines[-2]
 
 
 def test_a_run_that_did_not_end(script: dict[str, Any], tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_a_run_that_did_not_end(script: dict[str, Any], tmp_path: Path) -> None:
 def test_kinds(script: dict[str, Any]) -> None:
     """Each must be known, and one alone is compared with nothing."""
     assert list(RANKS) == script["kinds_of"](",".join(RANKS))
-    with pytest.raises(ConfigError, match=r"ranks must be one of processes, simulated, torchrun, got 'thread'.*two kinds"):
+    with pytest.raises(ConfigError, match=r"one of processes, simulated, torchrun, got 'thread'.*two kinds"):
         script["kinds_of"]("thread")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from fsdp_conformance.tests.report.evidence import a_case, a_record
 from fsdp_conformance.verdict import Verdict
 
 
-def ran(directory: Path, *records: CaseRecord, finish: bool = True, **settings: str) -> str:
+def ran(directory: Path, *records: CaseRecord, finish: bool = True, **settings: Any) -> str:
     """A run file with these records; its directory."""
     made = replace(RunSettings(implementation="mine", report_dir=str(directory)), **settings)
     recorder = Recorder(made, profile_of("some", [a_case()]), {"name": "mine"}, directory)
@@ -65,7 +66,8 @@ def test_a_case_that_only_one_run_has_does_not_differ(old: str, tmp_path: Path) 
 @pytest.mark.parametrize("name", ["implementation", "device"])
 def test_runs_of_different_things_are_status_2(name: str, old: str, tmp_path: Path) -> None:
     """Unless they are forced to be compared."""
-    new = ran(tmp_path / "new", a_record(), a_record("R003/once-ws2"), **{name: "other"})
+    records = a_record(), a_record("R003/once-ws2")
+    new = ran(tmp_path / "new", *records, **{name: "other"})  # type: ignore[arg-type]
     refused, forced = said("compare", old, new), said("compare", old, new, "--force")
 
     assert (refused.status, forced.status) == (2, 0)

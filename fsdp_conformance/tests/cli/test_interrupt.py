@@ -111,7 +111,7 @@ time.sleep(600)
 @pytest.mark.parametrize(
     ("number", "status"),
     [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
-    ids=lambda value: str(value),
+    ids=str,
 )
 def test_a_run_that_is_ended_while_it_compiles_leaves_no_process(
     number: signal.Signals, status: int, tmp_path: Path
