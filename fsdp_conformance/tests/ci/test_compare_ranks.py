@@ -43,7 +43,7 @@ def write(directory: Path, *records: CaseRecord, seconds: float | None = 3.0) ->
 
 def test_equal_verdicts(script: dict[str, Any], tmp_path: Path) -> None:
     """Nothing but the seconds and the count."""
-    failure = a_record(SECOND, Verdict.FAIL, reason="loss=3, but should be 1")
+    failure = a_record(SECOND, Verdict.FAIL, reason="loss: expected 1, got 3")
     runs = {
         "processes": write(tmp_path / "a", a_record(FIRST), failure, seconds=12.34),
         "simulated": write(tmp_path / "b", failure, a_record(FIRST), seconds=4.0),

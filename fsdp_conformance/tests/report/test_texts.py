@@ -105,7 +105,7 @@ class Texts(TestCase):
     case      R003/rank-coded-ws2
     first     step 0 | reduce | '0.weight' | rank 0 | element [3, 1]
     got       1.0 | expected 0.5 | ratio 2 | 4.1943e+06 ulps | on 16 of 16 elements (bitwise)
-    seen      grad of '0.weight'=1.0, but should be 0.5 [gradient parity]
+    seen      gradient of '0.weight': expected 0.5, got 1.0 [gradient parity]
     likely    gradients are summed, not averaged
     look at   The ratio got / expected: the world size means summed, its inverse means divided twice, another constant
               means a wrong group or divisor.
@@ -178,7 +178,7 @@ class Texts(TestCase):
     case      R003/rank-coded-ws2
     first     step 0 | reduce | '0.weight' | rank 0 | element [3, 1]
     got       1.0 | expected 0.5 | ratio 2 | 4.1943e+06 ulps | on 16 of 16 elements (bitwise)
-    seen      grad of '0.weight'=1.0, but should be 0.5 [gradient parity]
+    seen      gradient of '0.weight': expected 0.5, got 1.0 [gradient parity]
     likely    gradients are summed, not averaged
     look at   The ratio got / expected: the world size means summed, its inverse means divided twice, another constant
               means a wrong group or divisor.
@@ -336,7 +336,7 @@ core-2026.11 | 5 of 5 cases | torch 2.13.0 | device cpu | python 3.12.1 | 1 min 
     case      R003/rank-coded-ws2
     first     step 0 | reduce | '0.weight' | rank 0 | element [3, 1]
     got       1.0 | expected 0.5 | ratio 2 | 4.1943e+06 ulps | on 16 of 16 elements (bitwise)
-    seen      grad of '0.weight'=1.0, but should be 0.5 [gradient parity]
+    seen      gradient of '0.weight': expected 0.5, got 1.0 [gradient parity]
     likely    gradients are summed, not averaged
     look at   The ratio got / expected: the world size means summed, its inverse means divided twice, another constant
               means a wrong group or divisor.
@@ -464,6 +464,34 @@ def test_a_case_that_was_not_run_says_so() -> None:
     """The run is at hand, and has nothing on it."""
     assert "verdict     none: the run did not include this case" in explain(
         "R093/probe-ws2", contract.load(), a_profile(), a_run([])
+    )
+
+
+def test_the_cases_of_a_method_are_folded() -> None:
+    """By method and world size, with the verdicts of a run; failures are listed one by one."""
+    matrix = [
+        a_case(id=f"R005/degree-{name}-ws{size}", requirements=("R005", "R003"), world_size=size, title="Degrees.")
+        for name in ("full", "grad-optim") for size in (2, 4)
+    ]  # fmt: skip
+    once = [a_case(id=f"R003/once-ws{size}", requirements=("R003",), world_size=size) for size in (2, 3, 4)]
+    alone = [a_case(id="R008/alone-ws2", requirements=("R008", "R003"), title="Alone.")]
+    profile = profile_of("some", [*matrix, *once, *alone])
+    records = [a_record(case.id, requirements=["R003"]) for case in (*matrix[1:], *alone)]
+    records.append(a_record(matrix[0].id, Verdict.HANG, requirements=["R005"]))
+
+    without = explain("R003", contract.load(), profile)
+    assert without.endswith(
+        "cases       8 of some:\n"
+        "            R003/once-ws{2,3,4}   3 cases\n"
+        "            R005/degree-*-ws{2,4}   4 cases\n"
+        "            R008/alone-ws2"
+    )
+    assert explain("R003", contract.load(), profile, a_run(records)).endswith(
+        "cases       8 of some:\n"
+        "            R003/once-ws{2,3,4}   3 cases\n"
+        "            R005/degree-*-ws{2,4}   4 cases   ⧗ 3 PASS · 1 HANG\n"
+        "              R005/degree-full-ws2   ⧗ HANG\n"
+        "            R008/alone-ws2   ✓ PASS"
     )
 
 
