@@ -118,9 +118,7 @@ def table(runs: Mapping[str, RunFile]) -> tuple[list[str], int]:
     lines.append(_row("seconds", (f"{(run.footer or {}).get('seconds', 0.0):.1f}" for run in runs.values())))
     for kind, run in runs.items():
         left_out = sum(needs_processes(record) for record in run.records)
-        lines += (
-            [f"not run on {kind} ranks, because they need processes: {plural(left_out, 'case')}"] if left_out else []
-        )
+        lines += [f"not run on {kind} ranks (need processes): {plural(left_out, 'case')}"] if left_out else []
     lines.append(f"compare-ranks: {len(differences)} of {len(ids)} verdicts differ")
     return lines, len(differences)
 
