@@ -12,16 +12,16 @@ from pathlib import Path
 
 from fsdp_conformance.cli import arguments, selection
 from fsdp_conformance.cli.messages import complain, plural
-from fsdp_conformance.cli.status import Status
 from fsdp_conformance.config import RANKS
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.errors import ConfigError, ConformanceError, RunFileError
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report import runfile
 from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import Verdict
 
-#: Statuses of a run that came to its end.
+#: Statuses of a run that finished.
 _JUDGED = (Status.CERTIFIED, Status.NOT_CERTIFIED)
 
 
@@ -31,34 +31,34 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("implementation", metavar="IMPLEMENTATION")
     parser.add_argument("--ranks", default=",".join(RANKS), metavar="KINDS", help=f"default: {','.join(RANKS)}")
     parser.add_argument("--report", metavar="DIR", help="keep the run files in DIR/KIND")
-    parser.add_argument("-n", dest="workers", metavar="N", help="workers of pytest, but for torchrun")
+    parser.add_argument("-n", dest="workers", metavar="N", help="pytest workers, except for torchrun")
     return parser.parse_known_args(argv)
 
 
 def kinds_of(text: str) -> list[str]:
-    """The kinds of ranks that were named. Raises ConfigError unless they are at least two, each known."""
+    """The kinds of ranks that were named. Raises ConfigError unless there are at least two, all known."""
     kinds = list(dict.fromkeys(text.split(",")))
-    problems = [f"--ranks {kind!r}, but should be one of {', '.join(RANKS)}" for kind in kinds if kind not in RANKS]
+    problems = [f"ranks must be one of {', '.join(RANKS)}, got {kind!r}" for kind in kinds if kind not in RANKS]
     if len(kinds) < 2:
-        problems.append(f"--ranks {text!r}, but should be at least two kinds, to be compared")
+        problems.append(f"ranks must be at least two kinds, got {text!r}")
     if problems:
         raise ConfigError(problems, where="ci/compare-ranks")
     return kinds
 
 
 def largest_world(implementation: str, options: Sequence[str]) -> int:
-    """Of the cases that the options select. Raises what `run` raises for them: SystemExit, or a ConformanceError."""
+    """The largest world size of the selected cases. Raises SystemExit or ConformanceError for wrong options."""
     parsed = arguments.parse(["run", "--implementation", implementation, *options])
     settings = arguments.settings_of(parsed)
     return max(case.world_size for case in selection.selected(load_profile(settings.profile), settings))
 
 
 def words_of(kind: str, world_size: int, logs: Path) -> list[str]:
-    """The beginning of the command line of a run on that kind of ranks. `logs` is for torchrun's agent."""
+    """The beginning of the command for a run on that kind of ranks. `logs` is for torchrun's agent."""
     command = ["fsdp_conformance", "run", "--ranks", kind]
     if kind == "torchrun":
         agent = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-        # Left to itself, the agent makes a directory that nobody removes.
+        # By default the agent makes a directory that nothing removes.
         agent += ["--log-dir", str(logs)]
         return [sys.executable, "-m", *agent, "-m", *command]
     return [sys.executable, "-m", *command]
@@ -67,7 +67,7 @@ def words_of(kind: str, world_size: int, logs: Path) -> list[str]:
 def run(words: Sequence[str]) -> int:
     """Run a command to its end. Its exit status."""
     process = subprocess.Popen(words)
-    # A terminal interrupts both, and the run ends in order: it is waited for.
+    # Ctrl-C reaches the run as well, which then ends in order; wait for it.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         return process.wait()
@@ -77,25 +77,25 @@ def run(words: Sequence[str]) -> int:
 
 def finished(path: Path, status: int) -> RunFile:
     """
-    The run file of a run that has ended with that status.
+    The run file of a run that ended with that status.
 
-    Raises RunFileError if the run did not come to its end.
+    Raises RunFileError if the run did not finish.
     """
     if status not in _JUDGED:
-        raise RunFileError(f"the run of {path} ended with status {status}, but should have come to its end")
+        raise RunFileError(f"the run of {path} did not finish: it ended with status {status}")
     found = runfile.read(path)
     if found.aborted or found.problems:
-        raise RunFileError(f"{found.path}: {'; '.join(found.problems) or 'there is no footer: the run was aborted'}")
+        raise RunFileError(f"{found.path}: {'; '.join(found.problems) or 'the run did not finish'}")
     return found
 
 
 def needs_processes(record: CaseRecord) -> bool:
-    """True for a case that was not run because its ranks must be processes: no verdict that could differ."""
+    """Whether a case was not run because its ranks must be processes, so that its verdict cannot differ."""
     return record.verdict is Verdict.NOT_RUN_ENV and record.measurements.get("absent") == ["processes"]
 
 
 def differing(runs: Mapping[str, RunFile]) -> Iterator[dict[str, CaseRecord | None]]:
-    """By kind of ranks the record of each case whose verdicts differ. None: the run has no verdict on it."""
+    """For each case whose verdicts differ, its record by kind of ranks; None if the run has no verdict."""
     by_kind = {kind: {record.case: record for record in run.records} for kind, run in runs.items()}
     for case in dict.fromkeys(case for records in by_kind.values() for case in records):
         found = {kind: records.get(case) for kind, records in by_kind.items()}
@@ -118,7 +118,7 @@ def table(runs: Mapping[str, RunFile]) -> tuple[list[str], int]:
     lines.append(_row("seconds", (f"{(run.footer or {}).get('seconds', 0.0):.1f}" for run in runs.values())))
     for kind, run in runs.items():
         left_out = sum(needs_processes(record) for record in run.records)
-        lines += [f"not run on {kind} ranks, which must be processes: {plural(left_out, 'case')}"] if left_out else []
+        lines += [f"not run on {kind} ranks (need processes): {plural(left_out, 'case')}"] if left_out else []
     lines.append(f"compare-ranks: {len(differences)} of {len(ids)} verdicts differ")
     return lines, len(differences)
 
@@ -128,7 +128,7 @@ def _row(first: str, cells: Iterable[str]) -> str:
 
 
 def compare(argv: Sequence[str], directory: Path) -> int:
-    """Run, and print the table. `directory` takes what is not kept. Returns the exit status."""
+    """Run, and print the table. `directory` is for files that are not kept. Returns the exit status."""
     parsed, options = parse(argv)
     kinds = kinds_of(parsed.ranks)
     world_size = largest_world(parsed.implementation, options)

@@ -1,12 +1,13 @@
 """
-Compare the findings of runs with ci/known-findings.toml: both must list exactly the same.
+Check that runs found exactly what ci/known-findings.toml lists.
 
     python ci/known_findings.py RUN_FILE...
 
-An entry is a known defect of an engine: implementation, device, case and its verdict there, with a reason and a link.
-It changes no verdict and no certificate; it separates new findings from known ones.
+An entry is a known defect of an engine: implementation, device, case, verdict, reason and link. Entries change no
+verdict and no certificate; they show what is new.
 
-Exit status: 0; 1 for a finding without an entry, or an entry whose case has another verdict now; 2 for a broken list.
+Exit status: 0 if nothing is new; 1 for a finding without an entry, or an entry whose case now has another verdict; 2
+for an invalid list.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fsdp_conformance.verdict import CERTIFIABLE, Verdict
 
 LIST = Path(__file__).parent / "known-findings.toml"
 
-#: Cases that did not run, which neither confirm nor contradict an entry.
+#: Verdicts of cases that were left out, which say nothing about an entry.
 _SILENT = frozenset({Verdict.DISABLED, Verdict.NOT_RUN_ENV})
 
 
@@ -33,9 +34,9 @@ class Known:
     """One entry of the list."""
 
     implementation: str
-    """A name, or a pattern for several variants of one engine: torch-fsdp1*."""
+    """A name, or a glob for several variants of an engine: torch-fsdp1*."""
     device: str
-    """The device of the case; a run on the CPU also has cases on sim."""
+    """The device of the case: a run on the CPU has cases on sim."""
     case: str
     verdict: str
     reason: str
@@ -43,7 +44,7 @@ class Known:
 
 
 def known_findings(path: Path = LIST) -> list[Known]:
-    """The list. Raises ValueError with all invalid entries."""
+    """The list. Raises ValueError with every invalid entry."""
     entries = tomllib.loads(path.read_text(encoding="utf-8")).get("finding", [])
     names = {field.name for field in fields(Known)}
     problems = []
@@ -54,7 +55,7 @@ def known_findings(path: Path = LIST) -> list[Known]:
             problems.append(f"entry {number}: missing {sorted(missing)}, unknown {sorted(unknown)}")
         elif entry["verdict"] not in tuple(Verdict) or Verdict(entry["verdict"]) in CERTIFIABLE:
             problems.append(
-                f"entry {number}: verdict must be one that prevents a certificate, got {entry['verdict']!r}"
+                f"entry {number}: verdict must be one that rules out a certificate, got {entry['verdict']!r}"
             )
     if problems:
         raise ValueError("; ".join(problems))
@@ -64,7 +65,7 @@ def known_findings(path: Path = LIST) -> list[Known]:
 def differences(
     implementation: str, device: str, records: Iterable[CaseRecord], known: Sequence[Known]
 ) -> Iterator[str]:
-    """One sentence for each new finding and each one that is gone. `device` is the default for records without one."""
+    """What is new, and what is gone, a sentence each. `device` is for records that name none."""
     expected: Mapping[tuple[str, str], Known] = {
         (entry.case, entry.device): entry for entry in known if fnmatchcase(implementation, entry.implementation)
     }
@@ -94,9 +95,9 @@ def main(paths: Sequence[str]) -> int:
         run = runfile.read(Path(path))
         settings = run.header["settings"]
         if run.aborted or run.problems:
-            found.append(f"NEW   {path}: {'; '.join(run.problems) or 'the run is incomplete'}")
+            found.append(f"NEW   {path}: {'; '.join(run.problems) or 'the run did not finish'}")
         found += differences(settings["implementation"], settings["device"], run.records, known)
-    print("\n".join(found) or f"nothing new: {len(paths)} runs found what {LIST.name} lists")
+    print("\n".join(found) or f"nothing new: {len(paths)} runs found exactly what {LIST.name} lists")
     return 1 if found else 0
 
 

@@ -1,9 +1,9 @@
 """
-Several runs in one Markdown page: a row for each engine, then what each run has to say.
+Several runs on one Markdown page: a table with a row for each engine, then the summary of each run.
 
     python ci/summary.py RUN_FILE...
 
-Verdicts are derived from the run files again, as `fsdp-conformance verify` does it.
+Verdicts are derived again from the run files, as by `fsdp-conformance verify`.
 """
 
 from __future__ import annotations

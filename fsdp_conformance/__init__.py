@@ -1,3 +1,44 @@
-"""The conformance suite for sharded data-parallel training in PyTorch, and the reference engine that it certifies."""
+"""
+The conformance suite for sharded data-parallel training in PyTorch, and the reference engine that it certifies.
+
+Words, without torch:
+    status         exit statuses
+    errors         everything that can go wrong, a class for each kind
+    verdict        what a run can say about a case
+    capability     the flags that an implementation declares
+    config         plans, settings, and the enums that they are made of
+    settings       the settings of a run, from the command line to every rank
+    case           a case, and the decorator that binds a test method to it
+    workload       a model with its batches, and how to train it
+    outcome        findings, reports of ranks, records of cases
+    contract       the requirements, and the profiles of cases
+    judge          the verdict on a case
+
+Running and observing:
+    history        what was observed: losses, gradients, collectives, memory
+    harness        ranks: processes, simulated, or started by torchrun
+    faults         delays and pauses that a case injects
+    simulator      the simulated accelerator, with its race checker
+    checks         comparisons of histories with the reference
+
+Engines:
+    engine         the reference sharding engine
+    planner        what a way to shard a model costs, and which one to choose
+    adapters       the seam between the suite and an engine
+    mutants        engines with one known defect each
+
+Cases and reports:
+    testing        the base class of cases
+    case_checks    the checks that cases call
+    selftest       single cases in this process
+    report         the run file, the certificate, and texts for people
+
+Ways in:
+    pytest_plugin  pytest
+    cli            the command fsdp-conformance
+
+The cases themselves are in `fsdp_conformance.suites`, their models and batches in `fsdp_conformance.fixtures`; in a
+checkout both lie at the top.
+"""
 
 __version__ = "2026.11.0"

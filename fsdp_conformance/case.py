@@ -1,9 +1,9 @@
 """
 A case: one stable id, the requirements it binds, and what it needs. Bound to a test method by `conformance_case`.
 
-Case ids are `R001/exact-probe-sgd-ws2`: the primary requirement, the slug of the method, its axis values. They are
-keys of manifests, expectation files and run files, so an id is never renamed or used again; pytest's node ids are not
-used as keys, because they differ between a checkout and a wheel.
+Case ids look like `R001/exact-probe-sgd-ws2`: the primary requirement, the slug of the method, its axis values. They
+are the keys of manifests, expectation files and run files, so an id is never renamed or reused. pytest's node ids would
+not do, because they differ between a checkout and a wheel.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdp_conformance.errors import ConfigError
 #: Attribute of a generated test method that holds its Case.
 CASE_ATTRIBUTE = "conformance_case"
 
-#: Environments that a case can ask for; the harness says which are present.
+#: Environments that a case can ask for; the harness knows which are present.
 ENVIRONMENTS = frozenset({"accelerator", "cuda", "nccl", "gloo", "pinned_memory"})
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -29,25 +29,25 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """What a run must know of a case without running it."""
+    """What a run must know about a case before running it."""
 
     id: str
     requirements: tuple[str, ...]
     """Requirement ids, the primary one first."""
     chapter: str
-    """Letter of the contract's group."""
+    """Letter of the contract's chapter."""
     world_size: int
     title: str
-    """The method's docstring: the expected behaviour as one statement."""
+    """The method's docstring: the expected behaviour in one statement."""
     needs: tuple[str, ...] = ()
-    """Capability flags; if one is not declared, the verdict is UNSUPPORTED."""
+    """Capability flags; the verdict is UNSUPPORTED if one is not declared."""
     environment: tuple[str, ...] = ()
-    """Members of ENVIRONMENTS; if one is absent, the verdict is NOT_RUN_ENV."""
+    """Members of ENVIRONMENTS; the verdict is NOT_RUN_ENV if one is absent."""
     kills: tuple[str, ...] = ()
     """Known-wrong implementations (names in `fsdp_conformance.mutants`) that must fail this case."""
     timeout_s: float = 60.0
     processes: str = ""
-    """Why the ranks of this case must be processes, and cannot be simulated; empty if they need not."""
+    """Why the ranks of this case must be processes; empty if they can be simulated."""
     axes: tuple[tuple[str, Any], ...] = ()
     """The arguments of the test method, by name."""
 
@@ -68,12 +68,12 @@ def conformance_case(
     """
     Bind a test method to requirements, and expand it over its axes.
 
-    `axes` maps argument names to values; the methods of their product (filtered by `only`) replace the decorated one,
-    in the order of the axes. An axis named `world_size` sets the case's world size, otherwise `world_size` must be
-    given. `needs`, `environment`, `kills` and `world_size` may be functions of the axis values.
+    `axes` maps argument names to values. The decorated method is replaced by one method for each combination of values
+    (filtered by `only`), in the order of the axes. An axis named `world_size` sets the case's world size; without one,
+    `world_size` must be given. `needs`, `environment`, `kills` and `world_size` may be functions of the axis values.
 
-    Raises ConfigError for a method without docstring, a requirement id of the wrong form, or an axis value that does
-    not make a stable id.
+    Raises ConfigError for a method without a docstring, a malformed requirement id, or an axis value that does not make
+    a stable id.
     """
     caller = inspect.currentframe()
     namespace = caller.f_back.f_locals if caller is not None and caller.f_back is not None else None
@@ -85,16 +85,16 @@ def conformance_case(
         problems = []
         well_formed = all(len(item) == 4 and item[0] == "R" and item[1:].isdigit() for item in requirements)
         if not requirements or not well_formed:
-            problems.append(f"requirements={requirements}, but should be ids such as 'R001', the primary one first")
+            problems.append(f"requirements must be ids such as 'R001', the primary one first, got {requirements}")
         if not title:
-            problems.append("the method has no docstring, but should have one: the expected behaviour as a statement")
+            problems.append("the method must have a docstring: the expected behaviour in one statement")
         if problems:
             raise ConfigError(problems, where=where)
 
         def make(values: dict[str, Any]) -> Case:
             size = values.get("world_size", world_size(values) if callable(world_size) else world_size)
             if not isinstance(size, int) or size < 1:
-                raise ConfigError([f"world_size={size!r}, but should be a positive int or an axis"], where=where)
+                raise ConfigError([f"world_size must be a positive integer or an axis, got {size!r}"], where=where)
             tags = [_tag(name, value, where) for name, value in values.items() if name != "world_size"]
             return Case(
                 id="-".join([f"{requirements[0]}/{stem}", *(tag for tag in tags if tag), f"ws{size}"]),
@@ -128,7 +128,7 @@ def conformance_case(
             [tuple(values.values()) for values in combinations], name_func=name_method, namespace=namespace
         )(method)
         if len(set(names)) != len(names):
-            raise ConfigError([f"axis values make the same name twice: {sorted(names)}"], where=where)
+            raise ConfigError([f"axis values must make distinct names, got {sorted(names)}"], where=where)
         for name, values in zip(names, combinations, strict=True):
             setattr(namespace[name], CASE_ATTRIBUTE, make(values))
         return None
@@ -137,7 +137,7 @@ def conformance_case(
 
 
 def _tag(name: str, value: Any, where: str) -> str:
-    """The part of a case id that an axis value makes: `sgd`, `prefetch`, `no_prefetch`, `k3`."""
+    """The part of a case id for an axis value: `sgd`, `prefetch`, `no-prefetch`, `k3`."""
     if isinstance(value, bool):
         return name.replace("_", "-") if value else "no-" + name.replace("_", "-")
     if isinstance(value, int):
@@ -145,7 +145,7 @@ def _tag(name: str, value: Any, where: str) -> str:
     text = str(value).replace("_", "-")
     if not text or not all(char.isalnum() or char in "-." for char in text) or text != text.lower():
         raise ConfigError(
-            [f"axis value {name}={value!r}, but should be lower-case letters, digits, '-' or '.'"], where=where
+            [f"axis value {name} must consist of lower-case letters, digits, '-' and '.', got {value!r}"], where=where
         )
     return text
 

@@ -1,7 +1,7 @@
 """
-What a case asks an implementation to do: the plan, and the enums that it is made of.
+What a case asks an implementation to do (the plan), and what a run is asked to do (its settings).
 
-A plan is frozen data. It is checked when it is made, all problems in one error.
+A plan is frozen data. It is checked when it is made, and one error reports all problems.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from fsdp_conformance.errors import ConfigError
 
-#: The type of the simulated accelerator, as torch knows it where it is active.
+#: The device type of the simulated accelerator in torch.
 SIMULATED = "sim"
 
 
@@ -42,7 +42,7 @@ class Sharding(StrEnum):
     HYBRID = "hybrid"
     """Full sharding inside a shard group, replicated over `Plan.replicas` groups."""
     DEFAULT = "default"
-    """Whatever the adapter does when nothing is asked for."""
+    """Whatever the adapter does by default."""
 
 
 class Offload(StrEnum):
@@ -50,7 +50,7 @@ class Offload(StrEnum):
 
     OFF = "off"
     CPU = "cpu"
-    """On the CPU, pageable memory."""
+    """In pageable CPU memory."""
     CPU_PINNED = "cpu_pinned"
 
 
@@ -65,8 +65,8 @@ class BackwardPrefetch(StrEnum):
     """After it."""
 
 
-#: What the ranks of a case are: fresh processes, threads of one process that take turns, or fresh processes that the
-#: workers of torchrun start, on one host or several.
+#: What the ranks of a case are: fresh processes; threads of one process that take turns; or fresh processes that
+#: torchrun's workers start, on one host or several.
 RANKS = ("processes", "simulated", "torchrun")
 
 #: The capability flag that a sharding degree needs.
@@ -81,103 +81,101 @@ SHARDING_CAPABILITY = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What the adapter is told before it builds anything. Equal on every rank."""
+    """What the adapter is told before it builds anything. The same on every rank."""
 
     device: str = "cpu"
-    """Type of the compute device: cpu, cuda, sim (the simulated one), or any accelerator that torch knows."""
+    """Type of the compute device: cpu, cuda, sim (simulated), or any accelerator that torch knows."""
     init_mode: InitMode = InitMode.NEVER
     sharding: Sharding = Sharding.DEFAULT
     replicas: int = 1
-    """Number of replica groups under hybrid sharding; the world size divided by it is the shard group's size."""
+    """Number of replica groups under hybrid sharding; a shard group has world size / replicas ranks."""
     reshard_after_forward: bool | int | None = None
-    """None: as the sharding degree implies; an int: reshard to a group of that size."""
+    """None: as the sharding degree implies. An int: reshard to a group of that size."""
     offload: Offload = Offload.OFF
     backward_prefetch: BackwardPrefetch = BackwardPrefetch.DEFAULT
     forward_prefetch: bool = False
     explicit_prefetch: int = 0
-    """Each unit below the root names the next so many units for its prefetch, in forward and in backward; 0: none."""
+    """How many of the next units each unit below the root prefetches, in forward and in backward."""
     units: tuple[str, ...] = ()
     """
-    FQNs of the submodules that become one unit each, innermost first. The root is always a unit.
-    "norm+head" is one unit made of two modules.
+    FQNs of the submodules that become one unit each, innermost first. The root is always a unit. "norm+head" makes one
+    unit of two modules.
     """
     auto_wrap: str | None = None
     """
     Let the implementation choose the units: "size:N" (at least N elements) or "class:Name" (modules of that class).
     """
     shard_dim: int = 0
-    """Dimension along which parameters that have it are sharded."""
+    """Dimension along which parameters are sharded, if they have it."""
     persist_numel: int = 0
-    """Parameters of at most so many elements stay full on every rank; 0: none does by policy."""
+    """Parameters with at most this many elements stay full on every rank; 0 for none."""
     param_dtype: str | None = None
-    """The dtype that parameters are gathered and computed with, e.g. "bfloat16"; they are kept in their own."""
+    """The dtype of gathered parameters and of computation, e.g. "bfloat16"; the shards keep their own dtype."""
     unit_dtypes: tuple[tuple[str, str], ...] = ()
-    """(unit, dtype): units that compute in another dtype than `param_dtype`, and cast their inputs to it."""
+    """(unit, dtype) for units that compute in a dtype other than `param_dtype`, and cast their inputs to it."""
     reduce_dtype: str | None = None
-    """The dtype that gradients are reduced in, and accumulated before that; None: the one computed with."""
+    """The dtype in which gradients are accumulated and reduced; None for that of computation."""
     buffer_dtype: str | None = None
-    """The dtype of floating-point buffers in training; None: their own."""
+    """The dtype of floating-point buffers in training; None for their own."""
     full_precision_in_eval: bool = False
-    """Modules in eval mode compute in the parameters' own dtype, with buffers in theirs."""
+    """In eval mode, compute in the parameters' own dtype, with buffers in theirs."""
     ignored: tuple[str, ...] = ()
-    """FQNs of submodules that the implementation must leave alone."""
+    """FQNs of submodules that the implementation must not touch."""
     local_units: tuple[str, ...] = ()
-    """FQNs of units whose parameters belong to this rank alone (a size-1 group), such as experts."""
+    """FQNs of units whose parameters belong to a single rank (a group of size 1), such as experts."""
     sync_module_states: bool = False
     device_id: str | None = None
     """An explicit device, with or without index, e.g. "cpu" or "cuda:0"."""
     micro_batches: int = 1
-    """Micro-batches per step, for engines that want to know beforehand."""
+    """Micro-batches per step, for engines that must know at construction."""
     micro_batch_size: int = 1
     defer_reduction: bool = False
-    """True: gradients of all micro-batches but the last must not be reduced (no_sync)."""
+    """Reduce gradients only at the last micro-batch (no_sync)."""
     defer_all_reduce: bool = False
-    """True: under hybrid sharding gradients are reduced over the replicas at the last micro-batch alone."""
+    """Under hybrid sharding, reduce gradients over the replicas only at the last micro-batch."""
     max_norm: float | None = None
-    """Gradient clipping, for engines that take it at construction. `Adapter.step` gets it too."""
+    """Gradient clipping, for engines that take it at construction. `Adapter.step` gets it, too."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Options of a single adapter; no case of a profile sets it."""
+    """Options for one particular adapter; no case of a profile sets them."""
 
     def __post_init__(self) -> None:
         problems = []
         if self.replicas < 1:
-            problems.append(f"replicas={self.replicas}, but should be at least 1")
+            problems.append(f"replicas must be at least 1, got {self.replicas}")
         if self.replicas > 1 and self.sharding is not Sharding.HYBRID:
-            problems.append(
-                f"replicas={self.replicas} with sharding={self.sharding}, but should be 1 unless sharding is hybrid"
-            )
+            problems.append(f"replicas must be 1 unless sharding is hybrid, got {self.replicas} with {self.sharding}")
         if self.micro_batches < 1:
-            problems.append(f"micro_batches={self.micro_batches}, but should be at least 1")
+            problems.append(f"micro_batches must be at least 1, got {self.micro_batches}")
         if self.explicit_prefetch < 0:
-            problems.append(f"explicit_prefetch={self.explicit_prefetch}, but should not be negative")
+            problems.append(f"explicit_prefetch must not be negative, got {self.explicit_prefetch}")
         if self.persist_numel < 0:
-            problems.append(f"persist_numel={self.persist_numel}, but should not be negative")
+            problems.append(f"persist_numel must not be negative, got {self.persist_numel}")
         if self.param_dtype not in (None, "bfloat16", "float16"):
-            problems.append(f"param_dtype={self.param_dtype!r}, but should be bfloat16, float16 or None")
+            problems.append(f"param_dtype must be bfloat16, float16 or None, got {self.param_dtype!r}")
         for name, dtype in (("reduce_dtype", self.reduce_dtype), ("buffer_dtype", self.buffer_dtype)):
             if dtype not in (None, "bfloat16", "float16", "float32"):
-                problems.append(f"{name}={dtype!r}, but should be bfloat16, float16, float32 or None")
+                problems.append(f"{name} must be bfloat16, float16, float32 or None, got {dtype!r}")
         for unit, dtype in self.unit_dtypes:
             if unit not in self.units or dtype not in ("bfloat16", "float16", "float32"):
                 problems.append(
-                    f"unit_dtypes has ({unit!r}, {dtype!r}), but should have units, and bfloat16, float16 or float32"
+                    f"unit_dtypes must map units to bfloat16, float16 or float32, got ({unit!r}, {dtype!r})"
                 )
         if self.max_norm is not None and self.max_norm <= 0:
-            problems.append(f"max_norm={self.max_norm}, but should be positive")
+            problems.append(f"max_norm must be positive, got {self.max_norm}")
         if self.auto_wrap is not None and (self.units or self.auto_wrap.partition(":")[0] not in ("size", "class")):
-            problems.append(f"auto_wrap={self.auto_wrap!r}, but should be 'size:N' or 'class:Name', without units")
+            problems.append(f"auto_wrap must be 'size:N' or 'class:Name', and units empty, got {self.auto_wrap!r}")
         repeated = sorted({unit for unit in self.units if self.units.count(unit) > 1})
         if repeated:
-            problems.append(f"units names {', '.join(repeated)} more than once")
+            problems.append(f"units must be distinct, got {', '.join(repeated)} more than once")
         if problems:
             raise ConfigError(problems, where="Plan")
 
     def dtype_of(self, unit: str) -> str | None:
-        """The dtype that a unit computes in; None: its parameters' own. The root is ""."""
+        """The dtype that a unit (the root is "") computes in; None for that of its parameters."""
         return dict(self.unit_dtypes).get(unit, self.param_dtype)
 
     def capabilities(self) -> frozenset[str]:
-        """The flags that an implementation must declare to be asked for this plan."""
+        """The flags that an implementation must declare to support this plan."""
         reshard = self.reshard_after_forward
         asked = {
             SHARDING_CAPABILITY.get(self.sharding, ""): self.sharding in SHARDING_CAPABILITY,
@@ -212,26 +210,24 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchrunWorker:
-    """A worker that torchrun has started, by the variables that it sets."""
+    """A worker of torchrun, as described by the variables that torchrun sets."""
 
     rank: int
     world_size: int
     local_rank: int
     host: str
-    """Of the store at which the workers meet."""
+    """Host of the store through which the workers find each other."""
     port: int
     holds_store: bool
-    """Whether this worker has to make the store, because torchrun's agent has none for its workers."""
+    """Whether this worker must create the store, because torchrun's agent has not."""
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str]) -> TorchrunWorker:
-        """Raises ConfigError with every variable that is missing or no number."""
+        """Raises ConfigError with every variable that is missing or not a number."""
         numbers = {name: variables.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")}
-        problems = [
-            f"{name}={text!r}, but should be a number" for name, text in numbers.items() if not text.isdecimal()
-        ]
+        problems = [f"{name} must be a number, got {text!r}" for name, text in numbers.items() if not text.isdecimal()]
         if not variables.get("MASTER_ADDR"):
-            problems.append("MASTER_ADDR='', but should be a host")
+            problems.append("MASTER_ADDR must be a host, got ''")
         if problems:
             advice = "start the run with torchrun --nproc-per-node N -m fsdp_conformance run ..."
             raise ConfigError([*problems, advice], where="--ranks torchrun")
@@ -248,27 +244,37 @@ class TorchrunWorker:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSettings:
-    """What a run was asked for; picklable, handed to every rank."""
+    """What a run is asked to do. `settings.RunOrder` carries it to every rank."""
 
     implementation: str = "torch-fsdp2"
     """An entry point's name, `package.module:Class`, or `path/to/file.py:Class`."""
     profile: str = "core-2026.11"
     device: str = "cpu"
     simulator: bool = True
-    """With device cpu: cases that ask for an accelerator run on the simulated one, where it can be built."""
+    """On the CPU, run cases that need an accelerator on the simulated one, if it can be compiled."""
     world_sizes: tuple[int, ...] = ()
-    """Empty: every world size of the profile. Otherwise cases of other world sizes are DISABLED."""
+    """Only cases of these world sizes, the others are DISABLED; empty for all."""
     cases: tuple[str, ...] = ()
-    """Case ids or requirement ids to run; empty: all of the profile."""
+    """Case ids, globs of case ids, or requirement ids; empty: the whole profile. See `contract.selection`."""
+    requirements: tuple[str, ...] = ()
+    """Only cases named after one of these requirements."""
+    bindings: tuple[str, ...] = ()
+    """Only cases that cover one of these requirements, whatever they are named after."""
+    chapters: tuple[str, ...] = ()
+    """Only cases of these chapters of the contract."""
+    last_failed: tuple[str, ...] = ()
+    """Only these case ids: the failures of the run before, when the user asked for them."""
+    fail_fast: bool = False
+    """Stop after the first case whose verdict is a failure."""
     report_dir: str | None = None
     ranks: str = "processes"
     """What a rank is: a member of RANKS."""
     num_workers: int = 0
-    """How many workers torchrun has started; 0 where ranks are not its."""
+    """Number of torchrun's workers; 0 for other kinds of ranks."""
     reuse_ranks: bool = False
-    """Keep ranks alive across cases: quick, and refused for a certificate."""
+    """Keep ranks alive from case to case: fast, but cannot certify."""
     deadline_scale: float = 1.0
-    """Multiplies every deadline: for slow machines and debuggers."""
+    """Factor for every deadline, for slow machines and debuggers."""
     seed: int = 20261121
     num_threads: int = 1
     """Intra-op threads per rank."""

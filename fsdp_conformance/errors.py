@@ -28,6 +28,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fsdp_conformance.status import Status
+
 if TYPE_CHECKING:
     from fsdp_conformance.outcome import Finding
 
@@ -35,13 +37,13 @@ if TYPE_CHECKING:
 class ConformanceError(Exception):
     """The base of every error that this package raises deliberately."""
 
-    exit_status = 4
+    exit_status = Status.SUITE
 
 
 class UsageError(ConformanceError, ValueError):
     """The user asked for something that cannot be done."""
 
-    exit_status = 2
+    exit_status = Status.USAGE
 
 
 class ConfigError(UsageError):
@@ -64,7 +66,7 @@ class RunFileError(UsageError):
 class EnvironmentUnavailable(ConformanceError):
     """This machine lacks what was asked for."""
 
-    exit_status = 3
+    exit_status = Status.ENVIRONMENT
 
 
 class AdapterError(ConformanceError):
@@ -103,7 +105,7 @@ class NothingCompared(SuiteError):
 class RequirementFailed(ConformanceError, AssertionError):
     """At least one comparison failed. Carries the findings, first divergence first."""
 
-    exit_status = 1
+    exit_status = Status.NOT_CERTIFIED
 
     def __init__(self, findings: Sequence[Finding]) -> None:
         self.findings = tuple(findings)
@@ -113,7 +115,7 @@ class RequirementFailed(ConformanceError, AssertionError):
 class HazardsFound(ConformanceError, AssertionError):
     """The simulated accelerator saw unordered accesses to the same memory. Carries the explanation of each."""
 
-    exit_status = 1
+    exit_status = Status.NOT_CERTIFIED
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = tuple(texts)
@@ -128,7 +130,7 @@ class ReferencesDisagree(ConformanceError):
 class RankFailed(ConformanceError):
     """A rank ended badly. `rank` is the first that failed."""
 
-    exit_status = 1
+    exit_status = Status.NOT_CERTIFIED
 
     def __init__(self, message: str, *, rank: int) -> None:
         self.rank = rank

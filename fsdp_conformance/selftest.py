@@ -1,8 +1,8 @@
 """
-Cases run in this process, against any implementation: for tests of the suite itself and for the kill matrix.
+Single cases in this process, against any implementation: for tests of the suite itself and for the kill matrix.
 
-A run of the suite goes through pytest, which writes the run file. Here a single case is run by unittest and its record
-is handed back; ranks come from the same warm process case after case, whatever the implementation.
+A run of the suite goes through pytest, which writes the run file. Here unittest runs a single case and its record is
+returned; all cases get their ranks from the same warm process, whatever the implementation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class BoundCase:
 
     @property
     def family(self) -> str:
-        """The method as it was written, before its axes made several of it."""
+        """The method as it was written, before its axes expanded it."""
         axes = dict(self.case.axes)
         stem = self.case.id.rsplit("-ws", 1)[0] if "world_size" in axes or not axes else self.case.id
         return f"{self.owner.__module__}.{self.owner.__qualname__}.{stem}"
@@ -60,14 +60,14 @@ def bound_case(case_id: str) -> BoundCase:
     for bound in bound_cases():
         if bound.case.id == case_id:
             return bound
-    raise ConfigError([f"case={case_id!r}, but should be the id of a case"], where="bound_case")
+    raise ConfigError([f"case must be the id of a case, got {case_id!r}"], where="bound_case")
 
 
 def run_case(bound: BoundCase, implementation: str, *, base: RunSettings | None = None) -> CaseRecord:
     """
     The record of one case on one implementation.
 
-    Raises SuiteError if the case ended without a record, with what unittest says of it.
+    Raises SuiteError, with unittest's output, if the case ends without a record.
     """
     before = settings.current()
     settings.use(replace(base or before, implementation=implementation))

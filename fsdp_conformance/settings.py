@@ -1,41 +1,66 @@
 """
-The settings of the run in this process: set once by the pytest plugin, read by every case.
+The settings of a run, from the command line to every rank.
 
-A process without the plugin (a case run by plain unittest) has the defaults of `RunSettings`.
+Whoever starts a run makes a `RunOrder` from what the user typed. That order, as JSON, is what the command line hands to
+pytest, pytest to the workers of pytest-xdist, and a case to its ranks. In each process the plugin calls `use` once, and
+every case reads `current()`. A case that plain unittest runs, without the plugin, has the defaults of `RunSettings`.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from fsdp_conformance.config import RANKS, RunSettings
 from fsdp_conformance.errors import ConfigError
 
-_settings = RunSettings()
-_description: Mapping[str, Any] | None = None
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunOrder:
+    """What a run is asked for, and of which implementation."""
+
+    settings: RunSettings = field(default_factory=RunSettings)
+    description: Mapping[str, Any] | None = None
+    """The adapter's description as JSON; None if nobody has asked the adapter yet."""
+    device: str = ""
+    """In a rank: the type of device that its case runs on, which is the run's or the simulated one."""
+
+    def to_json(self) -> str:
+        """The order as text; `order_from_json` is its inverse."""
+        return json.dumps(asdict(self))
+
+
+def order_from_json(text: str) -> RunOrder:
+    """The order in a text. Settings of other versions are left out."""
+    data = json.loads(text)
+    known = {field.name for field in fields(RunSettings)}
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in data["settings"].items()
+        if name in known
+    }
+    return RunOrder(settings=RunSettings(**given), description=data["description"], device=data["device"])
+
+
+_order = RunOrder()
 
 
 def use(settings: RunSettings, description: Mapping[str, Any] | None = None) -> None:
-    """
-    Make `settings` what `current()` returns in this process.
-
-    `description` is the adapter's description as JSON, where the controller has asked for it already: under
-    pytest-xdist it is asked once and handed to every worker.
-    """
-    global _settings, _description
-    _settings, _description = settings, description
+    """Make these the settings of this process, and `description` that of the adapter, if it is known already."""
+    global _order
+    _order = RunOrder(settings=settings, description=description)
 
 
 def current() -> RunSettings:
-    """The settings of the run; the defaults where nobody has set any."""
-    return _settings
+    """The settings of the run; the defaults if nobody has set any."""
+    return _order.settings
 
 
 def description() -> Mapping[str, Any] | None:
-    """The description of the adapter that the controller handed over, or None."""
-    return _description
+    """The description of the adapter as JSON, or None if nobody has asked the adapter yet."""
+    return _order.description
 
 
 def from_words(
@@ -45,6 +70,10 @@ def from_words(
     device: str | None = None,
     world_sizes: Iterable[str] | None = None,
     cases: Iterable[str] | None = None,
+    requirements: Iterable[str] | None = None,
+    bindings: Iterable[str] | None = None,
+    chapters: Iterable[str] | None = None,
+    fail_fast: bool | None = None,
     report_dir: str | None = None,
     no_simulator: bool | None = None,
     ranks: str | None = None,
@@ -52,7 +81,7 @@ def from_words(
     deadline_scale: str | None = None,
 ) -> RunSettings:
     """
-    Settings from what was typed: numbers as words, lists with commas. None stands for the default.
+    Settings from what the user typed: numbers as text, lists with commas. None stands for the default.
 
     Raises ConfigError with every problem found.
     """
@@ -62,38 +91,30 @@ def from_words(
         "device": device,
         "report_dir": report_dir,
         "simulator": False if no_simulator else None,
+        "fail_fast": fail_fast,
         "ranks": ranks,
         "reuse_ranks": reuse_ranks,
     }
     problems = [
-        f"{name}={given[name]!r}, but should not be blank"
+        f"{name} must not be blank, got {given[name]!r}"
         for name in ("implementation", "profile", "device", "report_dir")
         if given[name] is not None and not given[name].strip()
     ]
     if device is not None and device.strip() and not device.isidentifier():
-        problems.append(f"device={device!r}, but should be a type such as cpu, sim or cuda, without an index")
+        problems.append(f"device must be a type such as cpu, sim or cuda, without an index, got {device!r}")
     if ranks is not None and ranks not in RANKS:
-        problems.append(f"ranks={ranks!r}, but should be one of {', '.join(RANKS)}")
+        problems.append(f"ranks must be one of {', '.join(RANKS)}, got {ranks!r}")
     if reuse_ranks and ranks not in (None, RANKS[0]):
-        problems.append(f"reuse_ranks with ranks={ranks!r}, but should be with ranks={RANKS[0]!r}")
+        problems.append(f"ranks must be {RANKS[0]!r} with reuse_ranks, got {ranks!r}")
     if world_sizes is not None:
         given["world_sizes"] = tuple(dict.fromkeys(_world_size(word, problems) for word in _split(world_sizes)))
-    if cases is not None:
-        given["cases"] = tuple(dict.fromkeys(_split(cases)))
+    lists = {"cases": cases, "requirements": requirements, "bindings": bindings, "chapters": chapters}
+    given |= {name: tuple(dict.fromkeys(_split(words))) for name, words in lists.items() if words is not None}
     if deadline_scale is not None:
         given["deadline_scale"] = _scale(deadline_scale, problems)
     if problems:
         raise ConfigError(problems, where="options")
     return RunSettings(**{name: value for name, value in given.items() if value is not None})
-
-
-def from_json(data: Mapping[str, Any]) -> RunSettings:
-    """The inverse of `dataclasses.asdict`, after a way through JSON. Fields of other versions are left out."""
-    known = {field.name for field in fields(RunSettings)}
-    given: dict[str, Any] = {name: value for name, value in data.items() if name in known}
-    for name in ("world_sizes", "cases"):
-        given[name] = tuple(given.get(name, ()))
-    return RunSettings(**given)
 
 
 def _split(words: Iterable[str]) -> list[str]:
@@ -103,7 +124,7 @@ def _split(words: Iterable[str]) -> list[str]:
 def _world_size(word: str, problems: list[str]) -> int:
     if word.isdecimal() and int(word) > 0:
         return int(word)
-    problems.append(f"world_size={word!r}, but should be a number of ranks, at least 1")
+    problems.append(f"world_size must be a positive integer, got {word!r}")
     return 0
 
 
@@ -113,5 +134,5 @@ def _scale(word: str, problems: list[str]) -> float:
     except ValueError:
         scale = 0.0
     if not 0.0 < scale < float("inf"):
-        problems.append(f"deadline_scale={word!r}, but should be a positive number")
+        problems.append(f"deadline_scale must be a positive number, got {word!r}")
     return scale

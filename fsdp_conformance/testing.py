@@ -1,5 +1,5 @@
 """
-What a conformance case is written on: the parent gates, launches and judges; the body runs in every rank.
+The base class of conformance cases: the controller gates, launches and judges; the body runs in every rank.
 
     class Parity(ConformanceTestCase):
         @conformance_case("R001", "R002", "R003", chapter="A", axes={"world_size": (2, 3, 4)}, kills=("no-reduction",))
@@ -10,8 +10,8 @@ What a conformance case is written on: the parent gates, launches and judges; th
             self.check_parity(run, workload)
 
 The body reaches an implementation only through its adapter: `self.train(...)`, or `self.subject()` for cases that drive
-it by hand. Checks add findings to the rank's report; nothing is raised at the first one, so that a failure shows its
-whole extent.
+it by hand. Checks add findings to the rank's report instead of raising at the first one, so that a report shows the
+whole extent of a failure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -41,35 +42,36 @@ from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.judge import Gated, gate, judge
 from fsdp_conformance.outcome import CaseRecord, RankError, RankExit, RankReport
+from fsdp_conformance.settings import RunOrder, order_from_json
 from fsdp_conformance.simulator import place
 from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload import Regime, Workload
 
-#: Verdicts that pytest shows as a skip with its reason; the run file keeps them apart.
+#: Verdicts that pytest shows as skips with a reason; the run file tells them apart.
 _NOT_JUDGED = frozenset({Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV, Verdict.DISABLED})
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchPayload:
-    """What the controller hands to every rank of a case."""
-
-    settings: RunSettings
-    description: AdapterDescription
-    device: str
-    """The type of device that the case runs on: the run's, or the simulated one."""
 
 
 class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
     """
     The base class of every case.
 
-    In the controller `record` holds the verdict once the test method has returned or raised; in a rank `report`
-    collects what the body found.
+    In the controller, `record` holds the verdict once the test method has returned or raised. In a rank, `report`
+    collects what the body finds.
     """
 
     record: CaseRecord | None = None
     _blame: str | None = None
-    """In a rank: the part that is at work; None is our own."""
+    """In a rank: the part whose code runs; None for our own."""
+
+    @cached_property
+    def order(self) -> RunOrder:
+        """What the run was asked for, as the controller handed it to the ranks; `device` is that of this case."""
+        return order_from_json(self.launch_payload)
+
+    @cached_property
+    def description(self) -> AdapterDescription:
+        """The adapter's description."""
+        return registry.description_from_json(self.order.description or {})
 
     # --- the controller ----------------------------------------------------------------------------------------------
 
@@ -78,12 +80,12 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         """The case that the test method is bound to."""
         found = case_of(getattr(type(self), self._testMethodName))
         if found is None:
-            raise SuiteError(f"{self._testMethodName} is not bound to a case: decorate it with conformance_case")
+            raise SuiteError(f"{self._testMethodName} is not a case: decorate it with conformance_case")
         return found
 
     @property
     def world_size(self) -> int:
-        """The case's, never the machine's."""
+        """That of the case, whatever the machine offers."""
         return self.case.world_size
 
     def setUp(self) -> None:
@@ -98,8 +100,9 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         if gated.record is not None:
             self.record = gated.record
             self.skipTest(f"{gated.record.verdict}: {gated.record.reason}")
-        self.launch_payload = LaunchPayload(settings=settings, description=description, device=gated.device)
-        self._take_over(self.launch_payload)
+        order = RunOrder(settings=settings, description=description.to_json(), device=gated.device)
+        self.launch_payload = order.to_json()
+        self._take_over_order()
         self.reuse_ranks = settings.reuse_ranks
         self.simulated_ranks = settings.ranks == "simulated"
         self.torchrun_worker = worker
@@ -107,40 +110,38 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         self.preload = description.preload
         self.rank_environment = dict(description.environment)
         self.preload_environment = dict(description.environment)
-        # Compiling the simulated accelerator is no part of a case's time.
+        # Compiling the simulated accelerator does not count as the case's time.
         self._began = time.monotonic()
         self._spawn_processes()
 
     def _gated(self, description: AdapterDescription, settings: RunSettings) -> Gated:
-        """The device of a case, or why it does not run. The first on the simulated one may wait for a compiler."""
+        """The device of the case, or why it does not run. The first simulated case may wait for a compiler."""
         gated = gate(self.case, declared=description.declared, settings=settings, places=place.places(settings))
         if gated.record is None and gated.device == SIMULATED and place.build_problem():
             gated = gate(self.case, declared=description.declared, settings=settings, places=place.places(settings))
         return gated
 
-    def _take_over(self, payload: LaunchPayload) -> None:
-        """What the controller and the ranks must agree on."""
-        settings = payload.settings
-        self.device_type = payload.device
+    def _take_over_order(self) -> None:
+        """Apply what the controller and the ranks must agree on."""
+        self.device_type = self.order.device
         self.case_timeout_s = self.case.timeout_s
-        self.deadline_scale = settings.deadline_scale
+        self.deadline_scale = self.order.settings.deadline_scale
 
     def conclude(self, reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> None:
         """
-        Judge the case, keep the record, and let pytest know: a failure with its argument, or a skip with its
-        reason.
+        Judge the case, keep the record, and tell pytest: a failure with the whole report, or a skip with the reason.
         """
-        payload: LaunchPayload = self.launch_payload
         if self.torchrun_worker is not None and self.torchrun_worker.rank > 0:
-            self.skipTest("the first worker judges it")
+            self.skipTest("the first worker judges the case")
+        settings = self.order.settings
         self.record = judge(
             self.case,
-            declared=payload.description.declared(payload.device),
+            declared=self.description.declared(self.order.device),
             reports=reports,
             exits=exits,
-            implementation=payload.settings.implementation,
-            device=payload.device,
-            ranks="reused" if payload.settings.reuse_ranks else payload.settings.ranks,
+            implementation=settings.implementation,
+            device=self.order.device,
+            ranks="reused" if settings.reuse_ranks else settings.ranks,
             seconds=time.monotonic() - self._began,
         )
         if self.record.verdict in _NOT_JUDGED:
@@ -151,14 +152,14 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
     # --- a rank ------------------------------------------------------------------------------------------------------
 
     def init_rank(self) -> None:
-        self._take_over(self.payload)
+        self._take_over_order()
         self.subjects = []
         self.trained_references = {}
         super().init_rank()
         process_group.register_recording_backend(self.device_type)
         self.start_process_group(process_group.BACKEND)
         process_group.require_recording()
-        # One collective before anybody is judged: a rank that cannot communicate is the environment's fault.
+        # One collective before anything is judged: if ranks cannot communicate, the environment is to blame.
         torch.distributed.barrier()
         process_group.log().clear()
 
@@ -171,53 +172,47 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         super().shutdown_rank()
 
     def describe_error(self, error: BaseException) -> RankError:
-        """An exception of the body, with the part that was at work when it was raised."""
+        """An exception of the body, with the part whose code raised it."""
         described = super().describe_error(error)
         ours = isinstance(error, ConformanceError)
         if ours:
             return described
-        # An exception between two calls of the implementation is the suite's own.
+        # An exception between two calls of the implementation is the suite's fault.
         return replace(described, blame=self._blame or "suite")
 
     @contextmanager
     def blaming(self, part: str) -> Iterator[None]:
-        """An exception raised inside is that part's: implementation, adapter or suite."""
+        """Blame exceptions inside the block on a part: implementation, adapter or suite."""
         before, self._blame = self._blame, part
         yield
-        # Only after a block without an exception: otherwise `describe_error` finds who was at work.
+        # Not after an exception: `describe_error` then needs to know the part.
         self._blame = before
 
     def note_refusal(self) -> None:
-        """An exception was taken as a refusal: nobody is to blame."""
+        """An exception was taken as a refusal: no part is to blame."""
         self._blame = None
-
-    @property
-    def payload(self) -> LaunchPayload:
-        """What the controller handed over."""
-        payload: LaunchPayload = self.launch_payload
-        return payload
 
     # Driving the implementation.
 
     def subject(self) -> Adapter:
         """A new adapter of the implementation under test."""
         with self.blaming("adapter"):
-            adapter = registry.load(self.payload.settings.implementation)()
+            adapter = registry.load(self.order.settings.implementation)()
         self.subjects.append(adapter)
         return adapter
 
     def declares(self, flag: str) -> bool:
         """Whether the implementation declares the capability."""
-        return flag in self.payload.description.declared(self.device_type)
+        return flag in self.description.declared(self.device_type)
 
     @property
     def padding(self) -> float:
         """The overhead on the wire that the implementation declares, as a fraction."""
-        return self.payload.description.padding
+        return self.description.padding
 
     def plan(self, workload: Workload, **changes: Any) -> Plan:
-        """A plan for the workload on the run's device, with `changes`."""
-        # A model on the CPU is where it should be; elsewhere it is moved before the wrap by whoever can.
+        """A plan for the workload on the case's device, with `changes`."""
+        # A CPU model stays where it is; for other devices it is moved before wrapping, if the engine supports that.
         moved = self.device_type != "cpu" and self.declares("init_before")
         defaults: dict[str, Any] = {
             "device": self.device_type,
@@ -241,7 +236,7 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         """
         Train the workload through the adapter. Options go to `adapters.session.train`.
 
-        Every fault must have struck on the ranks that it names: one that never did has tested nothing (SuiteError).
+        Every fault must strike on the ranks that it names; one that does not has tested nothing (SuiteError).
         """
         plan = plan or self.plan(workload)
         regime = regime or Regime()
@@ -273,10 +268,10 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         self, workload: Workload, plan: Plan | None = None, regime: Regime | None = None, **options: Any
     ) -> TrainingHistory:
         """
-        Train, with every access checked on the simulated accelerator; then show that the checker could have seen it.
+        Train with every memory access checked on the simulated accelerator, then show that the checker sees races.
 
-        The control is the same configuration for one step with every wait dropped: a checker that sees no race there
-        sees none anywhere (SuiteError). On other devices this is `train`.
+        That control runs one step of the same configuration with every wait dropped: a checker that finds no race
+        there would find none anywhere (SuiteError). On other devices this is the same as `train`.
         """
         run = self.train(workload, plan, regime, **options)
         if run.checked_accesses is not None:
@@ -299,7 +294,7 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
 
 
 class CaseFailed(RequirementFailed):
-    """A case whose verdict is not a pass; the text is the whole argument."""
+    """A case whose verdict is a failure; the text is the whole report."""
 
     def __init__(self, record: CaseRecord) -> None:
         self.record = record

@@ -1,18 +1,44 @@
 """
-The command line: one module a command, and what they share.
+The command line: a module for each command, and what they share.
 
-    arguments     what can be typed
-    run           cases run by pytest in a process of its own, followed live, judged at the end
-    smoke         the adapter alone
-    sanitize      somebody's training script on the simulated accelerator
-    plan          how to shard a model, by a cost model
-    doctor        the machine alone
-    listing       every case, and whether it would run
-    explain       a requirement or a case, with what a run found
-    verify        the verdict, derived again from a run file
+Commands:
+    run             run cases in a pytest process, follow them, and judge them at the end
+    smoke           check the adapter by itself
+    sanitize        run a training script on the simulated accelerator
+    plan            find out how to shard a model, from a cost model
+    doctor          check what this machine can run
+    listing         `list`: the cases and whether they would run
+    explain         a requirement or a case, with what a run found
+    verify          the verdict, derived again from a run file
+    compare         the verdicts that differ between two runs
 
-Nothing here imports torch. What needs it is asked of a child process: `survey`, `examine`, `planner`, and pytest
-itself. Exit statuses are in `status`.
+From the command line to an exit status:
+    command         runs a command; turns errors into messages and statuses
+    arguments       commands, options, and the settings that they make
+    plan_order      the options of `plan`
+    messages        errors on stderr, suggestions for mistyped words
+
+What `run` does:
+    selection       the selected cases, and what is known of them before they run
+    estimate        how long a run will take
+    report_dir      the directory of a run
+    building        compiling the simulated accelerator beforehand
+    pytest_process  pytest as a child process
+    progress        how far the run is, on a terminal or in a log
+    torchrun        `run` as a worker of torchrun
+
+Child processes. They import torch; the command itself, except for `smoke`, does not:
+    processes       running and ending a child with everything it has started
+    signals         signals that ask a command to end
+    survey          what the implementation and the machine are, asked of a child
+    surveyor        ... and that child
+    examination     what `doctor` finds out in a child
+    examine         ... and that child
+    planner         the child of `plan`
+    leftovers       processes and files that earlier runs left behind
+
+What `sanitize` prints:
+    sanitize_report  hazards, folded over ranks
 """
 
 from fsdp_conformance.cli.command import main

@@ -1,39 +1,50 @@
-"""What can be typed after `fsdp-conformance`."""
+"""The command line of `fsdp-conformance`: commands, options, and the settings that they make."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import fsdp_conformance
-from fsdp_conformance import settings
-from fsdp_conformance.cli import messages, status
+from fsdp_conformance import settings, status
+from fsdp_conformance.cli import messages
 from fsdp_conformance.config import RANKS, RunSettings
 from fsdp_conformance.contract.profile import INTERPRETATION
+from fsdp_conformance.contract.selection import OPTIONS, selection_options
+from fsdp_conformance.report.last_run import with_last_failed
 
 DEFAULTS = RunSettings()
 
-_IMPLEMENTATION = "an entry point's name, package.module:Class, or path/to/file.py:Class"
+_IMPLEMENTATION = "entry point name, package.module:Class, or path/to/file.py:Class"
 
 
 _SANITIZE_NOTES = """\
-The script is started as by torchrun, once per rank. It asks for the device "sim", or for torch.accelerator's; with
---as-cuda it may say "cuda" and "nccl". No GPU is needed, a C++ compiler is.
+The script is started as torchrun would start it, once for each rank. It should use the device "sim" or the device of
+torch.accelerator; with --as-cuda it may also use "cuda" and "nccl". It needs no GPU, but a C++ compiler.
 
 """
 
 _PLAN_NOTES = """\
-The model is built on meta by a function that returns a module, and a tuple of the inputs of one rank's forward.
-A link is a name (nvlink, pcie, ib, ethernet, gloo-loopback) or LAUNCH_US:LATENCY_US:GB_PER_S. No rank is started.
+SPEC is a function that returns a module and a tuple with the inputs of one rank's forward; the model is built on the
+meta device. A link is a name (nvlink, pcie, ib, ethernet, gloo-loopback) or LAUNCH_US:LATENCY_US:GB_PER_S. No rank is
+started.
+
+"""
+
+_SELECTION_NOTES = """\
+Selection options combine: values of one option add up (--chapter A,G selects both chapters), and different options
+narrow the selection down (--chapter A --world-size 2 selects what satisfies both). All of them take comma-separated
+lists and can be repeated. A selection that is smaller than the profile cannot certify.
 
 """
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors say what was probably meant."""
+    """An ArgumentParser whose errors suggest what was probably meant."""
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -71,26 +82,42 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def settings_of(parsed: argparse.Namespace) -> RunSettings:
     """
-    What a run is asked for, of a command that has these options.
+    The settings of a run, for a command that has these options.
 
-    Raises ConfigError with every problem found.
+    Raises ConfigError with every problem found, and UsageError if --last-failed has nothing to run.
     """
-    return settings.from_words(
+    made = settings.from_words(
         implementation=parsed.implementation,
         profile=parsed.profile,
         device=parsed.device,
         world_sizes=parsed.world_sizes,
         cases=parsed.cases,
+        requirements=parsed.selected_requirements,
+        bindings=parsed.bindings,
+        chapters=parsed.chapters,
+        fail_fast=getattr(parsed, "fail_fast", None),
         no_simulator=getattr(parsed, "no_simulator", None),
         report_dir=getattr(parsed, "report", None),
         ranks=getattr(parsed, "ranks", None),
         reuse_ranks=getattr(parsed, "reuse_ranks", None),
         deadline_scale=getattr(parsed, "deadline_scale", None),
     )
+    return with_last_failed(made) if parsed.last_failed else made
+
+
+def selection_words(chosen: RunSettings) -> list[str]:
+    """The options that make another command look at the same cases on the same device, as a shell takes them."""
+    words = [] if chosen.profile == DEFAULTS.profile else ["--profile", chosen.profile]
+    words += [] if chosen.device == DEFAULTS.device else ["--device", chosen.device]
+    words += [] if chosen.simulator else ["--no-simulator"]
+    for option in selection_options(chosen):
+        values = getattr(chosen, OPTIONS[option])
+        words += [option] if option == "--last-failed" else [option, ",".join(map(str, values))]
+    return [shlex.quote(word) for word in words]
 
 
 def settings_of_device(parsed: argparse.Namespace) -> RunSettings:
-    """The settings of a command that has --device alone. Raises ConfigError."""
+    """The settings of a command that has only --device. Raises ConfigError."""
     return settings.from_words(device=parsed.device)
 
 
@@ -98,79 +125,90 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     parser = Parser(
         prog=messages.PROGRAM,
         description="The conformance suite for sharded data-parallel training in PyTorch.",
-        epilog=status.TABLE,
+        epilog=status.table(),
     )
     version = f"{messages.PROGRAM} {fsdp_conformance.__version__}, interpretation {INTERPRETATION}"
     parser.add_argument("--version", action="version", version=version)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     commands: dict[str, Parser] = {}
 
-    def command(name: str, module: str, summary: str, *, notes: str = "", table: str = status.TABLE) -> Parser:
+    def command(name: str, summary: str, *, module: str | None = None, notes: str = "") -> Parser:
         commands[name] = subparsers.add_parser(
-            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=notes + table
+            name, help=summary, description=f"{summary[0].upper()}{summary[1:]}.", epilog=notes + status.table(name)
         )
-        commands[name].set_defaults(module=module)
+        commands[name].set_defaults(module=module or name)
         return commands[name]
 
-    run = command("run", "run", "train an implementation beside the reference, and judge it")
-    _add_implementation(run)
-    _add_selection(run)
-    run.add_argument("--report", metavar="DIR", help="directory of the run file (default: .fsdp-conformance/NAME-TIME)")
-    run.add_argument("-n", dest="workers", metavar="N", type=_workers, help="workers, or auto: as many as devices hold")
-    run.add_argument(
-        "--ranks",
-        choices=RANKS,
-        default=DEFAULTS.ranks,
-        help="what a rank is: a fresh process, or a thread of one process, quick in large worlds (default: processes)",
-    )
-    run.add_argument("--reuse-ranks", action="store_true", help="keep ranks across cases: quick, and never certified")
-    run.add_argument("--deadline-scale", metavar="F", help="multiplies every deadline, for slow machines")
+    _add_run(command("run", "train an implementation next to the reference, and judge it", notes=_SELECTION_NOTES))
 
-    run.add_argument("--suites", metavar="PACKAGE", default=None, help=argparse.SUPPRESS)  # for tests of this command
-
-    smoke = command("smoke", "smoke", "judge the adapter alone, and report all of its problems at once")
-    smoke.add_argument(
-        "spec", nargs="?", metavar="IMPLEMENTATION", help=f"the same as --implementation: {_IMPLEMENTATION}"
-    )
+    smoke = command("smoke", "check the adapter by itself, and report all of its problems at once")
+    smoke.add_argument("spec", nargs="?", metavar="IMPLEMENTATION", help=f"same as --implementation: {_IMPLEMENTATION}")
     _add_implementation(smoke, default=None)
     _add_device(smoke)
 
-    sanitize = command(
-        "sanitize",
-        "sanitize",
-        "run a training script on the simulated accelerator, and report its races",
-        notes=_SANITIZE_NOTES,
-        table=status.SANITIZE_TABLE,
-    )
-    _add_sanitize(sanitize)
+    _add_sanitize(
+        command(
+            "sanitize", "run a training script on the simulated accelerator, and report its races",
+            notes=_SANITIZE_NOTES,
+        )
+    )  # fmt: skip
 
-    doctor = command("doctor", "doctor", "say what this machine can do, and what it cannot")
-    _add_device(doctor)
+    _add_device(command("doctor", "check what this machine can and cannot run"))
 
-    plan = command(
-        "plan", "plan", "price every way to shard a model, and choose the fastest that fits", notes=_PLAN_NOTES
-    )
-    _add_plan(plan)
+    _add_plan(command("plan", "price every way to shard a model, and choose the fastest that fits", notes=_PLAN_NOTES))
 
-    listing = command("list", "listing", "show every case and whether it would run, starting no rank")
+    listing = command(
+        "list", "list the cases and whether they would run, without starting ranks",
+        module="listing", notes=_SELECTION_NOTES,
+    )  # fmt: skip
     _add_implementation(listing)
     _add_selection(listing)
-    listing.add_argument("--why", action="store_true", help="say why a case would not run")
-    listing.add_argument("--not-run", action="store_true", help="only the cases that would not run, with the reason")
+    listing.add_argument("--why", action="store_true", help="show what each case expects, or why it would not run")
+    listing.add_argument("--not-run", action="store_true", help="show only cases that would not run, with the reason")
     others = listing.add_mutually_exclusive_group()
-    others.add_argument("--requirements", action="store_true", help="the requirements instead, with their cases")
-    others.add_argument("--capabilities", action="store_true", help="the capability flags instead")
+    others.add_argument("--requirements", action="store_true", help="list the requirements and their number of cases")
+    others.add_argument("--capabilities", action="store_true", help="list the capability flags")
 
-    explain = command("explain", "explain", "show a requirement or a case, and what a run found of it")
+    explain = command("explain", "explain a requirement or a case, and what the last run found")
     explain.add_argument("name", metavar="ID", help="a requirement (R003) or a case (R001/exact-probe-ws2)")
     explain.add_argument("--report", metavar="PATH", help="a run file or its directory (default: the last run)")
     _add_profile(explain, default=None)
 
-    verify = command("verify", "verify", "derive the verdict again from a run file, trusting nothing else")
-    verify.add_argument("run_file", metavar="PATH", help="a run file, or the directory that it is in")
-    verify.add_argument("--markdown", action="store_true", help="print the summary in Markdown instead")
+    verify = command("verify", "derive the verdict of a run again, from its run file alone")
+    verify.add_argument("run_file", metavar="PATH", help="a run file, or its directory")
+    verify.add_argument("--markdown", action="store_true", help="print a summary in Markdown instead")
     _add_profile(verify, default=None)
+
+    compare = command("compare", "show which verdicts differ between two runs")
+    compare.add_argument("old", metavar="OLD", help="a run file, or its directory")
+    compare.add_argument("new", metavar="NEW", help="another one")
+    compare.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    compare.add_argument("--force", action="store_true", help="compare different implementations or devices, too")
     return parser, commands
+
+
+def _add_run(parser: Parser) -> None:
+    _add_implementation(parser)
+    _add_selection(parser)
+    parser.add_argument("--fail-fast", action="store_true", help="stop after the first case that fails")
+    parser.add_argument(
+        "--report", metavar="DIR", help="directory for the run file (default: .fsdp-conformance/NAME-TIME)"
+    )
+    parser.add_argument(
+        "-n", dest="workers", metavar="N", type=_workers, help="pytest workers; `auto` fits the available devices"
+    )
+    parser.add_argument(
+        "--ranks",
+        choices=RANKS,
+        default=DEFAULTS.ranks,
+        help="what a rank is: a fresh process, a thread (simulated: fast for large worlds, cannot certify), or a "
+        "worker of torchrun (default: processes)",
+    )
+    parser.add_argument("--reuse-ranks", action="store_true", help="keep ranks from case to case: fast, cannot certify")
+    parser.add_argument("--deadline-scale", metavar="F", help="multiply every deadline by F, for slow machines")
+    parser.add_argument(
+        "--suites", metavar="PACKAGE", default=None, help=argparse.SUPPRESS
+    )  # for tests of this command
 
 
 def _add_implementation(parser: Parser, default: str | None = DEFAULTS.implementation) -> None:
@@ -185,47 +223,48 @@ def _add_sanitize(parser: Parser) -> None:
         "--mode",
         choices=("record", "raise", "poison"),
         default="record",
-        help="what a race does: is recorded, raises where it happens, or fills its result with NaN (default: record)",
+        help="what to do about a race: record it, raise where it happens, or fill its result with NaN "
+        "(default: record)",
     )
-    parser.add_argument("--as-cuda", action="store_true", help="give a script that says cuda the simulated accelerator")
     parser.add_argument(
-        "--timeout", metavar="S", default="600", help="seconds until ranks that have not ended are ended (default: 600)"
+        "--as-cuda", action="store_true", help='let "cuda" in the script mean the simulated accelerator'
     )
-    parser.add_argument("--json", metavar="FILE", help="write what was found to a file, too")
+    parser.add_argument("--timeout", metavar="S", default="600", help="end the ranks after S seconds (default: 600)")
+    parser.add_argument("--json", metavar="FILE", help="also write the findings to a file")
     parser.add_argument(
         "-m",
         dest="module_words",
         metavar="MODULE",
         nargs=argparse.REMAINDER,
-        help="run a module, as python -m does; what follows its name is its own",
+        help="run a module, like python -m; all that follows is passed to it",
     )
     parser.add_argument(
-        "script_words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script; what follows is its own"
+        "script_words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script; all that follows is passed to it"
     )
 
 
 def _add_plan(parser: Parser) -> None:
     parser.add_argument("--model", metavar="SPEC", required=True, help="package.module:function or file.py:function")
     parser.add_argument("--world-size", metavar="N", required=True, help="number of ranks")
-    parser.add_argument("--ranks-per-host", metavar="N", default="8", help="ranks of a host (default: 8)")
+    parser.add_argument("--ranks-per-host", metavar="N", default="8", help="ranks on each host (default: 8)")
     parser.add_argument(
         "--link", metavar="LINKS", default="nvlink+ib", help="within a host + between hosts (default: nvlink+ib)"
     )
     parser.add_argument("--device", metavar="NAME", default="h100", help="a100, h100 or h200 (default: h100)")
-    parser.add_argument("--memory", metavar="SIZE", help="80GiB, 64GB ... for each rank (default: the device's)")
+    parser.add_argument("--memory", metavar="SIZE", help="memory of each rank, e.g. 80GiB (default: the device's)")
     parser.add_argument(
-        "--units", metavar="CLASS", action="append", help="a class whose modules are units (default: members of lists)"
+        "--units", metavar="CLASS", action="append", help="class of modules to wrap (default: members of module lists)"
     )
     parser.add_argument(
         "--compute-dtype",
         choices=("bfloat16", "float16", "float32"),
         default="bfloat16",
-        help="of computation, gathers and reductions (default: bfloat16)",
+        help="dtype of computation, gathers and reductions (default: bfloat16)",
     )
     parser.add_argument(
-        "--utilisation", metavar="F", default="0.4", help="reached part of the device's peak (default: 0.4)"
+        "--utilisation", metavar="F", default="0.4", help="fraction of the device's peak that is reached (default: 0.4)"
     )
-    parser.add_argument("--rows", metavar="N", default="12", help="candidates that are shown (default: 12)")
+    parser.add_argument("--rows", metavar="N", default="12", help="number of candidates to show (default: 12)")
 
 
 def _add_device(parser: Parser) -> None:
@@ -233,13 +272,13 @@ def _add_device(parser: Parser) -> None:
         "--device",
         metavar="TYPE",
         default=DEFAULTS.device,
-        help=f"cpu, sim (simulated on the CPU), cuda, or any accelerator torch knows (default: {DEFAULTS.device})",
+        help=f"cpu, sim (simulated), cuda, or any accelerator that torch knows (default: {DEFAULTS.device})",
     )
 
 
 def _add_profile(parser: Parser, default: str | None = DEFAULTS.profile) -> None:
-    shown = f"default: {default}" if default else "default: the one that the run file names"
-    parser.add_argument("--profile", metavar="NAME", default=default, help=f"name or .json file of a profile ({shown})")
+    shown = f"default: {default}" if default else "default: that of the run file"
+    parser.add_argument("--profile", metavar="NAME", default=default, help=f"profile name or .json file ({shown})")
 
 
 def _add_selection(parser: Parser) -> None:
@@ -248,25 +287,24 @@ def _add_selection(parser: Parser) -> None:
     parser.add_argument(
         "--no-simulator",
         action="store_true",
-        help="on the CPU, leave out the cases that ask for an accelerator instead of simulating one",
+        help="on the CPU, leave out the cases that need an accelerator instead of simulating one",
     )
-    parser.add_argument(
-        "--world-size",
-        metavar="N",
-        dest="world_sizes",
-        action="append",
-        help="only cases with so many ranks; several by commas, or by repeating the option",
-    )
-    parser.add_argument(
-        "--case",
-        metavar="ID",
-        dest="cases",
-        action="append",
-        help="only this case, or the cases of this requirement; may be repeated",
+    group = parser.add_argument_group("selection")
+
+    def criterion(option: str, metavar: str, dest: str, text: str) -> None:
+        group.add_argument(option, metavar=metavar, dest=dest, action="append", help=text)
+
+    criterion("--case", "ID", "cases", "cases with this id or of this requirement; globs such as 'R005/*-ws2' work")
+    criterion("--requirement", "ID", "selected_requirements", "cases named after this requirement, e.g. R003/...")
+    criterion("--binding", "ID", "bindings", "all cases that cover this requirement, whatever their name")
+    criterion("--chapter", "LETTER", "chapters", "cases of this chapter of the contract, e.g. A")
+    criterion("--world-size", "N", "world_sizes", "cases with this many ranks")
+    group.add_argument(
+        "--last-failed", action="store_true", help="cases that failed in the last run, or did not finish"
     )
 
 
 def _workers(text: str) -> str:
-    if text != "auto" and not (text.isdecimal() and int(text) > 0):
-        raise argparse.ArgumentTypeError(f"{text!r}, but should be a positive number, or auto")
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be a number of workers or 'auto', got {text!r}")
     return text

@@ -1,4 +1,4 @@
-"""From what was typed to an exit status: every error becomes a message and its status here, and nowhere else."""
+"""From the command line to an exit status: the only place that turns errors into messages and statuses."""
 
 from __future__ import annotations
 
@@ -13,16 +13,9 @@ from collections.abc import Sequence
 from types import FrameType
 
 from fsdp_conformance.cli import arguments, messages
-from fsdp_conformance.cli.status import Status
+from fsdp_conformance.cli.signals import Stopped
 from fsdp_conformance.errors import AdapterError, ConformanceError
-
-
-class Stopped(KeyboardInterrupt):
-    """SIGTERM or SIGHUP, taken as Ctrl-C is: children are ended before the command leaves."""
-
-    def __init__(self, signum: int) -> None:
-        self.signum = signum
-        super().__init__(signal.Signals(signum).name)
+from fsdp_conformance.status import Status
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,14 +43,14 @@ def _run(parsed: argparse.Namespace) -> int:
         return int(handler.main(parsed))
     except ConformanceError as error:
         messages.complain(error)
-        # An adapter that is none is a mistake in what was named, as long as no case has met it.
+        # Before any case has run, a broken adapter is a usage error.
         return Status.USAGE if isinstance(error, AdapterError) else error.exit_status
     except KeyboardInterrupt as error:
         number = error.signum if isinstance(error, Stopped) else int(signal.SIGINT)
         messages.complain(f"interrupted by {signal.Signals(number).name}")
         return 128 + number
     except BrokenPipeError:
-        # `| head` has closed stdout; the interpreter must not complain about that at its end.
+        # `| head` has closed stdout; keep the interpreter from complaining about it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Status.CERTIFIED
     except OSError as error:
@@ -65,13 +58,15 @@ def _run(parsed: argparse.Namespace) -> int:
             return _own_mistake()
         messages.complain(f"{error.filename or 'a file'} cannot be written: {os.strerror(error.errno or errno.EIO)}")
         return Status.ENVIRONMENT
-    except Exception:  # noqa: BLE001 - Python's own status for an exception is 1, which would say "not certified"
+    except Exception:  # noqa: BLE001 - Python's own status would be 1, "not certified"
         return _own_mistake()
 
 
 def _own_mistake() -> Status:
     traceback.print_exc()
-    messages.complain("this is a mistake of the suite, not of the implementation; please report the lines above")
+    messages.complain(
+        "internal error: a bug in the suite, not in the implementation; please report the traceback above"
+    )
     return Status.SUITE
 
 

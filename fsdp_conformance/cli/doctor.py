@@ -1,8 +1,8 @@
 """
-`fsdp-conformance doctor`: what this machine can do, found out by doing it.
+`fsdp-conformance doctor`: what this machine can do, found out by trying it.
 
-Whatever fails here would make every case fail, and is not the implementation's doing. Ranks are launched and
-communicate as they do in a case, in a child process (`examination`).
+A failure here would make every case fail and is not the implementation's fault. Ranks are launched and communicate as
+in a case, in a child process (`examination`).
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from fsdp_conformance.adapters import registry
 from fsdp_conformance.cli import leftovers, messages, selection
 from fsdp_conformance.cli.arguments import settings_of_device
 from fsdp_conformance.cli.examination import examined
-from fsdp_conformance.cli.status import Status
 from fsdp_conformance.cli.survey import Machine
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.contract.profile import INTERPRETATION, load_profile
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.report.terminal import duration
+from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import Verdict
 
-#: Room among the temporary files below which stores, logs and stacks may not fit.
+#: With less room for temporary files, stores, logs and stacks may not fit.
 _LITTLE_ROOM = 100 << 20
 
 
 class Findings:
-    """The lines so far, and whether one of them failed."""
+    """Prints the findings, and remembers whether one of them failed."""
 
     def __init__(self) -> None:
         self.failed = False
 
     def line(self, what: str, text: str, state: str = "ok") -> None:
         """
-        Print one.
+        Print one finding.
 
-        `state` is ok; failed (no case can run); absent (something that not every run needs); or found (see to it).
+        `state` is ok; failed (no case can run); absent (not every run needs it); or found (should be cleaned up).
         """
         self.failed = self.failed or state == "failed"
         print(f"  {what:<16} {text:<78}  {state}", flush=True)
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print a line per thing looked at. Returns 0, or 3 if no case can run here."""
+    """Print a line for each check. Returns 0, or 3 if no case can run here."""
     settings = settings_of_device(arguments)
     findings = Findings()
     began = time.monotonic()
@@ -61,7 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
         f"{platform.system()} {platform.machine()}"
     )
     with examined(settings.device) as answers:
-        # The child is at work meanwhile: what takes no torch is looked at first.
+        # While the child imports torch, check what does not need it.
         _packages(findings)
         _compiler(findings)
         _temporary_files(findings)
@@ -70,10 +70,12 @@ def main(arguments: argparse.Namespace) -> int:
     if machine is not None:
         _cases(findings, machine, settings.profile)
     names = registry.names()
-    findings.line("implementations", ", ".join(names) or "none named by an entry point", "ok" if names else "absent")
+    findings.line(
+        "implementations", ", ".join(names) or "none registered by an entry point", "ok" if names else "absent"
+    )
     seconds = duration(time.monotonic() - began)
     if findings.failed:
-        print(f"this machine cannot run the cases as it is; the lines marked failed say why ({seconds})")
+        print(f"this machine cannot run the cases: see the lines marked failed ({seconds})")
         return Status.ENVIRONMENT
     print(f"ready: fsdp-conformance smoke --implementation SPEC, then fsdp-conformance run ({seconds})")
     return Status.CERTIFIED
@@ -87,13 +89,13 @@ def _packages(findings: Findings) -> None:
         except importlib.metadata.PackageNotFoundError:
             missing.append(name)
     state = "failed" if {"torch", "pytest"} & set(missing) else "absent" if missing else "ok"
-    without = f"; without {', '.join(missing)}" if missing else ""
-    without += ", so without -n" if "pytest-xdist" in missing else ""
+    without = f"; missing: {', '.join(missing)}" if missing else ""
+    without += ", so no -n" if "pytest-xdist" in missing else ""
     findings.line("packages", ", ".join(versions) + without, state)
 
 
 def _compiler(findings: Findings) -> None:
-    """The simulated accelerator needs one, and engines that compile parts of themselves."""
+    """The simulated accelerator needs one, and so do engines that compile extensions."""
     names = [name for name in (os.environ.get("CXX"), "c++", "g++", "clang++") if name]
     found = next((path for name in names if (path := shutil.which(name))), None)
     if found:
@@ -101,7 +103,7 @@ def _compiler(findings: Findings) -> None:
     else:
         findings.line(
             "C++ compiler",
-            f"none of {', '.join(names)}; no simulated accelerator, and engines that build extensions fail",
+            f"none of {', '.join(names)}: no simulated accelerator, and no engines that compile extensions",
             "absent",
         )
 
@@ -124,17 +126,17 @@ def _temporary_files(findings: Findings) -> None:
 def _earlier_runs(findings: Findings) -> None:
     pids, paths = leftovers.processes(), leftovers.directories()
     if not pids and not paths:
-        findings.line("earlier runs", "left no process and no file behind")
+        findings.line("earlier runs", "no leftover processes or files")
     if pids:
-        text = f"left {messages.plural(len(pids), 'rank')} running: kill {' '.join(map(str, pids[:8]))}"
+        text = f"{messages.plural(len(pids), 'rank')} still running: kill {' '.join(map(str, pids[:8]))}"
         findings.line("earlier runs", text, "found")
     if paths:
-        text = f"left {len(paths)} files or directories in {paths[0].parent}, such as {paths[0].name}"
+        text = f"{len(paths)} leftover files or directories in {paths[0].parent}, such as {paths[0].name}"
         findings.line("earlier runs", text, "found")
 
 
 def _launches(findings: Findings, answers: Iterable[dict[str, Any]]) -> Machine | None:
-    """Devices, backend, launch, rendezvous and collectives, as the child tells of them."""
+    """Devices, backend, launch, rendezvous and collectives, as the child reports them."""
     machine, warm_s = None, 0.0
     checked: list[dict[str, Any]] = []
     for answer in answers:
@@ -149,7 +151,7 @@ def _launches(findings: Findings, answers: Iterable[dict[str, Any]]) -> Machine 
             case "unlaunched":
                 findings.line("launch", answer["problem"], "failed")
             case "died":
-                findings.line("launch", f"the process that tries it {answer['how']}", "failed")
+                findings.line("launch", f"the child process {answer['how']}", "failed")
                 print(answer["output"].rstrip())
     if checked:
         first = checked[0]
@@ -170,16 +172,16 @@ def _device(findings: Findings, machine: Machine) -> None:
 
 
 def _simulator(findings: Findings, machine: Machine) -> None:
-    """The accelerator for the cases that a CPU alone cannot tell."""
+    """The accelerator for cases that cannot be exercised on a CPU."""
     what = "init modes, offload, memory and stream races without a GPU"
     if machine.simulated.problem:
         needed = machine.device == SIMULATED
-        text = f"cannot be built: {machine.simulated.problem}; it would give {what}"
+        text = f"cannot be compiled: {machine.simulated.problem}; it provides {what}"
         findings.line("simulator", text, "failed" if needed else "absent")
     elif machine.simulator_built:
-        findings.line("simulator", f"built: {what}")
+        findings.line("simulator", f"compiled: {what}")
     else:
-        findings.line("simulator", f"will be built at its first use (half a minute): {what}")
+        findings.line("simulator", f"will be compiled on first use (half a minute): {what}")
 
 
 def _collectives(findings: Findings, checked: list[dict[str, Any]]) -> None:
@@ -199,7 +201,7 @@ def _collectives(findings: Findings, checked: list[dict[str, Any]]) -> None:
 
 
 def _cases(findings: Findings, machine: Machine, profile_name: str) -> None:
-    """How many cases this machine cannot tell, whatever the implementation."""
+    """How many cases this machine can run, whatever the implementation."""
     try:
         profile = load_profile(profile_name)
     except UsageError as error:
@@ -207,7 +209,7 @@ def _cases(findings: Findings, machine: Machine, profile_name: str) -> None:
         return
     records = [gated.record for gated in selection.foreseen_here(selection.cases_of(profile), machine)]
     num_runnable = sum(record is None for record in records)
-    text = f"{num_runnable} of the {len(records)} of {profile.name} can run here"
+    text = f"{num_runnable} of {len(records)} in {profile.name} can run here"
     findings.line("cases", text, "ok" if num_runnable else "failed")
     absent = Counter(
         name

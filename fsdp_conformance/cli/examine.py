@@ -1,6 +1,6 @@
 """
-The child's side of `doctor`: `python -m fsdp_conformance.cli.examine DEVICE` launches ranks, and prints a line of
-JSON per finding.
+The child process of `doctor`: `python -m fsdp_conformance.cli.examine DEVICE` launches ranks, and prints each finding
+as a line of JSON.
 
 The warm process is started first: it imports torch for the ranks while this process imports it for itself.
 """
@@ -17,12 +17,12 @@ from fsdp_conformance.cli.surveyor import machine_here
 from fsdp_conformance.errors import ConformanceError
 from fsdp_conformance.harness.processes.forkserver import server_for
 
-#: World sizes that collectives are tried on, as far as devices go.
+#: World sizes for trying collectives, as far as there are devices.
 WORLD_SIZES = (2, 4)
 
 
 def main(device: str) -> None:
-    """Find out what this machine can do, until something cannot be done."""
+    """Find out what this machine can do; stops at the first thing that it cannot."""
     began = time.monotonic()
     server_for(("fsdp_conformance.harness.exact_collectives",)).ensure_running()
     machine = machine_here(device)
@@ -44,7 +44,7 @@ def main(device: str) -> None:
 
 
 def say(what: str, **content: Any) -> None:
-    """One finding, at once."""
+    """Print one finding immediately."""
     print(json.dumps({"what": what, **content}), flush=True)
 
 

@@ -1,4 +1,4 @@
-"""`fsdp-conformance explain`: a requirement or a case, and what a run found of it."""
+"""`fsdp-conformance explain`: a requirement or a case, and what a run found."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import argparse
 from fsdp_conformance import contract
 from fsdp_conformance.cli import report_dir
 from fsdp_conformance.cli.arguments import DEFAULTS
-from fsdp_conformance.cli.status import Status
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.report import explain, runfile
+from fsdp_conformance.report.last_run import DEFAULT_ROOT, LAST, last_run
 from fsdp_conformance.report.verify import profile_of
+from fsdp_conformance.status import Status
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print it. Without --report the newest run below the working directory is looked at, if there is one."""
-    path = report_dir.named_run(arguments.report) if arguments.report else report_dir.last_run()
+    """Print it. Without --report, results come from the last run in the working directory, if there is one."""
+    path = report_dir.named_run(arguments.report) if arguments.report else last_run()
     run = runfile.read(path) if path is not None else None
     if arguments.profile is None and run is not None:
         profile = profile_of(run)
@@ -23,5 +24,7 @@ def main(arguments: argparse.Namespace) -> int:
         profile = load_profile(arguments.profile or DEFAULTS.profile)
     print(explain.explain(arguments.name, contract.load(), profile, run))
     if path is not None:
-        print(f"\nfrom the run file {path}")
+        print(f"\nresults from {path}")
+    else:
+        print(f"\nno results: there is no earlier run in {DEFAULT_ROOT / LAST}; name another one with --report")
     return Status.CERTIFIED

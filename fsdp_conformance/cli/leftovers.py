@@ -1,4 +1,4 @@
-"""What earlier runs left behind: processes without a parent, directories among the temporary files."""
+"""What earlier runs left behind: orphaned processes and temporary directories."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _PREFIX = "fsdp-conformance-"
 #: Directories that live longer than any case.
 _KEPT = ("fsdp-conformance-leases-",)
 
-#: A directory untouched for so long belongs to no case that runs.
+#: A directory untouched for this long does not belong to a running case.
 STALE_S = 3600.0
 
 
 def processes(proc: Path = Path("/proc")) -> list[int]:
     """
-    Ids of this user's warm processes and ranks whose controller has ended, ascending; empty where there is no /proc.
+    Ids of this user's warm processes and ranks whose controller has ended, in order; empty without /proc.
 
-    Whoever is adopted by the first process has lost its parent.
+    A process that has lost its parent is a child of the first process.
     """
     found = []
     for entry in proc.iterdir() if proc.is_dir() else ():
@@ -38,7 +38,7 @@ def processes(proc: Path = Path("/proc")) -> list[int]:
 
 
 def directories(parent: Path | None = None, *, now: float | None = None) -> list[Path]:
-    """Directories and files of ended runs among the temporary files, untouched for STALE_S."""
+    """Temporary directories and files of ended runs, untouched for STALE_S."""
     parent = parent or Path(tempfile.gettempdir())
     now = time.time() if now is None else now
     found = []

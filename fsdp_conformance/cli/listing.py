@@ -1,8 +1,8 @@
 """
-`fsdp-conformance list`: every case and whether it would run; or the requirements, or the capability flags.
+`fsdp-conformance list`: the cases and whether they would run; or the requirements, or the capability flags.
 
-No rank is started and no suite imported: what a case needs stands in the profile. What the implementation declares and
-what the machine has is asked of a child process, which counts devices and starts none.
+No rank is started and no suite imported: the profile knows what a case needs. A child process finds out what the
+implementation declares and what the machine has, without starting a device.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.case import Case
 from fsdp_conformance.cli import messages, selection
 from fsdp_conformance.cli.arguments import settings_of
-from fsdp_conformance.cli.status import Status
 from fsdp_conformance.cli.survey import survey
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.contract.profile import Profile, load_profile
 from fsdp_conformance.judge import Gated
+from fsdp_conformance.status import Status
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def main(arguments: argparse.Namespace) -> int:
         *(f"{count} {what}" for what, count in sorted(counted.items())),
     ]
     print(
-        f"{messages.plural(len(cases), 'case')} of the {len(profile.entries)} of {profile.name}, "
+        f"{len(cases)} of {messages.plural(len(profile.entries), 'case')} in {profile.name}, "
         f"for {told.name} {told.version} on {settings.device}: {' · '.join(words)}"
     )
     return Status.CERTIFIED
@@ -81,12 +81,12 @@ def _print_requirements(profile: Profile) -> None:
         if requirement.chapter != last:
             print(f"{requirement.chapter}  {contract.CHAPTERS[requirement.chapter]}")
             last = requirement.chapter
-        cases = messages.plural(counted[requirement.id], "case") if counted[requirement.id] else "no case yet"
+        cases = messages.plural(counted[requirement.id], "case") if counted[requirement.id] else "no cases"
         print(f"  {requirement.id}  {requirement.level.word:<16}  {requirement.name}  ({cases})")
     bound = sum(name in counted for name in requirements)
     print(
-        f"{len(requirements)} requirements, {bound} of them bound by the "
-        f"{messages.plural(len(profile.entries), 'case')} of {profile.name}"
+        f"{len(requirements)} requirements, {bound} of them covered by the "
+        f"{messages.plural(len(profile.entries), 'case')} in {profile.name}"
     )
 
 

@@ -1,4 +1,4 @@
-"""How the command speaks: complaints to stderr with its name in front, suggestions for what was mistyped."""
+"""Messages of the command: errors on stderr with its name in front, suggestions for mistyped words."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from fsdp_conformance.errors import AdapterError, ConfigError
 
 PROGRAM = "fsdp-conformance"
 
-#: The disk's fault: full, over the quota, over the limit of a file's size, read-only, broken.
+#: Errors of the disk: full, over a quota, over the limit of a file's size, read-only, broken.
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
 
 
 def complain(what: BaseException | str) -> None:
-    """Say on stderr what is wrong; an error that carries several problems gets a line for each."""
+    """Print an error to stderr, with a line for each problem that it carries."""
     problems: Iterable[str] = [str(what)]
     if isinstance(what, ConfigError):
         problems = [f"{problem} [{what.where}]" for problem in what.problems]
@@ -27,7 +27,7 @@ def complain(what: BaseException | str) -> None:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """ " Did you mean 'x' or 'y'?", or "" if nothing is near."""
+    """ " Did you mean 'x' or 'y'?", or "" if nothing is similar."""
     close = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.6)
     return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
 

@@ -1,7 +1,7 @@
 """
-`fsdp-conformance plan`: how to shard a model over so many ranks, by a cost model.
+`fsdp-conformance plan`: how to shard a model over a number of ranks, according to a cost model.
 
-The words are checked here; the model is built and priced by a process of its own (`planner`), which imports torch.
+The options are checked here; a child process (`planner`), which imports torch, builds and prices the model.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from fsdp_conformance.cli.plan_order import order_of
 from fsdp_conformance.errors import EnvironmentUnavailable
 
-#: Building a model on meta and counting its forward takes seconds; importing what it needs may take longer.
+#: Building a model on the meta device and counting its forward takes seconds; its imports may take longer.
 TIMEOUT_S = 900.0
 
 
@@ -25,6 +25,6 @@ def main(arguments: argparse.Namespace) -> int:
         return subprocess.run(command, check=False, stdin=subprocess.DEVNULL, timeout=TIMEOUT_S).returncode
     except subprocess.TimeoutExpired:
         raise EnvironmentUnavailable(
-            f"the plan of {order.model} took more than {TIMEOUT_S:.0f} s, but should take seconds: "
-            "the function that builds the model should only build it"
+            f"planning {order.model} took more than {TIMEOUT_S:.0f} s; it should take seconds. "
+            "The function that builds the model must not do anything else."
         ) from None

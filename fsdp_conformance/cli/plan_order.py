@@ -1,4 +1,4 @@
-"""What `plan` is asked for: words with units, read and checked before anything is imported or started."""
+"""What `plan` is asked for: the options, checked before anything is imported or started."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOrder:
-    """A question to the planner."""
+    """An order for the planner."""
 
     model: str
     world_size: int
     ranks_per_host: int
     links: tuple[LinkSpec, LinkSpec]
-    """Within a host, and between hosts."""
+    """Within a host and between hosts."""
     link_words: str
     device: str
     memory_bytes: float
     units: tuple[str, ...]
-    """Classes; empty: the members of module lists."""
+    """Class names; empty for the members of module lists."""
     compute_dtype: str
     utilisation: float
     num_rows: int
@@ -42,30 +42,30 @@ class PlanOrder:
 
 
 def order_from_json(text: str) -> PlanOrder:
-    """The order of a line."""
+    """The order that `to_json` wrote."""
     data: dict[str, Any] = json.loads(text)
     inner, outer = (LinkSpec(**link) for link in data["links"])
     return PlanOrder(**{**data, "links": (inner, outer), "units": tuple(data["units"])})
 
 
 def order_of(arguments: argparse.Namespace) -> PlanOrder:
-    """What was typed. Raises ConfigError with every problem found."""
+    """The order that was typed. Raises ConfigError with every problem found."""
     problems: list[str] = []
     world_size = _count(arguments.world_size, "world_size", problems)
     ranks_per_host = _count(arguments.ranks_per_host, "ranks_per_host", problems)
     if world_size > ranks_per_host and world_size % ranks_per_host:
-        problems.append(f"ranks_per_host={ranks_per_host}, but should be a factor of world_size={world_size}")
+        problems.append(f"ranks_per_host must divide the world size {world_size}, got {ranks_per_host}")
     if ":" not in arguments.model:
-        problems.append(f"model={arguments.model!r}, but should be package.module:function or path/to/file.py:function")
+        problems.append(f"model must be package.module:function or path/to/file.py:function, got {arguments.model!r}")
     if arguments.device not in DEVICES:
         near = messages.did_you_mean(arguments.device, DEVICES)
-        problems.append(f"device={arguments.device!r}, but should be one of {', '.join(DEVICES)}.{near}")
+        problems.append(f"device must be one of {', '.join(DEVICES)}, got {arguments.device!r}.{near}")
     default_bytes = DEVICES[arguments.device].memory_gib * GIB if arguments.device in DEVICES else 0.0
     memory_bytes = _size(arguments.memory, problems) if arguments.memory else default_bytes
     links = _links(arguments.link, problems)
     utilisation = _number(arguments.utilisation)
     if utilisation is None or not 0 < utilisation <= 1:
-        problems.append(f"utilisation={arguments.utilisation!r}, but should be a number above 0 and at most 1")
+        problems.append(f"utilisation must be above 0 and at most 1, got {arguments.utilisation!r}")
     num_rows = _count(arguments.rows, "rows", problems)
     if problems or utilisation is None:
         raise ConfigError(problems, where="plan")
@@ -87,7 +87,7 @@ def order_of(arguments: argparse.Namespace) -> PlanOrder:
 def _count(word: str, name: str, problems: list[str]) -> int:
     if word.isdecimal() and int(word) > 0:
         return int(word)
-    problems.append(f"{name}={word!r}, but should be a positive whole number")
+    problems.append(f"{name} must be a positive integer, got {word!r}")
     return 1
 
 
@@ -103,16 +103,16 @@ def _size(word: str, problems: list[str]) -> float:
     found = _SIZE.fullmatch(word.strip())
     unit = _BYTES.get(found.group(2).upper()) if found else None
     if found is None or unit is None or not float(found.group(1)):
-        problems.append(f"memory={word!r}, but should be a positive size with its unit: 80GiB, 80GB or 512MiB")
+        problems.append(f"memory must be a positive size with a unit, such as 80GiB or 512MiB, got {word!r}")
         return 1.0
     return float(found.group(1)) * unit
 
 
 def _links(word: str, problems: list[str]) -> tuple[LinkSpec, LinkSpec]:
-    """The links of "nvlink+ib"; one alone is inside and between hosts."""
+    """The links of "nvlink+ib"; a single one is used within and between hosts."""
     names = word.split("+")
     if len(names) > 2:
-        problems.append(f"link={word!r}, but should be one link, or two with a plus: within a host and between hosts")
+        problems.append(f"link must be one link, or two joined by '+' (within a host + between hosts), got {word!r}")
     found = [_link(name, LINKS, problems) for name in names]
     return found[0], found[-1]
 
@@ -129,7 +129,7 @@ def _link(word: str, known: Mapping[str, LinkSpec], problems: list[str]) -> Link
         why = "; ".join(error.problems) if isinstance(error, ConfigError) and len(numbers) == 3 else ""
         hint = messages.did_you_mean(word, known)
         problems.append(
-            f"link={word!r}, but should be one of {', '.join(known)}, or LAUNCH_US:LATENCY_US:GB_PER_S.{hint}"
+            f"link must be one of {', '.join(known)}, or LAUNCH_US:LATENCY_US:GB_PER_S, got {word!r}.{hint}"
             + (f" ({why})" if why and None not in numbers else "")
         )
         return next(iter(known.values()))

@@ -1,7 +1,7 @@
 """
-The child's side of `plan`: `python -m fsdp_conformance.cli.planner ORDER`.
+The child process of `plan`: `python -m fsdp_conformance.cli.planner ORDER`.
 
-Builds the model on meta, prices every way to shard it, and prints what was found.
+Builds the model on the meta device, prices every way to shard it, and prints the result.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 
 from fsdp_conformance.cli import messages
 from fsdp_conformance.cli.plan_order import PlanOrder, order_from_json
-from fsdp_conformance.cli.status import Status
 from fsdp_conformance.errors import ConformanceError, UsageError
 from fsdp_conformance.planner.device_spec import DEVICES
 from fsdp_conformance.planner.link_spec import Cluster
+from fsdp_conformance.status import Status
 
-_EXAMPLE = "model, (one rank's inputs)"
+_EXAMPLE = "(model, inputs of one rank)"
 
 
 def main(arguments: list[str]) -> int:
-    """Print the plan; what is wrong with the model is said as the command says it."""
+    """Print the plan, or what is wrong with the model. Returns the exit status."""
     try:
         return _plan(order_from_json(arguments[0]))
     except ConformanceError as error:
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _plan(order: PlanOrder) -> int:
-    # Torch comes in with these, and only here.
+    # These import torch.
     from fsdp_conformance.planner.plan_model import counted
     from fsdp_conformance.planner.plan_step import PlanOptions
     from fsdp_conformance.planner.plan_text import decision_text, size_words
@@ -48,34 +48,34 @@ def _plan(order: PlanOrder) -> int:
     print(
         f"{order.model}: {numel:,} elements in {messages.plural(len(units), 'unit')}; "
         f"{order.world_size} x {order.device} on {messages.plural(cluster.num_hosts, 'host')}, {order.link_words}; "
-        f"{order.compute_dtype} at {order.utilisation:.0%} of peak; {size_words(order.memory_bytes)} a rank"
+        f"{order.compute_dtype} at {order.utilisation:.0%} of peak; {size_words(order.memory_bytes)} per rank"
     )
-    print("simulated: no rank was started and nothing was timed; times are those of a cost model")
+    print("all times come from a cost model: no rank was started, and nothing was timed")
     if len(units) == 1:
-        print("one unit: the model has no module lists, so name the classes that are units with --units")
+        print("one unit: the model has no module lists; name the classes to wrap with --units")
     print(decision_text(decision, num_rows=order.num_rows))
     return Status.CERTIFIED if decision.chosen is not None else Status.NOT_CERTIFIED
 
 
 def _builder(spec: str) -> Any:
-    """The function that was named. Raises UsageError."""
+    """The function that `spec` names. Raises UsageError."""
     place, _, name = spec.rpartition(":")
     try:
         module = _file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    except Exception as error:  # whatever a user's module raises is the reason why it cannot be imported
+    except Exception as error:  # a user's module can raise anything
         raise UsageError(
-            f"model={spec!r} cannot be imported: {type(error).__name__}: {error}, but should be "
-            "package.module:function or path/to/file.py:function"
+            f"model {spec!r} cannot be imported: {type(error).__name__}: {error}. "
+            "It must be package.module:function or path/to/file.py:function"
         ) from error
     if not callable(getattr(module, name, None)):
-        raise UsageError(f"model={spec!r}, but {place} should have a function {name!r} that returns {_EXAMPLE}")
+        raise UsageError(f"model must be a function that returns {_EXAMPLE}, but {place} has no function {name!r}")
     return getattr(module, name)
 
 
 def _file(path: Path) -> ModuleType:
     found = importlib.util.spec_from_file_location(path.stem, path.resolve())
     if found is None or found.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     sys.path.append(str(path.resolve().parent))
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)

@@ -1,20 +1,60 @@
-"""Ending a child with everything that it has started, whatever groups and sessions that has made for itself."""
+"""Child processes that end with everything they have started, whatever groups and sessions that has made for itself."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import signal
+import subprocess
+import time
+from collections.abc import Sequence
 from pathlib import Path
+
+from fsdp_conformance.cli.signals import Stopped, caught
+
+#: Seconds between two looks for a signal.
+_LOOK_S = 0.1
+
+
+def run_family(command: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
+    """
+    Run a command to its end. Its stdout and stderr are kept apart.
+
+    Nothing that it has started lives on, however this function is left. Raises Stopped when a signal asks us to end,
+    and subprocess.TimeoutExpired with the output so far.
+    """
+    deadline = time.monotonic() + timeout_s
+    # A signal that raised while the child is being started would leave it behind.
+    with caught() as signals:
+        child = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        done = None
+        while done is None and not signals and time.monotonic() < deadline:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                output, errors = child.communicate(timeout=_LOOK_S)
+                done = subprocess.CompletedProcess(command, child.returncode, output, errors)
+        if done is None:
+            end_family(child.pid)
+            output, errors = child.communicate()
+    if signals:
+        raise Stopped(signals[0])
+    if done is None:
+        raise subprocess.TimeoutExpired(command, timeout_s, output, errors)
+    return done
 
 
 def end_family(leader: int, proc: Path = Path("/proc")) -> None:
     """
-    Kill the process, its descendants, and whoever lives in the session that it leads.
+    Kill the process, its descendants, and every process in the session that it leads.
 
-    The leader must not have been reaped: as long as it has not, its number is nobody else's. Ranks have sessions of
-    their own, and are known as descendants only as long as their parents live: so all are stopped before one is killed,
-    and none can start another meanwhile. Where there is no /proc, the leader's group has to do.
+    The leader must not have been reaped, so that its number still belongs to it. Ranks have their own sessions, and can
+    be recognised as descendants only while their parents live: so all processes are stopped before any is killed, and
+    none can start another meanwhile. Without /proc only the leader's group is killed.
     """
     stopped: set[int] = set()
     while fresh := family(leader, proc) - stopped:
@@ -30,7 +70,7 @@ def end_family(leader: int, proc: Path = Path("/proc")) -> None:
 
 
 def family(leader: int, proc: Path = Path("/proc")) -> set[int]:
-    """The leader, its descendants and its session, as far as they are alive; empty where there is no /proc."""
+    """The leader, its descendants and its session, as far as they are alive; empty without /proc."""
     parents: dict[int, int] = {}
     found: set[int] = set()
     for entry in proc.glob("[0-9]*"):

@@ -1,4 +1,4 @@
-"""How far a run is: counted from the run file as it grows, shown on a terminal or in lines."""
+"""The progress of a run: counted from the run file as it grows, shown on a terminal or as lines of a log."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from fsdp_conformance.case import Case
 from fsdp_conformance.report.terminal import duration
 from fsdp_conformance.verdict import Verdict
 
-#: Seconds between two lines that say "still running" where stdout is no terminal.
+#: Seconds between two signs of life if stdout is not a terminal.
 HEARTBEAT_S = 30.0
 
-#: Cases that a forecast of the time left is made from, at least.
+#: The time left is estimated once this many cases have run.
 _ENOUGH = 3
 
 
 class RunFileTail:
-    """The lines that have come to a run file since the last look; half a line waits for its other half."""
+    """The lines that were added to a run file since the last look; an incomplete line waits for its rest."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -33,7 +33,7 @@ class RunFileTail:
         self._rest = b""
 
     def lines(self) -> list[dict[str, Any]]:
-        """New lines, decoded. No verdict is derived from them, so what cannot be read is left to whoever derives it."""
+        """New lines, decoded. Unreadable ones are skipped: `verify` reports them."""
         if self._file is None:
             try:
                 self._file = self._path.open("rb")
@@ -49,14 +49,14 @@ class RunFileTail:
         return found
 
     def close(self) -> None:
-        """Read no more."""
+        """Stop reading."""
         if self._file is not None:
             self._file.close()
 
 
 @dataclass(slots=True)
 class Chapter:
-    """A line of the progress: the cases of one chapter."""
+    """The cases of one chapter, a line of the display."""
 
     letter: str
     title: str
@@ -77,7 +77,7 @@ class Chapter:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    """A case that has begun and has no verdict yet."""
+    """A case that has started and has no verdict yet."""
 
     case: str
     world_size: int
@@ -85,7 +85,7 @@ class Running:
 
 
 class Progress:
-    """What is done, what runs, and what is left."""
+    """What is finished, what runs, and what is left."""
 
     def __init__(self, cases: Sequence[Case], will_run: Sequence[Case], clock: Any = time.monotonic) -> None:
         self._clock = clock
@@ -110,18 +110,18 @@ class Progress:
 
     @property
     def total(self) -> int:
-        """Cases that were asked for."""
+        """Number of selected cases."""
         return len(self._chapter_of)
 
     @property
     def elapsed_s(self) -> float:
-        """Since the run was started."""
+        """Since the run started."""
         return float(self._clock() - self._began)
 
     def take(self, line: dict[str, Any]) -> Chapter | None:
-        """Count a line of the run file. The chapter, if a case of the selection has come to its verdict."""
+        """Count a line of the run file. Returns the chapter if it is the verdict on a selected case."""
         case = line.get("case")
-        # Cases that --world-size leaves out come by too, as DISABLED.
+        # Cases that --world-size leaves out are in the file, too, as DISABLED.
         if case not in self._chapter_of or case in self.done:
             return None
         if line.get("type") == "start":
@@ -141,14 +141,14 @@ class Progress:
         return chapter
 
     def left_s(self) -> float | None:
-        """Seconds until the end, if the rest goes as what has run; None as long as too little has."""
+        """Seconds until the end at the current pace; None if too few cases have run to tell."""
         if len(self._ran) < _ENOUGH or self._first_start is None:
             return None
-        # By the clock, not by the cases' own seconds: so it holds for any number of workers.
+        # Wall-clock time, not the cases' own seconds, so that it holds for any number of workers.
         return float(self._clock() - self._first_start) / len(self._ran) * len(self._to_run)
 
     def words(self) -> str:
-        """The whole in one line."""
+        """Everything in one line."""
         counted: Counter[Verdict] = Counter()
         for chapter in self.chapters.values():
             counted.update(chapter.counts)
@@ -162,7 +162,7 @@ class Progress:
 
 
 class Display(Protocol):
-    """Where progress is shown."""
+    """Shows the progress."""
 
     def __enter__(self) -> Display: ...
 
@@ -175,11 +175,11 @@ class Display(Protocol):
         """Some time has passed."""
 
     def say(self, text: str) -> None:
-        """Print a line beside the progress."""
+        """Print a line next to the progress."""
 
 
 class PlainDisplay(AbstractContextManager["PlainDisplay"]):
-    """Lines for a log: a failure when it is seen, a chapter when it is through, a sign of life now and then."""
+    """Lines for a log: failures, finished chapters, and a sign of life now and then."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
@@ -208,7 +208,7 @@ class PlainDisplay(AbstractContextManager["PlainDisplay"]):
 
 
 class LiveDisplay(AbstractContextManager["LiveDisplay"]):
-    """A table that is drawn again in place: a row per chapter, and what runs now."""
+    """A table that is redrawn in place: a row for each chapter, and the running cases."""
 
     def __init__(self, progress: Progress) -> None:
         from rich.console import Console
@@ -233,7 +233,7 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
             )
 
     def tick(self) -> None:
-        """Drawn by a thread of its own."""
+        """Rich redraws the table in a thread."""
 
     def say(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False)
@@ -261,7 +261,7 @@ class LiveDisplay(AbstractContextManager["LiveDisplay"]):
         return Group(table, *lines)
 
 
-#: Verdicts that are told at once.
+#: Verdicts that are reported immediately.
 ALARMING = frozenset(
     {
         Verdict.FAIL,

@@ -1,9 +1,9 @@
 """
-The pytest process that runs the cases: started, watched, interrupted, and ended with everything that it started.
+The pytest process that runs the cases: how it is started, watched, interrupted, and ended with everything it started.
 
-It leads a session of its own, so that Ctrl-C reaches it once and through us. Its output comes through a pipe:
-the log is written here, and a disk that is full cannot silence pytest's last words. It never outlives us for long,
-because the pipe breaks.
+It leads a session of its own, so that Ctrl-C does not reach it directly but only through us. Its output comes through a
+pipe and we write the log, so that a full disk cannot swallow pytest's last words. If we die, it does not outlive us for
+long, because the pipe breaks.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fsdp_conformance.cli.processes import end_family
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.errors import EnvironmentUnavailable, UsageError
-from fsdp_conformance.pytest_plugin import DESCRIPTION_FILE, ERROR_FILE, SUITES
+from fsdp_conformance.pytest_plugin.options import ERROR_FILE, ORDER_OPTION, SUITES
+from fsdp_conformance.settings import RunOrder
 
 #: How long pytest has to end its cases and to write the last line of the run file after an interrupt.
 INTERRUPT_S = 20.0
@@ -50,21 +50,18 @@ class ReportedError(NamedTuple):
 class PytestProcess:
     """One run of the suites. Use as a context manager: on leaving, nothing of it is left."""
 
-    def __init__(self, words: Sequence[str], *, log: Path, description: Mapping[str, Any] | None = None) -> None:
-        """
-        `words` are arguments of pytest; its root is a directory of our own. `description` is the adapter's, as JSON, so
-        that it need not be asked for again.
-        """
+    def __init__(self, words: Sequence[str], *, log: Path, order: RunOrder | None = None) -> None:
+        """`words` are pytest's arguments; its root is a temporary directory. `order` is for our plugin."""
         self.log = log
-        self._words = words
+        self._words = [*words]
         self._tail: deque[bytes] = deque(maxlen=400)
         self._directory = tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True)
         self._error_file = Path(self._directory.name) / "error.json"
         self._variables = {**environment(os.environ), ERROR_FILE: str(self._error_file)}
-        if description is not None:
-            file = Path(self._directory.name) / "description.json"
-            file.write_text(json.dumps(description), encoding="utf-8")
-            self._variables[DESCRIPTION_FILE] = str(file)
+        if order is not None:
+            file = Path(self._directory.name) / "order.json"
+            file.write_text(order.to_json(), encoding="utf-8")
+            self._words += [ORDER_OPTION, str(file)]
         self._deadline: float | None = None
         self.error: ReportedError | None = None
         """Why the run could not go on, if the plugin knew."""
@@ -161,28 +158,19 @@ def rooted(directory: Path) -> list[str]:
     return ["-c", str(ini), "--rootdir", str(directory), "-p", "no:cacheprovider"]
 
 
-def command(settings: RunSettings, *, report: Path, workers: str | None = None, suites: str | None = None) -> list[str]:
+def command(*, report: Path, workers: str | None = None, suites: str | None = None) -> list[str]:
     """
-    The arguments of a pytest that runs the cases of the settings, and writes the run file into `report`.
+    The arguments of a pytest that runs the cases; what it is asked for is in the order.
 
     `environment` keeps pytest from loading our plugin by its entry point, so that naming it here loads it exactly once,
     whether the package is installed or merely on the path.
     """
     package = suites or SUITES
-    # A conftest.py above the cases is nobody's of ours.
+    # A conftest.py above the cases is not ours.
     words = [str(_directory_of(package)), "--confcutdir", str(_directory_of(package)), "--conformance-suites", package]
     words += ["-p", _PLUGIN, "-q", "--tb=short", "--color=no"]
-    words += ["-p", "xdist", "-n", workers] if workers is not None else []
-    words += ["--implementation", settings.implementation, "--conformance-profile", settings.profile]
-    words += ["--conformance-device", settings.device, "--conformance-report", str(report)]
-    words += ["--junit-xml", str(report / "junit.xml"), "-o", "junit_family=xunit2"]
-    words += [word for size in settings.world_sizes for word in ("--conformance-world-size", str(size))]
-    words += [word for case in settings.cases for word in ("--conformance-case", case)]
-    words += [] if settings.simulator else ["--no-simulator"]
-    words += [f"--ranks={settings.ranks}"]
-    words += ["--reuse-ranks"] if settings.reuse_ranks else []
-    words += ["--conformance-deadline-scale", repr(settings.deadline_scale)]
-    return words
+    words += ["-p", "xdist", "-n", workers] if workers not in (None, "0") else []
+    return [*words, "--junit-xml", str(report / "junit.xml"), "-o", "junit_family=xunit2"]
 
 
 def _directory_of(package: str) -> Path:
@@ -192,7 +180,7 @@ def _directory_of(package: str) -> Path:
     except ModuleNotFoundError:
         spec = None
     if spec is None or not spec.submodule_search_locations:
-        raise UsageError(f"suites={package!r}, but should be a package that can be imported")
+        raise UsageError(f"suites must be a package that can be imported, got {package!r}")
     return Path(next(iter(spec.submodule_search_locations))).resolve()
 
 

@@ -1,4 +1,4 @@
-"""The directory of a run: whether it can be written, and which run file is meant."""
+"""The directory of a run: making it, and finding the run file in it."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from pathlib import Path
 
 from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
 from fsdp_conformance.report import runfile
-from fsdp_conformance.report.recorder import DEFAULT_ROOT, LAST
+from fsdp_conformance.report.last_run import DEFAULT_ROOT
 
-#: A run writes more than this at once; less room than that is none.
+#: A run may write this much at once; a disk with less room is full.
 _PROBE_BYTES = 1 << 18
 
 
 def prepare(path: Path) -> None:
     """
-    Make the directory, and see that it can be written. The file of an earlier run there is kept, under another name.
+    Make the directory, and check that it can be written. The file of an earlier run there is renamed.
 
-    Raises EnvironmentUnavailable if not.
+    Raises EnvironmentUnavailable if it cannot be written.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
         if path.parent == DEFAULT_ROOT:
-            # What runs leave behind is nobody's source.
+            # Run files do not belong into a repository.
             (DEFAULT_ROOT / ".gitignore").write_text("*\n", encoding="utf-8")
     except OSError as error:
         raise _unwritable(path, error) from error
-    # A run that ends before it has a file of its own must not find this one, and take it for its own.
+    # A run that ends before it has written its file must not take this one for it.
     with contextlib.suppress(FileNotFoundError):
         (path / runfile.NAME).replace(path / runfile.PREVIOUS)
     problem = room_problem(path)
@@ -36,7 +36,7 @@ def prepare(path: Path) -> None:
 
 
 def room_problem(path: Path) -> OSError | None:
-    """Why nothing can be written to the directory, or None."""
+    """Why the directory cannot be written, or None."""
     probe = path / f".probe-{os.getpid()}"
     try:
         with probe.open("wb") as file:
@@ -51,18 +51,12 @@ def room_problem(path: Path) -> OSError | None:
     return None
 
 
-def last_run() -> Path | None:
-    """The run file of the newest run below the working directory, if there is one."""
-    path = DEFAULT_ROOT / LAST / runfile.NAME
-    return path if path.exists() else None
-
-
 def named_run(path: str) -> Path:
-    """The run file at a path that was typed, or in the directory there. Raises RunFileError if there is none."""
+    """The run file at a path, or in the directory there. Raises RunFileError if there is none."""
     found = Path(path)
     found = found / runfile.NAME if found.is_dir() else found
     if not found.is_file():
-        raise RunFileError(f"{path!r} is no run file, but should be one, or a directory with a {runfile.NAME}")
+        raise RunFileError(f"expected a run file, or a directory with a {runfile.NAME}, got {path!r}")
     return found
 
 

@@ -1,9 +1,9 @@
 """
 `fsdp-conformance run`: look, run, show, judge.
 
-What can be said beforehand is said before a rank is started: an implementation that cannot be imported, a case that
-nobody has, a device that is absent, a directory that cannot be written. Then pytest runs the cases in a process of its
-own. The verdict is derived from the run file alone, by the function that `verify` uses.
+Everything that can be known beforehand is reported before a rank is started: an implementation that cannot be imported,
+a case that does not exist, a missing device, a directory that cannot be written. Then pytest runs the cases in its own
+process. The verdict is derived from the run file alone, by the function that `verify` uses.
 """
 
 from __future__ import annotations
@@ -11,25 +11,29 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import shlex
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fsdp_conformance import __version__
-from fsdp_conformance.cli import building, messages, report_dir, selection, torchrun
-from fsdp_conformance.cli.arguments import settings_of
+from fsdp_conformance.case import Case
+from fsdp_conformance.cli import building, estimate, messages, report_dir, selection, torchrun
+from fsdp_conformance.cli.arguments import selection_words, settings_of
 from fsdp_conformance.cli.progress import Display, Progress, RunFileTail, display_for
 from fsdp_conformance.cli.pytest_process import INTERRUPT_S, PytestProcess, command
 from fsdp_conformance.cli.signals import caught
-from fsdp_conformance.cli.status import Status
-from fsdp_conformance.cli.survey import Survey, survey
+from fsdp_conformance.cli.survey import Machine, Survey, survey
 from fsdp_conformance.config import SIMULATED, RunSettings
 from fsdp_conformance.contract.profile import Profile, load_profile
 from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
 from fsdp_conformance.report import markdown, runfile, terminal
-from fsdp_conformance.report.recorder import link_last, report_directory
+from fsdp_conformance.report.last_run import last_run_of, link_last, report_directory
 from fsdp_conformance.report.verify import Verification, verify
+from fsdp_conformance.settings import RunOrder
+from fsdp_conformance.status import Status
 
 #: The run in Markdown, beside the run file.
 SUMMARY = "summary.md"
@@ -37,13 +41,13 @@ SUMMARY = "summary.md"
 #: Seconds between two looks at the run file and at pytest.
 _LOOK_S = 0.1
 
-#: A run in which no line comes for so long, though each case has its deadline, has lost its pytest. Cases may wait an
-#: hour for devices that another run holds.
+#: Every case has a deadline, so if no line comes for this long, pytest is stuck. Cases may wait an hour for devices
+#: that another run holds.
 _SILENCE_S = 2 * 3600.0
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Run the cases that were asked for. Returns the exit status."""
+    """Run the selected cases. Returns the exit status."""
     settings = settings_of(arguments)
     if settings.ranks == "torchrun":
         return torchrun.main(arguments, settings, run)
@@ -51,7 +55,7 @@ def main(arguments: argparse.Namespace) -> int:
 
 
 def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[[str], object] | None = None) -> int:
-    """The same for settings that are known already. `tell` gets the first thing that speaks against a certificate."""
+    """The same with settings that are known already. `tell` gets the first reason against a certificate."""
     profile = load_profile(settings.profile)
     cases = selection.selected(profile, settings)
     _check_workers(arguments.workers)
@@ -60,19 +64,19 @@ def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[
     report = report_directory(settings)
     report_dir.prepare(report)
     foreseen = selection.foreseen(cases, settings, found)
-    will_run = [case for case, gated in zip(cases, foreseen, strict=True) if gated.record is None]
-    simulated = sum(gated.record is None and gated.device == SIMULATED for gated in foreseen)
-    _announce(settings, profile, found, num_cases=len(cases), num_run=len(will_run), num_simulated=simulated)
-    if simulated and not found.machine.simulator_built:
+    will_run = [(case, gated.device) for case, gated in zip(cases, foreseen, strict=True) if gated.record is None]
+    _announce(settings, profile, found, num_cases=len(cases), will_run=will_run, workers=arguments.workers)
+    if any(device == SIMULATED for _, device in will_run) and not found.machine.simulator_built:
         building.build_simulator()
     if settings.report_dir is None:
         link_last(report)
-    progress = Progress(cases, will_run)
-    words = command(settings, report=report, workers=arguments.workers, suites=arguments.suites)
+    progress = Progress(cases, [case for case, _ in will_run])
+    words = command(report=report, workers=arguments.workers, suites=arguments.suites)
+    order = RunOrder(settings=replace(settings, report_dir=str(report)), description=found.description.to_json())
     with (
         # First of all: a signal that a shell ignores for its background jobs would be ignored by pytest, too.
         caught() as signals,
-        PytestProcess(words, log=report / "pytest.log", description=found.description.to_json()) as pytest,
+        PytestProcess(words, log=report / "pytest.log", order=order) as pytest,
         display_for(progress) as display,
     ):
         _follow(pytest, report / runfile.NAME, progress, display, signals)
@@ -83,42 +87,54 @@ def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[
 
 
 def _check_workers(workers: str | None) -> None:
-    if workers is not None and importlib.util.find_spec("xdist") is None:
+    if workers not in (None, "0") and importlib.util.find_spec("xdist") is None:
         raise EnvironmentUnavailable(
-            f"-n {workers} needs pytest-xdist, which is not installed. "
-            "Install fsdp-conformance[xdist], or leave -n out."
+            f"-n {workers} needs pytest-xdist, which is not installed. Install fsdp-conformance[xdist], or omit -n."
         )
 
 
 def _announce(
-    settings: RunSettings, profile: Profile, found: Survey, *, num_cases: int, num_run: int, num_simulated: int
+    settings: RunSettings,
+    profile: Profile,
+    found: Survey,
+    *,
+    num_cases: int,
+    will_run: Sequence[tuple[Case, str]],
+    workers: str | None,
 ) -> None:
     description, machine = found.description, found.machine
-    gated = num_cases - num_run
-    of_all = f"{messages.plural(num_cases, 'case')} of {len(profile.entries)}"
-    print(f"{messages.PROGRAM} {__version__} · {profile.name} · {of_all}")
-    print(f"implementation {description.name} {description.version} ({settings.implementation})")
+    print(f"{messages.PROGRAM} {__version__} · {profile.name} · {num_cases} of {len(profile.entries)} cases selected")
+    name = f"{description.name} {description.version}".rstrip()
+    print(f"implementation {name} ({settings.implementation})")
     for shim in description.shims:
         print(f"  shim: {shim}")
     print(f"device {machine.device} · backend {machine.backend} · torch {machine.torch}")
-    if num_simulated and settings.device != SIMULATED:
-        print(f"{messages.plural(num_simulated, 'case')} that ask for an accelerator run on the simulated one (sim)")
-    if gated:
-        print(f"{gated} of the cases will not run here: fsdp-conformance list --not-run{_same_options(settings)}")
+    if num_cases > len(will_run):
+        options = " ".join(["--implementation", shlex.quote(settings.implementation), *selection_words(settings)])
+        not_run = messages.plural(num_cases - len(will_run), "case")
+        print(f"{not_run} cannot run here; for the reasons: fsdp-conformance list --not-run {options}")
+    simulated = sum(device == SIMULATED for _, device in will_run)
+    where = f", {simulated} of them on the simulated accelerator" if simulated and machine.device != SIMULATED else ""
+    seconds, source = estimate.estimate(will_run, workers=_num_workers(workers, will_run, machine),
+                                        last=last_run_of(settings))  # fmt: skip
+    to_run = messages.plural(len(will_run), "case")
+    print(f"running {to_run}{where}: {estimate.in_words(seconds)} ({source})" if will_run else "no case can run here")
     print(flush=True)
 
 
-def _same_options(settings: RunSettings) -> str:
-    words = [f" --implementation {settings.implementation}"]
-    words += [f" --device {settings.device}"] if settings.device != "cpu" else []
-    words += [] if settings.simulator else [" --no-simulator"]
-    return "".join(words)
+def _num_workers(workers: str | None, cases: Sequence[tuple[Case, str]], machine: Machine) -> int:
+    """As many as `-n` makes."""
+    if workers != "auto":
+        return int(workers or 1)
+    if machine.num_ranks is None or machine.device == SIMULATED:
+        return machine.num_devices
+    return machine.num_ranks // min((case.world_size for case, _ in cases if case.world_size > 1), default=1)
 
 
 def _follow(
     pytest: PytestProcess, run_file: Path, progress: Progress, display: Display, signals: Sequence[int]
 ) -> None:
-    """Show the progress until pytest has ended; hand on the signals that come to the list."""
+    """Show the progress until pytest has ended, and pass on the signals that come to the list."""
     tail = RunFileTail(run_file)
     last = time.monotonic()
     handled = 0
@@ -133,11 +149,11 @@ def _follow(
             handled += 1
             if handled == 1:
                 display.say(
-                    f"interrupted: the cases that run have {INTERRUPT_S:.0f} s to end; again to end them at once"
+                    f"interrupted: running cases have {INTERRUPT_S:.0f} s to finish; interrupt again to kill them"
                 )
             pytest.interrupt()
         if time.monotonic() - last > _SILENCE_S:
-            display.say(f"no case has begun or ended for {terminal.duration(_SILENCE_S)}: ending the run")
+            display.say(f"no case has started or finished for {terminal.duration(_SILENCE_S)}: ending the run")
             pytest.interrupt()
             last = time.monotonic()
         if running:
@@ -147,7 +163,7 @@ def _follow(
 
 def _conclude(report: Path, profile: Profile, pytest: PytestProcess, *, signum: int) -> tuple[int, str]:
     """
-    The findings, the verdict, and where the run file is.
+    Print the findings, the verdict, and the path of the run file.
 
     Returns the exit status, and the first finding, or else why there is no certificate.
     """
@@ -160,12 +176,12 @@ def _conclude(report: Path, profile: Profile, pytest: PytestProcess, *, signum: 
         verification = None
     if verification is not None:
         _show(verification)
-        with contextlib.suppress(OSError):  # a disk that is full is told of below
+        with contextlib.suppress(OSError):  # a full disk is reported below
             text = markdown.summary(verification.run, verification.certificate)
             (report / SUMMARY).write_text(text, encoding="utf-8")
     status = _status(report, verification, pytest, signum=signum)
     if pytest.log_problem:
-        messages.complain(f"the log is not whole: {pytest.log_problem}")
+        messages.complain(f"the log is incomplete: {pytest.log_problem}")
     if path.exists():
         print(f"run file: {path}", flush=True)
     return status, _first_reason(verification) or f"ended with status {status}"
@@ -193,17 +209,17 @@ def _show(verification: Verification) -> None:
     if reasons:
         print(reasons)
     if certificate.only_incomplete:
-        print("  nothing that ran speaks against the implementation; a part of a profile certifies nobody")
+        print("  No failures, but a partial profile cannot certify.")
 
 
 def _status(report: Path, verification: Verification | None, pytest: PytestProcess, *, signum: int) -> int:
-    """The exit status, with what must be said if pytest did not come to its end."""
+    """The exit status. If pytest did not finish, also print why."""
     whole = verification is not None and verification.run.footer is not None
     if signum and not whole:
         num_judged = len(verification.run.records) if verification is not None else 0
         messages.complain(
-            f"interrupted by {signal.Signals(signum).name}; {messages.plural(num_judged, 'case')} had been judged. "
-            "What is in the run file is intact, and certifies nothing."
+            f"interrupted by {signal.Signals(signum).name} after {messages.plural(num_judged, 'case')}. "
+            "The run file is intact, but an incomplete run cannot certify."
         )
         return 128 + signum
     if verification is not None and verification.run.footer is not None:
@@ -217,11 +233,11 @@ def _status(report: Path, verification: Verification | None, pytest: PytestProce
     if disk is not None:
         messages.complain(
             f"the run ended early because {report} cannot be written: {disk.strerror or disk}. "
-            "Free some space, or choose another directory with --report; what was judged before is intact."
+            "Free some space, or choose another directory with --report. Finished cases are in the run file."
         )
         return Status.ENVIRONMENT
     messages.complain(
-        f"pytest ended with status {pytest.returncode} before the run was through, so nothing is certified. "
-        f"This is not the implementation's doing. The end of {pytest.log}:\n{pytest.tail()}"
+        f"pytest ended with status {pytest.returncode} before the run was complete. "
+        f"This is not the implementation's fault. The end of {pytest.log}:\n{pytest.tail()}"
     )
     return Status.SUITE

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fsdp_conformance.cli import messages
-from fsdp_conformance.cli.status import Status
 from fsdp_conformance.judge.endings import Attribution, Ending, attribute
 from fsdp_conformance.outcome import RankExit, RankReport
 from fsdp_conformance.report.terminal import duration
 from fsdp_conformance.simulator.hazard import Access, Hazard, hazard_from_json
 from fsdp_conformance.simulator.launch import ScriptOrder
+from fsdp_conformance.status import Status
 
 #: Patterns in the text of a failure, and what they mean here.
 _HINTS: Mapping[str, str] = {

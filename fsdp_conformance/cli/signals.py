@@ -1,4 +1,4 @@
-"""Signals that ask a command to end, noted for when it looks."""
+"""Signals that ask a command to end."""
 
 from __future__ import annotations
 
@@ -8,9 +8,17 @@ from collections.abc import Iterator
 from types import FrameType
 
 
+class Stopped(KeyboardInterrupt):
+    """SIGTERM or SIGHUP, treated like Ctrl-C: a command ends its children before it exits."""
+
+    def __init__(self, signum: int) -> None:
+        self.signum = signum
+        super().__init__(signal.Signals(signum).name)
+
+
 @contextlib.contextmanager
 def caught() -> Iterator[list[int]]:
-    """A list that grows with the signals that come, instead of an exception in the middle of whatever is done."""
+    """A list of the signals that have come in; inside the block they raise nothing."""
     signals: list[int] = []
 
     def note(signum: int, frame: FrameType | None) -> None:

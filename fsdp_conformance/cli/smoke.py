@@ -1,7 +1,8 @@
 """
-`fsdp-conformance smoke`: the adapter alone, judged before anybody judges the engine behind it.
+`fsdp-conformance smoke`: check the adapter before judging the engine behind it.
 
-What breaks the protocol makes every verdict on the implementation meaningless, so all of it is said at once.
+An adapter that breaks the protocol makes every verdict on the implementation meaningless, so all of its problems are
+reported at once.
 """
 
 from __future__ import annotations
@@ -11,27 +12,27 @@ import time
 
 from fsdp_conformance.cli import messages, selection
 from fsdp_conformance.cli.arguments import DEFAULTS, settings_of_device
-from fsdp_conformance.cli.status import Status
 from fsdp_conformance.cli.survey import survey
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.report.terminal import duration
+from fsdp_conformance.status import Status
 
 _WIDTH = 64
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """Print a line per check, with its problems. Returns 0, or 1 if the adapter has any."""
+    """Print each check and its problems. Returns 0, or 1 if the adapter has any."""
     spec = arguments.implementation or arguments.spec
     if spec is None or (arguments.spec and arguments.implementation and arguments.spec != arguments.implementation):
         given = f"{arguments.spec} and {arguments.implementation}" if spec is not None else "none"
         raise UsageError(
-            f"implementation={given}, but should be one: fsdp-conformance smoke my_adapter.py:MyAdapter, "
-            f"or one that is installed, such as {DEFAULTS.implementation}"
+            f"smoke needs exactly one implementation, got {given}. For example: fsdp-conformance smoke "
+            f"my_adapter.py:MyAdapter, or an installed one, such as {DEFAULTS.implementation}"
         )
     device = settings_of_device(arguments).device
     found = survey(device, spec)
     selection.check_device(found.machine)
-    # Torch comes into this process with the harness, and only here: the ranks are this process's children.
+    # Only this command imports torch into its own process: the ranks are its children.
     from fsdp_conformance.adapters.smoke import smoke
 
     began = time.monotonic()
@@ -45,9 +46,9 @@ def main(arguments: argparse.Namespace) -> int:
     passed = sum(not result.problems and not result.not_run for result in results)
     print(f"{spec}: {passed} of {messages.plural(len(results), 'check')} ok, {duration(time.monotonic() - began)}")
     if wrong:
-        print("the adapter is not ready: what a run would say of the implementation could be the adapter's fault")
+        print("the adapter is not ready: failures of a run could be the adapter's fault")
         return Status.NOT_CERTIFIED
     if not passed:
-        print("nothing could be checked here")
+        print("no check could run on this machine")
         return Status.ENVIRONMENT
     return Status.CERTIFIED

@@ -1,8 +1,8 @@
 """
-What a command must know before it starts anything, asked in one child process: the implementation, and the machine.
+What a command must know before it starts anything: the implementation and the machine, as a child process sees them.
 
-The child imports torch and the adapter's module; an engine that prints, patches or dies while it is imported does so
-there. It answers through a file, a line per question, so that what it was asked when it died is known.
+The child imports torch and the adapter's module, so that an engine that prints, patches or dies while it is imported
+does so there. It answers each question with a line in a file, which shows how far it came if it dies.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_conformance.adapters.registry import AdapterDescription, description_from_answer
+from fsdp_conformance.cli.processes import run_family
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import AdapterNotFound, EnvironmentUnavailable
 from fsdp_conformance.judge import Place
 
-#: Importing torch and an engine takes seconds; a cold disk and a compiler started at import take a minute or two.
+#: Importing torch and an engine takes seconds; with a cold disk, or a compiler started at import, a minute or two.
 TIMEOUT_S = 300.0
 
-#: How much of what a child wrote is quoted when it died.
+#: How much of the child's output is quoted if it dies.
 _QUOTED = 1500
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """What this machine offers to ranks on one type of device."""
+    """What this machine offers for ranks on one type of device."""
 
     torch: str
     device: str
     backend: str
-    """"" if there is none."""
+    """Empty if there is none."""
     problem: str
     """Why there is no backend."""
     present: frozenset[str]
@@ -44,14 +45,14 @@ class Machine:
     num_devices: int
     """For the CPU: cores."""
     num_ranks: int | None
-    """How many ranks the devices hold; None: any number."""
+    """How many ranks fit on the devices; None for any number."""
     simulated: Place = field(default_factory=lambda: _unknown(SIMULATED))
-    """The simulated accelerator, on which a run on the CPU has cases that ask for one."""
+    """The simulated accelerator, on which a CPU run executes the cases that need one."""
     simulator_built: bool = False
-    """Whether it has been compiled for this torch before."""
+    """Whether it has been compiled for this version of torch."""
 
     def places(self) -> dict[str, Place]:
-        """Where cases can run, as `judge.gate` asks."""
+        """Where cases can run, for `judge.gate`."""
         here = Place(device=self.device, present=self.present, num_ranks=self.num_ranks, problem=self.problem)
         return {SIMULATED: self.simulated, self.device: here}
 
@@ -68,7 +69,7 @@ class Machine:
 
 
 def _unknown(device: str) -> Place:
-    return Place(device=device, present=frozenset(), problem="nobody has looked whether it can be")
+    return Place(device=device, present=frozenset(), problem="not looked at")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,34 +84,28 @@ def survey(device: str, implementation: str, *, timeout_s: float = TIMEOUT_S) ->
     """
     Ask a child process about the machine and the implementation.
 
-    Raises AdapterNotFound or AdapterError for an implementation that cannot be used, and EnvironmentUnavailable if
-    torch itself cannot be.
+    Raises AdapterNotFound or AdapterError if the implementation cannot be used, and EnvironmentUnavailable if torch
+    cannot be used.
     """
     with tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True) as directory:
         answers = Path(directory) / "answers.jsonl"
         command = [sys.executable, "-m", "fsdp_conformance.cli.surveyor", str(answers), device, implementation]
         try:
-            done = subprocess.run(
-                command,
-                check=False,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=timeout_s,
-            )
-            ending, output = _ending(done.returncode), done.stdout
+            done = run_family(command, timeout_s=timeout_s)
+            ending, output = _ending(done.returncode), done.stdout + done.stderr
         except subprocess.TimeoutExpired as expired:
-            ending, output = f"did not answer within {timeout_s:.0f} s", expired.output or b""
+            ending = f"did not answer within {timeout_s:.0f} s"
+            output = (expired.output or b"") + (expired.stderr or b"")
         said = _read(answers)
     tail = output[-_QUOTED:].decode(errors="replace").rstrip()
     if "machine" not in said:
         raise EnvironmentUnavailable(
-            f"the process that looks at this machine {ending}, but should report [{sys.executable}]. "
-            f"Is torch installed and whole? Its output ends with:\n{tail}"
+            f"the process that inspects this machine {ending} without an answer [{sys.executable}]. "
+            f"Can it import torch? Its output ends with:\n{tail}"
         )
     if "implementation" not in said:
         raise AdapterNotFound(
-            f"the process that imports implementation={implementation!r} {ending}, but should describe it. "
+            f"the process that imports the implementation {implementation!r} {ending} without describing it. "
             f"Import its module by hand to see why. Its output ends with:\n{tail}"
         )
     return Survey(

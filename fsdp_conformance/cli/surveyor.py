@@ -1,7 +1,7 @@
 """
-The child's side of `survey`: `python -m fsdp_conformance.cli.surveyor ANSWERS DEVICE IMPLEMENTATION`.
+The child process of `survey`: `python -m fsdp_conformance.cli.surveyor ANSWERS DEVICE IMPLEMENTATION`.
 
-The only module of the command line that brings torch into its process, beside `examine`.
+Like `examine`, it imports torch; the other modules of the command line do not.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fsdp_conformance.errors import AdapterError, ConformanceError, EnvironmentU
 
 
 def main(arguments: list[str]) -> None:
-    """Answer, a line per question; what an adapter's module raises is an answer too."""
+    """Answer each question with a line; an exception from the adapter's module is an answer, too."""
     answers, device, implementation = arguments
     with Path(answers).open("w", encoding="utf-8", buffering=1) as file:
         print(json.dumps({"machine": machine_here(device).to_json()}), file=file)
@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> None:
 
 
 def machine_here(device: str) -> Machine:
-    """What this machine offers; counts devices and starts none."""
+    """What this machine offers; counts devices without starting any."""
     import importlib.metadata
 
     from fsdp_conformance.config import SIMULATED
@@ -36,7 +36,7 @@ def machine_here(device: str) -> Machine:
     here, simulated = place_of(device), place_of(SIMULATED)
     backend, problem = "", here.problem
     try:
-        # For a type that torch has never heard of, its own error says less than the count.
+        # For a type that torch does not know, the count says more than torch's error.
         backend = devices.backend_for(device) if here.num_ranks != 0 and not problem else ""
     except EnvironmentUnavailable as error:
         problem = str(error)

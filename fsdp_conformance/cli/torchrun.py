@@ -1,8 +1,8 @@
 """
 `fsdp-conformance run` as a worker of torchrun, one of many on one host or several.
 
-The first worker does what the command always does. The others run the same cases in the same order, and are silent:
-what they have to say of a case they say to the first.
+The first worker does what the command always does. The others run the same cases in the same order, print nothing, and
+send what they find to the first.
 """
 
 from __future__ import annotations
@@ -13,14 +13,16 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from fsdp_conformance.cli.pytest_process import PytestProcess, command
 from fsdp_conformance.cli.signals import caught
-from fsdp_conformance.cli.status import Status
 from fsdp_conformance.cli.survey import survey
 from fsdp_conformance.config import RunSettings, TorchrunWorker
 from fsdp_conformance.errors import ConfigError, ConformanceError
+from fsdp_conformance.settings import RunOrder
+from fsdp_conformance.status import Status
 
 #: Names the file in which torchrun looks for the first failure of a worker.
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -35,11 +37,13 @@ def main(arguments: argparse.Namespace, settings: RunSettings, run: Callable[...
     Returns the exit status, which is 0 for all workers but the first.
     """
     worker = TorchrunWorker.from_environment(os.environ)
+    problems = []
     if arguments.workers is not None:
-        raise ConfigError(
-            [f"-n {arguments.workers}, but should be left out: the workers of torchrun run each case together"],
-            where="--ranks torchrun",
-        )
+        problems.append(f"-n {arguments.workers} must be omitted: all workers of torchrun run each case together")
+    if arguments.last_failed:
+        problems.append("--last-failed must be omitted: workers on other hosts do not have the last run; use --case")
+    if problems:
+        raise ConfigError(problems, where="--ranks torchrun")
     try:
         if worker.rank:
             return _follow(arguments, settings)
@@ -50,15 +54,13 @@ def main(arguments: argparse.Namespace, settings: RunSettings, run: Callable[...
 
 
 def _follow(arguments: argparse.Namespace, settings: RunSettings) -> int:
-    """Run the cases and say nothing."""
+    """Run the cases and print nothing."""
     found = survey(settings.device, settings.implementation)
     with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as directory:
         report = Path(directory)
-        words = command(settings, report=report, workers=None, suites=arguments.suites)
-        with (
-            caught() as signals,
-            PytestProcess(words, log=report / "pytest.log", description=found.description.to_json()) as pytest,
-        ):
+        words = command(report=report, suites=arguments.suites)
+        order = RunOrder(settings=replace(settings, report_dir=directory), description=found.description.to_json())
+        with caught() as signals, PytestProcess(words, log=report / "pytest.log", order=order) as pytest:
             while pytest.running():
                 if signals:
                     pytest.interrupt()
@@ -74,7 +76,7 @@ def _tell_torchrun(message: str) -> None:
     """
     Leave a failure where torchrun looks for it, as `torch.distributed.elastic.multiprocessing.errors` writes it.
 
-    What is there already came first, and stays.
+    An earlier failure stays.
     """
     place = os.environ.get(ERROR_FILE)
     if not place or Path(place).exists():

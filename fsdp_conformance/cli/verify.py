@@ -1,4 +1,4 @@
-"""`fsdp-conformance verify`: the verdict, derived again from a run file, offline and trusting nothing else."""
+"""`fsdp-conformance verify`: derive the verdict again from a run file alone, offline."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ from fsdp_conformance.report.verify import verify
 
 
 def main(arguments: argparse.Namespace) -> int:
-    """
-    Print what the file shows, and where it contradicts itself. Returns the exit status that the run should have had.
-    """
+    """Print what the file shows, and its contradictions. Returns the exit status that the run should have had."""
     path = report_dir.named_run(arguments.run_file)
     verification = verify(path, load_profile(arguments.profile) if arguments.profile else None)
     run, certificate = verification.run, verification.certificate
@@ -32,5 +30,9 @@ def main(arguments: argparse.Namespace) -> int:
     for discrepancy in verification.discrepancies:
         messages.complain(discrepancy)
     print(f"last hash: {run.chain}")
-    print("does not verify" if verification.discrepancies else "verified: the file says what follows from its lines")
+    print(
+        "does not verify"
+        if verification.discrepancies
+        else "verified: the stated result follows from the lines of the file"
+    )
     return verification.status

@@ -106,36 +106,6 @@ class Profile:
         }
         return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
-    def selected(self, cases: Sequence[str], world_sizes: Sequence[int]) -> tuple[Entry, ...]:
-        """
-        The entries of these case or requirement ids and of these world sizes; empty lists choose all.
-
-        Raises ConfigError for ids and sizes that choose nothing.
-        """
-        known = {name for entry in self.entries for name in (entry.id, *entry.requirements)}
-        problems = []
-        for case in cases:
-            if case not in known:
-                near = difflib.get_close_matches(case, sorted(known), n=3, cutoff=0.5)
-                hint = f" Did you mean {', '.join(near)}?" if near else ""
-                problems.append(
-                    f"case={case!r}, but should be the id of a case or of a requirement that has one.{hint}"
-                )
-        sizes = sorted({entry.world_size for entry in self.entries})
-        problems += [
-            f"world_size={size}, but should be one of {', '.join(map(str, sizes))}"
-            for size in world_sizes
-            if size not in sizes
-        ]
-        if problems:
-            raise ConfigError(problems, where=f"profile {self.name}")
-        return tuple(
-            entry
-            for entry in self.entries
-            if (not cases or not {entry.id, *entry.requirements}.isdisjoint(cases))
-            and (not world_sizes or entry.world_size in world_sizes)
-        )
-
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping; `profile_from_json` is its inverse."""
         return {

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from fsdp_conformance.capability import CAPABILITIES, Asked
 from fsdp_conformance.case import Case
 from fsdp_conformance.config import SIMULATED, RunSettings
+from fsdp_conformance.contract.selection import left_out_by
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.verdict import Verdict
 
@@ -70,9 +71,8 @@ def gate(
     """
     device = device_for(case, settings)
     record = empty_record(case, settings.implementation, device)
-    wanted = not settings.cases or not {case.id, *case.requirements}.isdisjoint(settings.cases)
-    if not wanted or (settings.world_sizes and case.world_size not in settings.world_sizes):
-        option = "--world-size" if wanted else "--case"
+    option = left_out_by(case, settings)
+    if option:
         return Gated(device=device, record=decided(record, Verdict.DISABLED, f"left out by {option}"))
     here = declared(device)
     missing = [flag for flag in case.needs if flag not in here and not _asked_by_model(flag)]

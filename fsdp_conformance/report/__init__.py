@@ -1,6 +1,18 @@
 """
 What a run leaves: the run file, the certificate that follows from it, and the texts that people read.
 
-Everything here is derived from records and from the contract, without torch: `verify` and `explain` read a run file
-on any machine, and say what the run itself said.
+    runfile        the format: a line of JSON for each event, chained by hashes
+    recorder       writes the run file while the run goes on
+    last_run       where runs leave their files, and what the last one found
+    unjudged       records of cases whose test ended without a verdict
+    certificate    what a run certifies, computed from its file and the profile
+    verify         the certificate, derived again from a file
+    terminal       findings and verdicts as plain text
+    frames         the frames of a stack that belong to the engine
+    explain        a requirement or a case, with what a run found
+    markdown       a run as a Markdown page
+    comparison     the verdicts that differ between two runs
+
+Everything here works without torch, on records and the contract alone: `verify` and `explain` read a run file on any
+machine, and arrive at what the run itself printed.
 """

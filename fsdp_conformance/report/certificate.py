@@ -1,10 +1,10 @@
 """
-The certificate: computed from the run file and the profile by set equality, never from what a test said about itself.
+The certificate: computed from the run file and the profile by set equality, never from what a test says about itself.
 
 An implementation is CERTIFIED if every case of the profile was executed exactly once, by fresh ranks, each verdict is
 one that a certificate allows, and every mandatory requirement was seen to hold at least once. Anything else is a
-reason against it, and every reason is listed. The same function serves the end of a run and `verify`, which has
-nothing but the file.
+reason against it, and all reasons are listed. The end of a run and `verify`, which has only the file, use the same
+function.
 """
 
 from __future__ import annotations
@@ -17,38 +17,37 @@ from typing import Any
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.contract import Contract, Level, load
 from fsdp_conformance.contract.profile import INTERPRETATION, Entry, Profile
+from fsdp_conformance.contract.selection import OPTIONS
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import Verdict
 
-#: Exit status of a run.
-CERTIFIED, NOT_CERTIFIED, USAGE, ENVIRONMENT, SUITE_ERROR = range(5)
-
-#: Verdicts that accuse the implementation or its adapter.
+#: Verdicts that blame the implementation or its adapter.
 _ACCUSING = frozenset({Verdict.FAIL, Verdict.HANG, Verdict.CRASH, Verdict.ERROR_ADAPTER})
 
-#: How many ids a reason names before it counts.
+#: How many ids a reason names.
 _NAMED = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certificate:
-    """What a run certifies, and if nothing, why."""
+    """What a run certifies; if nothing, why not."""
 
     certified: bool
     profile: str
     reasons: tuple[str, ...]
-    """Against a certificate; empty if it is given."""
+    """Why it is not certified; empty if it is."""
     remarks: tuple[str, ...]
-    """What a reader should know beside: levels S that failed, requirements that this machine cannot show, shims."""
+    """What else to know: SHOULD requirements that failed, requirements that this machine cannot show, shims."""
     counts: dict[str, int]
-    """Cases by verdict, those that occur."""
+    """Number of cases for each verdict that occurs."""
     executed: int
     """Distinct cases of the profile that have a verdict."""
     expected: int
     """Cases of the profile."""
-    status: int
-    """Exit status: 0 certified, 1 not, 3 if only this machine is in the way, 4 if only the suite is."""
+    status: Status
+    """Exit status: 0 certified, 1 not, 3 if only this machine is to blame, 4 if only the suite is."""
 
     @property
     def word(self) -> str:
@@ -57,7 +56,7 @@ class Certificate:
 
     @property
     def only_incomplete(self) -> bool:
-        """True if nothing is held against the implementation but that the run was not whole."""
+        """True if the only reason against a certificate is that the run did not cover the whole profile."""
         return bool(self.reasons) and all(reason.startswith("incomplete") for reason in self.reasons)
 
     def to_json(self) -> dict[str, Any]:
@@ -66,7 +65,7 @@ class Certificate:
 
 
 def certify(run: RunFile, profile: Profile, contract: Contract | None = None) -> Certificate:
-    """The certificate that a run has earned on a profile."""
+    """The certificate that a run has earned for a profile."""
     contract = contract or load()
     records = {record.case: record for record in run.records}
     reasons = [*_run_problems(run), *_manifest_problems(run, profile)]
@@ -97,7 +96,7 @@ def certify(run: RunFile, profile: Profile, contract: Contract | None = None) ->
 
 
 def _declared(run: RunFile, device: str) -> frozenset[str]:
-    """The flags that the implementation offers on the device of a case: a run on the CPU has cases elsewhere too."""
+    """The flags that the implementation declares on a case's device: a run on the CPU has simulated cases, too."""
     described: Mapping[str, Any] = run.header.get("implementation") or {}
     device = device or (run.header.get("settings") or {}).get("device", "")
     declined = (described.get("declines_on") or {}).get(device, ())
@@ -110,18 +109,18 @@ def _counts(records: Iterable[CaseRecord]) -> dict[Verdict, int]:
 
 
 def _run_problems(run: RunFile) -> list[str]:
-    """Why the run as a whole proves nothing, whatever its cases say."""
+    """Why the run as a whole proves nothing, whatever its verdicts are."""
     settings: Mapping[str, Any] = run.header.get("settings") or {}
     problems = list(run.problems)
     if run.unfinished():
-        problems.append(f"incomplete: {_some(run.unfinished())} began and came to no verdict")
-    for option, key in (("--case", "cases"), ("--world-size", "world_sizes")):
+        problems.append(f"incomplete: {_some(run.unfinished())} started but did not finish")
+    for option, key in OPTIONS.items():
         if settings.get(key):
             problems.append(f"incomplete: {option} left cases out")
     if settings.get("reuse_ranks") or any(record.ranks == "reused" for record in run.records):
-        problems.append("incomplete: --reuse-ranks, but every case should have fresh ranks")
+        problems.append("incomplete: --reuse-ranks, and a certificate needs fresh ranks for every case")
     if settings.get("ranks") == "simulated":
-        problems.append("incomplete: --ranks simulated, but ranks should be processes of their own")
+        problems.append("incomplete: simulated ranks do not exercise a real backend")
     problems += [note["text"] for note in run.notes if note.get("refuses")]
     if not run.header.get("implementation"):
         problems.append("incomplete: the implementation is not described")
@@ -129,37 +128,37 @@ def _run_problems(run: RunFile) -> list[str]:
 
 
 def _manifest_problems(run: RunFile, profile: Profile) -> list[str]:
-    """Where the cases that ran are not those of the profile."""
+    """How the cases that ran differ from those of the profile."""
     stated: Mapping[str, Any] = run.header.get("profile") or {}
     problems = []
     if not profile.certifies:
-        problems.append(f"incomplete: the profile {profile.name} is a selection that certifies nobody")
+        problems.append(f"incomplete: the profile {profile.name} is a selection, which cannot certify")
     if (stated.get("name"), stated.get("sha256")) != (profile.name, profile.sha256):
         problems.append(
-            f"the run had the profile {stated.get('name')} {str(stated.get('sha256'))[:12]}, "
-            f"but should have {profile.name} {profile.sha256[:12]}"
+            f"profile of the run: expected {profile.name} {profile.sha256[:12]}, "
+            f"got {stated.get('name')} {str(stated.get('sha256'))[:12]}"
         )
     if profile.interpretation != INTERPRETATION or run.header.get("interpretation") != INTERPRETATION:
-        problems.append(f"interpretation={run.header.get('interpretation')}, but should be {INTERPRETATION}")
+        problems.append(f"interpretation: expected {INTERPRETATION}, got {run.header.get('interpretation')}")
     if not profile.entries:
-        problems.append("incomplete: the profile has no case")
+        problems.append("incomplete: the profile has no cases")
     times = Counter(record.case for record in run.records)
     missing = [entry.id for entry in profile.entries if entry.id not in times]
     if missing:
         problems.append(f"incomplete: {len(missing)} of {len(profile.entries)} cases were not run: {_some(missing)}")
     strange = [case for case in times if case not in profile.by_id]
     if strange:
-        problems.append(f"{_some(strange)} ran, but is not in the profile")
+        problems.append(f"not in the profile: {_some(strange)}")
     twice = [case for case, count in times.items() if count > 1]
     if twice:
-        problems.append(f"not comparable: {_some(twice)} ran more than once, but a case runs once")
+        problems.append(f"not comparable: {_some(twice)} ran more than once")
     return problems
 
 
 def _objection(record: CaseRecord, entry: Entry, declared: frozenset[str], contract: Contract) -> tuple[str, str]:
-    """Why a record stands in the way of a certificate, and what is remarked if it does not."""
+    """Why a record rules out a certificate, and what to remark if it does not."""
     if record.world_size != entry.world_size or tuple(record.requirements) != entry.requirements:
-        return f"{record.case} ran with other ranks or requirements than the profile says", ""
+        return "ran with a world size or requirements that are not those in the profile", ""
     match record.verdict:
         case Verdict.PASS:
             return ("", "") if record.comparisons > 0 else (f"{record.case} passed without a comparison", "")
@@ -170,7 +169,7 @@ def _objection(record: CaseRecord, entry: Entry, declared: frozenset[str], contr
             absent = list(record.measurements.get("absent", ()))
             if absent and set(absent) <= set(entry.environment):
                 return "", ""
-            return f"NOT_RUN_ENV for want of {', '.join(map(str, absent)) or 'something unnamed'}", ""
+            return f"NOT_RUN_ENV (this machine lacks {', '.join(map(str, absent)) or 'something unnamed'})", ""
         case Verdict.FAIL if _only_should(record, contract):
             return "", f"SHOULD, not met: {record.case}: {record.reason}"
         case Verdict.DISABLED:
@@ -179,13 +178,13 @@ def _objection(record: CaseRecord, entry: Entry, declared: frozenset[str], contr
 
 
 def _only_should(record: CaseRecord, contract: Contract) -> bool:
-    """True if nothing but requirements of level S were seen not to hold."""
+    """True if all requirements that were seen to fail are SHOULD requirements."""
     levels = [contract[item.requirement].level for item in record.findings if item.requirement in contract.requirements]
     return len(levels) == len(record.findings) > 0 and set(levels) == {Level.SHOULD}
 
 
 def _gathered(blocked: Sequence[tuple[CaseRecord, str]]) -> list[str]:
-    """One reason for all cases that are in the way for the same one."""
+    """One reason for all cases that rule out a certificate for the same reason."""
     by_reason: dict[str, list[str]] = {}
     for record, reason in blocked:
         by_reason.setdefault(reason, []).append(record.case)
@@ -199,9 +198,9 @@ def _unshown(
     contract: Contract,
 ) -> tuple[list[str], list[str]]:
     """
-    Mandatory requirements that no case was seen to meet: as reasons, and as remarks where that is excused.
+    Mandatory requirements that no case was seen to meet: as reasons, or as remarks if there is an excuse.
 
-    Excused are requirements that only another machine can show, and those whose own flag is not declared.
+    Excuses are that only another machine can show a requirement, and that its own flag is not declared.
     """
     reasons, remarks = [], []
     bound: dict[str, list[Entry]] = {}
@@ -214,7 +213,7 @@ def _unshown(
             continue
         found = [(entry, records[entry.id].verdict) for entry in entries if entry.id in records]
         verdicts = {verdict for _, verdict in found}
-        # What failed or was not run is a reason already.
+        # Cases that failed or were not run are reasons already.
         if len(found) < len(entries) or not verdicts <= {Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV}:
             continue
         refused = [
@@ -228,7 +227,7 @@ def _unshown(
             remarks.append(f"{name} ({requirement.name}) was not shown: {flags} not declared")
         else:
             reasons.append(
-                f"{name} ({requirement.name}) is mandatory and was not seen to hold: all its cases are UNSUPPORTED"
+                f"{name} ({requirement.name}) is mandatory but was not shown: all of its cases are UNSUPPORTED"
             )
     return reasons, remarks
 
@@ -241,7 +240,7 @@ def _remarks(run: RunFile) -> list[str]:
         remarks.append(f"deadlines were multiplied by {scale:g}")
     absent = sum(record.verdict is Verdict.NOT_RUN_ENV for record in run.records)
     if absent:
-        remarks.append(f"{absent} case{'s were' if absent > 1 else ' was'} not run: this machine cannot tell")
+        remarks.append(f"{absent} case{'s were' if absent > 1 else ' was'} not run for lack of a device or backend")
     simulated = sum(record.device == SIMULATED and record.comparisons > 0 for record in run.records)
     if simulated and (run.header.get("settings") or {}).get("device") != SIMULATED:
         remarks.append(f"{simulated} case{'s' if simulated > 1 else ''} ran on the simulated accelerator")
@@ -249,18 +248,18 @@ def _remarks(run: RunFile) -> list[str]:
     return remarks
 
 
-def _status(reasons: Sequence[str], verdicts: Set[Verdict], *, only_machine: bool) -> int:
-    """Who has to act: the implementer, whoever owns the machine, or we."""
+def _status(reasons: Sequence[str], verdicts: Set[Verdict], *, only_machine: bool) -> Status:
+    """Who has to act: the implementer, the owner of the machine, or the suite's maintainers."""
     if not reasons:
-        return CERTIFIED
+        return Status.CERTIFIED
     if verdicts & _ACCUSING:
-        return NOT_CERTIFIED
+        return Status.NOT_CERTIFIED
     if Verdict.ERROR_SUITE in verdicts:
-        return SUITE_ERROR
-    return ENVIRONMENT if only_machine and verdicts == {Verdict.NOT_RUN_ENV} else NOT_CERTIFIED
+        return Status.SUITE
+    return Status.ENVIRONMENT if only_machine and verdicts == {Verdict.NOT_RUN_ENV} else Status.NOT_CERTIFIED
 
 
 def _some(ids: Sequence[str]) -> str:
-    """The first few of them, and how many more."""
+    """The first few ids, and the number of others."""
     more = len(ids) - _NAMED
     return ", ".join(ids[:_NAMED]) + (f" and {more} more" if more > 0 else "")

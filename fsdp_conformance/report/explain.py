@@ -1,18 +1,20 @@
-"""What a requirement or a case is about, and what a run said of it: the text of `fsdp-conformance explain`."""
+"""What a requirement or a case is about, and what a run found: the text of `fsdp-conformance explain`."""
 
 from __future__ import annotations
 
 import difflib
 import textwrap
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.contract import CHAPTERS, OBSERVATIONS, Contract, Requirement
-from fsdp_conformance.contract.profile import Profile
+from fsdp_conformance.contract.profile import Entry, Profile
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.report.terminal import SIGNS, WIDTH, render_record
+from fsdp_conformance.verdict import FINE, Verdict
 
 _LABEL = 12
 _FINDINGS_SHOWN = 10
@@ -20,9 +22,9 @@ _FINDINGS_SHOWN = 10
 
 def explain(subject: str, contract: Contract, profile: Profile, run: RunFile | None = None) -> str:
     """
-    The text on a requirement id or a case id.
+    The text about a requirement or a case.
 
-    Raises UsageError with the nearest ids if there is neither.
+    Raises UsageError with the nearest ids if `subject` is neither.
     """
     records = run.records if run is not None else []
     if subject in contract.requirements:
@@ -33,11 +35,11 @@ def explain(subject: str, contract: Contract, profile: Profile, run: RunFile | N
     near = difflib.get_close_matches(subject, known, n=3, cutoff=0.5)
     hint = f" Did you mean {', '.join(near)}?" if near else ""
     last = max(contract.requirements)
-    raise UsageError(f"{subject!r} is neither a requirement (R000 to {last}) nor a case of {profile.name}.{hint}")
+    raise UsageError(f"ID must be a requirement (R000 to {last}) or a case of {profile.name}, got {subject!r}.{hint}")
 
 
 def _requirement(item: Requirement, contract: Contract, profile: Profile, records: Sequence[CaseRecord]) -> str:
-    cases = [entry.id for entry in profile.entries if item.id in entry.requirements]
+    entries = [entry for entry in profile.entries if item.id in entry.requirements]
     lines = [f"{item.id}  {item.name}", ""]
     lines += _labelled("requires", item.sentence)
     lines += _labelled("level", f"{item.level.value}: {item.level.word}")
@@ -49,15 +51,52 @@ def _requirement(item: Requirement, contract: Contract, profile: Profile, record
     lines += _labelled("look at", item.look_at)
     for source in item.source:
         lines += _labelled("source", source)
-    lines += _labelled("cases", f"{len(cases)} of {profile.name}" + (":" if cases else ""))
+    lines += _labelled("cases", f"{len(entries)} of {profile.name}" + (":" if entries else ""))
     verdicts = {record.case: record.verdict for record in records}
-    for case in cases:
-        verdict = verdicts.get(case)
-        lines.append(" " * _LABEL + case + (f"   {SIGNS[verdict]} {verdict}" if verdict is not None else ""))
+    for group in _methods(entries):
+        lines += [" " * _LABEL + line for line in _folded(group, verdicts)]
     accused = [record for record in records if any(found.requirement == item.id for found in record.findings)]
     for record in accused[:_FINDINGS_SHOWN]:
         lines += ["", render_record(record)]
     return "\n".join(lines)
+
+
+def _methods(entries: Iterable[Entry]) -> list[list[Entry]]:
+    """The cases of each test method: those that are named after one requirement and expect the same."""
+    methods: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        methods.setdefault((entry.primary, entry.title), []).append(entry)
+    return list(methods.values())
+
+
+def _folded(entries: Sequence[Entry], verdicts: Mapping[str, Verdict]) -> list[str]:
+    """The cases of a method in one line, `R001/sgd-*-ws{2,3}`, and a line for each that failed."""
+    found = [verdicts[entry.id] for entry in entries if entry.id in verdicts]
+    if len(entries) == 1:
+        return [entries[0].id + (f"   {SIGNS[found[0]]} {found[0]}" if found else "")]
+    line = f"{_pattern(entries)}   {len(entries)} cases"
+    if found:
+        counted = Counter(found)
+        words = " · ".join(f"{counted[verdict]} {verdict}" for verdict in Verdict if counted[verdict])
+        line += f"   {SIGNS[max(found, key=list(Verdict).index)]} {words}"
+    failed = [entry.id for entry in entries if entry.id in verdicts and verdicts[entry.id] not in FINE]
+    return [line, *(f"  {case}   {SIGNS[verdicts[case]]} {verdicts[case]}" for case in failed)]
+
+
+def _pattern(entries: Sequence[Entry]) -> str:
+    """What the ids have in common, and the world sizes in braces."""
+    stems = list(dict.fromkeys(entry.id.rpartition("-ws")[0] for entry in entries))
+    parts = [stem.split("-") for stem in stems]
+    common = []
+    for column in zip(*parts, strict=False):
+        if len(set(column)) > 1:
+            break
+        common.append(column[0])
+    stem = "-".join(common)
+    if len(stems) > 1:
+        stem += "*" if stem in stems else "-*"
+    sizes = ",".join(map(str, sorted({entry.world_size for entry in entries})))
+    return f"{stem}-ws{{{sizes}}}" if "," in sizes else f"{stem}-ws{sizes}"
 
 
 def _case(subject: str, contract: Contract, profile: Profile, records: Sequence[CaseRecord], *, with_run: bool) -> str:
@@ -77,14 +116,14 @@ def _case(subject: str, contract: Contract, profile: Profile, records: Sequence[
         lines += _labelled("profile", f"not a case of {profile.name}")
     found = [record for record in records if record.case == subject]
     if with_run and not found:
-        lines += _labelled("verdict", "none: the case was not run")
+        lines += _labelled("verdict", "none: the run did not include this case")
     for record in found:
         lines += _record(record)
     return "\n".join(lines)
 
 
 def _record(record: CaseRecord) -> list[str]:
-    """Everything that the run file has on a case."""
+    """Everything that the run file says about a case."""
     lines = _labelled("verdict", f"{SIGNS[record.verdict]} {record.verdict}  {record.reason}")
     lines += _labelled(
         "compared", f"{record.comparisons} comparisons of {record.elements} elements, {record.seconds:.1f} s"

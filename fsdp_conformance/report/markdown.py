@@ -1,4 +1,4 @@
-"""A run in Markdown: what a nightly job puts where people look."""
+"""A run as Markdown, for the summary page of a nightly job."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.report.terminal import SIGNS, duration, grouped, headline, render_record
 from fsdp_conformance.verdict import Verdict
 
-#: Groups of failures shown in full; a summary is limited to a megabyte.
+#: Number of groups of failures that are shown; GitHub limits a summary to a megabyte.
 _SHOWN = 20
 
 
@@ -48,13 +48,13 @@ def summary(run: RunFile, certificate: Certificate) -> str:
             "",
         ]
     if len(groups) > _SHOWN:
-        lines.append(f"... and {len(groups) - _SHOWN} more: see the run file.")
+        lines.append(f"... and {len(groups) - _SHOWN} more; see the run file.")
     lines += ["", "This shows the presence, not the absence, of defects."]
     return "\n".join(lines) + "\n"
 
 
 def _table(records: Iterable[CaseRecord]) -> list[str]:
-    """A row for each chapter, a column for each verdict that occurs."""
+    """A table with a row for each chapter and a column for each verdict that occurs."""
     by_chapter: dict[str, Counter[Verdict]] = {}
     for record in records:
         by_chapter.setdefault(record.chapter, Counter())[record.verdict] += 1

@@ -1,4 +1,4 @@
-"""One run, written down as it happens: header, cases, notes, and at the end the certificate."""
+"""Writes the run file while the run goes on: header, cases, notes, and finally the certificate."""
 
 from __future__ import annotations
 
@@ -18,33 +18,15 @@ from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import INTERPRETATION, Profile
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report.certificate import Certificate, certify
+from fsdp_conformance.report.last_run import link_last
 from fsdp_conformance.report.runfile import RunFileWriter, read
-
-#: Where run files go by default, below the working directory.
-DEFAULT_ROOT = Path(".fsdp-conformance")
-
-#: A link to the last run's directory.
-LAST = "last"
-
-
-def report_directory(settings: RunSettings, *, now: datetime | None = None) -> Path:
-    """
-    The directory of a run: the one asked for, else `.fsdp-conformance/IMPLEMENTATION-TIME`.
-
-    Not created here.
-    """
-    if settings.report_dir:
-        return Path(settings.report_dir)
-    moment = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
-    name = "".join(char if char.isalnum() or char in "-." else "_" for char in settings.implementation)
-    return DEFAULT_ROOT / f"{name}-{moment}-{os.getpid()}"
 
 
 class Recorder:
     """
     Writes one run file.
 
-    Raises EnvironmentUnavailable where the file cannot be written; what was written before stays intact.
+    Raises EnvironmentUnavailable if the file cannot be written; what was written before stays intact.
     """
 
     def __init__(
@@ -78,27 +60,27 @@ class Recorder:
 
     @property
     def seconds(self) -> float:
-        """Since the run began."""
+        """Since the run started."""
         return time.monotonic() - self._began
 
     def start(self, case: str, *, world_size: int, worker: str = "") -> None:
-        """A case begins."""
+        """Record that a case starts."""
         self._open[case] = world_size
         self._writer.start(case, world_size=world_size, worker=worker)
 
     def case(self, record: CaseRecord) -> None:
-        """A case has its verdict."""
+        """Record the verdict on a case."""
         self._open.pop(record.case, None)
         self._writer.case(record)
 
     def note(self, text: str, *, refuses: bool = False) -> None:
-        """Something that a reader of the certificate should know; said once."""
+        """Record something that a reader of the certificate should know, once."""
         if text not in self._noted:
             self._noted.add(text)
             self._writer.note(text, refuses=refuses)
 
     def finish(self) -> Certificate:
-        """Write the footer. The certificate is derived from the file alone, as `verify` will do it."""
+        """Write the footer. The certificate is derived from the file alone, as `verify` does it."""
         certificate = certify(read(self.path), self.profile)
         self._writer.footer(
             {
@@ -111,12 +93,12 @@ class Recorder:
         return certificate
 
     def abort(self) -> None:
-        """Write nothing more: a run file without footer is one of a run that was aborted."""
+        """Write nothing more. A run file without a footer belongs to a run that was aborted."""
         self._writer.close()
 
 
 def environment(device: str) -> dict[str, Any]:
-    """The machine and the versions, as far as they can be told without importing torch."""
+    """The machine and the versions, as far as they are known without importing torch."""
     return {
         "torch": version_of("torch"),
         "python": platform.python_version(),
@@ -133,14 +115,3 @@ def version_of(package: str) -> str:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "absent"
-
-
-def link_last(directory: Path) -> None:
-    """Let `last`, beside `directory`, point to it. Where links cannot be made there is none."""
-    link = directory.parent / LAST
-    fresh = directory.parent / f".{LAST}-{os.getpid()}"
-    try:
-        fresh.symlink_to(directory.name, target_is_directory=True)
-        fresh.replace(link)
-    except OSError:
-        fresh.unlink(missing_ok=True)

@@ -2,15 +2,15 @@
 The run file: what a run did, one JSON object a line, appended as it happens.
 
     {"type": "header", ...}     suite, profile and its hash, implementation, environment, settings
-    {"type": "start", ...}      a case begins
+    {"type": "start", ...}      a case starts
     {"type": "case", ...}       its record (`outcome.CaseRecord`)
     {"type": "note", ...}       something that a reader of the certificate should know
     {"type": "footer", ...}     counts, certificate; missing if the run was aborted
 
-Each line is on disk before the next case begins, so whatever ends the run leaves a prefix that can be read. Each line
-carries the hash of itself and of all lines before it: an edited, removed or added line is found out. The hash is no
-signature: whoever rewrites the whole file can hash it anew, and then the last hash is another than the one that was
-printed.
+Each line is on disk before the next case starts, so a run that ends for any reason leaves a readable file. Each line
+carries the hash of itself and of all lines before it, which reveals edited, removed and added lines. The hash is not a
+signature: somebody who rewrites the whole file can compute new hashes, but then the last one is not the one that the
+run printed.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from typing import Any
 from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
 from fsdp_conformance.outcome import CaseRecord, case_record_from_json
 
-#: Rises when a reader of the old format could not read the new one.
+#: Raised when readers of the old format cannot read the new one.
 FORMAT = 1
 
-#: The name of the file in a report directory, and of the one that it replaces.
+#: The name of the file in a report directory, and of an earlier file there.
 NAME = "run.jsonl"
 PREVIOUS = "run.previous.jsonl"
 
@@ -39,10 +39,10 @@ _SEED = "fsdp-conformance run file"
 
 class RunFileWriter:
     """
-    Appends lines to a new run file. An earlier run's file in the same directory is kept as PREVIOUS.
+    Appends lines to a new run file. The file of an earlier run in the directory is renamed to PREVIOUS.
 
-    Raises EnvironmentUnavailable if a line cannot be written; what was written before stays intact, and nothing more is
-    written to this file.
+    Raises EnvironmentUnavailable if a line cannot be written. What was written before stays intact, and nothing more
+    is written.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -58,7 +58,7 @@ class RunFileWriter:
         except OSError as error:
             raise EnvironmentUnavailable(
                 f"the run file {self.path} cannot be created: {error.strerror or error}. "
-                "Choose a directory that can be written with --report."
+                "Choose a writable directory with --report."
             ) from error
 
     def header(self, content: Mapping[str, Any]) -> None:
@@ -66,7 +66,7 @@ class RunFileWriter:
         self._append({"type": "header", "format": FORMAT, **content})
 
     def start(self, case: str, *, world_size: int, worker: str = "") -> None:
-        """A case begins."""
+        """A case starts."""
         self._append({"type": "start", "case": case, "world_size": world_size, "worker": worker})
 
     def case(self, record: CaseRecord) -> None:
@@ -74,7 +74,7 @@ class RunFileWriter:
         self._append({"type": "case", **record.to_json()})
 
     def note(self, text: str, *, refuses: bool = False) -> None:
-        """Something to know. `refuses`: it makes a certificate impossible."""
+        """Something to know. With `refuses` it rules out a certificate."""
         self._append({"type": "note", "text": text, "refuses": refuses})
 
     def footer(self, content: Mapping[str, Any]) -> None:
@@ -84,7 +84,7 @@ class RunFileWriter:
 
     @property
     def chain(self) -> str:
-        """The hash of all that was written."""
+        """The hash of everything written so far."""
         return self._chain
 
     def close(self) -> None:
@@ -105,7 +105,7 @@ class RunFileWriter:
                 written += os.write(self._fd, line[written:])
             os.fsync(self._fd)
         except OSError as error:
-            # Half a line would make the file look torn by something else.
+            # Remove an incomplete line: it would make the file look damaged.
             os.ftruncate(self._fd, self._size)
             self.close()
             raise EnvironmentUnavailable(
@@ -123,7 +123,7 @@ class RunFile:
     path: str
     header: dict[str, Any]
     records: list[CaseRecord] = field(default_factory=list)
-    """In the order in which they came in."""
+    """In the order of their arrival."""
     started: list[str] = field(default_factory=list)
     """Case ids."""
     notes: list[dict[str, Any]] = field(default_factory=list)
@@ -135,11 +135,11 @@ class RunFile:
 
     @property
     def aborted(self) -> bool:
-        """True if the run did not come to its end."""
+        """True if the run did not finish."""
         return self.footer is None
 
     def unfinished(self) -> list[str]:
-        """Cases that began and have no verdict."""
+        """Cases that started and have no verdict."""
         done = {record.case for record in self.records}
         return [case for case in self.started if case not in done]
 
@@ -148,8 +148,8 @@ def read(path: Path) -> RunFile:
     """
     The run file at `path`, or in the directory `path`.
 
-    Raises RunFileError if there is none, or if the first line is no header of a format that is known. Everything else
-    that is wrong is in `problems`.
+    Raises RunFileError if there is none, or if the first line is not a header of a known format. All other defects are
+    in `problems`.
     """
     path = path / NAME if path.is_dir() else path
     try:
@@ -162,7 +162,7 @@ def read(path: Path) -> RunFile:
     for number, line in enumerate(lines, start=1):
         _take(run, line, number)
     if torn:
-        run.problems.append(f"line {len(lines) + 1} is torn: the run was ended while it was written")
+        run.problems.append(f"line {len(lines) + 1} is incomplete: the run ended while writing it")
     return run
 
 
@@ -170,7 +170,9 @@ def _header(line: bytes, path: Path) -> dict[str, Any]:
     try:
         header = json.loads(line)
         if header["type"] != "header" or header["format"] != FORMAT:
-            raise ValueError(f"type={header['type']!r} format={header['format']!r}, but should be 'header' {FORMAT}")
+            raise ValueError(
+                f"expected a header of format {FORMAT}, got type={header['type']!r} format={header['format']!r}"
+            )
     except (ValueError, KeyError, TypeError) as error:
         raise RunFileError(f"{path} is not a run file of this version: its first line: {error}") from error
     return dict(header)
@@ -183,11 +185,11 @@ def _take(run: RunFile, line: bytes, number: int) -> None:
         content = json.loads(text)
         kind = content.pop("type")
         stated = content.pop("chain")
-        # Nothing may follow the hash: it would be read, and not be hashed.
+        # Nothing may follow the hash: it would be read without being hashed.
         body = text.removesuffix(f',"chain":"{stated}"}}')
         chain = chained(run.chain, body + "}") if body != text else ""
         if chain != stated:
-            run.problems.append(f"line {number} ({kind}) does not have the hash that it states: the file was edited")
+            run.problems.append(f"line {number} ({kind}) does not match its hash: the file was edited")
         run.chain = stated
         if run.footer is not None:
             run.problems.append(f"line {number} ({kind}) comes after the footer")
@@ -211,7 +213,7 @@ def _take(run: RunFile, line: bytes, number: int) -> None:
 
 
 def encode(content: Mapping[str, Any]) -> str:
-    """One line, without its end. What JSON has no word for becomes a string: a line is never lost for a figure."""
+    """One line, without its end. Values that JSON cannot express become strings, so that no line is lost."""
     return json.dumps(_finite(content), ensure_ascii=False, separators=(",", ":"), default=str, allow_nan=False)
 
 
@@ -220,12 +222,12 @@ def chained(chain: str, text: str) -> str:
     return hashlib.sha256(f"{chain}\n{text}".encode()).hexdigest()
 
 
-#: Figures of a finding that may be infinite or no number.
+#: Figures of a finding that may be infinite or NaN.
 _FIGURES = ("ratio", "ulps")
 
 
 def _finite(value: Any) -> Any:
-    """The value with infinities and NaN as strings: JSON has neither."""
+    """The value with infinities and NaN as strings, because JSON has neither."""
     if isinstance(value, float) and not math.isfinite(value):
         return repr(value)
     if isinstance(value, Mapping):
@@ -236,7 +238,7 @@ def _finite(value: Any) -> Any:
 
 
 def restored(content: dict[str, Any]) -> dict[str, Any]:
-    """A case's content with the figures of its findings as numbers again."""
+    """A case's content, with the figures of its findings turned back into numbers."""
     findings = [
         {key: float(item) if key in _FIGURES and isinstance(item, str) else item for key, item in finding.items()}
         for finding in content.get("findings", ())

@@ -1,11 +1,11 @@
 """
-Findings and verdicts as plain text: what a person reads first when a run fails.
+Findings and verdicts as plain text: what people read first when a run fails.
 
     ✗ R003  The gradient is the mean over the data-parallel ranks
         case      R003/rank-coded-ws3
         first     step 0 · reduce · '0.weight' · rank 2 · element [3, 1]
         got       0.75 · expected 0.5 · ratio 1.5 · on 16 of 16 elements (bitwise)
-        seen      grad of '0.weight'[3, 1]=0.75, but should be 0.5 [gradient parity]
+        seen      gradient of '0.weight': expected 0.5, got 0.75; 16 of 16 elements differ [gradient parity]
         likely    the total divisor is 2 instead of 3
         look at   The ratio got / expected: the world size means summed, ...
         same in   7 cases: R003/..., ...
@@ -14,7 +14,6 @@ Findings and verdicts as plain text: what a person reads first when a run fails.
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from fsdp_conformance import contract
 from fsdp_conformance.outcome import CaseRecord, Finding, RankExit
 from fsdp_conformance.report.certificate import Certificate
+from fsdp_conformance.report.frames import engine_frames, frames_of_stack, frames_of_traceback
 from fsdp_conformance.verdict import Verdict
 
 #: The sign in front of a headline.
@@ -40,7 +40,7 @@ SIGNS = {
     Verdict.ERROR_SUITE: "!",
 }
 
-#: Verdicts with nothing to explain.
+#: Verdicts that need no explanation.
 QUIET = frozenset({Verdict.PASS, Verdict.UNSUPPORTED, Verdict.DISABLED, Verdict.NOT_RUN_ENV})
 
 WIDTH = 120
@@ -49,14 +49,12 @@ _LABEL = 10
 _OTHERS_NAMED = 4
 _CONSEQUENCES_SHOWN = 3
 
-_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>\S+)')
-#: Frames that every waiting rank has: they say that it waits, not where.
-_MACHINERY = re.compile(r"[/\\](torch|multiprocessing|threading\.py|harness)([/\\]|$)")
+_FRAMES_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Cases that failed alike: the one to read, and the others."""
+    """Cases that failed in the same way: the one to read, and the others."""
 
     first: CaseRecord
     others: tuple[CaseRecord, ...]
@@ -64,10 +62,10 @@ class Group:
 
 def grouped(records: Iterable[CaseRecord]) -> list[Group]:
     """
-    What went wrong, each thing once; groups with most cases first.
+    What went wrong, every problem once; the groups with the most cases come first.
 
-    Cases are alike if the same check speaks for the same requirement with the same likely cause. The smallest world
-    size stands for the group.
+    Cases belong together if the same check failed for the same requirement with the same likely cause. The case with
+    the smallest world size represents the group.
     """
     alike: dict[tuple[object, ...], list[CaseRecord]] = {}
     for record in records:
@@ -88,12 +86,12 @@ def _signature(record: CaseRecord) -> tuple[object, ...]:
 
 
 def render_findings(records: Iterable[CaseRecord]) -> str:
-    """Everything that went wrong, one block a group; empty if nothing did."""
+    """Everything that went wrong, one block for each group; empty if nothing did."""
     return "\n\n".join(render_record(group.first, others=group.others) for group in grouped(records))
 
 
 def render_record(record: CaseRecord, *, others: Sequence[CaseRecord] = ()) -> str:
-    """The block of one case. `others` failed alike."""
+    """The block of one case. `others` failed in the same way."""
     finding = record.findings[0] if record.findings else None
     lines = [headline(record)]
     lines += _field("case", record.case + (f" · on {record.device}" if record.device not in ("", "cpu") else ""))
@@ -101,6 +99,7 @@ def render_record(record: CaseRecord, *, others: Sequence[CaseRecord] = ()) -> s
         lines += _finding_lines(finding)
     if finding is None or record.verdict is Verdict.INCONCLUSIVE:
         lines += _field("reason", record.reason)
+    lines += _raised_at(record)
     if record.verdict is Verdict.HANG:
         for end in record.exits:
             lines += _field(f"rank {end.rank}", _waits(end))
@@ -121,7 +120,7 @@ def render_record(record: CaseRecord, *, others: Sequence[CaseRecord] = ()) -> s
 
 
 def headline(record: CaseRecord) -> str:
-    """The sign, the requirement that speaks, its name, and the verdict where it is not FAIL."""
+    """The sign, the requirement that was violated, its name, and the verdict unless it is FAIL."""
     requirement = record.findings[0].requirement if record.findings else record.requirements[0]
     known = contract.load().requirements.get(requirement)
     name = known.name if known is not None else "(not in this contract)"
@@ -130,16 +129,16 @@ def headline(record: CaseRecord) -> str:
 
 
 def summary_line(certificate: Certificate, *, seconds: float) -> str:
-    """CERTIFIED or not, the profile, the counts with the denominator, the time."""
+    """CERTIFIED or not, the profile, the counts, the time."""
     counts = " · ".join(f"{count} {verdict}" for verdict, count in certificate.counts.items()) or "nothing ran"
     return (
         f"{certificate.word}  {certificate.profile}   {counts}   "
-        f"of {certificate.expected} cases ({certificate.executed} executed)   {duration(seconds)}"
+        f"{certificate.executed} of {certificate.expected} cases reported   {duration(seconds)}"
     )
 
 
 def reasons_text(certificate: Certificate) -> str:
-    """Why there is no certificate, and what to know beside; empty if there is nothing to say."""
+    """Why there is no certificate, and what else to know; empty if there is nothing to say."""
     lines = [f"  not certified because: {reason}" for reason in certificate.reasons]
     lines += [f"  note: {remark}" for remark in certificate.remarks]
     return "\n".join(lines)
@@ -173,18 +172,20 @@ def _finding_lines(finding: Finding) -> list[str]:
 def _waits(end: RankExit) -> str:
     """Where a rank was when it was ended."""
     if end.reported:
-        return "had reported"
+        return "had finished"
     last = end.last_collectives[-1] if end.last_collectives else "no collective"
-    site = _site(end.stack or "")
-    return f"last: {last}" + (f"   at {site}" if site else "")
+    site = next(iter(engine_frames(frames_of_stack(end.stack or ""))), None)
+    return f"last: {last}" + (f"   at {site.name}:{site.line} in {site.function}" if site is not None else "")
 
 
-def _site(stack: str) -> str:
-    """The innermost frame that is not machinery, from faulthandler's text (most recent call first)."""
-    for found in _FRAME.finditer(stack):
-        if not _MACHINERY.search(found["file"]):
-            return f"{found['file'].rsplit('/', 1)[-1]}:{found['line']} in {found['name']}"
-    return ""
+def _raised_at(record: CaseRecord) -> list[str]:
+    """The innermost frames of the engine, if it raised."""
+    if record.verdict in QUIET or record.verdict is Verdict.ERROR_SUITE:
+        return []
+    lines: list[str] = []
+    for frame in engine_frames(frames_of_traceback(record.traceback))[:_FRAMES_SHOWN]:
+        lines += _field("called at" if lines else "raised at", str(frame), wrap=False)
+    return lines
 
 
 def _look_at(requirement: str) -> str:

@@ -1,4 +1,4 @@
-"""Records of cases that no judge has seen: the test ended before, or around, its verdict."""
+"""Records of cases that were not judged because their test ended without a verdict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_conformance.verdict import Verdict
 def unjudged(
     about: Mapping[str, Any], reason: str, verdict: Verdict = Verdict.ERROR_SUITE, *, text: str = ""
 ) -> CaseRecord:
-    """A record of the case that `about` describes (id, requirements, chapter, world_size); `text` is its traceback."""
+    """A record of the case that `about` describes (id, requirements, chapter, world_size), with `text` as traceback."""
     run = settings.current()
     return CaseRecord(
         case=about["id"],
@@ -30,7 +30,7 @@ def unjudged(
 
 
 def of_exception(about: Mapping[str, Any], raised: BaseException | None, *, text: str = "") -> CaseRecord:
-    """The record of a test that ended without a verdict: our own mistake, unless the exception says whose it is."""
+    """The record of a test that ended without a verdict: the suite's fault, unless the exception says otherwise."""
     verdict = Verdict.ERROR_SUITE
     if isinstance(raised, AdapterError | AdapterNotFound):
         verdict = Verdict.ERROR_ADAPTER
@@ -41,7 +41,7 @@ def of_exception(about: Mapping[str, Any], raised: BaseException | None, *, text
 
 
 def contradicted(record: CaseRecord, outcome: str, text: str) -> CaseRecord:
-    """The record of a case that was judged PASS although its test did not pass: what happened later is unknown."""
+    """The record of a case that was judged PASS although its test did not pass: something happened afterwards."""
     record.verdict = Verdict.ERROR_SUITE
     record.reason = f"the verdict was PASS, but the test {outcome}: {last_line(text)}"
     record.traceback = text
@@ -49,6 +49,6 @@ def contradicted(record: CaseRecord, outcome: str, text: str) -> CaseRecord:
 
 
 def last_line(text: str) -> str:
-    """The last line of a traceback that says something."""
+    """The last non-blank line of a traceback."""
     lines = [line for line in text.strip().splitlines() if line.strip()]
     return lines[-1].strip() if lines else "no reason given"

@@ -1,4 +1,4 @@
-"""Deriving a run's certificate again from nothing but its file: no torch, no device, no trust in the footer."""
+"""Deriving a run's certificate again from its file alone: no torch, no device, no trust in the footer."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_conformance.contract.profile import Profile, load_profile
-from fsdp_conformance.report.certificate import NOT_CERTIFIED, Certificate, certify
+from fsdp_conformance.report.certificate import Certificate, certify
 from fsdp_conformance.report.runfile import RunFile, read
+from fsdp_conformance.status import Status
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -18,19 +19,19 @@ class Verification:
     certificate: Certificate
     """As derived here."""
     discrepancies: tuple[str, ...]
-    """Where the file is not what it says, or says another thing than what is derived from it."""
+    """Where the file was altered, or where its footer differs from what follows from its lines."""
 
     @property
     def status(self) -> int:
-        """Exit status: that of the certificate; a file that does not verify certifies nobody."""
-        return NOT_CERTIFIED if self.discrepancies else self.certificate.status
+        """The exit status of the certificate; a file that does not verify cannot certify."""
+        return Status.NOT_CERTIFIED if self.discrepancies else self.certificate.status
 
 
 def verify(path: Path, profile: Profile | None = None) -> Verification:
     """
     Derive the certificate from the run file at `path`.
 
-    Raises RunFileError if it is none, UsageError if its profile is not known here.
+    Raises RunFileError if it is not a run file, and UsageError if its profile is unknown.
     """
     run = read(path)
     profile = profile or profile_of(run)
@@ -39,7 +40,7 @@ def verify(path: Path, profile: Profile | None = None) -> Verification:
 
 
 def profile_of(run: RunFile) -> Profile:
-    """The profile that the run names: one that is shipped, or the file that it was given."""
+    """The profile that the run names: a shipped one, or a file."""
     named = str((run.header.get("profile") or {}).get("name"))
     given = str((run.header.get("settings") or {}).get("profile"))
     return load_profile(given if given.endswith(".json") else named)
@@ -48,12 +49,12 @@ def profile_of(run: RunFile) -> Profile:
 def _discrepancies(run: RunFile, certificate: Certificate) -> list[str]:
     problems = list(run.problems)
     if run.footer is None:
-        problems.append("there is no footer: the run was aborted")
+        problems.append("the footer is missing: the run was aborted")
         return problems
     stated = run.footer.get("certificate") or {}
     derived = certificate.to_json()
     problems += [
-        f"the footer says {key}={stated.get(key)!r}, but derived from the lines it is {derived[key]!r}"
+        f"{key}: the footer says {stated.get(key)!r}, but the lines yield {derived[key]!r}"
         for key in ("certified", "profile", "counts", "executed", "expected", "reasons")
         if stated.get(key) != derived[key]
     ]

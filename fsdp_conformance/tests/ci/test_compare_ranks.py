@@ -43,7 +43,7 @@ def write(directory: Path, *records: CaseRecord, seconds: float | None = 3.0) ->
 
 def test_equal_verdicts(script: dict[str, Any], tmp_path: Path) -> None:
     """Nothing but the seconds and the count."""
-    failure = a_record(SECOND, Verdict.FAIL, reason="loss=3, but should be 1")
+    failure = a_record(SECOND, Verdict.FAIL, reason="loss: expected 1, got 3")
     runs = {
         "processes": write(tmp_path / "a", a_record(FIRST), failure, seconds=12.34),
         "simulated": write(tmp_path / "b", failure, a_record(FIRST), seconds=4.0),
@@ -87,7 +87,7 @@ def test_ranks_that_must_be_processes(script: dict[str, Any], tmp_path: Path) ->
 
     assert 1 == number
     assert [SECOND, "PASS", "PASS", "NOT_RUN_ENV"] == lines[1].split()
-    assert "not run on simulated ranks, which must be processes: 1 case" == lines[-2]
+    assert "not run on simulated ranks (need processes): 1 case" == lines[-2]
 
 
 def test_a_run_that_did_not_end(script: dict[str, Any], tmp_path: Path) -> None:
@@ -96,7 +96,7 @@ def test_a_run_that_did_not_end(script: dict[str, Any], tmp_path: Path) -> None:
     write(tmp_path / "whole", a_record(FIRST))
 
     assert [FIRST] == [record.case for record in script["finished"](tmp_path / "whole", 1).records]
-    with pytest.raises(RunFileError, match="there is no footer"):
+    with pytest.raises(RunFileError, match="the run did not finish"):
         script["finished"](tmp_path / "aborted", 1)
     with pytest.raises(RunFileError, match="status 130"):
         script["finished"](tmp_path / "whole", 130)
@@ -107,7 +107,7 @@ def test_a_run_that_did_not_end(script: dict[str, Any], tmp_path: Path) -> None:
 def test_kinds(script: dict[str, Any]) -> None:
     """Each must be known, and one alone is compared with nothing."""
     assert list(RANKS) == script["kinds_of"](",".join(RANKS))
-    with pytest.raises(ConfigError, match=r"'thread', but should be one of processes, simulated, torchrun.*two kinds"):
+    with pytest.raises(ConfigError, match=r"one of processes, simulated, torchrun, got 'thread'.*two kinds"):
         script["kinds_of"]("thread")
 
 

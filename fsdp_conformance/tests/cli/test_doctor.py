@@ -140,10 +140,10 @@ def test_what_is_merely_absent_keeps_nobody_from_running(
 @pytest.mark.parametrize(
     ("changes", "expected", "state"),
     [
-        ({}, "built: init modes, offload, memory", "ok"),
-        ({"simulator_built": False}, "will be built at its first use", "ok"),
-        ({"simulated": _NO_COMPILER}, "cannot be built: no C++ compiler", "absent"),
-        ({"simulated": _NO_COMPILER, "device": "sim"}, "cannot be built: no C++ compiler", "failed"),
+        ({}, "compiled: init modes, offload, memory", "ok"),
+        ({"simulator_built": False}, "will be compiled on first use", "ok"),
+        ({"simulated": _NO_COMPILER}, "cannot be compiled: no C++ compiler", "absent"),
+        ({"simulated": _NO_COMPILER, "device": "sim"}, "cannot be compiled: no C++ compiler", "failed"),
     ],
     ids=["built", "to be built", "no compiler", "asked for without a compiler"],
 )

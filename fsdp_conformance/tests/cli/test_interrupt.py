@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import threading
@@ -15,7 +16,7 @@ import pytest
 from fsdp_conformance.cli.processes import end_family, family
 from fsdp_conformance.cli.pytest_process import PytestProcess
 from fsdp_conformance.report import runfile
-from fsdp_conformance.tests.cli.cli_runs import children_of, with_quick_survey, words
+from fsdp_conformance.tests.cli.cli_runs import ADAPTER, children_of, with_adapter, with_quick_survey, words
 from fsdp_conformance.tests.pytest_plugin import mini_suite
 
 #: Each test is a run in processes of its own.
@@ -65,8 +66,9 @@ def _run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.
         ([], signal.SIGINT, 130),
         (["-n", "2"], signal.SIGINT, 130),
         ([], signal.SIGTERM, 143),
+        ([], signal.SIGHUP, 129),
     ],
-    ids=["Ctrl-C", "Ctrl-C with workers", "SIGTERM"],
+    ids=["Ctrl-C", "Ctrl-C with workers", "SIGTERM", "SIGHUP"],
     indirect=["run"],
 )
 def test_an_interrupted_run_leaves_its_file_intact_and_no_process(
@@ -90,6 +92,59 @@ def test_an_interrupted_run_leaves_its_file_intact_and_no_process(
     assert "R001/probe-ws4" in [record.case for record in left.records]
     for line in (tmp_path / "report" / "run.jsonl").read_text(encoding="utf-8").splitlines():
         json.loads(line)
+
+
+#: A compiler that starts a process with its own session, and does not end.
+_ENDLESS_COMPILER = """#!/usr/bin/env python3
+import os, subprocess, sys, time
+
+if "--version" in sys.argv:
+    sys.exit(0)
+child = subprocess.Popen(["sleep", "600"], start_new_session=True)
+with open(os.environ["REACHED"] + ".part", "w") as file:
+    file.write(f"{os.getpid()} {child.pid}")
+os.replace(os.environ["REACHED"] + ".part", os.environ["REACHED"])
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
+    ids=str,
+)
+def test_a_run_that_is_ended_while_it_compiles_leaves_no_process(
+    number: signal.Signals, status: int, tmp_path: Path
+) -> None:
+    """The compiler of the simulated accelerator ends with everything that it has started."""
+    reached = tmp_path / "reached"
+    compiler = tmp_path / "compiler"
+    compiler.write_text(_ENDLESS_COMPILER, encoding="utf-8")
+    compiler.chmod(0o755)
+    adapter = ADAPTER.replace('{"zero3"}', '{"zero3", "init_before", "any_accelerator"}')
+    env = {
+        **os.environ, "CXX": str(compiler), "REACHED": str(reached), "FSDP_CONFORMANCE_CACHE": str(tmp_path / "cache"),
+    }  # fmt: skip
+    run = subprocess.Popen(
+        words("run", "--implementation", with_adapter(tmp_path, adapter), "--case", "R012/before-ws2"),
+        cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        wait_for(lambda: reached.exists() or run.poll() is not None, "the compiler")
+        assert run.poll() is None, run.communicate()
+        pids = {int(word) for word in reached.read_text(encoding="utf-8").split()}
+        before = family(run.pid)
+        run.send_signal(number)
+        out, err = run.communicate(timeout=_DEADLINE_S)
+    finally:
+        if run.poll() is None:
+            end_family(run.pid)
+            run.wait()
+
+    assert (run.returncode, pids <= before) == (status, True), out + err
+    assert f"interrupted by {number.name}" in err
+    assert "Traceback" not in out + err
+    assert [pid for pid in before if family(pid)] == []
 
 
 #: Takes no notice of SIGINT; neither does the process that it has started, which has a session of its own, as ranks do.

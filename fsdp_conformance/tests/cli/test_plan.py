@@ -8,10 +8,10 @@ import pytest
 
 from fsdp_conformance.cli import arguments
 from fsdp_conformance.cli.plan_order import order_from_json, order_of
-from fsdp_conformance.cli.status import Status
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.planner.device_spec import GIB
 from fsdp_conformance.planner.link_spec import LINKS, LinkSpec
+from fsdp_conformance.status import Status
 from fsdp_conformance.tests.cli.cli_runs import said
 
 MODEL = """
@@ -96,14 +96,14 @@ def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
 
     assert (found.status, found.out) == (Status.USAGE, "")
     for expected in (
-        "world_size='x', but should be a positive whole number",
+        "world_size must be a positive integer, got 'x'",
         "ranks_per_host='0'",
-        "model='model', but should be package.module:function",
-        "device='h10', but should be one of a100, h100, h200. Did you mean",
-        "memory='80', but should be a positive size with its unit",
-        "link='nvlin', but should be one of nvlink",
+        "model must be package.module:function or path/to/file.py:function, got 'model'",
+        "device must be one of a100, h100, h200, got 'h10'. Did you mean",
+        "memory must be a positive size with a unit, such as 80GiB or 512MiB, got '80'",
+        "link must be one of nvlink",
         "Did you mean 'nvlink'?",
-        "utilisation='2', but should be a number above 0",
+        "utilisation must be above 0 and at most 1, got '2'",
         "rows='-1'",
     ):
         assert expected in found.err

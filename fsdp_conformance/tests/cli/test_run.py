@@ -86,13 +86,46 @@ def test_workers_come_to_the_same_verdicts(suite: mini_suite.MiniSuite, tmp_path
     assert len(verdicts[0][1]) == 7
 
 
-def test_a_part_of_a_profile_certifies_nobody(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+def test_a_partial_profile_cannot_certify(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """--case runs what it names; all that ran may pass, and the status is 1."""
     found = run(suite, tmp_path, "--case", "R188", "--world-size", "2")
 
     assert found.status == 1
     assert "1/1" in found.out
-    assert "nothing that ran speaks against the implementation" in found.out
+    assert "No failures, but a partial profile cannot certify." in found.out
+
+
+def test_the_selection_and_its_duration_are_announced(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """First from typical durations, then from what the last run took."""
+    env = with_quick_survey(suite.environment(MINI_SUITE_FLAGS="zero3 no_sync"), tmp_path)
+    typed_without_report = typed(suite, tmp_path, "--case", "R001/*,R017", "-n", "0", "--report", "x")[:-2]
+    first, second = (said(*typed_without_report, cwd=tmp_path, env=env) for _ in range(2))
+
+    assert "mini · 4 of 7 cases selected" in first.out
+    assert (
+        "1 case cannot run here; for the reasons: fsdp-conformance list --not-run --implementation mine.py" in first.out
+    )
+    assert "running 3 cases: about 10 s (estimated from typical durations on 2 cores)" in first.out
+    assert "running 3 cases: about 10 s (measured in the last run)" in second.out
+
+
+def test_fail_fast_and_last_failed(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """The first stops at the first failure and says what is left; the other runs the failures of the last run."""
+    words_of_run = typed(suite, tmp_path, "--report", "x")[:-2]
+    acts = {"R001/probe-ws4": "FAIL"}
+    env = with_quick_survey(suite.environment(acts, MINI_SUITE_FLAGS="zero3 no_sync"), tmp_path)
+    stopped = said(*words_of_run, "--fail-fast", cwd=tmp_path, env=env)
+    again = said(*words_of_run, "--last-failed", cwd=tmp_path, env=env)
+    other = said(*words_of_run, "--last-failed", "--implementation", "other.py", cwd=tmp_path, env=env)
+
+    assert stopped.status == 1
+    assert "note: stopped by --fail-fast after R001/probe-ws4: 6 of 7 cases were not run" in stopped.out
+    assert "incomplete: 6 of 7 cases were not run" in stopped.out
+    assert again.status == 1
+    assert "1 of 7 cases selected" in again.out
+    assert "incomplete: --last-failed left cases out" in again.out
+    assert other.status == 2
+    assert "--last-failed needs a run of other.py, but the last one was of mine.py" in other.err
 
 
 def test_an_error_of_the_suite_is_status_4(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
@@ -241,7 +274,7 @@ def test_a_device_that_is_absent_is_the_environment(suite: mini_suite.MiniSuite,
     found = run(suite, tmp_path, "--device", "mtia", "--implementation", with_adapter(tmp_path))
 
     assert found.status == 3
-    assert "0 devices of type 'mtia' are present, but should be at least 1" in found.err
+    assert "no device of type 'mtia' was found" in found.err
 
 
 def test_a_world_size_without_devices_is_the_environment(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
@@ -249,7 +282,7 @@ def test_a_world_size_without_devices_is_the_environment(suite: mini_suite.MiniS
     found = run(suite, tmp_path, "--device", "mtia", "--world-size", "4")
 
     assert found.status == 3
-    assert "--world-size 4, but 2 devices of type 'mtia' present" in found.err
+    assert "--world-size 4 needs 4 devices, one for each rank, but found 2 devices of type 'mtia'" in found.err
     assert not (tmp_path / "report").exists()
 
 

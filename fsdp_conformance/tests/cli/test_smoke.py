@@ -46,7 +46,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ([_OK, _OK], 0, "mine.py: 2 of 2 checks ok"),
         ([_OK, _WRONG, _LEFT_OUT], 1, "the adapter is not ready"),
-        ([_LEFT_OUT], 3, "nothing could be checked here"),
+        ([_LEFT_OUT], 3, "no check could run on this machine"),
     ],
     ids=["ready", "wrong", "nothing checked"],
 )

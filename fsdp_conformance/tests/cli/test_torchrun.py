@@ -111,7 +111,7 @@ def test_two_agents(tmp_path: Path) -> None:
     }
     assert {"torchrun"} == {record["ranks"] for record in found.values()}
     assert 4 == len({end["pid"] for end in found["R001/exact-probe-ws4"]["exits"]})
-    # A part of a profile certifies nobody, and torchrun has heard why.
+    # A partial profile cannot certify, and torchrun got the reason.
     assert "--case left cases out" in (tmp_path / "agent0.log").read_text()
     assert "PASS" not in (tmp_path / "agent1.log").read_text()
 
@@ -160,4 +160,4 @@ def test_without_torchrun(tmp_path: Path) -> None:
     )
 
     assert 2 == done.returncode
-    assert "RANK='', but should be a number" in done.stderr
+    assert "RANK must be a number, got ''" in done.stderr

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -180,40 +179,6 @@ def test_an_unknown_profile_suggests_a_near_one() -> None:
         UsageError, match=r"profile='core-2026\.12', but should be one of .*Did you mean 'core-2026\.11'"
     ):
         load_profile("core-2026.12")
-
-
-# Choosing.
-
-
-@pytest.mark.parametrize(
-    ("cases", "sizes", "expected"),
-    [
-        ((), (), ["R001/probe-ws2", "R001/probe-ws3", "R005/probe-ws2"]),
-        (("R005",), (), ["R005/probe-ws2"]),
-        (("R001/probe-ws3",), (), ["R001/probe-ws3"]),
-        ((), (2,), ["R001/probe-ws2", "R005/probe-ws2"]),
-        (("R001",), (3,), ["R001/probe-ws3"]),
-        (("R005",), (3,), []),
-    ],
-)
-def test_cases_are_chosen_by_id_requirement_and_size(
-    cases: Sequence[str], sizes: Sequence[int], expected: list[str]
-) -> None:
-    """Both lists must hold; an empty one holds for all."""
-    profile = made({}, {"world_size": 3}, {"requirements": ("R005",)})
-
-    assert [entry.id for entry in profile.selected(cases, sizes)] == expected
-
-
-def test_what_chooses_nothing_is_refused() -> None:
-    """A mistyped id is not a run of nothing."""
-    with pytest.raises(ConfigError) as raised:
-        made({}).selected(["R001/prob-ws2"], [7])
-
-    mistyped, absent = raised.value.problems
-    assert mistyped.startswith("case='R001/prob-ws2', but should be the id of a case or of a requirement")
-    assert mistyped.endswith("Did you mean R001/probe-ws2?")
-    assert absent == "world_size=7, but should be one of 2"
 
 
 # Comparing.

@@ -77,7 +77,7 @@ def test_a_finding_on_any_rank_fails() -> None:
 
     assert record.verdict is Verdict.FAIL
     assert record.reason == (
-        "R003 (gradient parity): grad of '0.weight'=1.0, but should be 0.5 "
+        "R003 (gradient parity): gradient of '0.weight': expected 0.5, got 1.0 "
         "[step 0 · reduce · '0.weight' · rank 1 · element [3, 1]]"
     )
 
@@ -121,7 +121,7 @@ def test_a_finding_that_ranks_share_is_said_once(ranks: tuple[int, ...], words: 
     record = judged(*reports)
 
     assert [(item.rank, item.message) for item in record.findings] == [
-        (ranks[0], "grad of '0.weight'=1.0, but should be 0.5" + words)
+        (ranks[0], "gradient of '0.weight': expected 0.5, got 1.0" + words)
     ]
 
 
@@ -172,7 +172,7 @@ def test_an_undeclared_flag_that_trains_wrongly_fails_loud_refusal() -> None:
     assert [item.requirement for item in record.findings] == ["R000", "R003"]
     assert record.findings[0].message == (
         "frozen_mixed is neither declared nor refused, and training gave wrong results: "
-        "grad of '0.weight'=1.0, but should be 0.5"
+        "gradient of '0.weight': expected 0.5, got 1.0"
     )
     assert record.findings[0].where() == record.findings[1].where()
 

@@ -13,9 +13,12 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.pytest_plugin import DESCRIPTION_FILE, ERROR_FILE, EXIT_ENVIRONMENT, EXIT_SUITE
+from fsdp_conformance.config import RunSettings
+from fsdp_conformance.pytest_plugin.controller import EXIT_ENVIRONMENT, EXIT_SUITE
+from fsdp_conformance.pytest_plugin.options import ERROR_FILE, ORDER_OPTION
 from fsdp_conformance.report.runfile import RunFile, read
 from fsdp_conformance.report.verify import verify
+from fsdp_conformance.settings import RunOrder
 from fsdp_conformance.tests.pytest_plugin import mini_suite
 from fsdp_conformance.tests.pytest_plugin.mini_suite import MiniSuite
 from fsdp_conformance.verdict import Verdict
@@ -172,6 +175,62 @@ def test_a_world_size_disables_the_others(suite: MiniSuite) -> None:
     assert result.status == 0
 
 
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (("--conformance-case", "R001/*-ws[24]"), ["R001/probe-ws4", "R001/probe-ws2"]),
+        (("--conformance-requirement", "R001"), ["R001/probe-ws4", "R001/probe-ws2", "R001/probe-ws1"]),
+        (("--conformance-binding", "R003", "--conformance-case", "*-ws1"), ["R001/probe-ws1"]),
+        (("--conformance-chapter", "J,G", "-n", "2"), ["R070/order-ws2", "R093/deferred-ws2"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_cases_can_be_selected_in_several_ways(suite: MiniSuite, options: tuple[str, ...], expected: list[str]) -> None:
+    """The run file names the options that left cases out."""
+    result = ran(suite, None, *options)
+
+    assert sorted(result.verdicts) == sorted(expected)
+    assert f"incomplete: {options[0].replace('conformance-', '')} left cases out" in result.certificate["reasons"]
+
+
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
+def test_fail_fast_stops_after_the_first_failure(suite: MiniSuite, workers: tuple[str, ...]) -> None:
+    """The run has a footer, the status of a failure, and a note on what was not run."""
+    result = ran(suite, {"R001/probe-ws4": "FAIL"}, "--conformance-fail-fast", *workers)
+
+    assert result.status == pytest.ExitCode.TESTS_FAILED
+    assert result.verdicts["R001/probe-ws4"] == "FAIL"
+    left = 7 - len(result.verdicts)
+    assert left > 0
+    note = f"stopped by --fail-fast after R001/probe-ws4: {left} of 7 cases were not run"
+    assert note in result.certificate["remarks"]
+    assert note in result.output
+    assert result.run.unfinished() == []
+
+
+def test_fail_fast_does_not_stop_a_run_without_failures(suite: MiniSuite) -> None:
+    """UNSUPPORTED and NOT_RUN_ENV are none, and the certificate is whole."""
+    result = ran(suite, None, "--conformance-fail-fast")
+
+    assert (result.status, len(result.verdicts)) == (0, 7)
+    assert result.certificate["certified"] is True
+
+
+def test_last_failed_runs_the_failures_again(suite: MiniSuite) -> None:
+    """Those of the last run in the working directory; without one, that is a usage error."""
+    without = ran(suite, None, "--conformance-last-failed")
+    (suite.root / ".fsdp-conformance").mkdir()
+    (suite.root / ".fsdp-conformance" / "last").symlink_to(suite.root / "report", target_is_directory=True)
+    ran(suite, {"R001/probe-ws2": "FAIL", "R070/order-ws2": "HANG"})
+    again = ran(suite, {"R070/order-ws2": "FAIL"}, "--conformance-last-failed", "-n", "2").verdicts
+    once_more = ran(suite, None, "--conformance-last-failed").verdicts
+
+    assert without.status == pytest.ExitCode.USAGE_ERROR
+    assert "--last-failed needs an earlier run" in without.output
+    assert again == {"R001/probe-ws2": "PASS", "R070/order-ws2": "FAIL"}
+    assert once_more == {"R070/order-ws2": "PASS"}
+
+
 def test_settings_reach_the_run_file(suite: MiniSuite) -> None:
     """As they were given."""
     options = ("--implementation", "my.py:Mine", "--conformance-deadline-scale", "2.5", "--reuse-ranks")
@@ -183,7 +242,9 @@ def test_settings_reach_the_run_file(suite: MiniSuite) -> None:
         2.5,
         True,
     )
-    assert "incomplete: --reuse-ranks, but every case should have fresh ranks" in result.certificate["reasons"]
+    assert (
+        "incomplete: --reuse-ranks, and a certificate needs fresh ranks for every case" in result.certificate["reasons"]
+    )
 
 
 def test_declared_flags_reach_the_cases(suite: MiniSuite) -> None:
@@ -193,14 +254,22 @@ def test_declared_flags_reach_the_cases(suite: MiniSuite) -> None:
     assert result.verdicts["R093/deferred-ws2"] == "PASS"
 
 
-def test_a_description_that_was_handed_over_is_not_asked_again(suite: MiniSuite, tmp_path: Path) -> None:
-    """By whoever started pytest; one of another implementation is left aside."""
-    told = {"spec": "torch-fsdp2", "name": "told", "version": "9", "capabilities": ["no_sync"], "shims": []}
-    (tmp_path / "told.json").write_text(json.dumps(told), encoding="utf-8")
-    place = {DESCRIPTION_FILE: str(tmp_path / "told.json")}
+def test_an_order_says_everything_at_once(suite: MiniSuite, tmp_path: Path) -> None:
+    """The settings and the adapter's description, which is not asked for again."""
+    settings = RunSettings(
+        implementation="mine", profile=str(suite.profile_path), report_dir=str(suite.root / "report"),
+        cases=("R093",), deadline_scale=2.0,
+    )  # fmt: skip
+    told = {"spec": "mine", "name": "told", "version": "9", "capabilities": ["no_sync"], "shims": []}
+    order = RunOrder(settings=settings, description=told)
+    (tmp_path / "order.json").write_text(order.to_json(), encoding="utf-8")
 
-    assert ran(suite, None, **place).run.header["implementation"]["name"] == "told"
-    assert ran(suite, None, "--implementation", "other", **place).run.header["implementation"]["name"] == "other"
+    for workers in ((), ("-n", "2")):
+        result = ran(suite, None, ORDER_OPTION, str(tmp_path / "order.json"), *workers)
+
+        header = result.run.header
+        assert (header["implementation"]["name"], header["settings"]["deadline_scale"]) == ("told", 2.0)
+        assert result.verdicts == {"R093/deferred-ws2": "PASS"}
 
 
 def test_a_keyword_leaves_the_status_to_pytest(suite: MiniSuite) -> None:
@@ -222,11 +291,17 @@ def test_a_whole_run_that_earns_no_certificate_is_not_a_success(suite: MiniSuite
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--conformance-case", "R999"), "case='R999', but should be the id of a case"),
-        (("--conformance-world-size", "7"), "world_size=7, but should be one of 1, 2, 4"),
-        (("--conformance-world-size", "two"), "world_size='two', but should be a number of ranks"),
-        (("--conformance-deadline-scale", "-1"), "deadline_scale='-1', but should be a positive number"),
-        (("--conformance-device", "cuda:0"), "device='cuda:0', but should be a type such as cpu, sim or cuda"),
+        (
+            ("--conformance-case", "R999"),
+            "or a glob such as 'R005/*-ws2', got 'R999'",
+        ),
+        (("--conformance-world-size", "7"), "world_size must be one of 1, 2, 4, got 7"),
+        (("--conformance-world-size", "two"), "world_size must be a positive integer, got 'two'"),
+        (("--conformance-deadline-scale", "-1"), "deadline_scale must be a positive number, got '-1'"),
+        (
+            ("--conformance-device", "cuda:0"),
+            "device must be a type such as cpu, sim or cuda, without an index",
+        ),
         (("--conformance-profile", "none"), "profile='none', but should be one of"),
         (("--implementation", "missing"), "implementation='missing' cannot be imported"),
         (("--implementation", "broken"), "broken has no wrap()\nbroken has no step()"),
@@ -252,7 +327,7 @@ def test_a_mistake_is_one_message(suite: MiniSuite, options: tuple[str, str], wo
         (
             ("--conformance-device", "cuda", "--conformance-world-size", "4"),
             EXIT_ENVIRONMENT,
-            "2 devices of type 'cuda' are present, but should be 4 at least",
+            "expected at least 4 devices of type 'cuda', found 2",
         ),
     ],
 )
@@ -304,7 +379,8 @@ def test_reruns_are_not_comparable(suite: MiniSuite) -> None:
     by_mark = ran(suite, {"R001/probe-ws1": "mark-flaky"})
 
     for result in (by_option, by_mark):
-        assert result.certificate["reasons"] == ["not comparable: a plugin reruns failed cases, but a case runs once"]
+        reason = "not comparable: a plugin reran failed cases, and a case must run only once"
+        assert result.certificate["reasons"] == [reason]
         assert result.status == 1
 
 
@@ -348,7 +424,7 @@ def test_a_mistake_is_one_message_with_workers_too(suite: MiniSuite) -> None:
     result = ran(suite, None, "-n", "2", "--conformance-case", "R999")
 
     assert result.status == pytest.ExitCode.USAGE_ERROR
-    assert "case='R999'" in result.output
+    assert "got 'R999'" in result.output
 
 
 # Everybody else's tests.
@@ -360,7 +436,8 @@ def test_other_tests_are_left_alone(tmp_path: Path) -> None:
         "import sys\n"
         "def test_light():\n"
         "    ours = sorted(name for name in sys.modules if name.startswith('fsdp_conformance.'))\n"
-        "    assert (ours, 'torch' in sys.modules) == (['fsdp_conformance.pytest_plugin'], False)\n",
+        "    assert {name.split('.')[1] for name in ours} == {'pytest_plugin'}\n"
+        "    assert 'torch' not in sys.modules\n",
         encoding="utf-8",
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}

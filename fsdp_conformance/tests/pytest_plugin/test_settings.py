@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -35,6 +34,10 @@ def test_everything_typed_is_taken() -> None:
         device="cuda",
         world_sizes=["2,4", "3", "2"],
         cases=["R001", " R002 , R001/a-ws2"],
+        requirements=["R003"],
+        bindings=["R003,R004"],
+        chapters=["A", "A,G"],
+        fail_fast=True,
         report_dir="out",
         reuse_ranks=True,
         deadline_scale="0.5",
@@ -46,6 +49,10 @@ def test_everything_typed_is_taken() -> None:
         device="cuda",
         world_sizes=(2, 4, 3),
         cases=("R001", "R002", "R001/a-ws2"),
+        requirements=("R003",),
+        bindings=("R003", "R004"),
+        chapters=("A", "G"),
+        fail_fast=True,
         report_dir="out",
         reuse_ranks=True,
         deadline_scale=0.5,
@@ -55,14 +62,14 @@ def test_everything_typed_is_taken() -> None:
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
-        ({"implementation": " "}, "implementation=' ', but should not be blank"),
-        ({"report_dir": ""}, "report_dir='', but should not be blank"),
-        ({"device": "cuda:1"}, "device='cuda:1', but should be a type such as cpu, sim or cuda, without an index"),
-        ({"world_sizes": ["0"]}, "world_size='0', but should be a number of ranks, at least 1"),
-        ({"world_sizes": ["-2"]}, "world_size='-2', but should be a number of ranks, at least 1"),
-        ({"deadline_scale": "fast"}, "deadline_scale='fast', but should be a positive number"),
-        ({"deadline_scale": "inf"}, "deadline_scale='inf', but should be a positive number"),
-        ({"deadline_scale": "nan"}, "deadline_scale='nan', but should be a positive number"),
+        ({"implementation": " "}, "implementation must not be blank, got ' '"),
+        ({"report_dir": ""}, "report_dir must not be blank, got ''"),
+        ({"device": "cuda:1"}, "device must be a type such as cpu, sim or cuda, without an index, got 'cuda:1'"),
+        ({"world_sizes": ["0"]}, "world_size must be a positive integer, got '0'"),
+        ({"world_sizes": ["-2"]}, "world_size must be a positive integer, got '-2'"),
+        ({"deadline_scale": "fast"}, "deadline_scale must be a positive number, got 'fast'"),
+        ({"deadline_scale": "inf"}, "deadline_scale must be a positive number, got 'inf'"),
+        ({"deadline_scale": "nan"}, "deadline_scale must be a positive number, got 'nan'"),
     ],
 )
 def test_what_cannot_be_is_refused(words: dict[str, Any], problem: str) -> None:
@@ -81,12 +88,17 @@ def test_all_problems_come_at_once() -> None:
     assert len(raised.value.problems) == 4
 
 
-def test_settings_survive_the_way_to_a_worker() -> None:
-    """Through JSON, which knows no tuples; a field of another version is left aside."""
-    made = RunSettings(world_sizes=(2, 3), cases=("R001",), deadline_scale=2.0)
-    data = json.loads(json.dumps({**asdict(made), "colour": "green"}))
+def test_an_order_survives_the_way_to_a_rank() -> None:
+    """Through JSON, which knows no tuples; a field of another version is ignored."""
+    made = RunSettings(
+        world_sizes=(2, 3), cases=("R001",), chapters=("A",), last_failed=("R001/a-ws2",), fail_fast=True,
+        deadline_scale=2.0,
+    )  # fmt: skip
+    order = settings.RunOrder(settings=made, description={"name": "mine"})
+    data = json.loads(order.to_json())
+    data["settings"]["colour"] = "green"
 
-    assert settings.from_json(data) == made
+    assert settings.order_from_json(json.dumps(data)) == order
 
 
 def test_what_is_used_is_current() -> None:

@@ -73,7 +73,7 @@ def a_finding(requirement: str = "R003", **changes: Any) -> Finding:
     """A gradient that is summed instead of averaged, on rank 0 at step 0."""
     fields: dict[str, Any] = {
         "check": "gradient parity",
-        "message": "grad of '0.weight'=1.0, but should be 0.5",
+        "message": "gradient of '0.weight': expected 0.5, got 1.0",
         "step": 0,
         "phase": "reduce",
         "fqn": "0.weight",

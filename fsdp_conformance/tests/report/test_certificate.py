@@ -103,18 +103,18 @@ def test_an_empty_profile_certifies_nobody() -> None:
     """Nor does a manifest of nothing."""
     profile = Profile(name="core-test", interpretation=INTERPRETATION, entries=())
 
-    assert only_reason(certified(profile=profile)) == "incomplete: the profile has no case"
+    assert only_reason(certified(profile=profile)) == "incomplete: the profile has no cases"
 
 
 def test_a_case_that_is_not_in_the_profile_is_a_reason() -> None:
     """The suites and the profile belong together."""
-    assert only_reason(certified(a_record("R002/extra-ws2"))) == "R002/extra-ws2 ran, but is not in the profile"
+    assert only_reason(certified(a_record("R002/extra-ws2"))) == "not in the profile: R002/extra-ws2"
 
 
 def test_a_case_that_ran_twice_is_not_comparable() -> None:
     """A rerun to green hides a flake."""
     assert only_reason(certified(records=[*a_run().records, a_record(PARITY, requirements=["R001"])])) == (
-        "not comparable: R001/probe-ws2 ran more than once, but a case runs once"
+        "not comparable: R001/probe-ws2 ran more than once"
     )
 
 
@@ -122,7 +122,7 @@ def test_another_profile_is_a_reason() -> None:
     """Same name, other content."""
     certificate = certify(a_run(profile=a_profile(*CASES[:2])), a_profile(*CASES[:2], a_case(world_size=3)))
 
-    assert any(reason.startswith("the run had the profile core-test ") for reason in certificate.reasons)
+    assert any(reason.startswith("profile of the run: expected core-test ") for reason in certificate.reasons)
 
 
 def test_another_interpretation_is_a_reason() -> None:
@@ -130,14 +130,14 @@ def test_another_interpretation_is_a_reason() -> None:
     run = a_run()
     run.header["interpretation"] = 0
 
-    assert only_reason(certify(run, a_profile())) == f"interpretation=0, but should be {INTERPRETATION}"
+    assert only_reason(certify(run, a_profile())) == f"interpretation: expected {INTERPRETATION}, got 0"
 
 
 def test_a_selection_certifies_nobody() -> None:
     """Even if all of it passed."""
     reason = only_reason(certified(profile=a_profile(certifies=False)))
 
-    assert reason == "incomplete: the profile core-test is a selection that certifies nobody"
+    assert reason == "incomplete: the profile core-test is a selection, which cannot certify"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_selection_certifies_nobody() -> None:
     [
         ({"cases": ["R001"]}, "incomplete: --case left cases out"),
         ({"world_sizes": [2]}, "incomplete: --world-size left cases out"),
-        ({"reuse_ranks": True}, "incomplete: --reuse-ranks, but every case should have fresh ranks"),
+        ({"reuse_ranks": True}, "incomplete: --reuse-ranks, and a certificate needs fresh ranks for every case"),
     ],
 )
 def test_options_that_narrow_a_run_are_reasons(settings: dict[str, Any], reason: str) -> None:
@@ -159,7 +159,7 @@ def test_ranks_that_were_reused_are_a_reason() -> None:
     """Also where the settings do not say so."""
     reason = only_reason(certified(a_record(PARITY, requirements=["R001"], ranks="reused")))
 
-    assert reason == "incomplete: --reuse-ranks, but every case should have fresh ranks"
+    assert reason == "incomplete: --reuse-ranks, and a certificate needs fresh ranks for every case"
 
 
 def test_an_implementation_that_nobody_described_is_a_reason() -> None:
@@ -177,9 +177,7 @@ def test_a_damaged_file_is_a_reason() -> None:
 
 def test_a_case_without_verdict_is_a_reason() -> None:
     """It began, and nobody knows how it ended."""
-    assert only_reason(certified(started=["R002/lost-ws2"])) == (
-        "incomplete: R002/lost-ws2 began and came to no verdict"
-    )
+    assert only_reason(certified(started=["R002/lost-ws2"])) == ("incomplete: R002/lost-ws2 started but did not finish")
 
 
 def test_a_note_can_refuse_and_another_remarks() -> None:
@@ -277,7 +275,7 @@ def test_a_record_that_is_not_of_its_case_is_a_reason(change: dict[str, Any]) ->
     """Ranks and requirements are the profile's."""
     reason = only_reason(certified(a_record(PARITY, **{"requirements": ["R001"], **change})))
 
-    assert reason.startswith("R001/probe-ws2 ran with other ranks or requirements than the profile says")
+    assert reason.startswith("ran with a world size or requirements that are not those in the profile: R001/probe-ws2")
 
 
 # Level S.
@@ -360,7 +358,7 @@ def test_a_mandatory_requirement_must_be_seen_once() -> None:
     refused = [unsupported("R001/probe-ws2"), unsupported("R001/probe-ws3")]
 
     assert only_reason(certified(*refused, profile=profile)) == (
-        "R001 (Losses equal DDP's) is mandatory and was not seen to hold: all its cases are UNSUPPORTED"
+        "R001 (Losses equal DDP's) is mandatory but was not shown: all of its cases are UNSUPPORTED"
     )
     assert certified(refused[0], profile=profile).certified
 
@@ -420,7 +418,7 @@ def test_what_the_profile_says_needs_a_device_may_be_left_to_another_machine() -
 
     assert certificate.certified
     assert certificate.remarks == (
-        "1 case was not run: this machine cannot tell",
+        "1 case was not run for lack of a device or backend",
         "R018 (Parameters on several devices are refused) cannot be shown on this machine",
     )
 
@@ -433,7 +431,7 @@ def test_what_the_profile_does_not_name_is_no_excuse(absent: list[str], words: s
     """However good the reason; if nothing else is in the way the machine is."""
     certificate = certified(not_here("R018/probe-ws2", *absent), profile=a_profile(*CUDA_CASES))
 
-    assert only_reason(certificate) == f"NOT_RUN_ENV for want of {words}: R018/probe-ws2"
+    assert only_reason(certificate) == f"NOT_RUN_ENV (this machine lacks {words}): R018/probe-ws2"
     assert certificate.status == 3
 
 
@@ -451,7 +449,7 @@ def test_cases_that_were_declined_and_cases_of_another_machine_are_weighed_toget
     found = [unsupported("R001/probe-ws2"), not_here("R001/probe-ws3", "cuda")]
     certificate = certified(*found, profile=a_profile(CASES[1], *cases))
 
-    assert only_reason(certificate).startswith("R001 (Losses equal DDP's) is mandatory and was not seen to hold")
+    assert only_reason(certificate).startswith("R001 (Losses equal DDP's) is mandatory but was not shown")
 
 
 def test_a_machine_that_was_also_narrowed_is_not_to_blame() -> None:

@@ -19,8 +19,9 @@ from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import Profile, profile_of
 from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
 from fsdp_conformance.outcome import CaseRecord, Finding, RankExit
-from fsdp_conformance.report import recorder
-from fsdp_conformance.report.recorder import Recorder, link_last, report_directory
+from fsdp_conformance.report import last_run
+from fsdp_conformance.report.last_run import link_last, report_directory
+from fsdp_conformance.report.recorder import Recorder
 from fsdp_conformance.report.runfile import NAME, PREVIOUS, RunFileWriter, encode, read
 from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record, stuck
 from fsdp_conformance.verdict import Verdict
@@ -142,7 +143,7 @@ def test_an_earlier_run_of_the_directory_is_kept(tmp_path: Path, profile: Profil
 
 def test_the_default_directory_names_implementation_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever stands in the specification of the implementation."""
-    monkeypatch.setattr(recorder, "datetime", _FixedTime)
+    monkeypatch.setattr(last_run, "datetime", _FixedTime)
     monkeypatch.setattr(os, "getpid", lambda: 17)
     directory = report_directory(RunSettings(implementation="a/b.py:C"))
 
@@ -239,7 +240,7 @@ def test_an_edited_line_is_found(tmp_path: Path, profile: Profile) -> None:
     path = whole(tmp_path, profile)
     edited(path, 2, verdict="FAIL")
 
-    assert read(path).problems == ["line 3 (case) does not have the hash that it states: the file was edited"]
+    assert read(path).problems == ["line 3 (case) does not match its hash: the file was edited"]
 
 
 @pytest.mark.parametrize("number", [0, 1, 2, 3, 4, 5])
@@ -286,7 +287,7 @@ def test_a_torn_line_is_said_and_the_rest_is_read(tmp_path: Path, profile: Profi
     path.write_bytes(path.read_bytes()[:-40])
     run = read(path)
 
-    assert run.problems == ["line 6 is torn: the run was ended while it was written"]
+    assert run.problems == ["line 6 is incomplete: the run ended while writing it"]
     assert (len(run.records), run.aborted) == (2, True)
 
 

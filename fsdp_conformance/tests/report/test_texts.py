@@ -105,7 +105,7 @@ class Texts(TestCase):
     case      R003/rank-coded-ws2
     first     step 0 | reduce | '0.weight' | rank 0 | element [3, 1]
     got       1.0 | expected 0.5 | ratio 2 | 4.1943e+06 ulps | on 16 of 16 elements (bitwise)
-    seen      grad of '0.weight'=1.0, but should be 0.5 [gradient parity]
+    seen      gradient of '0.weight': expected 0.5, got 1.0 [gradient parity]
     likely    gradients are summed, not averaged
     look at   The ratio got / expected: the world size means summed, its inverse means divided twice, another constant
               means a wrong group or divisor.
@@ -122,7 +122,7 @@ class Texts(TestCase):
     first     rank 0
     seen      rank 0 did not answer [deadline]
     rank 0    last: forward all_gather 1024B float32 [0,1] at unit.py:212 in unshard
-    rank 1    had reported
+    rank 1    had finished
     then      rank 1 raised RuntimeError: Connection closed by peer
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
     look at   A collective that is issued on a condition that only this rank sees.
@@ -178,7 +178,7 @@ class Texts(TestCase):
     case      R003/rank-coded-ws2
     first     step 0 | reduce | '0.weight' | rank 0 | element [3, 1]
     got       1.0 | expected 0.5 | ratio 2 | 4.1943e+06 ulps | on 16 of 16 elements (bitwise)
-    seen      grad of '0.weight'=1.0, but should be 0.5 [gradient parity]
+    seen      gradient of '0.weight': expected 0.5, got 1.0 [gradient parity]
     likely    gradients are summed, not averaged
     look at   The ratio got / expected: the world size means summed, its inverse means divided twice, another constant
               means a wrong group or divisor.
@@ -191,7 +191,7 @@ class Texts(TestCase):
     first     rank 0
     seen      rank 0 did not answer [deadline]
     rank 0    last: forward all_gather 1024B float32 [0,1] at unit.py:212 in unshard
-    rank 1    had reported
+    rank 1    had finished
     then      rank 1 raised RuntimeError: Connection closed by peer
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
     look at   A collective that is issued on a condition that only this rank sees.
@@ -203,7 +203,7 @@ class Texts(TestCase):
         self.assertText(
             summary_line(a_certificate(), seconds=108.0) + "\n" + reasons_text(a_certificate()),
             """\
-NOT CERTIFIED  core-2026.11   2 PASS | 1 NOT_RUN_ENV | 1 FAIL | 1 HANG   of 5 cases (5 executed)   1 min 48 s
+NOT CERTIFIED  core-2026.11   2 PASS | 1 NOT_RUN_ENV | 1 FAIL | 1 HANG   5 of 5 cases reported   1 min 48 s
   not certified because: FAIL: R003/rank-coded-ws2
   not certified because: HANG: R067/uneven-ws2
   note: 1 case was not run: this machine cannot tell""",
@@ -213,7 +213,7 @@ NOT CERTIFIED  core-2026.11   2 PASS | 1 NOT_RUN_ENV | 1 FAIL | 1 HANG   of 5 ca
         """One line."""
         given = a_certificate(certified=True, reasons=(), remarks=(), counts={"PASS": 5}, status=0)
         self.assertText(
-            summary_line(given, seconds=4.04), """CERTIFIED  core-2026.11   5 PASS   of 5 cases (5 executed)   4.0 s"""
+            summary_line(given, seconds=4.04), """CERTIFIED  core-2026.11   5 PASS   5 of 5 cases reported   4.0 s"""
         )
         self.assertEqual("", reasons_text(given))
 
@@ -242,7 +242,7 @@ cases       1 of core-2026.11:
     first     rank 0
     seen      rank 0 did not answer [deadline]
     rank 0    last: forward all_gather 1024B float32 [0,1] at unit.py:212 in unshard
-    rank 1    had reported
+    rank 1    had finished
     then      rank 1 raised RuntimeError: Connection closed by peer
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
     look at   A collective that is issued on a condition that only this rank sees.
@@ -336,7 +336,7 @@ core-2026.11 | 5 of 5 cases | torch 2.13.0 | device cpu | python 3.12.1 | 1 min 
     case      R003/rank-coded-ws2
     first     step 0 | reduce | '0.weight' | rank 0 | element [3, 1]
     got       1.0 | expected 0.5 | ratio 2 | 4.1943e+06 ulps | on 16 of 16 elements (bitwise)
-    seen      grad of '0.weight'=1.0, but should be 0.5 [gradient parity]
+    seen      gradient of '0.weight': expected 0.5, got 1.0 [gradient parity]
     likely    gradients are summed, not averaged
     look at   The ratio got / expected: the world size means summed, its inverse means divided twice, another constant
               means a wrong group or divisor.
@@ -353,7 +353,7 @@ core-2026.11 | 5 of 5 cases | torch 2.13.0 | device cpu | python 3.12.1 | 1 min 
     first     rank 0
     seen      rank 0 did not answer [deadline]
     rank 0    last: forward all_gather 1024B float32 [0,1] at unit.py:212 in unshard
-    rank 1    had reported
+    rank 1    had finished
     then      rank 1 raised RuntimeError: Connection closed by peer
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
     look at   A collective that is issued on a condition that only this rank sees.
@@ -410,7 +410,7 @@ def test_many_groups_are_cut_in_the_markdown() -> None:
     """The run file has the rest."""
     records = [failed(f"R003/probe{number}-ws2", likely=f"cause {number}") for number in range(25)]
 
-    assert "... and 5 more: see the run file." in markdown.summary(a_run(records), a_certificate())
+    assert "... and 5 more; see the run file." in markdown.summary(a_run(records), a_certificate())
 
 
 @pytest.mark.parametrize(
@@ -456,14 +456,42 @@ def test_every_verdict_can_be_rendered() -> None:
 
 def test_an_unknown_subject_suggests_near_ones() -> None:
     """Requirements and cases alike."""
-    with pytest.raises(UsageError, match=r"'R067/unven-ws2' is neither a requirement .* Did you mean R067/uneven-ws2"):
+    with pytest.raises(UsageError, match=r"got 'R067/unven-ws2'\. Did you mean R067/uneven-ws2"):
         explain("R067/unven-ws2", contract.load(), a_profile())
 
 
 def test_a_case_that_was_not_run_says_so() -> None:
     """The run is at hand, and has nothing on it."""
-    assert "verdict     none: the case was not run" in explain(
+    assert "verdict     none: the run did not include this case" in explain(
         "R093/probe-ws2", contract.load(), a_profile(), a_run([])
+    )
+
+
+def test_the_cases_of_a_method_are_folded() -> None:
+    """By method and world size, with the verdicts of a run; failures are listed one by one."""
+    matrix = [
+        a_case(id=f"R005/degree-{name}-ws{size}", requirements=("R005", "R003"), world_size=size, title="Degrees.")
+        for name in ("full", "grad-optim") for size in (2, 4)
+    ]  # fmt: skip
+    once = [a_case(id=f"R003/once-ws{size}", requirements=("R003",), world_size=size) for size in (2, 3, 4)]
+    alone = [a_case(id="R008/alone-ws2", requirements=("R008", "R003"), title="Alone.")]
+    profile = profile_of("some", [*matrix, *once, *alone])
+    records = [a_record(case.id, requirements=["R003"]) for case in (*matrix[1:], *alone)]
+    records.append(a_record(matrix[0].id, Verdict.HANG, requirements=["R005"]))
+
+    without = explain("R003", contract.load(), profile)
+    assert without.endswith(
+        "cases       8 of some:\n"
+        "            R003/once-ws{2,3,4}   3 cases\n"
+        "            R005/degree-*-ws{2,4}   4 cases\n"
+        "            R008/alone-ws2"
+    )
+    assert explain("R003", contract.load(), profile, a_run(records)).endswith(
+        "cases       8 of some:\n"
+        "            R003/once-ws{2,3,4}   3 cases\n"
+        "            R005/degree-*-ws{2,4}   4 cases   ⧗ 3 PASS · 1 HANG\n"
+        "              R005/degree-full-ws2   ⧗ HANG\n"
+        "            R008/alone-ws2   ✓ PASS"
     )
 
 

@@ -70,7 +70,7 @@ def test_a_verdict_that_was_edited_does_not_verify(tmp_path: Path, profile: Prof
     path.write_text(path.read_text(encoding="utf-8").replace('"verdict":"FAIL"', '"verdict":"PASS"'), encoding="utf-8")
     found = verify(path, profile)
 
-    assert found.discrepancies[0] == "line 3 (case) does not have the hash that it states: the file was edited"
+    assert found.discrepancies[0] == "line 3 (case) does not match its hash: the file was edited"
     assert found.status == 1
 
 
@@ -81,7 +81,7 @@ def test_a_verdict_that_was_edited_and_hashed_anew_contradicts_the_footer(tmp_pa
     found = verify(path, profile)
 
     assert found.run.problems == []
-    assert any(text.startswith("the footer says certified=False, but derived") for text in found.discrepancies)
+    assert any(text.startswith("certified: the footer says False, but") for text in found.discrepancies)
     assert found.status == 1
 
 
@@ -91,9 +91,7 @@ def test_a_footer_that_promises_more_does_not_verify(tmp_path: Path, profile: Pr
     forged(path, verdict="HANG")
     found = verify(path, profile)
 
-    assert any(
-        "the footer says certified=True, but derived from the lines it is False" in text for text in found.discrepancies
-    )
+    assert any("certified: the footer says True, but the lines yield False" in text for text in found.discrepancies)
 
 
 def test_an_aborted_run_does_not_verify(tmp_path: Path, profile: Profile) -> None:
@@ -102,7 +100,7 @@ def test_an_aborted_run_does_not_verify(tmp_path: Path, profile: Profile) -> Non
     path.write_text("".join(path.read_text(encoding="utf-8").splitlines(keepends=True)[:-1]), encoding="utf-8")
     found = verify(path, profile)
 
-    assert found.discrepancies == ("there is no footer: the run was aborted",)
+    assert found.discrepancies == ("the footer is missing: the run was aborted",)
     assert (len(found.run.records), found.status) == (2, 1)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from fsdp_conformance.cli.sanitize_report import ScriptReport, folded
-from fsdp_conformance.cli.status import Status
 from fsdp_conformance.history.hazard import HazardKind
 from fsdp_conformance.outcome import RankError, RankExit, RankReport
 from fsdp_conformance.simulator.hazard import Access, Frame, Hazard, Site, Stream
 from fsdp_conformance.simulator.launch import ScriptOrder
+from fsdp_conformance.status import Status
 
 ORDER = ScriptOrder(
     target="train.py", is_module=False, arguments=(), world_size=2, mode="record", as_cuda=False, timeout_s=60.0

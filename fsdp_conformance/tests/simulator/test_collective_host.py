@@ -113,7 +113,8 @@ class Host(OnSim):
 
     def test_the_groups_timeout(self) -> None:
         """Waiting for a missing result raises after the group's timeout and names the collective."""
-        dist.barrier()  # The timeout also applies to creating the group, so all ranks must arrive at about the same time.
+        # The timeout also applies to creating the group, so all ranks must arrive at about the same time.
+        dist.barrier()
         group = dist.new_group([0, 1], timeout=timedelta(seconds=3))
         if self.rank == 0:
             mine = self.values(1.0)

@@ -1,0 +1,45 @@
+"""How long a run will take, roughly: from what the last run took, or from what cases usually take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fsdp_conformance.case import Case
+from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.terminal import duration
+
+#: Seconds of a case per rank, by device: means over torch-fsdp1, torch-fsdp2 and the reference engine in the core
+#: profile (torch 2.13, 2 cores, 2 pytest workers). Other accelerators are taken to be like the simulated one.
+SECONDS_PER_RANK: Mapping[str, float] = {"cpu": 0.3, "sim": 0.45}
+
+#: Until the first case begins: pytest, torch and the warm process that ranks are forked from.
+START_S = 5.0
+
+
+def estimate(cases: Sequence[tuple[Case, str]], *, workers: int = 1, last: RunFile | None = None) -> tuple[float, str]:
+    """
+    Seconds that a run of these cases, each with its device, will take, and where the figure comes from.
+
+    `last` is a run of the same implementation.
+    """
+    measured = {record.case: record.seconds for record in last.records if record.seconds} if last is not None else {}
+    known = [measured[case.id] for case, _ in cases if case.id in measured]
+    others = [
+        case.world_size * SECONDS_PER_RANK.get(device, SECONDS_PER_RANK["sim"])
+        for case, device in cases
+        if case.id not in measured
+    ]
+    if not others:
+        source = "measured in the last run"
+    elif not known:
+        source = "estimated from typical durations on 2 cores"
+    else:
+        source = f"{len(known)} measured in the last run, {len(others)} estimated from typical durations"
+    return START_S + sum(known + others) / max(1, min(workers, len(cases))), source
+
+
+def in_words(seconds: float) -> str:
+    """ "about 25 s", "about 3 min": as exact as an estimate can be."""
+    if seconds > 90:
+        return f"about {round(seconds / 60)} min"
+    return f"about {duration(max(10, 5 * round(seconds / 5)))}"

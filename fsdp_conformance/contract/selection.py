@@ -1,0 +1,140 @@
+"""
+Which cases of a profile a run selects.
+
+There are several kinds of criteria: cases, requirements, bindings, chapters, world sizes, and the failures of the last
+run. Values of one kind add up (`--chapter A,G` selects both chapters), and kinds narrow each other down (`--chapter A
+--world-size 2` selects what satisfies both). A kind without values selects everything.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from fsdp_conformance.case import Case
+from fsdp_conformance.config import RunSettings
+from fsdp_conformance.contract.profile import Entry, Profile
+from fsdp_conformance.contract.requirement import CHAPTERS
+from fsdp_conformance.errors import ConfigError, UsageError
+
+#: Each option, and the field of RunSettings that holds its values. World sizes come last: a case that only they leave
+#: out is not dropped from the run, but DISABLED.
+OPTIONS = {
+    "--case": "cases",
+    "--requirement": "requirements",
+    "--binding": "bindings",
+    "--chapter": "chapters",
+    "--last-failed": "last_failed",
+    "--world-size": "world_sizes",
+}
+
+_GLOB = re.compile(r"[*?\[]")
+
+
+def selected(profile: Profile, settings: RunSettings) -> tuple[Entry, ...]:
+    """
+    The selected entries of the profile, in its order.
+
+    Raises ConfigError for values that select nothing by themselves, and UsageError for a combination that does.
+    """
+    problems = _problems(profile, settings)
+    if problems:
+        raise ConfigError(problems, where=f"profile {profile.name}")
+    chosen, sizes = [], set()
+    for entry in profile.entries:
+        left_out = left_out_by(entry.case(), settings)
+        if not left_out:
+            chosen.append(entry)
+        elif left_out == "--world-size":
+            sizes.add(entry.world_size)
+    if chosen:
+        return tuple(chosen)
+    if sizes:
+        raise UsageError(
+            f"no selected case uses world size {_listed(settings.world_sizes)}: the selected cases use "
+            f"{_listed(sorted(sizes))}"
+        )
+    if not profile.entries:
+        raise UsageError(f"the profile {profile.name} has no cases")
+    raise UsageError(f"no case of {profile.name} satisfies all of {', '.join(selection_options(settings))}")
+
+
+def left_out_by(case: Case, settings: RunSettings) -> str:
+    """The option that leaves the case out of the run; empty if the case is selected."""
+    matches = {
+        "--case": _matches_any(case, settings.cases),
+        "--requirement": case.requirements[0] in settings.requirements,
+        "--binding": not set(case.requirements).isdisjoint(settings.bindings),
+        "--chapter": case.chapter in settings.chapters,
+        "--last-failed": case.id in settings.last_failed,
+        "--world-size": case.world_size in settings.world_sizes,
+    }
+    return next((option for option in selection_options(settings) if not matches[option]), "")
+
+
+def selection_options(settings: RunSettings) -> list[str]:
+    """The options that narrow the run down to a part of its profile."""
+    return [option for option, name in OPTIONS.items() if getattr(settings, name)]
+
+
+def _matches_any(case: Case, patterns: Iterable[str]) -> bool:
+    """Whether a pattern is the case's id, one of its requirements, or a glob that matches the id."""
+    return any(pattern in (case.id, *case.requirements) or fnmatchcase(case.id, pattern) for pattern in patterns)
+
+
+def _problems(profile: Profile, settings: RunSettings) -> list[str]:
+    """What is wrong with each value by itself."""
+    ids = [entry.id for entry in profile.entries]
+    primary = {entry.primary for entry in profile.entries}
+    bound = {name for entry in profile.entries for name in entry.requirements}
+    chapters = {entry.case().chapter for entry in profile.entries}
+    sizes = sorted({entry.world_size for entry in profile.entries})
+    problems = []
+    for pattern in settings.cases:
+        if pattern in bound or any(fnmatchcase(case_id, pattern) for case_id in ids):
+            continue
+        if _GLOB.search(pattern):
+            problems.append(f"case must match at least one case, got {pattern!r}{_near_glob(pattern, ids)}")
+        else:
+            what = "must be a case id, a requirement that has cases, or a glob such as 'R005/*-ws2'"
+            problems.append(f"case {what}, got {pattern!r}{_near(pattern, [*ids, *bound])}")
+    for name in settings.requirements:
+        if name not in primary:
+            hint = f". --binding {name} selects the cases that cover it" if name in bound else _near(name, primary)
+            problems.append(f"requirement must be one that cases are named after, got {name!r}{hint}")
+    problems += [
+        f"binding must be a requirement that has cases, got {name!r}{_near(name, bound)}"
+        for name in settings.bindings
+        if name not in bound
+    ]
+    problems += [
+        f"chapter must be one of {_listed([known for known in CHAPTERS if known in chapters])}, got {letter!r}"
+        for letter in settings.chapters
+        if letter not in chapters
+    ]
+    if settings.last_failed and set(settings.last_failed).isdisjoint(ids):
+        problems.append(f"the cases that failed in the last run, such as {settings.last_failed[0]}, are not in it")
+    problems += [
+        f"world_size must be one of {_listed(sizes)}, got {size}" for size in settings.world_sizes if size not in sizes
+    ]
+    return problems
+
+
+def _near(word: str, known: Iterable[str], *, cutoff: float = 0.5) -> str:
+    near = difflib.get_close_matches(word, sorted(known), n=3, cutoff=cutoff)
+    return f". Did you mean {', '.join(near)}?" if near else ""
+
+
+def _near_glob(pattern: str, ids: Sequence[str]) -> str:
+    """The same pattern for the nearest requirements if it names one without cases, else the nearest ids."""
+    requirement, slash, rest = pattern.partition("/")
+    primary = {case_id.partition("/")[0] for case_id in ids}
+    if slash and requirement not in primary:
+        return _near(pattern, (f"{name}/{rest}" for name in primary), cutoff=0.0)
+    return _near(_GLOB.sub("", pattern), ids, cutoff=0.0)
+
+
+def _listed(values: Iterable[object]) -> str:
+    return ", ".join(map(str, values))

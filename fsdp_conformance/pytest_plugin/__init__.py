@@ -1,0 +1,55 @@
+"""
+The pytest plugin: options, order of cases, verdicts as outcomes, the run file.
+
+    options       what can be typed, and the order that it makes
+    items         what happens to a case in the process that runs it
+    controller    the run file, and what the run has shown
+
+pytest loads it in every environment that has this package installed, so loading it imports nothing else of the package,
+and it leaves tests alone that are not conformance cases. One process writes the run file: the controller. Cases run
+there or in the workers of pytest-xdist, whose reports carry the records over.
+
+The outcome of a case is its record's verdict, whatever the test method did: PASS passes; UNSUPPORTED, NOT_RUN_ENV and
+DISABLED skip; all others fail. A test that ends without a record is ERROR_SUITE. If the whole profile was run and
+earned no certificate, the exit status is not 0.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_conformance.pytest_plugin import options
+from fsdp_conformance.pytest_plugin.controller import Controller
+from fsdp_conformance.pytest_plugin.items import Cases
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of a conformance run."""
+    options.add(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Check the options that were given, and let the controller write the run file."""
+    config.pluginmanager.register(Cases(config), "fsdp-conformance-cases")
+    if hasattr(config, "workerinput"):
+        return
+    if options.given(config) and options.settings_of(config).fail_fast:
+        config.option.maxfail = 1
+        # Workers of pytest-xdist finish what they were sent, so they get one case at a time.
+        config.option.maxschedchunk = 1
+    config.pluginmanager.register(Controller(config), "fsdp-conformance-controller")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
+    """Make `-n auto` as many workers as fit on the devices. Runs of other tests are none of our business."""
+    if not options.targets_suites(config):
+        return None
+    from fsdp_conformance.harness import devices
+
+    with options.usage_errors():
+        entries = options.selected_entries(config)
+        # More workers than fit for the largest world wait for a lease; fewer would leave devices idle.
+        smallest = min((entry.world_size for entry in entries if entry.world_size > 1), default=1)
+        return devices.slots(options.settings_of(config).device, smallest)

@@ -1,0 +1,145 @@
+"""What happens to a conformance case in the process that runs it: selection, order, and its verdict as the outcome."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from fsdp_conformance.pytest_plugin import options
+
+if TYPE_CHECKING:
+    from fsdp_conformance.case import Case
+    from fsdp_conformance.outcome import CaseRecord
+
+
+class Cases:
+    """The hooks that see items."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        """Keep the selected cases, the largest world first, in an order that is the same in every worker."""
+        found = [(item, case) for item in items if (case := _case_of(item)) is not None]
+        if not found:
+            return
+        from fsdp_conformance import settings as run_settings
+
+        order = options.order_of(config)
+        run_settings.use(order.settings, order.description)
+        chosen = _kept_ids(config)
+        kept = sorted(
+            ((item, case) for item, case in found if case.id in chosen),
+            key=lambda pair: (-pair[1].world_size, pair[1].id),
+        )
+        cases = {item for item, _ in found}
+        items[:] = [item for item, _ in kept] + [item for item in items if item not in cases]
+        dropped = [item for item, case in found if case.id not in chosen]
+        if dropped:
+            config.hook.pytest_deselected(items=dropped)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Give a case's report its record, and its record's outcome."""
+        report = yield
+        case = _case_of(item)
+        if case is not None:
+            _attach(report, item, case, call)
+        return report
+
+
+def _kept_ids(config: pytest.Config) -> set[str]:
+    """The selected cases; also those of other world sizes, which stay in the run file as DISABLED."""
+    from fsdp_conformance.contract.selection import left_out_by
+
+    with options.usage_errors():
+        options.selected_entries(config)
+        settings = options.settings_of(config)
+        return {
+            entry.id
+            for entry in options.profile_of(config).entries
+            if left_out_by(entry.case(), settings) in ("", "--world-size")
+        }
+
+
+def _attach(report: pytest.TestReport, item: pytest.Item, case: Case, call: pytest.CallInfo[None]) -> None:
+    """Carry the case's record on the report, and make its verdict the outcome."""
+    about = {"id": case.id, "requirements": list(case.requirements), "chapter": case.chapter}
+    report.conformance_case = {  # type: ignore[attr-defined]
+        **about,
+        "world_size": case.world_size,
+        "rerun": item.get_closest_marker("flaky") is not None,
+    }
+    if report.when == "teardown" or (report.when == "setup" and report.passed):
+        return
+    from fsdp_conformance.report.runfile import encode
+
+    record = _record_of(report, item, call)
+    report.conformance = encode(record.to_json())  # type: ignore[attr-defined]
+    report.user_properties += [
+        ("conformance_case", case.id),
+        ("conformance_requirements", " ".join(case.requirements)),
+        ("conformance_verdict", record.verdict.value),
+    ]
+    _set_outcome(report, item, record)
+
+
+def _record_of(report: pytest.TestReport, item: pytest.Item, call: pytest.CallInfo[None]) -> CaseRecord:
+    """The verdict that the test left. If it left none, that is our mistake, unless the exception says otherwise."""
+    from fsdp_conformance.report import unjudged
+    from fsdp_conformance.verdict import Verdict
+
+    about: dict[str, Any] = vars(report)["conformance_case"]
+    text = report.longreprtext
+    if report.when == "setup":
+        if report.skipped:
+            return unjudged.unjudged(about, f"skipped by pytest: {unjudged.last_line(text)}", Verdict.DISABLED)
+        return unjudged.unjudged(about, f"its setup failed: {unjudged.last_line(text)}", text=text)
+    record: CaseRecord | None = getattr(getattr(item, "instance", None), "record", None)
+    if record is None:
+        return unjudged.of_exception(about, call.excinfo.value if call.excinfo is not None else None, text=text)
+    if record.verdict is Verdict.PASS and report.outcome != "passed":
+        return unjudged.contradicted(record, report.outcome, text)
+    return record
+
+
+def _set_outcome(report: pytest.TestReport, item: pytest.Item, record: CaseRecord) -> None:
+    """PASS passes, a case that was not judged skips with its reason, all others fail with the whole report."""
+    from fsdp_conformance.report.terminal import QUIET, render_record
+    from fsdp_conformance.verdict import Verdict
+
+    if hasattr(report, "wasxfail"):
+        del report.wasxfail
+    if record.verdict is Verdict.PASS:
+        report.outcome = "passed"
+    elif record.verdict in QUIET:
+        path, line, _ = item.location
+        report.outcome = "skipped"
+        report.longrepr = (path, line or 0, f"{record.verdict}: {record.reason}")
+    else:
+        report.outcome = "failed"
+        parts = [render_record(record), record.traceback.rstrip()]
+        report.longrepr = "\n\n".join(part for part in parts if part)
+
+
+def record_from(text: str) -> CaseRecord:
+    """The record that a report carries."""
+    from fsdp_conformance.outcome import case_record_from_json
+    from fsdp_conformance.report.runfile import restored
+
+    return case_record_from_json(restored(json.loads(text)))
+
+
+def _case_of(item: pytest.Item) -> Case | None:
+    """The case that an item is bound to. If nobody has imported the module of cases, there is none."""
+    cases = sys.modules.get("fsdp_conformance.case")
+    function = getattr(item, "function", None) or getattr(item, "obj", None)
+    case: Case | None = cases.case_of(function) if cases is not None else None
+    return case

@@ -1,0 +1,90 @@
+"""Where runs leave their files, and what the last run found."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from fsdp_conformance.config import RunSettings
+from fsdp_conformance.errors import RunFileError, UsageError
+from fsdp_conformance.report import runfile
+from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.verdict import FINE
+
+#: Where run files go by default, below the working directory.
+DEFAULT_ROOT = Path(".fsdp-conformance")
+
+#: A link to the last run's directory.
+LAST = "last"
+
+
+def report_directory(settings: RunSettings, *, now: datetime | None = None) -> Path:
+    """
+    The directory of a run: the one asked for, else `.fsdp-conformance/IMPLEMENTATION-TIME`.
+
+    Not created here.
+    """
+    if settings.report_dir:
+        return Path(settings.report_dir)
+    moment = (now or datetime.now(UTC)).strftime("%Y%m%dT%H%M%SZ")
+    name = "".join(char if char.isalnum() or char in "-." else "_" for char in settings.implementation)
+    return DEFAULT_ROOT / f"{name}-{moment}-{os.getpid()}"
+
+
+def link_last(directory: Path) -> None:
+    """Point the link `last`, next to `directory`, to it. Without links on this file system there is none."""
+    link = directory.parent / LAST
+    fresh = directory.parent / f".{LAST}-{os.getpid()}"
+    try:
+        fresh.symlink_to(directory.name, target_is_directory=True)
+        fresh.replace(link)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+
+
+def last_run() -> Path | None:
+    """The run file of the last run in the working directory, if there is one."""
+    path = DEFAULT_ROOT / LAST / runfile.NAME
+    return path if path.exists() else None
+
+
+def last_run_of(settings: RunSettings) -> RunFile | None:
+    """The last run, if it was of the same implementation on the same device and kind of ranks."""
+    path = last_run()
+    if path is None:
+        return None
+    try:
+        run = runfile.read(path)
+    except RunFileError:
+        return None
+    told = run.header.get("settings") or {}
+    same = all(told.get(name) == getattr(settings, name) for name in ("implementation", "device", "ranks"))
+    return run if same else None
+
+
+def with_last_failed(settings: RunSettings) -> RunSettings:
+    """
+    The settings, narrowed down to the cases that failed in the last run, or were under way when it ended.
+
+    Raises UsageError if there was no run of this implementation, or if none of its cases failed.
+    """
+    path = last_run()
+    if path is None:
+        where = DEFAULT_ROOT / LAST / runfile.NAME
+        raise UsageError(
+            f"--last-failed needs an earlier run, but {where} does not exist. Run without it first, and without "
+            "--report: runs with --report are not remembered."
+        )
+    run = runfile.read(path)
+    implementation = (run.header.get("settings") or {}).get("implementation")
+    if implementation != settings.implementation:
+        raise UsageError(
+            f"--last-failed needs a run of {settings.implementation}, but the last one was of {implementation} [{path}]"
+        )
+    failed = [record.case for record in run.records if record.verdict not in FINE]
+    failed += run.unfinished()
+    if not failed:
+        raise UsageError(f"--last-failed has nothing to run: no case failed in the last run [{path}]")
+    return replace(settings, last_failed=tuple(failed))

@@ -1,0 +1,60 @@
+"""The exit statuses of every command, and what each of them means: help texts and documentation are made from this."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class Status(IntEnum):
+    """Exit statuses. A command that a signal ends has 128 plus the signal's number, as in a shell."""
+
+    CERTIFIED = 0
+    NOT_CERTIFIED = 1
+    USAGE = 2
+    ENVIRONMENT = 3
+    SUITE = 4
+    SCRIPT_FAILED = 5
+    INTERRUPTED = 130
+
+
+#: What a status means, unless the command gives it a meaning of its own.
+_MEANINGS = {
+    Status.CERTIFIED: "certified, or the command succeeded",
+    Status.NOT_CERTIFIED: "not certified, or a check failed: the report says why",
+    Status.USAGE: "usage error: a wrong option or file, or an adapter that cannot be imported",
+    Status.ENVIRONMENT: "this machine lacks something: a device, a backend, disk space",
+    Status.SUITE: "the suite itself failed; this says nothing about the implementation",
+    Status.INTERRUPTED: "interrupted by Ctrl-C (SIGTERM: 143, SIGHUP: 129); finished cases are in the run file",
+}
+
+_OF_COMMAND: dict[str, dict[Status, str]] = {
+    "compare": {
+        Status.CERTIFIED: "no verdict differs",
+        Status.NOT_CERTIFIED: "at least one verdict differs",
+        Status.USAGE: "usage error: a file that is not a finished run, or runs that should not be compared",
+    },
+    "plan": {
+        Status.CERTIFIED: "a plan was found",
+        Status.NOT_CERTIFIED: "no way to shard the model fits in memory",
+        Status.USAGE: "usage error: a wrong option, or a model that cannot be built",
+    },
+    "sanitize": {
+        Status.CERTIFIED: "clean: memory accesses were checked, and no hazard was found",
+        Status.NOT_CERTIFIED: "hazards were found (even if the script failed afterwards)",
+        Status.USAGE: "usage error: a wrong option, a missing script, or a script that never used the device",
+        Status.ENVIRONMENT: "this machine has no C++ compiler",
+        Status.SCRIPT_FAILED: "the script failed: it raised, died, or timed out",
+        Status.INTERRUPTED: "interrupted by Ctrl-C; hazards found so far are printed",
+    },
+}
+
+
+def meanings(command: str = "") -> dict[Status, str]:
+    """What each exit status of a command means; without a command, what they mean in general."""
+    return dict(sorted({**_MEANINGS, **_OF_COMMAND.get(command, {})}.items()))
+
+
+def table(command: str = "") -> str:
+    """The same as lines for a help text."""
+    lines = (f"  {int(status):<4} {meaning}\n" for status, meaning in meanings(command).items())
+    return "exit status:\n" + "".join(lines)

@@ -1,0 +1,49 @@
+"""How long a run will take."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_conformance.cli.estimate import SECONDS_PER_RANK, START_S, estimate, in_words
+from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.tests.report.evidence import a_case, a_record
+
+CASES = [(a_case(), "cpu"), (a_case(world_size=4), "sim"), (a_case(world_size=8), "cuda")]
+
+
+def a_run(*cases: str) -> RunFile:
+    """A run in which each case took 30 s."""
+    return RunFile(path="run.jsonl", header={}, records=[a_record(case, seconds=30.0) for case in cases])
+
+
+def test_without_an_earlier_run_typical_durations_count() -> None:
+    """By world size and device; an accelerator that was never measured is taken to be like the simulated one."""
+    seconds, source = estimate(CASES)
+
+    assert seconds == pytest.approx(START_S + 2 * SECONDS_PER_RANK["cpu"] + 12 * SECONDS_PER_RANK["sim"])
+    assert source == "estimated from typical durations on 2 cores"
+
+
+def test_what_the_last_run_measured_counts_first() -> None:
+    """The source says which figures are of which kind."""
+    seconds, source = estimate(CASES[:2], last=a_run("R001/probe-ws2", "R001/other-ws2"))
+
+    assert seconds == pytest.approx(START_S + 30 + 4 * SECONDS_PER_RANK["sim"])
+    assert source == "1 measured in the last run, 1 estimated from typical durations"
+    assert estimate(CASES[:1], last=a_run("R001/probe-ws2")) == (START_S + 30, "measured in the last run")
+
+
+def test_workers_share_the_cases() -> None:
+    """As many as there are cases, at most."""
+    last = a_run("R001/probe-ws2", "R001/probe-ws4")
+
+    assert estimate(CASES[:2], workers=2, last=last)[0] == START_S + 30
+    assert estimate(CASES[:2], workers=64, last=last)[0] == START_S + 30
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(5.2, "about 10 s"), (33, "about 35 s"), (89, "about 1 min 30 s"), (170, "about 3 min")]
+)
+def test_an_estimate_is_rounded(seconds: float, text: str) -> None:
+    """More digits would promise too much."""
+    assert in_words(seconds) == text
