@@ -42,6 +42,8 @@ class Schedule:
     """Micro-batches whose gradients stay in the buffers, before the one that is reduced."""
     wasted_gather: bool = False
     """Whether a chunk is gathered once more after the backward, and nobody waits for it."""
+    dropped_reduction: bool = False
+    """Whether a chunk is reduced once more after the step, and both handle and gradient are dropped."""
     num_synchronised: int = 1
     """Micro-batches that are reduced, and accumulated in the shard."""
 
@@ -110,6 +112,11 @@ class ChunkTrainer:
         self._gradients.clear()
         if self.schedule.wasted_gather:
             self.chunks[0].release()
+        if self.schedule.dropped_reduction:
+            shapes = [slot.shape for slot in self.chunks[0].layout.slots]
+            self.chunks[0].gradients.put_all([torch.ones(shape, device=self.device) for shape in shapes])
+            _to_ready(self.chunks[0])
+            self.chunks[0].reduce(async_op=True)
 
     def _forward(self, x: Tensor, written: Any) -> Tensor:
         self._leaves: list[list[Tensor]] = []
@@ -151,9 +158,7 @@ class ChunkTrainer:
         if not synchronise:
             chunk.release()
             return
-        if isinstance(chunk, Chunk):
-            for state in (TensorState.COMPUTE, TensorState.HOLD_AFTER_BWD, TensorState.READY_FOR_REDUCE):
-                chunk.move_all(state)
+        _to_ready(chunk)
         for reduction in self._reductions.values():
             reduction.advance()
         self._reductions[chunk] = chunk.reduce(async_op=True)
@@ -166,6 +171,13 @@ class ChunkTrainer:
                 gradient = self._gradients[chunk].add_(gradient)
             self._gradients[chunk] = gradient
         self._reductions.clear()
+
+
+def _to_ready(chunk: ShardedStorage) -> None:
+    """Move the tensors of a chunk to READY_FOR_REDUCE; those of plain storage have no states."""
+    if isinstance(chunk, Chunk):
+        for state in (TensorState.COMPUTE, TensorState.HOLD_AFTER_BWD, TensorState.READY_FOR_REDUCE):
+            chunk.move_all(state)
 
 
 def reference_shards(num_ranks: int, num_steps: int, schedule: Schedule, world_size: int, rank: int) -> list[Tensor]:

@@ -52,6 +52,7 @@ SCHEDULES = {
     "fused": Schedule(config=FUSED, reshard_after_forward=False),
     "fused, accumulated": Schedule(config=FUSED, reshard_after_forward=False, num_synchronised=2),
     "chunks": Schedule(config=ChunkConfig()),
+    "chunks, a reduction dropped": Schedule(config=ChunkConfig(), dropped_reduction=True),
 }
 
 
