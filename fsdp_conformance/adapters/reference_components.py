@@ -1,8 +1,8 @@
 """
-The components of the reference engine, each by itself: reducer, reduce-scatter bucketer, chunks in a memory pool,
+The components of the reference engine, one by one: reducer, reduce-scatter bucketer, chunks in a memory pool,
 collectives along a mesh, costs.
 
-Training is that of the data-parallel mode, which uses the first of them.
+Training runs in the data-parallel mode, which uses the reducer.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fsdp_conformance.adapters.components import (
 from fsdp_conformance.adapters.reference_data_parallel import ReferenceDataParallel
 from fsdp_conformance.engine.bucketing.bucket_assignment import MIB
 from fsdp_conformance.engine.bucketing.reduce_scatter_bucketer import ReduceScatterBucketer
-from fsdp_conformance.engine.chunks.chunk import Chunk
-from fsdp_conformance.engine.chunks.config import ChunkConfig
+from fsdp_conformance.engine.chunks.chunk import Chunk, ChunkConfig
 from fsdp_conformance.engine.chunks.fetcher import ChunkFetcher, ChunkScheduler, FifoScheduler, NextUseScheduler
 from fsdp_conformance.engine.chunks.group import ChunkGroup
 from fsdp_conformance.engine.chunks.memory_pool import Block, BlockKind, MemoryPool
-from fsdp_conformance.engine.chunks.state import ChunkState, TensorState
+from fsdp_conformance.engine.chunks.storage import StorageState
+from fsdp_conformance.engine.chunks.tensor_state import TensorState
 from fsdp_conformance.engine.errors import ChunkStateError, PoolError
 from fsdp_conformance.engine.mesh.collectives import (
     mesh_all_gather,
@@ -50,13 +50,13 @@ from fsdp_conformance.planner.redistribution_cost import Layout, redistribution_
 
 
 class ReferenceComponents(ReferenceDataParallel):
-    """Hands out the engine's components."""
+    """Exposes the engine's components."""
 
     name: ClassVar[str] = "reference-components"
     link: ClassVar[LinkSpec] = LINKS["nvlink"]
+    """Of every mesh axis, for costs."""
     ranks_timeout_s: ClassVar[float] = 30.0
-    """For simulated ranks, which see by themselves that they wait in vain."""
-    """Of every axis, for costs."""
+    """For simulated ranks, which detect deadlocks themselves."""
 
     def reduce_scatter_bucketer(self, cap_bytes: float) -> Bucketer:
         return ReduceScatterBucketer(cap_bytes / MIB)
@@ -78,7 +78,7 @@ class ReferenceComponents(ReferenceDataParallel):
 
 
 class EngineChunk:
-    """A chunk of the engine, by the protocol."""
+    """A chunk of the engine, behind the protocol."""
 
     def __init__(self, chunk: Chunk, group: ChunkGroup) -> None:
         self.chunk = chunk
@@ -100,7 +100,7 @@ class EngineChunk:
 
     @property
     def is_unsharded(self) -> bool:
-        return self.chunk.state is ChunkState.UNSHARDED
+        return self.chunk.state is StorageState.UNSHARDED
 
     @property
     def values(self) -> list[Tensor]:
@@ -133,12 +133,12 @@ class EngineChunk:
     def statistics(self) -> ShardStatistics:
         found = self.chunk.statistics
         if found is None:
-            raise ChunkStateError("statistics=None, but should be those of a reduction", where=repr(self.chunk))
+            raise ChunkStateError("the chunk has no statistics: reduce it first", where=repr(self.chunk))
         return ShardStatistics(float(found.squared_norm), bool(found.overflow))
 
 
 class EnginePool:
-    """A memory pool of the engine with public blocks, and its chunks, by the protocol."""
+    """A memory pool of the engine with public blocks, and its chunks, behind the protocol."""
 
     def __init__(self, num_blocks: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pool = MemoryPool(device)
@@ -163,7 +163,7 @@ class EnginePool:
 
     def give_back(self, block: PoolBlock) -> None:
         if not isinstance(block, Block):
-            raise PoolError(f"block={block!r}, but should be one of the pool's", where="EnginePool.give_back")
+            raise PoolError(f"block must be one of this pool's, got {block!r}", where="EnginePool.give_back")
         self.pool.release(block)
 
     def schedule(self, uses: Sequence[ChunkStorage] | None) -> None:
@@ -171,6 +171,7 @@ class EnginePool:
         if uses is not None:
             scheduler = NextUseScheduler([engine_chunk(chunk)] for chunk in uses)
         self.fetcher = ChunkFetcher(self.group, scheduler)
+        self.fetcher.reset()
 
     def compute(self, chunk: ChunkStorage) -> None:
         tensors = engine_chunk(chunk).tensors
@@ -183,14 +184,14 @@ class EnginePool:
 
 
 def engine_chunk(chunk: ChunkStorage) -> Chunk:
-    """The engine's chunk inside. Raises PoolError for another engine's."""
+    """The engine's chunk behind the protocol. Raises PoolError for another engine's."""
     if not isinstance(chunk, EngineChunk):
-        raise PoolError(f"chunk={chunk!r}, but should be one of the pool's", where="EnginePool")
+        raise PoolError(f"chunk must be one of this pool's, got {chunk!r}", where="EnginePool")
     return chunk.chunk
 
 
 class EngineMesh:
-    """The engine's collectives along a mesh, by the protocol."""
+    """The engine's collectives along a mesh, behind the protocol."""
 
     def shards(self, tensor: Tensor, num_shards: int, dim: int) -> Sequence[Tensor]:
         return split_shards(tensor, num_shards, dim)

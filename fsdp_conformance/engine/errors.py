@@ -22,7 +22,6 @@ The errors that the engine raises, one class for each thing that can go wrong. I
     |   +-- TensorRefused        a tensor that a chunk cannot hold, or does not hold
     |   +-- ChunkStateError      illegal in the state of the chunk
     |       +-- IllegalTransition  ... or in the state of a tensor
-    +-- NoChunkSize              no chunk size fits the memory budget
     +-- ShardingError            misuse of the fully sharded module
         +-- TrainingStateError   illegal in the state of a unit
         +-- ExecutionOrderError  ranks run different units, or in a different order
@@ -131,10 +130,6 @@ class ChunkStateError(ChunkError, RuntimeError):
 
 class IllegalTransition(ChunkStateError):
     """A tensor may not go from its state to the requested one. It stays in its state."""
-
-
-class NoChunkSize(EngineError, ValueError):
-    """No chunk size fits the memory budget. The message tells what the smallest would need."""
 
 
 class ShardingError(EngineError, RuntimeError):

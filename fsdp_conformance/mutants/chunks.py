@@ -13,7 +13,7 @@ from fsdp_conformance.adapters.reference_components import EngineChunk, engine_c
 from fsdp_conformance.engine.chunks.chunk import Chunk
 from fsdp_conformance.engine.chunks.fetcher import FifoScheduler, NextUseScheduler
 from fsdp_conformance.engine.chunks.memory_pool import Block
-from fsdp_conformance.engine.chunks.state import TENSOR_TRANSITIONS, TensorState
+from fsdp_conformance.engine.chunks.tensor_state import TENSOR_TRANSITIONS, TensorState
 from fsdp_conformance.engine.errors import ChunkFull, IllegalTransition, PoolExhausted
 from fsdp_conformance.mutants.chunk_seams import SeamChunks, SeamPool
 from fsdp_conformance.mutants.mutant import known_wrong

@@ -1,23 +1,16 @@
 """
-Chunks: the flat storage of a unit, sharded over a group and gathered when it is needed.
+Sharded flat storage, and the chunk component on top of it.
 
-    chunk                one chunk, from registering tensors to reducing their gradients
-    config               how a chunk stores, gathers and reduces
-    layout               where each tensor lies in the chunk and in each rank's shard
-    state                the states of a chunk and its tensors, and the legal moves between them
-    checks               what a chunk verifies before it does as told
-    payload              the memory a chunk is unsharded in
-    gathering            an all-gather in flight
-    gradients            where gradients are collected and how they are reduced
-    gradient_buffer      the flat buffer that gradients are collected in
-    reduction            a reduction in flight
-    partner              pairs of chunks: low precision for computing, float32 for updating
-    moving               chunks whose owner binds tensors to views itself
-    transfer             whole tensors out of a chunk and back into it
+    storage         tensors laid out flat, sharded over a group, gathered on demand, their gradients reduced
+    gradients       the buffer that collects a storage's gradients, and their reduction
+    layout          where each tensor lies in a storage and in each rank's shard
+    memory_pool     blocks of memory, leased within a limit
+    streams         the gather and reduce streams, and the events that order them
 
-    group                all chunks of a model, on one memory pool
-    fetcher              brings chunks into limited memory and chooses which ones leave
-    search               the chunk size that wastes least
-    memory_pool          blocks of memory, leased within a limit
-    streams              the gather and reduce streams, and the events that order them
+    chunk           storage whose tensors have states, with blocks of its own or shared ones, and a partner
+    tensor_state    the states of the tensors in a chunk, and the legal moves between them
+    group           all chunks of a model, on one memory pool
+    fetcher         gathers chunks into limited memory and chooses which ones to evict
+
+The fully sharded module uses the storage directly. The chunk component adds what the suite's chapter AC asks for.
 """

@@ -1,62 +1,332 @@
-"""Where the gradients of a chunk are gathered, and how they are reduced: decided from the chunk's configuration."""
+"""
+The gradients of a sharded storage: the flat buffer that collects them, and their reduction into this rank's shard.
+
+The buffer has the layout of the storage, in the dtype of the reduction. It is not zeroed beforehand: the first gradient
+of a tensor is copied, later ones are added, and whatever never arrived is zeroed once, just before the reduction. That
+takes one pass over the memory, where zeroing and accumulating would take two.
+
+A reduction runs these steps, in this order, where they apply:
+
+    divide by `factors.before`              in the reduce dtype, over the whole buffer
+    reduce-scatter over the shard group
+    add `partial`                           reduce-scattered earlier, and not yet all-reduced
+    all-reduce over the replica group       hybrid sharding
+    divide by `factors.after`               in the reduce dtype, over the shard
+    cast to the dtype of the shard, copy to its device
+
+A step that needs a collective yields its work, and resumes once that has been waited for. With streams every step is
+enqueued at once, on the reduce stream, and `wait` makes the current stream wait. Without streams the steps after a
+collective run when `advance` or `wait` is called, in the same order on every rank.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, Work
 
-from fsdp_conformance.engine.chunks.checks import shard_problems
-from fsdp_conformance.engine.chunks.gradient_buffer import GradientBuffer
-from fsdp_conformance.engine.chunks.reduction import DivideFactors, ReductionPlan, divide_factors
+from fsdp_conformance.engine.chunks.layout import StorageLayout
+from fsdp_conformance.engine.chunks.memory_pool import Block, MemoryPool
 from fsdp_conformance.engine.errors import TensorRefused
-
-if TYPE_CHECKING:
-    from fsdp_conformance.engine.chunks.chunk import Chunk
+from fsdp_conformance.engine.flat_collectives import all_reduce, reduce_scatter
 
 
-def open_buffer(chunk: Chunk, *, into: Tensor | None, in_payload: bool) -> GradientBuffer:
-    """A gradient buffer for `chunk`. See `Chunk.open_gradients`."""
-    if into is not None or in_payload:
-        _check(chunk, into, in_payload=in_payload, where=f"open_gradients of {chunk!r}")
-    if into is not None:
-        return GradientBuffer(chunk.layout, into, owned=True, holds_all=True)
-    if in_payload:
-        chunk.access()
-        return GradientBuffer(chunk.layout, chunk.payload, in_payload=True)
-    if chunk.reduces_in_place:
-        payload = torch.empty(chunk.numel, dtype=chunk.reduce_dtype, device=chunk.pool.device)
-        return GradientBuffer(chunk.layout, payload, owned=True)
-    block = chunk.pool.lease_cached(chunk.numel, chunk.reduce_dtype)
-    return GradientBuffer(chunk.layout, block.payload, block=block)
+class GradientBuffer:
+    """
+    Gradients of one storage, accumulated over any number of backwards.
+
+    `payload` is 1D, contiguous, and as long as the storage. `block` is the block that it was leased as, which goes back
+    to the pool after the reduction; a buffer without one may itself become the result.
+    """
+
+    def __init__(self, layout: StorageLayout, payload: Tensor, *, block: Block | None = None) -> None:
+        self.payload = payload
+        self.block = block
+        self.present = [False] * len(layout.slots)
+        """For each tensor, whether its gradient has arrived."""
+        self._layout = layout
+        self._views: list[Tensor] | None = None
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The gradients, in the shapes of their tensors. Those that have not arrived are uninitialised."""
+        if self._views is None:
+            self._views = self._make_views()
+        return self._views
+
+    def view(self, index: int) -> Tensor:
+        """
+        A view to accumulate one gradient into; zero unless something has arrived.
+
+        The gradient counts as arrived from now on. If the view is the parameter's `grad`, autograd adds to it in place.
+        """
+        view = self.views[index]
+        if not self.present[index]:
+            with torch.no_grad():
+                view.zero_()
+            self.present[index] = True
+        return view
+
+    def put(self, index: int, gradient: Tensor) -> None:
+        """
+        Copy a gradient in, cast to the buffer's dtype, or add it to what has arrived.
+
+        The caller may drop the gradient afterwards (on the current stream). Raises TensorRefused if it does not fit.
+        """
+        self._check([index], [gradient])
+        view = self.views[index]
+        # Detached rather than under no_grad: a hook calls this once per parameter.
+        if self.present[index]:
+            view.add_(gradient.detach())
+        else:
+            view.copy_(gradient.detach())
+            self.present[index] = True
+
+    @torch.no_grad()
+    def put_all(self, gradients: Sequence[Tensor | None]) -> None:
+        """
+        `put` for every tensor of the storage, in order; None for a tensor without a gradient.
+
+        Raises TensorRefused, naming everything that does not fit, before anything is put.
+        """
+        if len(gradients) != len(self.present):
+            raise TensorRefused(
+                f"expected {len(self.present)} gradients, one per tensor, got {len(gradients)}",
+                where="GradientBuffer.put_all",
+            )
+        given = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        arriving = [gradient for gradient in gradients if gradient is not None]
+        self._check(given, arriving)
+        first: list[tuple[Tensor, Tensor]] = []
+        more: list[tuple[Tensor, Tensor]] = []
+        for index, gradient in zip(given, arriving, strict=True):
+            (more if self.present[index] else first).append((self.views[index], gradient))
+            self.present[index] = True
+        if first:
+            torch._foreach_copy_([view for view, _ in first], [gradient for _, gradient in first])
+        if more:
+            torch._foreach_add_([view for view, _ in more], [gradient for _, gradient in more])
+
+    @torch.no_grad()
+    def complete(self) -> None:
+        """Zero gaps, padding and the gradients that never arrived."""
+        layout = self._layout
+        for begin, end in layout.gaps if all(self.present) else layout.uncovered(self.present):
+            self.payload[begin:end].zero_()
+
+    def _make_views(self) -> list[Tensor]:
+        """Views of the payload, reused from the block's last tenant if its tensors were in the same places."""
+        if self.block is None:
+            return self._layout.views(self.payload)
+        known = self.block.views
+        if known is None or known[0] != self._layout.slots:
+            known = self.block.views = (self._layout.slots, self._layout.views(self.payload))
+        return known[1]
+
+    def _check(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        slots, device = self._layout.slots, self.payload.device
+        problems: list[str] = []
+        for index, gradient in zip(indices, gradients, strict=True):
+            if gradient.layout is not torch.strided:
+                problems.append(f"layout of gradient {index}: expected torch.strided, got {gradient.layout}")
+            elif gradient.shape != slots[index].shape or gradient.device != device:
+                problems.append(
+                    f"gradient {index}: expected {tuple(slots[index].shape)} on {device}, "
+                    f"got {tuple(gradient.shape)} on {gradient.device}"
+                )
+        if problems:
+            raise TensorRefused(problems, where="GradientBuffer")
 
 
-def reduction_plan(chunk: Chunk, factors: DivideFactors | None, all_reduce: bool) -> ReductionPlan:
-    """What a reduction of `chunk` does."""
-    num_ranks = chunk.layout.world_size * chunk.num_replicas
-    return ReductionPlan(
-        group=chunk.group,
-        world_size=chunk.layout.world_size,
-        replica_group=chunk.replica_group if chunk.num_replicas > 1 else None,
-        all_reduce=all_reduce,
-        factors=factors or divide_factors(num_ranks, chunk.reduce_dtype),
-        dtype=chunk.dtype,
-        device=chunk.shard_device,
-        pin_memory=chunk.pins_memory,
-    )
+class DivideFactors(NamedTuple):
+    """What gradients are divided by before the first collective, and after the last."""
+
+    before: float
+    after: float
 
 
-def _check(chunk: Chunk, into: Tensor | None, *, in_payload: bool, where: str) -> None:
-    """Raises TensorRefused if gradients cannot be gathered where they should be."""
-    problems = shard_problems(chunk, into, "into", chunk.dtype, chunk.shard_device)
-    if into is not None and not (chunk.reduces_in_place and chunk.num_replicas == 1):
-        problems.append("into is given, but should be None: gradients are reduced, cast or moved before they are added")
-    if into is not None and in_payload:
-        problems.append("into and in_payload are given, but should be one of them")
-    if in_payload and chunk.reduce_dtype is not chunk.compute_dtype:
-        problems.append(f"in_payload with reduce_dtype={chunk.reduce_dtype}, but should be {chunk.compute_dtype}")
-    if in_payload and chunk.config.alias_whole:
-        problems.append("in_payload and alias_whole, but should be one of them: the shard would be overwritten")
-    if problems:
-        raise TensorRefused(problems, where=where)
+def divide_factors(num_ranks: int, dtype: torch.dtype) -> DivideFactors:
+    """
+    The factors for an average over `num_ranks` ranks in `dtype`.
+
+    float16 is divided before, so that the mean of finite values never overflows on the way. Dividing by about the
+    square root before and by the rest after, as torch's FSDP does, can overflow: 4 ranks with 2**15 each, halved, add
+    up to 2**16, which exceeds float16. Dtypes with a wider exponent are divided after: one pass over a shard instead of
+    over the whole buffer.
+    """
+    return DivideFactors(num_ranks, 1) if dtype is torch.float16 else DivideFactors(1, num_ranks)
+
+
+class ReductionPlan(NamedTuple):
+    """All that a reduction needs to know of its storage."""
+
+    group: ProcessGroup
+    world_size: int
+    replica_group: ProcessGroup | None
+    """None: there is one replica."""
+    all_reduce: bool
+    """False: the all-reduce and the steps after it are left for later. The result is then the sum over the shard group,
+    in the reduce dtype and on the device of the buffer."""
+    factors: DivideFactors
+    dtype: torch.dtype
+    """Of the result."""
+    device: torch.device
+    """Of the result."""
+    pin_memory: bool
+
+
+class Reduction:
+    """
+    The handle of a reduction.
+
+    `wait` returns the gradient of this rank's shard: 1D, as long as the shard, padding included. Only the handle keeps
+    it; the storage does not. `on_result` is called with it on the stream that made it, unless the all-reduce is left
+    for later. `on_done` is called once, after the last step or an exception.
+    """
+
+    def __init__(
+        self,
+        plan: ReductionPlan,
+        buffer: GradientBuffer,
+        *,
+        partial: Tensor | None,
+        pool: MemoryPool,
+        on_result: Callable[[Tensor], None],
+        on_done: Callable[[], None],
+    ) -> None:
+        self._plan = plan
+        self._pool = pool
+        self._streams = pool.streams
+        self._partial = partial
+        self._on_result = on_result
+        self._on_done: Callable[[], None] | None = on_done
+        self._work: Work | None = None
+        self._steps: Generator[Work, None, None] | None = self._reduce(buffer)
+        self._host_part: Tensor | None = None
+        self.event: Any = None
+        """What the current stream has to wait for; None before the last step is enqueued, and without streams."""
+        self._result: Tensor | None = None
+
+    def start(self, *, ahead: bool) -> None:
+        """Take the first step; take all of them if `ahead`, which requires that waiting does not block the host."""
+        with torch.no_grad(), self._streams.on(self._streams.reduce):
+            self._step()
+            while ahead and self._steps is not None:
+                self._step()
+
+    @property
+    def done(self) -> bool:
+        """Whether every step has been taken, or enqueued."""
+        return self._steps is None
+
+    @property
+    def result(self) -> Tensor | None:
+        """What `wait` returns, without ordering the current stream after it; None before the last step."""
+        return self._result
+
+    def advance(self) -> None:
+        """
+        Take the next step, after waiting for the collective before it.
+
+        In hybrid sharding this starts the all-reduce without waiting for it. Call it at the same points on all ranks.
+        """
+        if self._steps is not None:
+            with torch.no_grad(), self._streams.on(self._streams.reduce):
+                self._step()
+
+    def wait(self) -> Tensor:
+        """
+        The reduced gradient, ready for the current stream, or for the host if it is offloaded.
+
+        A second call changes nothing.
+        """
+        while self._steps is not None:
+            self.advance()
+        if self._host_part is not None:
+            self._finish_on_host(self._host_part)
+        elif self.event is not None:
+            self._streams.wait(self.event)
+        assert self._result is not None, "a reduction whose steps are taken has a result, or has raised"
+        return self._result
+
+    def _step(self) -> None:
+        steps, work = self._steps, self._work
+        assert steps is not None, "a step is left"
+        self._work = None
+        self._steps = None  # An exception ends the reduction.
+        try:
+            if work is not None:
+                work.wait()
+            self._work = next(steps, None)
+        except BaseException:
+            steps.close()
+            self._end()
+            raise
+        if self._work is not None:
+            self._steps = steps
+        elif self._host_part is None:
+            self._end()
+
+    def _reduce(self, buffer: GradientBuffer) -> Generator[Work, None, None]:
+        """The steps, on the reduce stream. Each yielded work is waited for before the next step."""
+        plan, flat = self._plan, buffer.payload
+        try:
+            if plan.factors.before != 1:
+                flat.div_(plan.factors.before)
+            shard = self._output(buffer)
+            if plan.world_size > 1:
+                yield reduce_scatter(shard, flat, plan.group)
+            if self._partial is not None:
+                shard.add_(self._partial)
+                self._partial = None
+            if not plan.all_reduce:
+                self._result = shard
+            else:
+                if plan.replica_group is not None:
+                    yield all_reduce(shard, plan.replica_group)
+                self._deliver(shard)
+        finally:
+            if buffer.block is not None:
+                self._pool.release(buffer.block)
+            else:
+                # Allocated on the stream of the gradients, which gets it back when the caller drops it.
+                self._streams.keep(flat)
+        self.event = self._streams.record()
+
+    def _output(self, buffer: GradientBuffer) -> Tensor:
+        """Where the sum is written: memory that stays, or the buffer itself if the sum is only passed on from there."""
+        plan, flat = self._plan, buffer.payload
+        if plan.all_reduce and (flat.dtype is not plan.dtype or flat.device != plan.device):
+            return flat.chunk(plan.world_size)[plan.group.rank()]
+        if plan.world_size > 1:
+            return flat.new_empty(flat.numel() // plan.world_size)
+        return flat if buffer.block is None else flat.clone()
+
+    def _deliver(self, shard: Tensor) -> None:
+        """Divide, cast and move the sum over all ranks."""
+        plan = self._plan
+        if plan.factors.after != 1:
+            shard.div_(plan.factors.after)
+        if shard.device == plan.device:
+            self._set_result(shard if shard.dtype is plan.dtype else shard.to(plan.dtype))
+        else:
+            self._host_part = torch.empty(shard.numel(), dtype=plan.dtype, pin_memory=plan.pin_memory)
+            self._host_part.copy_(shard, non_blocking=True)
+
+    def _finish_on_host(self, host_part: Tensor) -> None:
+        self._streams.hold_host(self.event)
+        self._host_part = None
+        self._set_result(host_part)
+        self._end()
+
+    def _set_result(self, gradient: Tensor) -> None:
+        self._result = gradient
+        self._on_result(gradient)
+
+    def _end(self) -> None:
+        on_done, self._on_done = self._on_done, None
+        if on_done is not None:
+            on_done()

@@ -1,27 +1,27 @@
 """
-The chunks of a model on one memory pool: which tensor is in which, which are accessed, and their statistics together.
+The chunks of a model on one memory pool: which tensor is in which, which are gathered, and their combined statistics.
 
     group = ChunkGroup(pool)
-    chunk = group.allocate(tensors, numel=1024, dtype=torch.float32)
+    chunk = group.open(1024, torch.float32)
+    chunk.append(tensor)
+    group.close(chunk)
     group.access(chunk)
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_conformance.engine.chunks.chunk import Chunk
-from fsdp_conformance.engine.chunks.config import ChunkConfig
-from fsdp_conformance.engine.chunks.gathering import Gathering
+from fsdp_conformance.engine.chunks.chunk import Chunk, ChunkConfig
 from fsdp_conformance.engine.chunks.memory_pool import BlockKind, BlockSpec, MemoryPool
-from fsdp_conformance.engine.chunks.reduction import Reduction
-from fsdp_conformance.engine.chunks.state import ChunkState, TensorState
+from fsdp_conformance.engine.chunks.storage import Gathering, StorageState
+from fsdp_conformance.engine.chunks.tensor_state import TensorState
 from fsdp_conformance.engine.errors import ChunkError, ChunkStateError, TensorRefused
 
 
@@ -31,11 +31,11 @@ class GroupStatistics(NamedTuple):
     squared_norm: Tensor
     """The squared norm of the reduced gradient, in float32 (float64 if a chunk is)."""
     overflow: Tensor
-    """bool: whether any element on any rank is infinite or not a number. The step is to be skipped then."""
+    """bool: whether any element on any rank is infinite or NaN. The optimizer step should then be skipped."""
 
 
 class ChunkGroup:
-    """The chunks on one pool, in the order in which they were made."""
+    """The chunks on one pool, in order of creation."""
 
     def __init__(self, pool: MemoryPool) -> None:
         self.pool = pool
@@ -45,13 +45,8 @@ class ChunkGroup:
 
     @property
     def accessed(self) -> list[Chunk]:
-        """The chunks that are unsharded, or on their way."""
-        return [chunk for chunk in self.chunks if self.is_accessed(chunk)]
-
-    def is_accessed(self, chunk: Chunk) -> bool:
-        """Whether the chunk is unsharded, or on its way. Raises ChunkError if it is not of this group."""
-        self._check_member(chunk)
-        return chunk.state in (ChunkState.GATHERING, ChunkState.UNSHARDED)
+        """The chunks that are unsharded or being gathered."""
+        return [chunk for chunk in self.chunks if chunk.is_gathered]
 
     # --- filling -----------------------------------------------------------------------------------------------------
 
@@ -61,24 +56,23 @@ class ChunkGroup:
         dtype: torch.dtype,
         group: ProcessGroup | None = None,
         *,
-        replica_group: ProcessGroup | None = None,
         config: ChunkConfig | None = None,
     ) -> Chunk:
-        """A chunk to append to; it belongs to the group once `close` was called. Raises ChunkError as `Chunk` does."""
-        return Chunk(self.pool, numel, dtype, group, replica_group=replica_group, config=config)
+        """A chunk to append to. It joins the group when `close` is called. Raises ChunkError as `Chunk` does."""
+        return Chunk(self.pool, numel, dtype, group, config=config)
 
     def close(self, chunk: Chunk) -> None:
         """
-        Close a chunk if it is open, and take it in.
+        Close a chunk if it is open, and add it to the group.
 
-        Raises ChunkError for one of another pool or taken in before, TensorRefused if one of its tensors is in another
-        chunk of the group; then nothing has changed.
+        Raises ChunkError for a chunk on another pool or already in the group, TensorRefused if one of its tensors is in
+        another chunk of the group. Nothing has changed then.
         """
         problems = []
         if chunk.pool is not self.pool:
-            problems.append(f"{chunk!r} is on another memory pool, but should be on that of the group")
+            problems.append(f"{chunk!r} is on another memory pool than the group")
         if chunk in self._members:
-            problems.append(f"{chunk!r} is in the group, but should be added once")
+            problems.append(f"{chunk!r} is already in the group")
         if problems:
             raise ChunkError(problems, where="ChunkGroup.close")
         known = [index for index, tensor in enumerate(chunk.tensors) if id(tensor) in self._chunk_of]
@@ -86,81 +80,54 @@ class ChunkGroup:
             raise TensorRefused(
                 [f"tensor {index} is in {self._chunk_of[id(chunk.tensors[index])]!r}" for index in known],
                 where=f"ChunkGroup.close of {chunk!r}",
-                hint="A tensor should be in one chunk: share the tensor, not its storage",
+                hint="Put each tensor in one chunk, and share the tensor rather than its storage",
             )
-        if chunk.state is ChunkState.OPEN:
+        if chunk.state is StorageState.OPEN:
             chunk.close()
         self.chunks.append(chunk)
         self._members.add(chunk)
         self._chunk_of.update({id(tensor): chunk for tensor in chunk.tensors})
 
-    def allocate(
-        self,
-        tensors: Iterable[Tensor],
-        numel: int,
-        dtype: torch.dtype,
-        group: ProcessGroup | None = None,
-        *,
-        replica_group: ProcessGroup | None = None,
-        config: ChunkConfig | None = None,
-    ) -> Chunk:
-        """A chunk with `tensors`, closed and taken in."""
-        chunk = self.open(numel, dtype, group, replica_group=replica_group, config=config)
-        for tensor in tensors:
-            if id(tensor) in self._chunk_of:
-                raise TensorRefused(
-                    f"tensor {tuple(tensor.shape)} is in {self._chunk_of[id(tensor)]!r}, but should be in none",
-                    where="ChunkGroup.allocate",
-                )
-            chunk.append(tensor)
-        self.close(chunk)
-        return chunk
-
-    def chunk_of(self, tensor: Tensor) -> Chunk:
-        """The chunk that holds a tensor, by identity. Raises TensorRefused if there is none."""
-        return self.chunks_of([tensor])[0]
-
     def chunks_of(self, tensors: Sequence[Tensor]) -> list[Chunk]:
         """
-        The chunks that hold `tensors`, each once, in order. Raises TensorRefused naming every tensor that is in none.
+        The chunks that hold `tensors`, each once, in order of creation. Raises TensorRefused naming every tensor that
+        is in none.
         """
         unknown = [tensor for tensor in tensors if id(tensor) not in self._chunk_of]
         if unknown:
             raise TensorRefused(
-                [f"tensor {tuple(tensor.shape)} is in no chunk, but should be in one" for tensor in unknown],
-                where="ChunkGroup",
+                [f"tensor {tuple(tensor.shape)} is in no chunk" for tensor in unknown], where="ChunkGroup"
             )
         return sorted({self._chunk_of[id(tensor)] for tensor in tensors})
 
-    # --- access, release, reduce -------------------------------------------------------------------------------------
+    # --- access and release ------------------------------------------------------------------------------------------
 
     def can_access(self, chunk: Chunk) -> bool:
-        """Whether `access` would find a block now."""
-        if self.is_accessed(chunk) or chunk.is_fused or chunk.aliases_shard:
+        """Whether `access` would find a block now. Raises ChunkError if the chunk is not in the group."""
+        self._check_member(chunk)
+        if chunk.is_gathered or chunk.is_fused or chunk.aliases_shard:
             return True
         if chunk.config.block is BlockKind.PUBLIC:
             return self.pool.counters.public_free > 0
         return self.pool.has_room(BlockSpec(chunk.numel, chunk.compute_dtype).nbytes)
 
-    def access(self, chunk: Chunk, *, async_op: bool = False, after: Any = None) -> Gathering | None:
-        """Gather a chunk. None, and nothing happens, if it is accessed. Raises PoolExhausted; all is as before then."""
-        return None if self.is_accessed(chunk) else chunk.access(async_op=async_op, after=after)
+    def access(self, chunk: Chunk, *, async_op: bool = False) -> Gathering | None:
+        """
+        Gather a chunk. Returns None, and does nothing, if it is gathered already. Raises PoolExhausted; nothing has
+        changed then.
+        """
+        self._check_member(chunk)
+        return None if chunk.is_gathered else chunk.access(async_op=async_op)
 
     def release(self, chunk: Chunk) -> None:
-        """Return a chunk's block. Raises ChunkStateError unless it is accessed, not fused, and no tensor is in use."""
-        if not self.is_accessed(chunk):
-            raise ChunkStateError(f"{chunk!r} is not accessed, but should be", where="ChunkGroup.release")
+        """Give a chunk's block back. Raises ChunkStateError unless it is gathered, not fused, and no tensor in use."""
+        self._check_member(chunk)
         chunk.release()
 
-    def reduce(self, chunk: Chunk, *, async_op: bool = False, into: Tensor | None = None) -> Reduction:
-        """Reduce a chunk's gradients and return its block. Raises ChunkStateError unless all gradients are there."""
-        self._check_member(chunk)
-        return chunk.reduce(async_op=async_op, into=into)
-
     def move(self, tensors: Iterable[Tensor], state: TensorState) -> None:
-        """Move tensors to a state. Raises TensorRefused for one that is in no chunk, IllegalTransition."""
+        """Move tensors to a state. Raises TensorRefused for a tensor that is in no chunk, IllegalTransition."""
         for tensor in tensors:
-            self.chunk_of(tensor).move(tensor, state)
+            self.chunks_of([tensor])[0].move(tensor, state)
 
     # --- statistics --------------------------------------------------------------------------------------------------
 
@@ -169,14 +136,14 @@ class ChunkGroup:
         """
         The squared norm and the overflow of all gradients, over all ranks.
 
-        One all-reduce of two numbers for each process group among the chunks. Chunks of several groups are added up
-        as this rank sees them. The host does not wait. Raises ChunkStateError if a chunk has no statistics: not
-        reduced, or on its way, or not asked to measure.
+        One all-reduce of two numbers per process group. Chunks of several groups are added up as this rank sees them.
+        The host does not wait. Raises ChunkStateError if a chunk has no statistics: it was never reduced, or its
+        reduction has not ended.
         """
         missing = [chunk for chunk in self.chunks if chunk.statistics is None]
         if missing:
             raise ChunkStateError(
-                [f"{chunk!r} has no statistics, but should have been reduced" for chunk in missing],
+                [f"{chunk!r} has no statistics: reduce it first" for chunk in missing],
                 where="ChunkGroup.statistics",
             )
         by_group: dict[int, list[Chunk]] = {}
@@ -188,7 +155,7 @@ class ChunkGroup:
         return GroupStatistics(total[0], total[1] > 0)
 
     def _sum_over_ranks(self, chunks: Sequence[Chunk]) -> Tensor:
-        """[squared norm, number of chunks and ranks with an overflow] of chunks on one process group."""
+        """[squared norm, number of overflows over chunks and ranks] of chunks on one process group."""
         device = self.pool.device
         found = [chunk.statistics for chunk in chunks if chunk.statistics is not None]
         norms = torch.stack([one.squared_norm.to(device) for one in found]).sum()
@@ -200,4 +167,4 @@ class ChunkGroup:
 
     def _check_member(self, chunk: Chunk) -> None:
         if chunk not in self._members:
-            raise ChunkError(f"{chunk!r} is not in the group, but should be", where="ChunkGroup")
+            raise ChunkError(f"{chunk!r} is not in the group: close it with `ChunkGroup.close`", where="ChunkGroup")

@@ -1,10 +1,10 @@
 """
-Where the tensors of a chunk lie in it, and which part of each is in which rank's shard. Arithmetic only.
+Where the tensors of a storage lie in it, and which part of each is in which rank's shard. Arithmetic only.
 
-    chunk    [ tensor 0 | tensor 1 | gap | tensor 2 |     padding ]   numel = group size x shard_numel
+    storage  [ tensor 0 | tensor 1 | gap | tensor 2 |     padding ]   numel = group size x shard_numel
     shards   [      rank 0      |      rank 1       |   rank 2    ]   consecutive, of one size
 
-Offsets, lengths and ends count elements. A gap exists only where an alignment was asked for; gaps and padding are zero.
+Offsets, lengths and ends count elements. Gaps exist only with an alignment above 1; gaps and padding are zero.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 
 
 class TensorSlot(NamedTuple):
-    """The place of a tensor in a chunk."""
+    """The place of a tensor in a storage."""
 
     shape: torch.Size
     offset: int
@@ -25,9 +25,7 @@ class TensorSlot(NamedTuple):
 
 
 class ShardSlice(NamedTuple):
-    """
-    The part of a tensor that is in a shard: elements [begin, end) of the flattened tensor, from `offset` on there.
-    """
+    """The part of a tensor that is in a shard: elements [begin, end) of the flattened tensor, at `offset` there."""
 
     begin: int
     end: int
@@ -35,15 +33,15 @@ class ShardSlice(NamedTuple):
 
 
 def pad_to_multiple(numel: int, multiple: int) -> int:
-    """The next multiple: 13 over 4 is 16; a multiple stays as it is."""
+    """Round up to a multiple: 13 becomes 16 for a multiple of 4, and 16 stays 16."""
     return -(-numel // multiple) * multiple
 
 
 def padded_numel(numels: Iterable[int], world_size: int, *, align: int = 1) -> int:
     """
-    The length of the smallest chunk that holds tensors of these lengths, in this order.
+    The length of the smallest storage that holds tensors of these lengths, in this order.
 
-    It is a multiple of the group size, and at least that, so that no shard is of length zero.
+    It is a positive multiple of the group size, so that no shard is empty.
     """
     end = 0
     for numel in numels:
@@ -51,9 +49,9 @@ def padded_numel(numels: Iterable[int], world_size: int, *, align: int = 1) -> i
     return max(pad_to_multiple(end, world_size), world_size)
 
 
-class ChunkLayout:
+class StorageLayout:
     """
-    The slots of one chunk, and its shards over a group.
+    The slots of one storage, and its shards over a group.
 
     `numel` is a multiple of `world_size`. Every tensor begins at a multiple of `align`.
     """
@@ -69,7 +67,7 @@ class ChunkLayout:
 
     @property
     def gaps(self) -> list[tuple[int, int]]:
-        """What is no tensor's, as intervals [begin, end): gaps and padding."""
+        """Gaps and padding, as intervals [begin, end)."""
         if self._gaps[0] != len(self.slots):
             self._gaps = (len(self.slots), self.uncovered([True] * len(self.slots)))
         return self._gaps[1]
@@ -81,12 +79,12 @@ class ChunkLayout:
 
     @property
     def shard_begin(self) -> int:
-        """Where this rank's shard begins in the chunk."""
+        """Where this rank's shard begins in the storage."""
         return self.rank * self.shard_numel
 
     @property
     def valid_numel(self) -> int:
-        """How much of this rank's shard is used: all of it, a part, or nothing. What follows is padding."""
+        """How much of this rank's shard is used: all, part or none of it. The rest is padding."""
         return min(max(self.used_numel - self.shard_begin, 0), self.shard_numel)
 
     def next_offset(self) -> int:
@@ -94,24 +92,24 @@ class ChunkLayout:
         return pad_to_multiple(self.used_numel, self.align)
 
     def append(self, shape: torch.Size) -> TensorSlot:
-        """The place of one more tensor, which must fit."""
+        """Add one tensor, which must fit. Returns its place."""
         offset = self.next_offset()
         slot = TensorSlot(shape, offset, offset + shape.numel())
-        assert slot.end <= self.numel, f"slot end={slot.end} is beyond numel={self.numel}: the caller checks the room"
+        assert slot.end <= self.numel, f"slot end={slot.end} is beyond numel={self.numel}: check for room first"
         self.slots.append(slot)
         return slot
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The tensors, in their shapes, as views of the whole chunk `flat`."""
+        """The tensors, in their shapes, as views of the whole data `flat`."""
         return [flat[slot.offset : slot.end].view(slot.shape) for slot in self.slots]
 
     def stand_ins(self, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-        """Tensors in the shapes of those of the chunk, all NaN, one element of memory for all together."""
+        """Tensors of the same shapes, all NaN, which share one element of memory."""
         nothing = torch.full((), torch.nan, dtype=dtype, device=device)
         return [nothing.expand(slot.shape) for slot in self.slots]
 
     def own_slice(self, flat: Tensor) -> Tensor:
-        """This rank's shard as a view of the whole chunk `flat`."""
+        """This rank's shard as a view of the whole data `flat`."""
         return flat.narrow(0, self.shard_begin, self.shard_numel)
 
     def shard_slice(self, index: int) -> ShardSlice:
@@ -122,14 +120,12 @@ class ChunkLayout:
         return ShardSlice(begin - slot.offset, end - slot.offset, begin - self.shard_begin if begin < end else 0)
 
     def shard_views(self, shard: Tensor) -> list[Tensor]:
-        """
-        The parts of the tensors in this rank's shard as 1D views of it, in the order of the tensors, empty ones too.
-        """
+        """The parts of the tensors in this rank's shard as 1D views of it, in order, including empty ones."""
         slices = map(self.shard_slice, range(len(self.slots)))
         return [shard.narrow(0, part.offset, part.end - part.begin) for part in slices]
 
     def uncovered(self, present: Sequence[bool]) -> list[tuple[int, int]]:
-        """Gaps, padding and the tensors that are not `present`, as intervals [begin, end). Neighbours are one."""
+        """Gaps, padding and the tensors that are not `present`, as intervals [begin, end). Neighbours are merged."""
         intervals = []
         begin = 0
         for index, slot in enumerate(self.slots):

@@ -1,23 +1,23 @@
 """
-The memory that chunks are unsharded into and gradients are gathered in: blocks, leased and returned, within a limit.
+The memory that storages are unsharded into and gradients are collected in: blocks, leased within a limit.
 
-A block is flat memory of one size and dtype. Its kind says who may have it, and when it has memory:
+A block is flat memory of one size and dtype. Its kind decides who may lease it, and when it has memory:
 
-    PUBLIC    any chunk of its size in turn; memory from `allocate_public` on
-    PRIVATE   one chunk, which takes it for good; memory from `allocate_private` on
-    RESIZED   one chunk; memory only while it is leased, always behind the same storage object
-    CACHED    whoever asks for its size; memory from the first lease until `trim`, or until it has to make room
+    PUBLIC    any chunk of its size, in turn; has memory from `allocate_public` on
+    PRIVATE   one chunk, which takes it permanently; has memory from `allocate_private` on
+    RESIZED   one storage; has memory only while leased, always behind the same torch storage object
+    CACHED    any lease of its size; has memory from the first lease until `trim`, or until the pool needs the room
 
-RESIZED is what a unit is unsharded into. Autograd saves views of parameters (a transposed weight) that share the
-storage, so values gathered again for the backward have to come back behind the storage object of the forward.
-CACHED is for gradients, which nothing outlives.
+Units are unsharded into RESIZED blocks. Autograd saves views of parameters (a transposed weight, for example) that
+share the parameter's torch storage, so the values gathered again for the backward must appear behind the same storage
+object as in the forward. CACHED blocks are for gradients, which nothing outlives.
 
-The limit counts the bytes that the pool holds, and makes the pool the rate limiter: a lease over it is refused with a
-typed error, and everything is as it was before. Without a limit the pool never holds more than was leased at once: a
-cached block that is free gives way before a new one is allocated.
+The limit counts the bytes that the pool holds, which makes the pool the rate limiter: a lease beyond it raises a typed
+error and changes nothing. Without a limit the pool never holds more than was leased at once: a free cached block is
+evicted before a new one is allocated.
 
-Streams: `release` records an event, and whoever gets the memory next waits for it, on its stream, not on the host. A
-cached block that a reduction may still be reading cools down: it is not given out before another one has been
+Streams: `release` records an event, and the next tenant of the memory waits for it on its stream, not on the host. A
+cached block that a reduction may still be reading cools down: it is not leased again before another one has been
 released, so that the next unit's gradients do not wait for this unit's reduction. A pool belongs to one thread at a
 time.
 """
@@ -39,12 +39,12 @@ from torch import Tensor
 from fsdp_conformance.engine.chunks.streams import ChunkStreams
 from fsdp_conformance.engine.errors import PoolError, PoolExhausted
 
-#: glibc takes blocks from here on from the system and gives them back at once (its DEFAULT_MMAP_THRESHOLD_MAX).
+#: glibc maps blocks of at least this size and unmaps them when they are freed (its DEFAULT_MMAP_THRESHOLD_MAX).
 _MAPPED_BYTES = 32 * 2**20
 
 
 class BlockKind(Enum):
-    """Who may have a block, and when it has memory. See the module's docstring."""
+    """Who may lease a block, and when it has memory. See the module's docstring."""
 
     PUBLIC = "public"
     PRIVATE = "private"
@@ -60,7 +60,7 @@ class BlockSpec(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Its bytes while it has memory."""
+        """Its size in bytes while it has memory."""
         return self.numel * self.dtype.itemsize
 
 
@@ -71,18 +71,18 @@ class Block:
 
     def __init__(self, kind: BlockKind, payload: Tensor, home: Any) -> None:
         self.kind = kind
-        self.payload = payload  # 1D, spec.numel; behind it is no memory while a RESIZED block is not leased
+        self.payload = payload  # 1D, spec.numel; a RESIZED block that is not leased has no memory behind it
         self.spec = BlockSpec(payload.numel(), payload.dtype)
         self.home = home
-        """The stream that its memory was allocated on, and goes back to."""
+        """The stream that its memory was allocated on, and returns to."""
         self.event: Any = None
-        """What must have happened before the memory is written again."""
+        """What must have happened before the memory is overwritten."""
         self.views: tuple[object, list[Tensor]] | None = None
-        """Views of the payload that its last tenant made, and what they were made from: for the next one."""
+        """Views of the payload made by its last tenant, for the next one, and what they were made from."""
 
     @property
     def nbytes(self) -> int:
-        """Its bytes while it has memory."""
+        """Its size in bytes while it has memory."""
         return self.spec.nbytes
 
     def __repr__(self) -> str:
@@ -98,12 +98,12 @@ class PoolCounters(NamedTuple):
     private_taken: int
     resized_leased: int
     cached_free: int
-    """Those that cool down among them."""
+    """Includes those that are cooling down."""
     cached_leased: int
     held_bytes: int
     """Bytes of all blocks that have memory, leased or not."""
     leased_bytes: int
-    """Bytes of the blocks that somebody has."""
+    """Bytes of all leased blocks."""
     peak_held_bytes: int
     """The most that was held at once since the pool was made, or since `reset_peak`."""
 
@@ -112,19 +112,19 @@ class MemoryPool:
     """
     The blocks of one device.
 
-    `limit_bytes` bounds what the pool holds; None: no bound. The `num_cooling` cached blocks that were released last
-    are not given out where another one, or room for one, can be found (on devices with streams).
+    `limit_bytes` bounds what the pool holds; None: no bound. On devices with streams, the `num_cooling` cached blocks
+    that were released last are not leased again while another one, or room for one, can be found.
     """
 
     def __init__(self, device: torch.device | str, *, limit_bytes: int | None = None, num_cooling: int = 1) -> None:
         problems = []
         if limit_bytes is not None and limit_bytes < 0:
-            problems.append(f"limit_bytes={limit_bytes}, but should be at least 0, or None")
+            problems.append(f"limit_bytes must be at least 0 or None, got {limit_bytes}")
         if num_cooling < 0:
-            problems.append(f"num_cooling={num_cooling}, but should be at least 0")
+            problems.append(f"num_cooling must be at least 0, got {num_cooling}")
         if problems:
             raise PoolError(problems, where="MemoryPool")
-        # With its index, as tensors have it: "cuda" and "cuda:0" are not equal.
+        # With its index, as on tensors: "cuda" and "cuda:0" do not compare equal.
         self.device = torch.empty(0, device=device).device
         self.limit_bytes = limit_bytes
         self.streams = ChunkStreams(self.device)
@@ -142,10 +142,10 @@ class MemoryPool:
         self._peak_busy_bytes = 0
         self._peak_held_bytes = 0
 
-    # --- what is there -----------------------------------------------------------------------------------------------
+    # --- inspection -------------------------------------------------------------------------------------------------
 
     def device_like(self, device: torch.device | None) -> torch.device:
-        """The pool's device for None, or for one of its type; else the device given."""
+        """The pool's device for None or a device of its type; otherwise the given device."""
         return self.device if device is None or device.type == self.device.type else device
 
     @property
@@ -166,21 +166,19 @@ class MemoryPool:
         )
 
     def reset_peak(self) -> None:
-        """Count peaks from what is held and leased now."""
+        """Restart peak counting from what is held and leased now."""
         self._peak_held_bytes = self._held_bytes
         self._peak_busy_bytes = self._busy_bytes
 
     def has_room(self, nbytes: int, *, evict: Iterable[Block] | None = None) -> bool:
-        """
-        Whether that many bytes can be leased now, by letting go of `evict` (None: all cached blocks that are free).
-        """
+        """Whether that many bytes can be leased now by evicting `evict` (None: all free cached blocks)."""
         if self.limit_bytes is None:
             return True
         evictable = sum(block.nbytes for block in (self._cached() if evict is None else evict))
         return self._held_bytes - evictable + nbytes <= self.limit_bytes
 
     def is_leased(self, block: Block) -> bool:
-        """Whether somebody has `block` of this pool."""
+        """Whether `block` is leased from this pool."""
         return block in self._leased
 
     # --- public and private blocks -----------------------------------------------------------------------------------
@@ -189,15 +187,13 @@ class MemoryPool:
         """
         Allocate the public blocks, once.
 
-        Raises PoolError if it was done before, or for a size that is none; PoolExhausted over the limit.
+        Raises PoolError if they exist already or for a negative size; PoolExhausted over the limit.
         """
         problems = []
         if self.public_spec is not None:
-            problems.append(
-                "allocate_public is called again, but should be called once: it sets the size of all chunks"
-            )
+            problems.append("public blocks are already allocated: their size is that of all chunks")
         if num_blocks < 0 or numel < 0:
-            problems.append(f"num_blocks={num_blocks}, numel={numel}, but should be at least 0")
+            problems.append(f"num_blocks and numel must be at least 0, got {num_blocks} and {numel}")
         if problems:
             raise PoolError(problems, where="MemoryPool.allocate_public")
         spec = BlockSpec(numel, dtype)
@@ -206,22 +202,22 @@ class MemoryPool:
         self._public_free.extend(blocks)
 
     def allocate_private(self, specs: Iterable[BlockSpec | tuple[int, torch.dtype]]) -> None:
-        """Allocate blocks that chunks will take for good: all of them, or none. Raises PoolExhausted over the limit."""
+        """Allocate blocks for chunks to take permanently: all or none. Raises PoolExhausted over the limit."""
         wanted = [BlockSpec(*spec) for spec in specs]
         for block in self._allocate(BlockKind.PRIVATE, wanted, where="MemoryPool.allocate_private"):
             self._private_free.setdefault(block.spec, []).append(block)
 
     def lease_public(self) -> Block:
         """
-        A public block: the one that has been free for longest.
+        The public block that has been free longest.
 
         Raises PoolExhausted if none is free.
         """
         if not self._public_free:
             raise PoolExhausted(
-                "public_free=0, but should be at least 1",
+                f"no public block is free: {self.counters.public_leased} are leased",
                 where="MemoryPool.lease_public",
-                hint=f"{self.counters.public_leased} blocks are leased: release a chunk, or allocate more",
+                hint="Release a chunk, or allocate more blocks",
             )
         block = self._public_free.popleft()
         self._hand_over(block)
@@ -229,13 +225,13 @@ class MemoryPool:
         return block
 
     def take_private(self, numel: int, dtype: torch.dtype) -> Block:
-        """The private block of that size and dtype; it is the caller's for good. Raises PoolError if there is none."""
+        """A private block of that size and dtype, for the caller to keep. Raises PoolError if there is none."""
         spec = BlockSpec(numel, dtype)
         blocks = self._private_free.get(spec)
         if not blocks:
-            there = sorted({f"{spec.numel} x {spec.dtype}" for spec, found in self._private_free.items() if found})
+            free = sorted({f"{spec.numel} x {spec.dtype}" for spec, found in self._private_free.items() if found})
             raise PoolError(
-                f"private block {numel} x {dtype}, but should be one of {there}", where="MemoryPool.take_private"
+                f"no private block of {numel} x {dtype} is free, only {free}", where="MemoryPool.take_private"
             )
         block = blocks.pop()
         self._hand_over(block)
@@ -246,20 +242,20 @@ class MemoryPool:
     # --- resized and cached blocks -----------------------------------------------------------------------------------
 
     def reserve(self, numel: int, dtype: torch.dtype) -> Block:
-        """A resized block without memory. Views of its payload may be made now; `lease` puts memory behind them."""
+        """A resized block without memory. Its payload may be viewed right away; `lease` puts memory behind it."""
         payload = torch.empty(numel, dtype=dtype, device=self.device)
         payload.untyped_storage().resize_(0)
         return Block(BlockKind.RESIZED, payload, self.streams.current())
 
     def lease(self, block: Block) -> None:
         """
-        Put memory, not initialised, behind a resized block, on the current stream.
+        Put uninitialised memory behind a resized block, on the current stream.
 
-        Raises PoolError for a block of another kind or one that has memory, PoolExhausted over the limit.
+        Raises PoolError for a block of another kind or one that is leased, PoolExhausted over the limit.
         """
         if block.kind is not BlockKind.RESIZED or block in self._leased:
             state = "leased" if block in self._leased else "free"
-            raise PoolError(f"{block} is {state}, but should be resized and free", where="MemoryPool.lease")
+            raise PoolError(f"expected a free resized block, got {block}, {state}", where="MemoryPool.lease")
         self._make_room(block.nbytes, where="MemoryPool.lease")
         block.payload.untyped_storage().resize_(block.nbytes)
         _advise_huge_pages(block.payload)
@@ -269,7 +265,7 @@ class MemoryPool:
 
     def lease_cached(self, numel: int, dtype: torch.dtype) -> Block:
         """
-        A block of that size with memory, not initialised. Its payload must not outlive the lease.
+        A block of that size with uninitialised memory. Its payload must not outlive the lease.
 
         Raises PoolExhausted over the limit.
         """
@@ -291,13 +287,13 @@ class MemoryPool:
 
     def release(self, block: Block, *, after: Any = None) -> None:
         """
-        Take a block back. Its memory is written again after the event `after`; None: after what the current stream
-        was given so far.
+        Take a block back. Its memory may be overwritten after the event `after`; None: after all work that the current
+        stream has been given so far.
 
         Raises PoolError for a private block, one of another pool, or one that is not leased.
         """
         if block not in self._leased:
-            raise PoolError(f"{block} is not leased, but should be [and by this pool]", where="MemoryPool.release")
+            raise PoolError(f"cannot release {block}: it is not leased from this pool", where="MemoryPool.release")
         event = self.streams.record() if after is None else after
         on_home = after is None and block.home == self.streams.current()
         self._leased.remove(block)
@@ -315,14 +311,14 @@ class MemoryPool:
             self._cool(block)
 
     def trim(self) -> None:
-        """Let go of every cached block that is free."""
+        """Free every cached block that is not leased."""
         for block in self._cached():
             self._evict(block)
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _allocate(self, kind: BlockKind, specs: list[BlockSpec], *, where: str) -> list[Block]:
-        """Blocks with memory, not yet anybody's: all, or none and an exception."""
+        """Blocks with memory that are not leased yet. Raises without allocating any if they do not all fit."""
         nbytes = sum(spec.nbytes for spec in specs)
         self._make_room(nbytes, where=where)
         home = self.streams.current()
@@ -330,21 +326,21 @@ class MemoryPool:
         for block in blocks:
             _advise_huge_pages(block.payload)
             if kind is not BlockKind.CACHED:
-                # The allocator may give memory that this stream still uses; another stream may be the first to write.
+                # This stream may still use the memory, and another stream may be the first to write it.
                 block.event = self.streams.record()
         self._hold(nbytes)
         return blocks
 
     def _make_room(self, nbytes: int, *, where: str) -> None:
-        """Evict free cached blocks until `nbytes` fit. Raises PoolExhausted, and evicts nothing, if they never will."""
+        """Evict free cached blocks until `nbytes` fit. Raises PoolExhausted, evicting none, if they never will."""
         if not self.has_room(nbytes):
             raise PoolExhausted(
-                f"{nbytes} bytes beside {self._leased_bytes} leased and {self._held_bytes} held, but should be at most "
-                f"limit_bytes={self.limit_bytes} together",
+                f"{nbytes} bytes exceed limit_bytes={self.limit_bytes}: {self._held_bytes} are held, of which "
+                f"{self._leased_bytes} are leased",
                 where=where,
                 hint="Release a block first, or raise the limit",
             )
-        # No more than was ever in use at once: keeping blocks must not raise the peak.
+        # Hold no more than was ever in use at once: caching must not raise the peak.
         bound = max(self._peak_busy_bytes, self._busy_bytes + nbytes)
         for block in self._idle_blocks():
             if self._held_bytes + nbytes > bound or not self.has_room(nbytes, evict=()):
@@ -357,7 +353,7 @@ class MemoryPool:
         return [block for blocks in self._idle.values() for block in blocks]
 
     def _cached(self) -> list[Block]:
-        """The cached blocks that are free, those that cool down last."""
+        """The free cached blocks; those that are cooling down come last."""
         return [*self._idle_blocks(), *self._cooling]
 
     @property
@@ -378,7 +374,7 @@ class MemoryPool:
         self._let_go(block)
 
     def _let_go(self, block: Block) -> None:
-        """Its memory goes back to the allocator, which gives it out again on its home stream: order that stream."""
+        """Order the home stream, on which the allocator will reuse the memory, after its last use."""
         self.streams.order(block.home, block.event)
         block.event = None
         self._held_bytes -= block.nbytes
@@ -409,10 +405,10 @@ def _madvise() -> Callable[[int, int], object] | None:
 
 def _advise_huge_pages(tensor: Tensor) -> None:
     """
-    Ask for huge pages behind a large tensor of the host.
+    Ask for huge pages behind a large tensor in host memory.
 
-    Memory of that size comes fresh from the system at every lease; 200 MB of it cost 100 ms in page faults of 4 KiB,
-    and 18 ms in huge ones (measured, one core).
+    Memory of that size is mapped afresh for every lease; 200 MB of it cost 100 ms in page faults of 4 KiB, and 18 ms
+    with huge pages (measured on one core).
     """
     storage = tensor.untyped_storage()
     if storage.nbytes() < _MAPPED_BYTES or tensor.device.type != "cpu":

@@ -1,9 +1,8 @@
 """
-The two streams beside the current one on which chunks communicate, and the events that order them.
+The two streams besides the current one on which storages communicate, and the events that order them.
 
-Gathers and reductions get a stream each, so that an all-gather that was prefetched does not queue behind the
-reduce-scatter of the unit before it. On the CPU there are no streams: events are None, and works are waited for on the
-host.
+Gathers and reductions have a stream each, so that a prefetched all-gather does not queue behind the reduce-scatter of
+the previous unit. The CPU has no streams: events are None, and works are waited for on the host.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-#: Backends whose Work.wait() holds the host: what follows a collective of theirs cannot be enqueued ahead of it.
+#: Backends whose Work.wait() blocks the host, so that nothing can be enqueued ahead of their collectives.
 _HOST_ORDERED_BACKENDS = frozenset({"gloo", "mpi", "ucc"})
 
 
 class ChunkStreams:
-    """The gather stream and the reduce stream of a device. Both are None where the device has no streams."""
+    """The gather stream and the reduce stream of a device. Both are None if the device has no streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -35,7 +34,7 @@ class ChunkStreams:
 
     @functools.cached_property
     def reduce(self) -> Any:
-        """Where reduce-scatters are issued, and what follows them."""
+        """Where reduce-scatters, and the steps after them, are issued."""
         return self._new_stream()
 
     @property
@@ -44,41 +43,41 @@ class ChunkStreams:
         return self._module is not None
 
     def current(self) -> Any:
-        """The current stream of the device; None where there are none."""
+        """The current stream of the device; None without streams."""
         return None if self._module is None else self._module.current_stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        """A context in which `stream` is current. None: nothing changes."""
+        """A context in which `stream` is current; for None it changes nothing."""
         return nullcontext() if stream is None else self._module.stream(stream)
 
     def record(self) -> Any:
-        """An event at the current stream's present end; None where there are no streams."""
+        """An event at the current end of the current stream; None without streams."""
         return None if self._module is None else self.current().record_event()
 
     def wait(self, event: Any) -> None:
-        """What is issued on the current stream from now on runs after `event`. The host does not wait."""
+        """Let work issued on the current stream from now on run after `event`. The host does not wait."""
         if event is not None:
             self.current().wait_event(event)
 
     def order(self, later: Any, event: Any) -> None:
-        """What is issued on the stream `later` from now on runs after `event`."""
+        """Let work issued on the stream `later` from now on run after `event`."""
         if event is not None:
             later.wait_event(event)
 
     def hold_host(self, event: Any) -> None:
-        """Return when `event` has happened. For memory of the host that a stream reads or writes."""
+        """Block the host until `event` has happened, for host memory that a stream reads or writes."""
         if event is not None:
             event.synchronize()
 
     def keep(self, tensor: Tensor) -> None:
-        """Let the memory of `tensor`, if it is freed, not be used again before the current stream is done with it."""
+        """Keep the memory of `tensor`, once freed, from being reused before the current stream is done with it."""
         if self._module is not None:
             tensor.record_stream(self.current())
 
     def orders(self, group: ProcessGroup) -> bool:
-        """Whether waiting for a work of `group` orders streams and lets the host run on."""
+        """Whether waiting for a work of `group` orders streams without blocking the host."""
         return self.exist and dist.get_backend(group) not in _HOST_ORDERED_BACKENDS
 
     def _new_stream(self) -> Any:
-        # High priority, as in FSDP2: a collective that is ready should not wait for kernels that were enqueued earlier.
+        # High priority, as in FSDP2: a collective that is ready should not wait for kernels enqueued earlier.
         return None if self._module is None else self._module.Stream(device=self.device, priority=-1)

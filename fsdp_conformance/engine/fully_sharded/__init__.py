@@ -5,19 +5,15 @@ The fully sharded module: parameters, gradients and optimizer state of each unit
     fully_shard          `fully_shard(module)`: the same without a wrapper, by hooks
     wrap_policy          which submodules become units of their own
 
-    unit                 a unit and its walk through the states of a training step
     schedule             when each unit is gathered, resharded and reduced
-    training_state       the states of a unit and the legal moves between them
+    unit                 a unit and its states during a training step
     hooks                the module hooks that tell the schedule what runs
-    inputs               moving and casting a unit's inputs and outputs
+    inputs               moving, casting and watching a unit's inputs and outputs
     buffers              a unit's floating-point buffers under a precision policy
-    unshard_handle       what a user waits on after unsharding by hand
-    order_watch          detects ranks that run different units
-    tag                  the unit's number, sent along with its parameters and gradients
+    order_watch          detects ranks that run different units, on accelerators
 
-    flat_parameter       the parameters of one unit and dtype on one chunk
-    member               one parameter: the optimizer's object and the places where modules find it
-    recipe               how parameters are laid out on chunks, also when they move
+    flat_parameter       the parameters of one unit and dtype in one sharded storage
+    unit_spec            how a unit's parameters are stored, including after they move
     construction         from a module to a unit
     materialisation      parameters on the meta device get memory and values
     sharding_groups      the group to shard over and the group to replicate over

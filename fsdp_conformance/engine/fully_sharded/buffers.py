@@ -1,4 +1,4 @@
-"""The floating-point buffers of a unit: in the policy's dtype while it trains, in their own where that is asked for."""
+"""The floating-point buffers of a unit: in the policy's dtype while it trains, in their own on request."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ Place = tuple[dict[str, Tensor | None], str]
 
 class UnitBuffers:
     """
-    Buffers at `places`, and the dtype that floating-point ones are cast to; None: they stay as they are.
+    Buffers at `places`, and the dtype that floating-point ones are cast to; None: they are not cast.
 
-    A cast registers another tensor, as `nn.Module.to` does: a graph keeps the one that it has saved.
+    A cast registers a new tensor, as `nn.Module.to` does: a graph keeps the one that it has saved.
     """
 
     def __init__(self, places: Iterable[Place], dtype: torch.dtype | None) -> None:
         self._places = list(places)
         self._dtype = dtype
         self._own: list[torch.dtype | None] = [None] * len(self._places)
-        """Of the buffers that are cast, the dtype that they had."""
+        """The original dtypes of buffers that are cast."""
 
     @property
     def are_cast(self) -> bool:
-        """Whether one of them is in another dtype than its own."""
+        """Whether any of them is cast."""
         return any(dtype is not None for dtype in self._own)
 
     def lower(self) -> None:
@@ -42,7 +42,7 @@ class UnitBuffers:
                 registry[key] = cast.setdefault(id(buffer), buffer.to(self._dtype))
 
     def restore(self) -> bool:
-        """Cast them back to their own dtype. Returns whether one of them was in another."""
+        """Cast them back to their own dtype. Returns whether any of them was cast."""
         if not self.are_cast:
             return False
         restored = self.in_own_dtype()
@@ -52,7 +52,7 @@ class UnitBuffers:
         return True
 
     def in_own_dtype(self) -> dict[int, Tensor]:
-        """Those that are cast, in the dtype that they had, by the id of the registered one."""
+        """Those that are cast, converted to their own dtype, by the id of the registered tensor."""
         found: dict[int, Tensor] = {}
         for (registry, key), dtype in zip(self._places, self._own, strict=True):
             buffer = registry.get(key)
@@ -61,7 +61,7 @@ class UnitBuffers:
         return found
 
     def copied(self, memo: Mapping[int, Any]) -> UnitBuffers:
-        """Those of a deep copy of the modules."""
+        """The buffers of a deep copy of the modules."""
         twin = UnitBuffers([(memo[id(registry)], key) for registry, key in self._places], self._dtype)
         twin._own = list(self._own)
         return twin

@@ -1,8 +1,8 @@
 """
-From a module to a unit: which parameters it owns, where they compute, and their way into shards.
+From a module to a unit: which parameters it owns, where they compute, and what is checked before they are sharded.
 
-Inner units come first; the unit of an outer module owns what they have left. A parameter that two inner units share
-goes over to the first outer unit that holds both.
+Inner units come first; the unit of an outer module owns the rest. A parameter that two inner units share is taken over
+by the first outer unit that contains both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils import _python_dispatch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from fsdp_conformance.engine.bucketing.broadcast import broadcast
-from fsdp_conformance.engine.fully_sharded.member import Member, Place
+from fsdp_conformance.engine.fully_sharded.flat_parameter import Member, Place
 from fsdp_conformance.engine.fully_sharded.sharding_groups import ShardingGroups
 from fsdp_conformance.engine.fully_sharded.unit import ForeignParameter, ShardedUnit
 from fsdp_conformance.engine.mesh.axis import communicates_from
@@ -31,14 +31,14 @@ _WHERE = "fully sharded module"
 
 @dataclass(kw_only=True)
 class OwnedTensors:
-    """What a unit finds below its modules."""
+    """The tensors that a unit finds below its modules."""
 
     members: list[Member] = field(default_factory=list)
     buffers: list[Tensor] = field(default_factory=list)
     buffer_places: list[tuple[dict[str, Tensor | None], str]] = field(default_factory=list)
-    """Where modules have them: a registry and a key."""
+    """Where modules register their buffers: a registry and a key."""
     foreign: dict[int, ForeignParameter] = field(default_factory=dict)
-    """Parameters that other units have, by id, with places outside of those."""
+    """Parameters that other units own, by id, with their places outside those units."""
 
 
 def owned_tensors(
@@ -48,7 +48,7 @@ def owned_tensors(
     is_owned: Callable[[nn.Parameter], bool],
     ignored: set[int],
 ) -> OwnedTensors:
-    """Parameters and buffers below `modules`, without those of inner units and of modules that are `ignored`, by id."""
+    """Parameters and buffers below `modules`, except those of inner units and of `ignored` modules, given by id."""
     found = OwnedTensors()
     members: dict[int, Member] = {}
     buffers: dict[int, Tensor] = {}
@@ -90,14 +90,14 @@ def _walk(
 
 
 def check_members(members: Sequence[Member]) -> None:
-    """Raise for parameters that cannot be sharded, with every reason."""
+    """Raise for parameters that cannot be sharded, with all reasons."""
     problems = []
     for member in members:
         parameter = member.parameter
         if not parameter.dtype.is_floating_point:
-            problems.append(f"dtype={parameter.dtype} of {member.name}, but should be a floating-point dtype")
+            problems.append(f"dtype of {member.name} must be a floating-point dtype, got {parameter.dtype}")
         if parameter.grad is not None:
-            problems.append(f"{member.name} has a gradient, but should have none when it is wrapped")
+            problems.append(f"{member.name} has a gradient: wrap the module before the first backward")
     if problems:
         raise ConfigError(problems, where=_WHERE)
     lazy = [member.name for member in members if _is_lazy(member.parameter)]
@@ -110,9 +110,9 @@ def check_members(members: Sequence[Member]) -> None:
 
 def compute_device_of(members: Sequence[Member], device_id: torch.device | None) -> torch.device:
     """
-    Where a unit computes: the device named, else the one of its parameters.
+    Where a unit computes: `device_id` if given, otherwise the device of its parameters.
 
-    Raises ConfigError for parameters on several devices, or on meta, where none is named.
+    Raises ConfigError for parameters on several devices without a `device_id`, or on an accelerator other than it.
     """
     devices: dict[torch.device, list[str]] = {}
     for member in members:
@@ -122,7 +122,7 @@ def compute_device_of(members: Sequence[Member], device_id: torch.device | None)
         if foreign:
             raise ConfigError(
                 [
-                    f"{', '.join(devices[device][:3])} are on {device}, but should be on {device_id}"
+                    f"device of {', '.join(devices[device][:3])}: expected {device_id}, got {device}"
                     for device in foreign
                 ],
                 where=_WHERE,
@@ -130,7 +130,7 @@ def compute_device_of(members: Sequence[Member], device_id: torch.device | None)
         return device_id
     if len(devices) > 1:
         where = "; ".join(f"{', '.join(names[:3])} on {device}" for device, names in devices.items())
-        raise ConfigError([f"parameters are on {len(devices)} devices ({where}), but should be on one"], where=_WHERE)
+        raise ConfigError([f"parameters must be on one device, got {len(devices)} ({where})"], where=_WHERE)
     return next(iter(devices), torch.device("cpu"))
 
 
@@ -143,7 +143,7 @@ def place_tensors(tensors: Iterable[Tensor], device: torch.device) -> None:
 
 
 def synchronise(tensors: Sequence[Tensor], groups: ShardingGroups) -> None:
-    """Overwrite tensors with those of the first rank of the groups. Collective."""
+    """Overwrite tensors with those of the groups' first rank. Collective."""
     if groups.replica is not None:
         broadcast(tensors, groups.replica)
     broadcast(tensors, groups.shard)
@@ -151,9 +151,9 @@ def synchronise(tensors: Sequence[Tensor], groups: ShardingGroups) -> None:
 
 def verify_unit(members: Sequence[Member], groups: ShardingGroups, device: torch.device) -> None:
     """
-    Raise StructureMismatch, on every rank, where ranks of a group would shard different parameters. Collective.
+    Raise StructureMismatch, on every rank, if ranks of a group would shard different parameters. Collective.
 
-    Not asked where the parameters are on a device that the group does not communicate from, to be moved later.
+    Skipped for a group that cannot communicate from the parameters' device, from which they are moved later.
     """
     named = [(member.name, member.parameter) for member in members]
     for group in (groups.shard, groups.replica):
@@ -162,7 +162,7 @@ def verify_unit(members: Sequence[Member], groups: ShardingGroups, device: torch
 
 
 class OwnerRegistry:
-    """Which unit has a parameter. Keeps neither."""
+    """Which unit owns a parameter. Keeps neither alive."""
 
     def __init__(self) -> None:
         self._owners: Any = WeakIdKeyDictionary()
@@ -173,12 +173,12 @@ class OwnerRegistry:
         return None if reference is None else reference()
 
     def note(self, members: Iterable[Member], unit: ShardedUnit) -> None:
-        """Let `unit` be the owner of some parameters."""
+        """Make `unit` the owner of some parameters."""
         reference = weakref.ref(unit)
         for member in members:
             self._owners[member.parameter] = reference
 
 
-#: Untyped: to mypy no parameter is either.
+#: Untyped, because mypy assumes that no parameter is either.
 _is_lazy: Callable[[Any], bool] = nn_parameter.is_lazy
 _is_subclass: Callable[[Any], bool] = _python_dispatch.is_traceable_wrapper_subclass

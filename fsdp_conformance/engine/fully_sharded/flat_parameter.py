@@ -1,72 +1,139 @@
 """
-The flat parameter: the parameters of one unit and dtype on one chunk, and what stands for them in the modules.
+The flat parameter: the parameters of one unit and dtype in one sharded storage, and what modules see in their place.
 
-    original parameter   the object that the module had and the optimizer has; 1D, this rank's part of the chunk's shard
-                         (in a group of one rank: the whole, in its shape)
-    leaf                 what a forward uses: a parameter of the original shape, a view of the unsharded chunk. Autograd
-                         keeps it; its memory comes and goes with the chunk's block, always behind the same storage
-    place                a module's registry and a key: where the one or the other is registered
+    original parameter   the object that the module had and the optimizer has: 1D, this rank's part of the storage's
+                         shard (in a group of one rank: all of it, in its shape)
+    leaf                 what a forward uses: a parameter of the original shape, a view of the unsharded storage.
+                         Autograd keeps it; its memory comes and goes with the block, behind the same torch storage
+    place                a module's parameter table and a key, where either of them is registered
 
-A chunk over more than one rank ends with a tag, the number of its unit, behind the last parameter. It is gathered and
-averaged with the rest, so a rank whose peers run another unit finds it out with the first collective, at no message.
+A storage over more than one rank ends with a tag, the number of its unit, after the last parameter. The tag is gathered
+and averaged with the rest, so a rank whose peers run another unit finds out at the first collective, without an extra
+message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_conformance.engine.chunks.chunk import Chunk
-from fsdp_conformance.engine.chunks.gathering import Gathering, start_all_gather
-from fsdp_conformance.engine.chunks.moving import gather_parts, lasting_views, sharing_chunk
-from fsdp_conformance.engine.chunks.reduction import Reduction
-from fsdp_conformance.engine.chunks.state import ChunkState, TensorState
-from fsdp_conformance.engine.errors import ParameterMoved, ParameterReplaced
-from fsdp_conformance.engine.fully_sharded.member import Member
+from fsdp_conformance.engine.chunks.gradients import Reduction
+from fsdp_conformance.engine.chunks.storage import Gathering, ShardedStorage, StorageState
+from fsdp_conformance.engine.errors import ExecutionOrderError, ParameterMoved, ParameterReplaced, UsedWhileSharded
 from fsdp_conformance.engine.fully_sharded.order_watch import OrderWatch
-from fsdp_conformance.engine.fully_sharded.tag import averaged_tag, check_tag
 
-#: States that a tensor passes through on its way to the reduction.
-_TO_REDUCTION = (TensorState.COMPUTE, TensorState.HOLD_AFTER_BWD, TensorState.READY_FOR_REDUCE)
+
+class Place:
+    """Where a parameter is registered: under a key of a module, which it does not keep alive."""
+
+    __slots__ = ("_module", "key", "registry")
+
+    def __init__(self, module: nn.Module, key: str) -> None:
+        self.registry = module._parameters
+        self.key = key
+        # Modules that override __setattr__ (RNNs, for example) also keep their parameters elsewhere.
+        usual = getattr(type(module), "__setattr__", None) is nn.Module.__setattr__
+        self._module = None if usual else weakref.ref(module)
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Register `parameter` under the key."""
+        module = None if self._module is None else self._module()
+        if module is None:
+            self.registry[self.key] = parameter
+        else:
+            setattr(module, self.key, parameter)
+
+    def copied(self, memo: Mapping[int, Any]) -> Place:
+        """The same place in a deep copy of the module."""
+        twin = Place.__new__(Place)
+        twin.key, twin.registry = self.key, memo[id(self.registry)]
+        module = None if self._module is None else self._module()
+        twin._module = None if module is None else weakref.ref(memo[id(module)])
+        return twin
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """One parameter of a unit."""
+
+    name: str
+    """Its name below the unit's module; the first of its names if it is tied."""
+    parameter: nn.Parameter
+    places: list[Place]
+    shape: torch.Size = field(init=False)
+    """Of the whole parameter, unsharded."""
+
+    is_guarded: bool = field(init=False, default=False)
+
+    def __post_init__(self) -> None:
+        self.shape = self.parameter.shape
+
+    def copied(self, memo: Mapping[int, Any]) -> Member:
+        """The same parameter of a deep copy of the modules."""
+        twin = Member(self.name, memo[id(self.parameter)], [place.copied(memo) for place in self.places])
+        twin.shape = self.shape
+        return twin
+
+    def guard(self) -> None:
+        """Make a backward that reaches the original raise: it is a shard, so its gradient would be wrong."""
+        name, self.is_guarded = self.name, True
+
+        def refuse(_: Tensor) -> None:
+            raise UsedWhileSharded(
+                f"{name} was used while it was sharded: use it only in the forward of its unit",
+                where="backward",
+            )
+
+        self.parameter.register_hook(refuse)  # type: ignore[no-untyped-call]
+
+    def show_hooks(self, leaf: nn.Parameter) -> None:
+        """Let hooks that users have registered on the original see the gradients of the leaf."""
+        registered = self.parameter._backward_hooks or {}
+        own, *_ = registered
+        hooks = OrderedDict((key, hook) for key, hook in registered.items() if key != own)
+        if hooks != leaf._backward_hooks:
+            leaf._backward_hooks = hooks
 
 
 class ReductionHook(NamedTuple):
-    """What reduces in place of an average: `function(state, gradient, shard)`."""
+    """What replaces the average in a reduction: `function(state, gradient, shard)`."""
 
     state: object
     function: Callable[[Any, Tensor, Tensor], object]
 
 
-MoveChunk = Callable[["FlatParameter", torch.device, torch.dtype], Chunk]
-"""From a flat parameter, the device and the dtype that its parameters have now, to a chunk with its tag."""
+MoveStorage = Callable[["FlatParameter", torch.device, torch.dtype], ShardedStorage]
+"""From a flat parameter, and the device and dtype that its parameters have now, to a new storage with its tag."""
 
 
 class FlatParameter:
     """
-    Parameters of one dtype on a chunk; see the module's docstring.
+    Parameters of one dtype in a storage; see the module's docstring.
 
-    Making one copies `members` into `chunk`, which must be sharded and hold them in order, followed by the tag where
-    there is one. `tag` is None for a chunk of one rank. `move_chunk` is asked for another chunk of the same layout when
-    users have moved or cast the parameters; it raises ParameterMoved if they may not. `part_group`: a smaller group
-    that the chunk is resharded to after forward.
+    `storage` must be sharded and hold the values of `members` in order, followed by the tag if there is one. `tag` is
+    None for a storage on one rank. `move_storage` makes another storage of the same layout when users have moved or
+    cast the parameters; it raises ParameterMoved if they may not. `part_group`: a smaller group that the storage is
+    resharded to after forward.
     """
 
     def __init__(
         self,
-        chunk: Chunk,
+        storage: ShardedStorage,
         members: Sequence[Member],
         *,
         tag: int | None,
         name: str,
-        move_chunk: MoveChunk,
+        move_storage: MoveStorage,
         part_group: ProcessGroup | None = None,
     ) -> None:
-        self._move_chunk = move_chunk
+        self._move_storage = move_storage
         self.part_group = part_group
         self.members = list(members)
         self.name = name
@@ -74,76 +141,79 @@ class FlatParameter:
         self._places = [(place, index) for index, member in enumerate(members) for place in member.places]
         self.leaves: list[nn.Parameter] = []
         self._checked: Gathering | None = None
-        # Of what `write` has written, and of each parameter.
+        # Version counters of what was gathered, and at the last forward: that of `write`, and each parameter's.
         self._versions: list[int] = []
         self._forward_versions: list[int] = []
         self._writes = 0
-        # What this rank keeps after forward where it reshards to a smaller group: 1D, numel // group size.
+        # What this rank keeps after forward if it reshards to a smaller group: 1D, numel // group size.
         self._part: Tensor | None = None
         self._reduction: Reduction | None = None
-        # Sums over the shard group that wait for the replicas: 1D, like the shard, in the dtype of the reduction.
+        # Sums over the shard group that still have to be reduced over the replicas: 1D, in the reduce dtype.
         self._partial: Tensor | None = None
         self._defers_replicas = False
         self._used: list[bool] = []
         self.is_full_precision = False
-        """Whether it computes and reduces in the parameters' own dtype, whatever its chunk was configured for."""
-        # Over the same shard, in the other precision.
-        self._other: Chunk | None = None
-        self.take_chunk(chunk)
+        """Whether it computes and reduces in the parameters' own dtype, whatever was configured."""
+        # A storage with the same shard, in the other precision.
+        self._other: ShardedStorage | None = None
+        self.take_storage(storage)
         self._follow_flags()
 
-    def take_chunk(self, chunk: Chunk) -> None:
-        """Let `chunk` be the storage from now on. Its shard has the values."""
-        self.chunk = chunk
-        shard = chunk.shard
-        self.is_whole = chunk.layout.world_size == 1
+    def take_storage(self, storage: ShardedStorage) -> None:
+        """Use `storage`, whose shard has the values, from now on."""
+        self.storage = storage
+        shard = storage.shard
+        self.is_whole = storage.layout.world_size == 1
         """Whether this rank has every element of every parameter."""
-        parts = chunk.layout.views(shard) if self.is_whole else chunk.layout.shard_views(shard)
+        parts = storage.layout.views(shard) if self.is_whole else storage.layout.shard_views(shard)
         self.parts = parts[: len(self.members)]
         """This rank's part of each parameter, as a view of the shard."""
         self._addresses = [part.data_ptr() if part.numel() else None for part in self.parts]
         for member, part in zip(self.members, self.parts, strict=True):
             member.parameter.data = part
-        views = lasting_views(chunk)
+        views = storage.lasting_views()
         for index, member in enumerate(self.members):
             if index < len(self.leaves):
                 self.leaves[index].data = views[index]
             else:
                 self.leaves.append(_leaf(member.parameter, views[index]))
         self._reduces_nothing = (
-            self.is_whole and chunk.num_replicas == 1 and chunk.reduces_in_place and chunk.compute_dtype is chunk.dtype
+            self.is_whole
+            and storage.num_replicas == 1
+            and storage.reduces_in_place
+            and storage.compute_dtype is storage.dtype
         )
         self._tag_gradient: Tensor | None = None
         if self.tag is not None:
-            self._averaged_tag = averaged_tag(self.tag, chunk.reduce_dtype)
-            self._tag_gradient = torch.tensor(float(self._averaged_tag), device=chunk.pool.device)
+            self._averaged_tag = averaged_tag(self.tag, storage.reduce_dtype)
+            self._tag_gradient = torch.tensor(float(self._averaged_tag), device=storage.pool.device)
 
     @property
-    def configured_chunk(self) -> Chunk:
-        """The storage as it was configured."""
-        return self._other if self.is_full_precision and self._other is not None else self.chunk
+    def configured_storage(self) -> ShardedStorage:
+        """The storage in the configured precision."""
+        return self._other if self.is_full_precision and self._other is not None else self.storage
 
     @property
     def is_lowered(self) -> bool:
         """Whether it was configured to compute or to reduce in another dtype than the parameters' own."""
-        chunk = self.configured_chunk
-        return chunk.compute_dtype is not chunk.dtype or chunk.reduce_dtype is not chunk.dtype
+        storage = self.configured_storage
+        return storage.compute_dtype is not storage.dtype or storage.reduce_dtype is not storage.dtype
 
     def use_full_precision(self, full: bool) -> None:
-        """Compute and reduce in the parameters' own dtype from now on, or as configured. Nothing may be on its way."""
-        # Uploads of the shard that are on their way end before those of the next gather, which is waited for.
+        """Compute and reduce in the parameters' own dtype, or as configured. No collective may be under way."""
+        # Uploads of the shard still under way end before those of the next gather, which is waited for.
         self.release()
         other = self._other
         if other is None:
-            other = sharing_chunk(self.chunk, config=replace(self.chunk.config, compute_dtype=None, reduce_dtype=None))
-        self._other = self.chunk
-        self.take_chunk(other)
+            other = self.storage.sharing(config=replace(self.storage.config, compute_dtype=None, reduce_dtype=None))
+        self._other = self.storage
+        self.take_storage(other)
         self.is_full_precision = full
 
     # --- what the modules see ----------------------------------------------------------------------------------------
 
     def register(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Let modules see `parameters`, one for each member."""
+        """Register `parameters`, one for each member, with the modules."""
         for place, index in self._places:
             place.register(parameters[index])
 
@@ -161,7 +231,7 @@ class FlatParameter:
         return any(member.parameter.requires_grad for member in self.members)
 
     def watch_leaves(self, on_gradient: Callable[[], None]) -> None:
-        """Let `on_gradient` be called whenever a leaf has got its gradient."""
+        """Call `on_gradient` whenever a leaf has received its gradient."""
         for leaf in self.leaves:
             leaf.register_post_accumulate_grad_hook(lambda _: on_gradient())  # type: ignore[no-untyped-call]
 
@@ -169,10 +239,10 @@ class FlatParameter:
 
     def follow_users(self) -> None:
         """
-        Take over what users have changed since the last forward, while modules see the originals.
+        Adopt what users have changed since the last forward, while modules see the originals.
 
-        Values that were put into `.data`, another device or dtype, `requires_grad`. Raises ParameterReplaced for
-        another object or shape, ParameterMoved for a device or dtype that cannot be followed.
+        That is: values assigned to `.data`, another device or dtype, and `requires_grad`. Raises ParameterReplaced for
+        another object or shape, ParameterMoved for a device or dtype that is not supported.
         """
         replaced = [
             self.members[index].name
@@ -181,7 +251,7 @@ class FlatParameter:
         ]
         if replaced:
             raise ParameterReplaced(
-                f"{', '.join(replaced)} is another parameter than the one that was wrapped, but should be the same",
+                f"{', '.join(replaced)} was replaced by another parameter object after wrapping",
                 where=self.name,
                 hint="Wrap the module again.",
             )
@@ -200,7 +270,7 @@ class FlatParameter:
                 member.show_hooks(leaf)
 
     def _is_detached(self) -> bool:
-        """Whether the data of a parameter were replaced: it is no view of the shard any more."""
+        """Whether the data of a parameter were replaced, so that it is no longer a view of the shard."""
         for member, part, address in zip(self.members, self.parts, self._addresses, strict=True):
             data = member.parameter
             if (
@@ -213,10 +283,10 @@ class FlatParameter:
         return False
 
     def _adopt(self) -> None:
-        """Copy what users have put into `.data` to the shard, and let the originals be views of it again."""
+        """Copy what users have assigned to `.data` to the shard, and make the originals views of it again."""
         problems = [
-            f"shape={tuple(member.parameter.shape)} of {member.name}, but should be {tuple(part.shape)}: "
-            f"this rank's part of {tuple(member.shape)}"
+            f"shape of {member.name}: expected {tuple(part.shape)}, this rank's part of {tuple(member.shape)}, "
+            f"got {tuple(member.parameter.shape)}"
             for member, part in zip(self.members, self.parts, strict=True)
             if member.parameter.shape != part.shape
         ]
@@ -225,17 +295,17 @@ class FlatParameter:
         kinds = {(member.parameter.device, member.parameter.dtype) for member in self.members}
         if len(kinds) > 1:
             raise ParameterMoved(
-                f"parameters are on {', '.join(sorted(f'{device} in {dtype}' for device, dtype in kinds))}, "
-                "but should be on one device, in one dtype",
+                "parameters of a unit must stay on one device and in one dtype, got "
+                f"{', '.join(sorted(f'{device} in {dtype}' for device, dtype in kinds))}",
                 where=self.name,
             )
         values = [member.parameter.data for member in self.members]
         (kind,) = kinds
-        if kind != (self.chunk.shard.device, self.chunk.dtype):
+        if kind != (self.storage.shard.device, self.storage.dtype):
             self.release()
-            self.take_chunk(self._move_chunk(self, *kind))
+            self.take_storage(self._move_storage(self, *kind))
             self._other, self.is_full_precision = None, False
-        self.chunk.wait_shard_reads()
+        self.storage.wait_shard_reads()
         with torch.no_grad():
             for member, part, value in zip(self.members, self.parts, values, strict=True):
                 if part.data_ptr() != value.data_ptr():
@@ -244,15 +314,15 @@ class FlatParameter:
 
     @property
     def is_stale(self) -> bool:
-        """Whether a parameter was written since the gather: what is unsharded is not what it should be."""
+        """Whether a parameter was written since the gather, so that the unsharded values are out of date."""
         return self._versions != self._current_versions()
 
     def note_forward(self) -> None:
-        """A forward begins: its backward needs the values that parameters have now."""
+        """Remember the parameters' versions: the backward of the forward that begins needs these values."""
         self._forward_versions = self._current_versions()
 
     def check_unwritten(self) -> None:
-        """Raise ParameterReplaced if a parameter was written since the forward: gathered again, it is another one."""
+        """Raise ParameterReplaced if a parameter was written since the forward: the backward would use new values."""
         current = self._current_versions()
         if self._forward_versions and self._forward_versions != current:
             written = [
@@ -261,7 +331,7 @@ class FlatParameter:
                 if before != now or self._forward_versions[0] != current[0]
             ]
             raise ParameterReplaced(
-                f"{', '.join(written)} was written between forward and backward, but should be as it was",
+                f"{', '.join(written)} was modified between forward and backward",
                 where=self.name,
             )
 
@@ -270,82 +340,82 @@ class FlatParameter:
 
     def start_gather(self, after: Any) -> None:
         """Begin to unshard, unless it has begun."""
-        if self.chunk.state is not ChunkState.SHARDED:
+        if self.storage.is_gathered:
             return
         part, self._part = self._part, None
         if part is not None and self.part_group is not None and not self.is_stale:
-            # The part was copied before its block was released, and the block comes to the gather's stream after that.
-            gather_parts(self.chunk, part, self.part_group, after=after)
+            # The part was copied before its block was released, and the gather's stream gets the block after that.
+            self.storage.gather_parts(part, self.part_group, after=after)
             return
         self._versions = self._current_versions()
-        self.chunk.access(async_op=True, after=after)
+        self.storage.access(async_op=True, after=after)
 
     def finish_gather(self, watch: OrderWatch) -> None:
-        """Wait for it. Raises ExecutionOrderError if another unit's arrived, or lets `watch` look, where that waits."""
-        gathering = self.chunk.access(async_op=True)
+        """Wait for the gather. Raises ExecutionOrderError if another unit's data arrived; `watch` checks on a GPU."""
+        gathering = self.storage.access(async_op=True)
         gathering.wait()
         if gathering is not self._checked:
             self._checked = gathering
-            if self.tag is not None and self.chunk.pool.device.type == "cpu":
-                check_tag(self.chunk.views[-1], self.tag, "gathered", name=self.name)
+            if self.tag is not None and self.storage.pool.device.type == "cpu":
+                check_tag(self.storage.views[-1], self.tag, "gathered", name=self.name)
             elif self.tag is not None and not self.is_whole:
-                watch.note(self.name, self.tag, self.chunk.views[-1])
+                watch.note(self.name, self.tag, self.storage.views[-1])
 
     def shrink(self) -> None:
-        """Free what is unsharded but for this rank's part of the smaller group, where there is one."""
+        """Free the unsharded data, except for this rank's part in the smaller group if there is one."""
         part = None
-        if self.part_group is not None and self.chunk.state is ChunkState.UNSHARDED and not self.is_whole:
-            part = self.chunk.payload.chunk(self.part_group.size())[self.part_group.rank()].clone()
+        if self.part_group is not None and self.storage.state is StorageState.UNSHARDED and not self.is_whole:
+            part = self.storage.payload.chunk(self.part_group.size())[self.part_group.rank()].clone()
         self.release()
         self._part = part
 
     def release(self) -> None:
-        """Free what is unsharded, if anything is."""
+        """Free the unsharded data, if there are any."""
         self._part = None
-        if self.chunk.state in (ChunkState.GATHERING, ChunkState.UNSHARDED):
+        if self.storage.is_gathered:
             self._checked = None
-            self.chunk.release()
+            self.storage.release()
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether whole parameters are held, or on their way."""
-        return self.chunk.state in (ChunkState.GATHERING, ChunkState.UNSHARDED)
+        """Whether whole parameters are held, or being gathered."""
+        return self.storage.is_gathered
 
     # --- gradients ---------------------------------------------------------------------------------------------------
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients wait for a reduction."""
-        return self.chunk.has_gradients or any(leaf.grad is not None for leaf in self.leaves)
+        """Whether gradients have yet to be reduced."""
+        return self.storage.has_gradients or any(leaf.grad is not None for leaf in self.leaves)
 
     @property
     def has_partial(self) -> bool:
-        """Whether sums over the shard group wait to be reduced over the replicas."""
+        """Whether sums over the shard group have yet to be reduced over the replicas."""
         return self._partial is not None
 
     def accumulate(self) -> None:
-        """Collect the gradients of the leaves in the buffer, in the dtype of the reduction; they are reduced later."""
+        """Collect the leaves' gradients in the buffer, in the dtype of the reduction, to be reduced later."""
         if not self._reduces_nothing and any(leaf.grad is not None for leaf in self.leaves):
             tag: list[Tensor | None] = [] if self.tag is None else [None]
-            self.chunk.gradients.put_all([leaf.grad for leaf in self.leaves] + tag)
+            self.storage.gradients.put_all([leaf.grad for leaf in self.leaves] + tag)
             self._drop_leaf_gradients()
 
     def start_reduction(self, hook: ReductionHook | None = None, *, all_reduce: bool = True) -> None:
         """
-        Begin to average what was collected over the ranks. Parameters without a gradient count as zero.
+        Begin to average the collected gradients over the ranks. Parameters without a gradient count as zero.
 
-        `hook` reduces in place of it. With `all_reduce=False` replicas are left for the next reduction: what is reduced
-        over the shard group waits here.
+        `hook` replaces the average. With `all_reduce=False` the sum over the shard group is kept here until the next
+        reduction, which includes the replicas.
         """
         if self._reduces_nothing:
             return
-        chunk = self.chunk
+        storage = self.storage
         if self._reduction is not None:
             self.finish_reduction()
-        self._defers_replicas = not all_reduce and chunk.num_replicas > 1
+        self._defers_replicas = not all_reduce and storage.num_replicas > 1
         # The tag is averaged once, with the replicas.
         tag: list[Tensor | None] = [] if self.tag is None else [None if self._defers_replicas else self._tag_gradient]
-        buffer = chunk.gradients
+        buffer = storage.gradients
         buffer.put_all([leaf.grad for leaf in self.leaves] + tag)
         self._drop_leaf_gradients()
         used = buffer.present[: len(self.members)]
@@ -353,40 +423,38 @@ class FlatParameter:
         self._used = [now or earlier for now, earlier in zip(used, before, strict=True)]
         for index, member in enumerate(self.members):
             if member.parameter.requires_grad and not used[index]:
-                # Negative zeros add up to one only if no rank has anything else: then it was used nowhere.
+                # Negative zeros sum to negative zero only if no rank has anything else: then it was used nowhere.
                 buffer.view(index).fill_(-0.0)
         if hook is not None:
             self._reduce_by(hook)
             return
-        for state in _TO_REDUCTION:
-            chunk.move_all(state)
         partial, self._partial = self._partial, None
-        self._reduction = chunk.reduce(
+        self._reduction = storage.reduce(
             release=False, async_op=True, partial=partial, all_reduce=not self._defers_replicas
         )
 
     @torch.no_grad()
     def _reduce_by(self, hook: ReductionHook) -> None:
-        """Let the user's hook reduce: it gets the whole gradient and this rank's part of it to be written, both 1D."""
-        chunk = self.chunk
-        buffer = chunk.gradients
+        """Let the user's hook reduce: it reads the whole gradient and writes this rank's shard, both 1D."""
+        storage = self.storage
+        buffer = storage.gradients
         buffer.complete()
-        shard = buffer.payload.new_zeros(chunk.layout.shard_numel)
+        shard = buffer.payload.new_zeros(storage.layout.shard_numel)
         hook.function(hook.state, buffer.payload, shard)
-        chunk.discard_gradients()
-        self._deliver(shard.to(chunk.shard_device, chunk.dtype))
+        storage.discard_gradients()
+        self._deliver(shard.to(storage.shard_device, storage.dtype))
 
     def advance(self) -> None:
-        """Let a reduction that has two collectives start the second."""
+        """Let a reduction with two collectives start the second."""
         if self._reduction is not None and not self._reduction.done:
             self._reduction.advance()
 
     @torch.no_grad()
     def finish_reduction(self) -> list[nn.Parameter]:
         """
-        Wait for the reduction, and let the originals have their gradients. Returns those that got one.
+        Wait for the reduction, and give the originals their gradients. Returns the parameters that got one.
 
-        Raises ExecutionOrderError if other units were averaged in.
+        Raises ExecutionOrderError if gradients of other units were averaged in.
         """
         if self._reduces_nothing:
             return self._hand_over()
@@ -399,10 +467,10 @@ class FlatParameter:
         return self._deliver(reduction.wait())
 
     def _deliver(self, shard: Tensor) -> list[nn.Parameter]:
-        """Let the originals have their parts of an averaged gradient. Returns those that got one."""
-        layout = self.chunk.layout
+        """Give the originals their parts of an averaged gradient. Returns the parameters that got one."""
+        layout = self.storage.layout
         parts = layout.views(shard) if self.is_whole else layout.shard_views(shard)
-        if self.tag is not None and self.chunk.pool.device.type == "cpu" and parts[-1].numel():
+        if self.tag is not None and self.storage.pool.device.type == "cpu" and parts[-1].numel():
             check_tag(parts[-1], self._averaged_tag, "averaged", name=self.name)
         got = []
         gradients = []
@@ -417,45 +485,31 @@ class FlatParameter:
         """This rank's part of a tensor of a parameter's shape."""
         if self.is_whole:
             return whole
-        begin, end, _ = self.chunk.layout.shard_slice(index)
+        begin, end, _ = self.storage.layout.shard_slice(index)
         return whole.reshape(-1)[begin:end]
 
     @torch.no_grad()
     def write(self, index: int, whole: Tensor) -> None:
-        """Give a parameter the values of `whole`, of its shape. What is unsharded is freed."""
+        """Set a parameter to the values of `whole`, of its whole shape. Frees the unsharded data."""
         self.release()
         self._writes += 1
-        self.chunk.wait_shard_reads()
+        self.storage.wait_shard_reads()
         self.parts[index].copy_(self.part_of(index, whole.detach()))
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Let the originals be whole again, with memory of their own; this is not used afterwards. Collective."""
-        for member, value in zip(self.members, self.chunk.layout.views(self.gathered()), strict=False):
+        """Make the originals whole again, with their own memory. The flat parameter is then unusable. Collective."""
+        for member, value in zip(self.members, self.storage.layout.views(self.storage.gathered()), strict=False):
             member.parameter.data = value.clone()
 
-    def gathered(self, shard: Tensor | None = None) -> Tensor:
-        """
-        The whole chunk from every rank's shard, 1D, on the compute device. Collective.
-
-        `shard`: another one than the parameters', of the same length; the gradients', for one.
-        """
-        chunk = self.chunk
-        source = chunk.shard if shard is None else shard
-        payload = torch.empty(chunk.numel, dtype=source.dtype, device=chunk.pool.device)
-        work = start_all_gather(payload, source, chunk.layout, chunk.group)
-        if work is not None:
-            work.wait()
-        return payload
-
     def reset(self) -> None:
-        """Drop what an interrupted step has left."""
+        """Drop what an interrupted step has left behind."""
         self._drop_leaf_gradients()
         self._reduction = self._checked = self._part = self._partial = None
-        self.chunk.reset()
+        self.storage.reset()
 
     def _hand_over(self) -> list[nn.Parameter]:
-        """Without peers the gradients of the leaves are those of the originals."""
+        """Hand the leaves' gradients to the originals: without peers they are already the average."""
         got, gradients = [], []
         for member, part, leaf in zip(self.members, self.parts, self.leaves, strict=True):
             if leaf.grad is not None:
@@ -472,17 +526,17 @@ class FlatParameter:
 
 def _leaf(original: nn.Parameter, view: Tensor) -> nn.Parameter:
     leaf = nn.Parameter(view, requires_grad=original.requires_grad)
-    leaf.__dict__.update(original.__dict__)  # what users have noted on it
+    leaf.__dict__.update(original.__dict__)  # attributes that users have set
     return leaf
 
 
 def _is_negative_zero(part: Tensor) -> bool:
-    """Whether all elements are. Makes the host wait, so it is asked of what this rank did not use alone."""
+    """Whether all elements are -0.0. Makes the host wait, so only call it for parameters this rank did not use."""
     return part.numel() > 0 and bool(((part == 0) & torch.signbit(part)).all())
 
 
 def _add_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> None:
-    """Let parameters have gradients, beside those that they have."""
+    """Set or add to the parameters' gradients."""
     existing, added = [], []
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if parameter.grad is None:
@@ -492,3 +546,33 @@ def _add_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tenso
             added.append(gradient)
     if existing:
         torch._foreach_add_(existing, added)
+
+
+# --- tags -------------------------------------------------------------------------------------------------------------
+
+#: Tags are smaller, so that bfloat16 represents them exactly.
+_NUM_TAGS = 251
+
+#: Less than the distance between tags, and more than 16 bits lose in an average.
+_TAG_TOLERANCE = 0.3
+
+
+def tag_of(ordinal: int) -> int:
+    """The tag of the unit with that number."""
+    return ordinal % _NUM_TAGS + 1
+
+
+def averaged_tag(tag: int, dtype: torch.dtype) -> int:
+    """What is averaged in `dtype` for a tag: the sum over ranks must be exact in that dtype, too."""
+    return tag if dtype.itemsize > 2 else tag % 16
+
+
+def check_tag(found: Tensor, expected: int, what: str, *, name: str) -> None:
+    """Raise ExecutionOrderError if another unit's tag was gathered or averaged. Makes the host wait."""
+    value = found.item()
+    if not abs(value - expected) <= _TAG_TOLERANCE:
+        raise ExecutionOrderError(
+            f"expected unit {expected} ({name}), {what} unit {value:g}",
+            where=f"{name}, rank {torch.distributed.get_rank()}",
+            hint="All ranks must run the same units in the same order.",
+        )

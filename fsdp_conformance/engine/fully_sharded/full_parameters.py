@@ -1,7 +1,7 @@
 """
-Whole parameters outside of forward and backward: `summon_full_params`.
+Whole parameters outside forward and backward: `summon_full_params`.
 
-Values are those of the shards, in the parameters' own dtype, whatever the units compute in.
+Values come from the shards, in the parameters' own dtype, whatever dtype the units compute in.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
-from fsdp_conformance.engine.fully_sharded.training_state import TrainingState
-from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
+from fsdp_conformance.engine.fully_sharded.schedule import schedule_of
+from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit, TrainingState
 from fsdp_conformance.errors import ConfigError
 
 
 @dataclass(slots=True)
 class _Summoned:
-    """What is seen of one flat parameter inside the context."""
+    """What modules see of one flat parameter inside the context."""
 
     flat: FlatParameter
     payload: Tensor
-    """1D, the whole chunk, where it was gathered."""
+    """1D: all of the gathered data."""
     shown: list[nn.Parameter]
 
 
 def full_gradients(flat: FlatParameter) -> list[Tensor | None]:
-    """The gradients in full, None where this rank has none. Collective, wherever gradients are."""
-    chunk = flat.chunk
-    shard = torch.zeros_like(chunk.shard)
-    parts = chunk.layout.views(shard) if flat.is_whole else chunk.layout.shard_views(shard)
+    """The gradients in full; None for a parameter without a gradient on this rank. Collective either way."""
+    storage = flat.storage
+    shard = torch.zeros_like(storage.shard)
+    parts = storage.layout.views(shard) if flat.is_whole else storage.layout.shard_views(shard)
     for member, part in zip(flat.members, parts, strict=False):
         if member.parameter.grad is not None:
             part.copy_(member.parameter.grad)
-    views = chunk.layout.views(flat.gathered(shard))
+    views = storage.layout.views(flat.storage.gathered(shard))
     return [
-        # Without elements of it here, what the others have is what it has.
+        # A rank without elements of a parameter takes the gradient that the others have.
         None if member.parameter.grad is None and member.parameter.numel() else view
         for member, view in zip(flat.members, views, strict=False)
     ]
@@ -57,9 +57,9 @@ def summon_full_params(
     """
     A context in which the modules of `units` see whole parameters. Collective, on entry.
 
-    `writeback`: what is written inside is kept; every rank must write the same. `rank0_only`: only the first rank of
-    each shard group sees them. `offload_to_cpu`: copies on the CPU. `with_grads`: with gradients. Raises
-    TrainingStateError inside of a forward, a backward, or such a context; ConfigError for what cannot be combined.
+    `writeback`: keep what is written inside; every rank must write the same. `rank0_only`: only the first rank of each
+    shard group sees whole parameters. `offload_to_cpu`: as copies on the CPU. `with_grads`: with gradients. Raises
+    TrainingStateError inside a forward, a backward, or such a context; ConfigError for options that conflict.
     """
     _check(units, writeback=writeback, rank0_only=rank0_only)
     summoned: list[_Summoned] = []
@@ -84,15 +84,15 @@ def summon_full_params(
 
 @torch.no_grad()
 def _summon(flat: FlatParameter, *, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> _Summoned:
-    payload = flat.gathered()
+    payload = flat.storage.gathered()
     gradients = full_gradients(flat) if with_grads else [None] * len(flat.members)
-    if rank0_only and flat.chunk.layout.rank != 0:
+    if rank0_only and flat.storage.layout.rank != 0:
         return _Summoned(flat, payload, [])
     device = torch.device("cpu") if offload_to_cpu else payload.device
     payload = payload.to(device)
     shown = []
-    for member, view, gradient in zip(flat.members, flat.chunk.layout.views(payload), gradients, strict=False):
-        # Its own version counter: writing to one parameter is no modification of its neighbours.
+    for member, view, gradient in zip(flat.members, flat.storage.layout.views(payload), gradients, strict=False):
+        # `.data` has a version counter of its own: writing to one parameter does not modify its neighbours.
         parameter = nn.Parameter(view.data, requires_grad=member.parameter.requires_grad)
         parameter.__dict__.update(member.parameter.__dict__)
         parameter.grad = None if gradient is None else gradient.to(device)
@@ -117,8 +117,8 @@ def _write_back(summoned: _Summoned, *, with_grads: bool) -> None:
 def _check(units: Sequence[ShardedUnit], *, writeback: bool, rank0_only: bool) -> None:
     where = "summon_full_params"
     for unit in units:
-        unit.check_idle(where)
+        schedule_of(unit).check_idle(unit, where)
     if writeback and rank0_only:
         raise ConfigError(
-            ["writeback and rank0_only are given, but should be one of them: ranks would differ"], where=where
+            ["writeback and rank0_only cannot be combined: ranks would end up with different values"], where=where
         )

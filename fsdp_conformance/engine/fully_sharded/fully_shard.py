@@ -6,8 +6,8 @@ Sharding a module in place: `fully_shard(module)` makes it a unit, by hooks.
     fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters())
 
-Inner modules come first. Parameters keep their objects and names; between steps each is this rank's part, in forward
-and backward of its unit modules see it whole. `FullyShardedDataParallel` is the same as a wrapper.
+Shard inner modules first. Parameters keep their objects and names. Between steps each holds this rank's part; modules
+see it whole in the forward and backward of its unit. `FullyShardedDataParallel` does the same as a wrapper.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ from fsdp_conformance.engine.fully_sharded.construction import (
     synchronise,
     verify_unit,
 )
+from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter, Member
 from fsdp_conformance.engine.fully_sharded.hooks import UnitHooks
 from fsdp_conformance.engine.fully_sharded.materialisation import materialise
-from fsdp_conformance.engine.fully_sharded.member import Member
-from fsdp_conformance.engine.fully_sharded.recipe import UnitRecipe, copied_unit, next_ordinal
-from fsdp_conformance.engine.fully_sharded.schedule import UnitSchedule
+from fsdp_conformance.engine.fully_sharded.schedule import UnitSchedule, schedule_of
 from fsdp_conformance.engine.fully_sharded.sharding_groups import sharding_groups
 from fsdp_conformance.engine.fully_sharded.unit import ForeignParameter, ShardedUnit
+from fsdp_conformance.engine.fully_sharded.unit_spec import UnitSpec, next_ordinal
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_conformance.errors import ConfigError
 
 _WHERE = "fully_shard"
 
-#: Nobody calls them: their children are.
+#: Containers are never called; their children are.
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 _owners = OwnerRegistry()
 
-#: The attribute under which a module has its unit.
+#: The attribute in which a module keeps its unit.
 UNIT = "_sharded_unit"
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingOptions:
-    """The options of a unit: those of `FullyShardedDataParallel`, which explains them. Checked when it is made."""
+    """The options of a unit, as documented by `FullyShardedDataParallel`. Checked when it is made."""
 
     process_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = None
     device_mesh: DeviceMesh | None = None
@@ -82,30 +82,30 @@ class ShardingOptions:
             value = getattr(self, name)
             if not isinstance(value, allowed):
                 wanted = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
-                problems.append(f"{name}={value!r}, but should be {wanted}")
+                problems.append(f"{name} must be {wanted}, got {value!r}")
         init_fn: object = self.param_init_fn
         if init_fn is not None and not callable(init_fn):
-            problems.append(f"param_init_fn={init_fn!r}, but should be callable")
+            problems.append(f"param_init_fn must be callable, got {init_fn!r}")
         if not all(isinstance(each, nn.Module) for each in self.ignored_modules or ()):
-            problems.append(f"ignored_modules={self.ignored_modules!r}, but should be modules")
+            problems.append(f"ignored_modules must be modules, got {self.ignored_modules!r}")
         size: object = self.reshard_after_forward
         if isinstance(size, bool) or not isinstance(size, (int, type(None))):
-            problems.append(f"reshard_after_forward={size!r}, but should be a number of ranks, or None")
+            problems.append(f"reshard_after_forward must be a number of ranks or None, got {size!r}")
         elif size is not None and not self.sharding_strategy.reshards_after_forward:
             problems.append(
-                f"reshard_after_forward={size} with {self.sharding_strategy.name}, but should be None: it keeps all"
+                f"reshard_after_forward must be None with {self.sharding_strategy.name}, which does not reshard after "
+                f"forward, got {size}"
             )
-        if self.persist_numel < 0 or (self.persist_numel and self.sharding_strategy.is_hybrid):
-            problems.append(
-                f"persist_numel={self.persist_numel} with {self.sharding_strategy.name}, but should be at least 0, "
-                "and 0 for hybrid strategies"
-            )
+        if self.persist_numel < 0:
+            problems.append(f"persist_numel must be at least 0, got {self.persist_numel}")
+        elif self.persist_numel and self.sharding_strategy.is_hybrid:
+            problems.append(f"persist_numel must be 0 with {self.sharding_strategy.name}, got {self.persist_numel}")
         if problems:
             raise ConfigError(problems, where=_WHERE)
 
     @property
     def offload(self) -> CPUOffload:
-        """`cpu_offload` in full."""
+        """`cpu_offload`, with bool and None resolved."""
         option = self.cpu_offload
         return option if isinstance(option, CPUOffload) else CPUOffload(offload_params=bool(option))
 
@@ -114,14 +114,14 @@ def fully_shard(module: nn.Module | Sequence[nn.Module], options: ShardingOption
     """
     Make a module a unit of its own. Collective.
 
-    Several modules make one unit, which is gathered when one of them runs. They cannot be copied or pickled any more.
-    Raises ConfigError for options and modules that do not fit, Unsupported for parameters that cannot be sharded.
+    Several modules make one unit, which is gathered when any of them runs. They can no longer be copied or pickled.
+    Raises ConfigError for invalid options and modules, Unsupported for parameters that cannot be sharded.
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
     silent = [type(one).__name__ for one in modules if not has_forward(one)]
     if silent:
         raise ConfigError(
-            [f"module is a {each}, which has no forward, but should have one" for each in silent], where=_WHERE
+            [f"module must have a forward, got a {each}, which has none" for each in silent], where=_WHERE
         )
     unit = make_unit(modules, options or ShardingOptions())
     for one in modules:
@@ -131,7 +131,7 @@ def fully_shard(module: nn.Module | Sequence[nn.Module], options: ShardingOption
 
 
 def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> ShardedUnit:
-    """The unit of some modules, with its parameters sharded, and without hooks: who calls it drives the unit."""
+    """The unit of some modules, with its parameters sharded but without hooks: the caller drives it."""
     _check_modules(modules)
     groups = sharding_groups(options.process_group, options.device_mesh, options.sharding_strategy)
     device_id = None if options.device_id is None else named_device(options.device_id)
@@ -159,7 +159,7 @@ def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> Sharded
     verify_unit(found.members, groups, device)
     if options.sync_module_states:
         synchronise(tensors, groups)
-    recipe = UnitRecipe(
+    spec = UnitSpec(
         groups=groups,
         device=device,
         device_is_fixed=device_id is not None,
@@ -170,9 +170,9 @@ def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> Sharded
         ordinal=next_ordinal(groups),
     )
     unit = ShardedUnit(
-        recipe.flat_parameters(found.members),
-        recipe=recipe,
-        buffers=UnitBuffers(found.buffer_places, recipe.mixed_precision.buffer_dtype),
+        spec.flat_parameters(found.members),
+        spec=spec,
+        buffers=UnitBuffers(found.buffer_places, spec.mixed_precision.buffer_dtype),
         reshard_after_forward=options.sharding_strategy.reshards_after_forward,
         foreign=found.foreign,
     )
@@ -185,33 +185,58 @@ def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> Sharded
 
 
 def copy_unit(unit: ShardedUnit, modules: Sequence[nn.Module], memo: Mapping[int, Any]) -> ShardedUnit:
-    """The unit of deep copies of a unit's modules, in a schedule of their own. Nothing is communicated."""
-    unit.check_idle("deepcopy")
+    """
+    The unit of deep copies of a unit's modules, with a schedule of its own.
+
+    `memo` is that of the copy. Nothing is communicated, and gradients are not copied.
+    """
+    before = schedule_of(unit)
+    before.check_idle(unit, "deepcopy")
     unit.follow_users()
-    twin = copied_unit(unit, memo)
+    twin = ShardedUnit(
+        [_copied_flat(flat, unit.spec, memo) for flat in unit.flats],
+        spec=unit.spec,
+        buffers=unit.buffers.copied(memo),
+        reshard_after_forward=unit.reshard_after_forward,
+        foreign={},
+    )
+    twin.communication_hook = unit.communication_hook
     _owners.note([member for flat in twin.flats for member in flat.members], twin)
     _name_units(modules, twin)
-    schedule = UnitSchedule(
-        backward_prefetch=unit.schedule.backward_prefetch, forward_prefetch=unit.schedule.forward_prefetch
-    )
+    schedule = UnitSchedule(backward_prefetch=before.backward_prefetch, forward_prefetch=before.forward_prefetch)
     for each in [*_units_below(modules), twin]:
         schedule.add(each)
     return twin
 
 
+@torch.no_grad()
+def _copied_flat(flat: FlatParameter, spec: UnitSpec, memo: Mapping[int, Any]) -> FlatParameter:
+    old = flat.configured_storage
+    storage = old.moved(old.pool, old.dtype, config=old.config)
+    storage.shard.copy_(old.shard)
+    return FlatParameter(
+        storage,
+        [member.copied(memo) for member in flat.members],
+        tag=flat.tag,
+        name=flat.name,
+        move_storage=spec.move_storage,
+        part_group=flat.part_group,
+    )
+
+
 def has_forward(module: nn.Module) -> bool:
-    """Whether a module has a forward of its own."""
+    """Whether a module defines a forward."""
     return getattr(type(module), "forward", None) is not nn.Module.forward or "forward" in vars(module)
 
 
 def unit_of(module: nn.Module) -> ShardedUnit | None:
-    """The unit that a module is, or is one of the modules of."""
+    """The unit that a module belongs to as one of its root modules; None if there is none."""
     found: ShardedUnit | None = module.__dict__.get(UNIT)
     return found
 
 
 def mark_unit(module: nn.Module, unit: ShardedUnit) -> None:
-    """Note that a module is a unit."""
+    """Make a module the root of a unit, or one of its roots."""
     module.__dict__[UNIT] = unit
 
 
@@ -232,7 +257,7 @@ def _units_below(modules: Sequence[nn.Module]) -> list[ShardedUnit]:
 
 
 def _name_units(modules: Sequence[nn.Module], unit: ShardedUnit) -> None:
-    """Units below get the names that they have from here."""
+    """Name the units below as seen from here."""
     for module in modules:
         for name, below in module.named_modules():
             inner = unit_of(below)
@@ -248,7 +273,7 @@ def clean_unit_name(name: str) -> str:
 
 
 def _join_shared(found: OwnedTensors, inner: Sequence[ShardedUnit]) -> list[Member]:
-    """Take over the parameters that inner units share with one another, or with what is around them. Collective."""
+    """Take over parameters that inner units share with each other or with the modules around them. Collective."""
     sharing: dict[int, list[ForeignParameter]] = {}
     for foreign in (found.foreign, *(unit.foreign for unit in inner)):
         for key in list(foreign):
@@ -270,23 +295,23 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
     problems = []
     given: Sequence[object] = modules
     if not given or not all(isinstance(module, nn.Module) for module in given):
-        raise ConfigError([f"module={modules!r}, but should be a module, or several"], where=_WHERE)
+        raise ConfigError([f"module must be one or more modules, got {modules!r}"], where=_WHERE)
     for module in modules:
         if isinstance(module, _CONTAINERS):
-            problems.append(f"module is a {type(module).__name__}, which has no forward, but should have one")
+            problems.append(f"module must have a forward, got a {type(module).__name__}, which has none")
         if unit_of(module) is not None:
-            problems.append(f"{type(module).__name__} is a unit already, but should be wrapped once")
+            problems.append(f"{type(module).__name__} is already a unit: wrap it only once")
     if problems:
         raise ConfigError(problems, where=_WHERE)
 
 
 def named_device(device_id: int | torch.device) -> torch.device:
-    """The device meant, with an index where its type has several. Raises ConfigError if there is none like it."""
+    """`device_id` as a device, with an index if its type has several. Raises ConfigError if it does not exist."""
     if isinstance(device_id, int):
         accelerator = torch.accelerator.current_accelerator()
         if accelerator is None:
             raise ConfigError(
-                [f"device_id={device_id}, but should be a torch.device: there is no accelerator"], where=_WHERE
+                [f"device_id must be a torch.device without an accelerator, got {device_id}"], where=_WHERE
             )
         device_id = torch.device(accelerator.type, device_id)
     if device_id.type == "cpu":
@@ -297,7 +322,7 @@ def named_device(device_id: int | torch.device) -> torch.device:
         index = devices.current_device() if named is None else named
         count = devices.device_count()
     except (RuntimeError, AttributeError) as error:
-        raise ConfigError([f"device_id={device_id}, but should be a device of this machine"], where=_WHERE) from error
+        raise ConfigError([f"device_id must be a device of this machine, got {device_id}"], where=_WHERE) from error
     if not 0 <= index < count:
-        raise ConfigError([f"device_id={device_id}, but should be one of {count} devices"], where=_WHERE)
+        raise ConfigError([f"device_id must be one of {count} devices, got {device_id}"], where=_WHERE)
     return torch.device(device_id.type, index)

@@ -1,4 +1,4 @@
-"""The norm of all gradients of a sharded model, each element once, and clipping by it."""
+"""The norm of all gradients of a sharded model, counting each element once, and clipping by it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from fsdp_conformance.errors import ConfigError
 @torch.no_grad()
 def clip_gradients(units: Sequence[ShardedUnit], module: nn.Module, max_norm: float, norm_type: float) -> Tensor:
     """
-    Scale the gradients below `module` to a norm of at most `max_norm`; return what it was: 0-dimensional.
+    Scale the gradients below `module` to a norm of at most `max_norm`. Returns the norm before, 0-dimensional.
 
-    Collective: one all-reduce for each shard group of more than one rank. Ranks without an element, or without a
-    gradient, count as zero; parameters of no unit count as this rank has them.
+    Collective: one all-reduce per shard group of more than one rank. Ranks without elements or without a gradient count
+    as zero; parameters outside any unit count with this rank's gradients.
     """
     if not (norm_type > 0 and max_norm >= 0):
         raise ConfigError(
-            [f"max_norm={max_norm}, norm_type={norm_type}, but should be at least 0, and above 0"],
+            [f"max_norm must be at least 0 and norm_type positive, got {max_norm} and {norm_type}"],
             where="clip_grad_norm_",
         )
     by_group: dict[ProcessGroup | None, list[Tensor]] = {}
-    device = next((flat.chunk.pool.device for unit in units for flat in unit.flats), torch.device("cpu"))
+    device = next((flat.storage.pool.device for unit in units for flat in unit.flats), torch.device("cpu"))
     owned: set[int] = set()
     for unit in units:
         for flat in unit.flats:
-            group = None if flat.is_whole else flat.chunk.group
+            group = None if flat.is_whole else flat.storage.group
             found = by_group.setdefault(group, [])
             for member in flat.members:
                 owned.add(id(member.parameter))
@@ -86,7 +86,7 @@ def _by_device(gradients: Iterable[Tensor]) -> dict[torch.device, list[Tensor]]:
 
 
 def _widest(gradients: Sequence[Tensor]) -> torch.dtype:
-    """float32 at least: the norm is of many squares."""
+    """The dtype to sum in: at least float32, because the norm sums many squares."""
     dtype = torch.float32
     for gradient in gradients:
         dtype = torch.promote_types(dtype, gradient.dtype)

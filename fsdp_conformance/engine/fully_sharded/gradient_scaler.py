@@ -1,4 +1,4 @@
-"""A gradient scaler for sharded gradients: what overflows on one rank skips the step on all."""
+"""A gradient scaler for sharded gradients: an overflow on one rank skips the step on all."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from fsdp_conformance.engine.flat_collectives import all_reduce_max, resolve_gro
 
 class ShardedGradScaler(torch.amp.GradScaler):
     """
-    torch's GradScaler, whose overflow flags are agreed on over a group before a step is decided.
+    torch's GradScaler, with overflow flags that are combined over a group before each step.
 
-    `process_group`: every rank whose step must go with the others'; the default group where it is None. The other
-    options are GradScaler's.
+    `process_group`: all ranks that must step or skip together; None: the default group. The other options are
+    GradScaler's.
     """
 
     def __init__(self, device: str = "cuda", *, process_group: ProcessGroup | None = None, **options: Any) -> None:
@@ -25,13 +25,13 @@ class ShardedGradScaler(torch.amp.GradScaler):
         self.process_group = resolve_group(process_group)
 
     def unscale_(self, optimizer: Optimizer) -> None:
-        """Divide gradients by the scale, and agree on whether one of them is infinite or not a number. Collective."""
+        """Divide gradients by the scale, and agree on whether any of them is infinite or NaN. Collective."""
         if not self._enabled:
             return
         super().unscale_(optimizer)
         found: dict[torch.device, Tensor] = self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
         device = torch.device(self._device)
-        # A rank without elements, or with gradients on the CPU, takes part like the others.
+        # A rank without elements, or with gradients on the CPU, takes part as well.
         flags = [flag.to(device) for flag in found.values()]
         overflow = torch.stack(flags).amax() if flags else torch.zeros((), device=device)
         if self.process_group.size() > 1:

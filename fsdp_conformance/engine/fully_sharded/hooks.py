@@ -1,4 +1,4 @@
-"""The hooks of a unit that was sharded in place: they tell its schedule when its modules run."""
+"""The module hooks of a unit that was sharded in place, which tell its schedule when its modules run."""
 
 from __future__ import annotations
 
@@ -9,60 +9,60 @@ from typing import Any, NoReturn
 from torch import nn
 
 from fsdp_conformance.engine.fully_sharded.inputs import Arguments
-from fsdp_conformance.engine.fully_sharded.training_state import TrainingState
-from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
+from fsdp_conformance.engine.fully_sharded.schedule import schedule_of
+from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit, TrainingState
 from fsdp_conformance.errors import Unsupported
 
 
 class UnitHooks:
-    """Hooks on the modules of one unit. Several modules are one forward, inside of an outer unit's."""
+    """Hooks on the modules of one unit. Inside an outer unit, several modules count as one forward."""
 
     def __init__(self, modules: Sequence[nn.Module], unit: ShardedUnit) -> None:
         self._unit = unit
         self._members = {id(module) for module in modules}
         self._waiting: set[int] = set()
-        """Members that have not run in this forward."""
+        """Modules that have not run in this forward."""
         for module in modules:
             module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._after, always_call=True)
             module.register_state_dict_pre_hook(self._refuse_shards)  # type: ignore[no-untyped-call]
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
-        unit = self._unit
+        unit, schedule = self._unit, schedule_of(self._unit)
         if unit.state is TrainingState.FORWARD and id(module) in self._waiting:
             return None
-        if len(self._members) > 1 and unit.schedule.is_in_forward:
+        if len(self._members) > 1 and schedule.is_in_forward:
             self._waiting |= self._members
-        return unit.schedule.before_forward(unit, (args, kwargs), training=module.training)
+        return schedule.before_forward(unit, (args, kwargs), training=module.training)
 
     def _after(self, module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-        unit = self._unit
+        unit, schedule = self._unit, schedule_of(self._unit)
         self._waiting.discard(id(module))
         if output is None and sys.exc_info()[0] is not None:
             self._waiting.clear()
-            unit.schedule.forward_failed(unit)
+            schedule.forward_failed(unit)
         elif self._waiting and unit.state is TrainingState.FORWARD:
-            unit.schedule.watch(unit, output)
+            schedule.watch(unit, output)
         else:
             self._waiting.clear()
-            unit.schedule.after_forward(unit, output)
+            schedule.after_forward(unit, output)
 
     def _refuse_shards(self, _: nn.Module, prefix: str, keep_vars: bool) -> None:
         if not keep_vars and not self._unit.is_as_wrapped:
             raise Unsupported(
                 "full_state_dict",
-                f"state_dict() of {self._unit.label} has shards, or buffers of low precision: use full_state_dict or "
-                "sharded_state_dict",
+                f"state_dict() of {self._unit.label} would contain shards or low-precision buffers: use "
+                "full_state_dict or sharded_state_dict",
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise Unsupported(
             "copyable",
-            f"{self._unit.label} was sharded in place, and cannot be copied: wrap it in FullyShardedDataParallel, "
-            "which can, or load its full_state_dict into another module",
+            f"{self._unit.label} was sharded in place and cannot be copied: wrap it in FullyShardedDataParallel, which "
+            "can be, or load its full_state_dict into another module",
         )
 
     def __reduce__(self) -> NoReturn:
         raise Unsupported(
-            "copyable", f"{self._unit.label} is sharded, and cannot be pickled: save its full_state_dict, and load that"
+            "copyable", f"{self._unit.label} is sharded and cannot be pickled: save its full_state_dict and load that"
         )

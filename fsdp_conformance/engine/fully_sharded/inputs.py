@@ -1,4 +1,4 @@
-"""What a unit does with the inputs and outputs of its forward: move, cast, and watch for their gradients."""
+"""Handling the inputs and outputs of a unit's forward: move, cast, and watch for their gradients."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 def placed_inputs(arguments: Arguments, device: torch.device, dtype: torch.dtype | None) -> Arguments:
     """
-    Positional and keyword inputs with every tensor on `device`, and floating-point ones in `dtype` (None: as they are).
+    Positional and keyword inputs with every tensor on `device`, and floating-point ones in `dtype` (None: unchanged).
 
-    Where nothing is to be done the very same containers come back.
+    Returns the very same containers if there is nothing to do.
     """
 
     def is_placed(tensor: Tensor) -> bool:
@@ -34,10 +34,10 @@ def placed_inputs(arguments: Arguments, device: torch.device, dtype: torch.dtype
 
 def watched_inputs(arguments: Arguments, on_gradients: Callable[[], None]) -> Arguments:
     """
-    The inputs, such that `on_gradients` is called in backward when the gradients of all of them have been computed.
+    The inputs, set up so that `on_gradients` is called in backward once the gradients of all of them are computed.
 
-    Inputs that need a gradient are replaced by views of themselves: the hooks are on this use of them alone. Where
-    there are none, `on_gradients` is never called.
+    Inputs that need a gradient are replaced by views of themselves, so that the hooks see only this use. If no input
+    needs one, `on_gradients` is never called.
     """
     if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors_in(arguments)):
         return arguments
@@ -58,7 +58,7 @@ def watched_inputs(arguments: Arguments, on_gradients: Callable[[], None]) -> Ar
 
 
 def watch_outputs(output: object, on_gradient: Callable[[], None]) -> bool:
-    """Let `on_gradient` be called in backward, before a gradient of one of the outputs goes on. False: none can."""
+    """Call `on_gradient` in backward before a gradient of an output propagates. Returns whether any output has one."""
     found = False
     for tensor in tensors_in(output):
         if tensor.requires_grad:

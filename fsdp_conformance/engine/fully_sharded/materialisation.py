@@ -1,9 +1,9 @@
 """
-Parameters and buffers on the meta device get memory and values, before they are sharded.
+Gives parameters and buffers on the meta device memory and values before they are sharded.
 
-Each module that holds some gets memory on the compute device, then values: from the user's function, or from its own
-`reset_parameters`. Outer modules come before inner ones, every module once; tied parameters stay tied. Everything
-happens in the parameters' own dtype, whatever the unit computes in.
+Each module that holds some gets memory on the compute device, then values from the user's function or its own
+`reset_parameters`. Outer modules come before inner ones, each module once; tied parameters stay tied. All of this
+happens in the parameters' own dtype, whatever dtype the unit computes in.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def materialise(
     skipped: Callable[[nn.Module], bool],
 ) -> None:
     """
-    Give memory and values to what is on the meta device below `modules`, without the modules that are `skipped`.
+    Give memory and values to tensors on the meta device below `modules`, except in modules that are `skipped`.
 
-    `device`: where; None: the current accelerator, or the CPU. Raises ConfigError naming the parameters of modules that
-    can initialise nothing: they have no `reset_parameters`, and there is no `init_fn`.
+    `device`: where to put them; None: the current accelerator, or the CPU. Raises ConfigError naming the parameters of
+    modules that cannot be initialised: without an `init_fn` they need a `reset_parameters`.
     """
     found = [module for module in _walk(modules, skipped) if _has_meta(module)]
     if not found:
@@ -36,8 +36,8 @@ def materialise(
     if helpless:
         raise ConfigError(
             [
-                f"{', '.join(_meta_names(module))} of a {type(module).__name__} are on meta, but should have "
-                "values: it has no reset_parameters, and there is no param_init_fn"
+                f"cannot initialise {', '.join(_meta_names(module))} of a {type(module).__name__}, on meta: it has no "
+                "reset_parameters, and no param_init_fn was given"
                 for module in helpless
             ],
             where="meta-device initialisation",

@@ -1,8 +1,8 @@
 """
 State dicts of a module with units inside: in full, or sharded for torch.distributed.checkpoint.
 
-Names are those of the module before it was wrapped, every alias of a tied parameter included. Values are those of the
-shards, in the parameters' own dtype. Whole values are put together one unit at a time.
+Names are those of the module before it was wrapped, including every alias of a tied parameter. Values come from the
+shards, in the parameters' own dtype. Only one unit at a time is gathered.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_conformance.engine.errors import ParameterReplaced
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.fully_shard import clean_unit_name, units_below
+from fsdp_conformance.engine.fully_sharded.schedule import schedule_of
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
 
 
@@ -26,17 +27,17 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False, offload_to_c
     """
     Every parameter and persistent buffer in full. Collective.
 
-    `rank0_only`: ranks of a shard group other than its first get an empty dict. `offload_to_cpu`: copies on the CPU.
+    `rank0_only`: only the first rank of each shard group gets values; the others get {}. `offload_to_cpu`: on the CPU.
     """
     units = units_below(module)
     values = _restored_buffers(units, offload_to_cpu)
     keeps = True
     for flat in _settled(units):
-        payload = flat.gathered()
-        keeps = keeps and (not rank0_only or flat.chunk.layout.rank == 0)
+        payload = flat.storage.gathered()
+        keeps = keeps and (not rank0_only or flat.storage.layout.rank == 0)
         if keeps:
             device = torch.device("cpu") if offload_to_cpu else payload.device
-            for member, view in zip(flat.members, flat.chunk.layout.views(payload), strict=False):
+            for member, view in zip(flat.members, flat.storage.layout.views(payload), strict=False):
                 values[id(member.parameter)] = view.to(device, copy=True)
     if not keeps:
         return {}
@@ -48,25 +49,25 @@ def load_full_state_dict(
     module: nn.Module, state: Mapping[str, Any], *, strict: bool = True
 ) -> tuple[list[str], list[str]]:
     """
-    Write a full state dict into shards and buffers; nothing is communicated: every rank takes its part.
+    Write a full state dict into shards and buffers, without communication: every rank takes its part.
 
-    Returns the names that were missing and those that were not expected; with `strict` they are an error. Raises
-    ParameterReplaced naming both, and every value of another shape; then nothing was written.
+    Returns the missing and the unexpected names. Raises ParameterReplaced, before anything is written, naming every
+    value of the wrong shape and, with `strict`, the missing and unexpected names.
     """
     flats = list(_settled(units_below(module)))
     homes = {id(member.parameter): (flat, i) for flat in flats for i, member in enumerate(flat.members)}
     expected = dict(original_state(module))
     missing = [name for name in expected if name not in state]
     unexpected = [name for name in state if name not in expected]
-    problems = [f"{name} is missing, but should be there" for name in missing if strict]
-    problems += [f"{name} is there, but should not be: no parameter has that name" for name in unexpected if strict]
+    problems = [f"{name} is missing" for name in missing if strict]
+    problems += [f"{name} is unexpected: no parameter or buffer has that name" for name in unexpected if strict]
     for name, value in state.items():
         target = expected.get(name)
         if isinstance(target, Tensor) and isinstance(value, Tensor):
             flat, index = homes.get(id(target), (None, 0))
             shape = target.shape if flat is None else flat.members[index].shape
             if value.shape != shape:
-                problems.append(f"shape={tuple(value.shape)} of {name}, but should be {tuple(shape)}")
+                problems.append(f"shape of {name}: expected {tuple(shape)}, got {tuple(value.shape)}")
     if problems:
         raise ParameterReplaced(problems, where="load_full_state_dict")
     for name, value in state.items():
@@ -86,21 +87,21 @@ def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
     """
     Every parameter as a DTensor, sharded over its unit's group along the first dim, and every persistent buffer.
 
-    For torch.distributed.checkpoint, which can load it at another number of ranks. Collective: shards of a flat
-    parameter are no rows, so each unit is gathered for a moment. 0-dim parameters are given in full.
+    For torch.distributed.checkpoint, which can load it on another number of ranks. Collective: shards of a flat
+    parameter are not rows, so each unit is gathered briefly. 0-dim parameters are included in full.
     """
     units = units_below(module)
     values = _restored_buffers(units, offload=False)
     for flat in _settled(units):
         mesh = mesh_of(flat)
-        payload = flat.gathered()
-        for member, view in zip(flat.members, flat.chunk.layout.views(payload), strict=False):
+        payload = flat.storage.gathered()
+        for member, view in zip(flat.members, flat.storage.layout.views(payload), strict=False):
             values[id(member.parameter)] = as_dtensor(view, mesh)
     return {name: _value(value, values, offload=False) for name, value in original_state(module)}
 
 
 def load_sharded_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Write a state dict with the DTensors of `sharded_state_dict`, at any number of ranks, into shards. Collective."""
+    """Write the DTensors of a `sharded_state_dict` from any number of ranks into shards. Collective."""
     full = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
     load_full_state_dict(module, full, strict=strict)
 
@@ -118,7 +119,7 @@ def original_names(module: nn.Module) -> dict[int, str]:
 
 def mesh_of(flat: FlatParameter) -> DeviceMesh:
     """The shard group as a mesh."""
-    return DeviceMesh.from_group(flat.chunk.group, flat.chunk.pool.device.type)
+    return DeviceMesh.from_group(flat.storage.group, flat.storage.pool.device.type)
 
 
 def as_dtensor(full: Tensor, mesh: DeviceMesh) -> Tensor:
@@ -132,15 +133,15 @@ def as_dtensor(full: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _settled(units: Sequence[ShardedUnit]) -> Iterator[FlatParameter]:
-    """The flat parameters of units, after what users have changed was taken over."""
+    """The flat parameters of units, after adopting what users have changed."""
     for unit in units:
-        unit.check_idle("state dict")
+        schedule_of(unit).check_idle(unit, "state dict")
         unit.follow_users()
         yield from unit.flats
 
 
 def _restored_buffers(units: Sequence[ShardedUnit], offload: bool) -> dict[int, Tensor]:
-    """Buffers that are in low precision, in the dtype that they had, by id."""
+    """Buffers in low precision, converted to their own dtype, by id."""
     found = {key: value for unit in units for key, value in unit.buffers.in_own_dtype().items()}
     return {key: value.cpu() if offload else value for key, value in found.items()}
 

@@ -1,8 +1,8 @@
 """
-State of an optimizer over sharded parameters: in full by name, or sharded for torch.distributed.checkpoint, and back.
+State of an optimizer over sharded parameters: saved in full or sharded for torch.distributed.checkpoint, and loaded.
 
-A state dict has {"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}. Tensors as large as the
-rank's part of their parameter are sharded with it; others (step counters) are the same on every rank.
+A state dict is {"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}. Tensors as large as the
+rank's part of their parameter are sharded with it; others, such as step counters, are the same on every rank.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def full_optimizer_state(
     """
     The state in full. Collective.
 
-    `rank0_only`: ranks of a shard group other than its first get tensors of no parameter. Raises StructureMismatch on
+    `rank0_only`: ranks other than the first of their shard group get no sharded tensors. Raises StructureMismatch on
     every rank if ranks have state for different parameters.
     """
 
     def whole(flat: FlatParameter, view: Tensor) -> Tensor | None:
-        if rank0_only and flat.chunk.layout.rank != 0:
+        if rank0_only and flat.storage.layout.rank != 0:
             return None
         return view.to("cpu" if offload_to_cpu else view.device, copy=True)
 
@@ -50,16 +50,17 @@ def sharded_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str
 @torch.no_grad()
 def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """
-    Take over a full or sharded state dict, saved with any number of ranks and any units. Collective for a sharded one.
+    Load a full or sharded state dict, saved with any number of ranks and any units. Collective for a sharded one.
 
-    Parameters that it does not have keep no state. Raises StructureMismatch naming parameters that are unknown.
+    Parameters that are not in it end up without state. Raises StructureMismatch naming unknown parameters.
     """
     names = original_names(module)
     by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names}
     unknown = sorted(set(state["state"]) - set(by_name))
     if unknown:
         raise StructureMismatch(
-            f"state of {', '.join(unknown)}, but should be of parameters of the optimizer", where="load_optimizer_state"
+            f"the state has parameters that the optimizer does not: {', '.join(unknown)}",
+            where="load_optimizer_state",
         )
     homes = {id(m.parameter): (flat, i) for flat in _flats(module) for i, m in enumerate(flat.members)}
     positions = {id(p): i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
@@ -82,7 +83,7 @@ def _state_dict(
     for flat in _flats(module):
         found |= _state_of(flat, optimizer, names, finish)
     for parameter, entries in optimizer.state.items():
-        # Parameters of no unit, as they are.
+        # Parameters outside any unit are not sharded.
         name = names.get(id(parameter))
         if name is not None and name not in found and id(parameter) not in _owned(module):
             found[name] = dict(entries)
@@ -100,8 +101,8 @@ def _state_of(
     names: Mapping[int, str],
     finish: Callable[[FlatParameter, Tensor], Tensor | None],
 ) -> dict[str, dict[str, Any]]:
-    """State of the parameters of one chunk. One all-gather for each kind of tensor."""
-    chunk = flat.chunk
+    """State of the parameters in one storage. One all-gather per kind of tensor."""
+    storage = flat.storage
     states = [optimizer.state.get(member.parameter, {}) for member in flat.members]
     sharded = [
         {key for key, value in entries.items() if isinstance(value, Tensor) and value.shape == part.shape}
@@ -110,7 +111,7 @@ def _state_of(
     # A step counter of a parameter of one element has its shape on no rank but one.
     sharded = [{key for key in keys if key != "step"} for keys in sharded]
     known = [sorted(map(str, entries)) for entries in states]
-    agree_on_text(repr(known), chunk.group, device=chunk.pool.device, what=f"optimizer state of {flat.name}")
+    agree_on_text(repr(known), storage.group, device=storage.pool.device, what=f"optimizer state of {flat.name}")
     found: dict[str, dict[str, Any]] = {
         names[id(member.parameter)]: {key: value for key, value in entries.items() if key not in keys}
         for member, entries, keys in zip(flat.members, states, sharded, strict=True)
@@ -118,12 +119,12 @@ def _state_of(
     }
     for key in sorted({key for keys in sharded for key in keys}):
         dtype = next(entries[key].dtype for entries, keys in zip(states, sharded, strict=True) if key in keys)
-        shard = torch.zeros(chunk.layout.shard_numel, dtype=dtype, device=chunk.shard_device)
-        parts = chunk.layout.views(shard) if flat.is_whole else chunk.layout.shard_views(shard)
+        shard = torch.zeros(storage.layout.shard_numel, dtype=dtype, device=storage.shard_device)
+        parts = storage.layout.views(shard) if flat.is_whole else storage.layout.shard_views(shard)
         for entries, keys, part in zip(states, sharded, parts, strict=False):
             if key in keys:
                 part.copy_(entries[key])
-        views = chunk.layout.views(flat.gathered(shard))
+        views = storage.layout.views(flat.storage.gathered(shard))
         for member, keys, view in zip(flat.members, sharded, views, strict=False):
             if key in keys:
                 value = finish(flat, view)
@@ -133,18 +134,18 @@ def _state_of(
 
 
 def _own_part(flat: FlatParameter | None, index: int, value: Tensor) -> Tensor:
-    """This rank's part of a whole state tensor; what is not as large as the parameter is the same everywhere."""
+    """This rank's part of a whole state tensor. A tensor not as large as the parameter is the same on all ranks."""
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if flat is None or value.shape != flat.members[index].shape or (value.dim() == 0):
         return value.clone()
-    return flat.part_of(index, value).to(flat.chunk.shard_device, copy=True)
+    return flat.part_of(index, value).to(flat.storage.shard_device, copy=True)
 
 
 def _loaded_groups(
     optimizer: Optimizer, state: Mapping[str, Any], by_name: Mapping[str, nn.Parameter], positions: Mapping[int, int]
 ) -> list[dict[str, Any]]:
-    """The optimizer's groups with the hyper-parameters that the saved ones had for the same parameters."""
+    """The optimizer's groups, with the hyper-parameters saved for the same parameters."""
     saved = {name: group for group in state.get("param_groups", ()) for name in group["params"]}
     names = {id(parameter): name for name, parameter in by_name.items()}
     groups = []

@@ -1,9 +1,9 @@
 """
-Whether peers run the same units, on devices where looking makes the host wait.
+Checks that peers run the same units, on devices where reading a tensor makes the host wait.
 
-On the CPU every gather is looked at when it arrives. Elsewhere what arrived is kept and looked at once, at the end of
-the backward, or of a forward that keeps no graph: in the first iteration, and in those whose order is not that of the
-last one. A rank whose order never changes, and that agreed with its peers once, agrees with them still.
+On the CPU every gather is checked when it arrives. Elsewhere the tags that arrive are kept and checked together, at the
+end of the backward or of a forward without a graph, in the first iteration and in iterations whose order differs from
+the previous one. A rank that agreed with its peers once, and whose order never changes, still agrees with them.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class OrderWatch:
 
     def __init__(self) -> None:
         self.is_on = True
-        """Whether this iteration is looked at."""
+        """Whether this iteration is checked."""
         self._arrived: list[_Arrived] = []
 
     def note(self, unit: str, expected: int, tag: Tensor) -> None:
-        """A tag has arrived, for the current stream. Its memory is the unit's, so it is copied."""
+        """Keep a tag that has arrived, for the current stream: a copy, because its memory is the unit's."""
         if self.is_on:
             self._arrived.append(_Arrived(unit, expected, tag.detach().to(torch.float32, copy=True)))
 
     def judge(self) -> None:
-        """Raise ExecutionOrderError if one was another unit's, naming all of them. The host waits if there are any."""
+        """Raise ExecutionOrderError naming every tag of another unit. The host waits if any tag was noted."""
         arrived, self._arrived = self._arrived, []
         if not arrived:
             return
         found = torch.stack([each.tag for each in arrived]).tolist()
         problems = [
-            f"unit {number:g} was gathered, but should be {each.expected}: {each.unit}"
+            f"expected unit {each.expected} ({each.unit}), gathered unit {number:g}"
             for each, number in zip(arrived, found, strict=True)
             if number != each.expected
         ]
@@ -54,5 +54,5 @@ class OrderWatch:
             )
 
     def forget(self) -> None:
-        """Drop what arrived: after an exception."""
+        """Drop what has arrived, after an exception."""
         self._arrived.clear()

@@ -1,4 +1,4 @@
-"""What units hold and send, in words: for a user who wonders where memory and time go."""
+"""Text summaries of what units hold and send, which show where memory and time go."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
 
 
 def memory_report(units: Iterable[ShardedUnit]) -> str:
-    """Bytes that each unit holds on this rank now, by type of device, and those of the gradients of its shards."""
+    """Bytes that each unit holds on this rank now, by device type, and bytes of its shards' gradients."""
     lines = []
     totals: dict[str, int] = {}
     for unit in units:
         held: dict[str, int] = {}
         gradients = 0
         for flat in unit.flats:
-            for device, nbytes in flat.chunk.memory_usage.items():
+            for device, nbytes in flat.storage.memory_usage.items():
                 held[device] = held.get(device, 0) + nbytes
             gradients += sum(m.parameter.grad.nbytes for m in flat.members if m.parameter.grad is not None)
         for device, nbytes in held.items():
@@ -27,19 +27,19 @@ def memory_report(units: Iterable[ShardedUnit]) -> str:
 
 
 def communication_plan(units: Iterable[ShardedUnit]) -> str:
-    """What each unit gathers and reduces in a step, in bytes on the wire of this rank, and over how many ranks."""
+    """What each unit gathers and reduces in a step: bytes that this rank sends, and over how many ranks."""
     lines = []
     for unit in units:
         for flat in unit.flats:
-            chunk = flat.chunk
-            ranks, replicas = chunk.layout.world_size, chunk.num_replicas
-            gathered = chunk.numel * chunk.compute_dtype.itemsize if ranks > 1 else 0
-            reduced = chunk.numel * chunk.reduce_dtype.itemsize if ranks * replicas > 1 and flat.is_trained else 0
+            storage = flat.storage
+            ranks, replicas = storage.layout.world_size, storage.num_replicas
+            gathered = storage.numel * storage.compute_dtype.itemsize if ranks > 1 else 0
+            reduced = storage.numel * storage.reduce_dtype.itemsize if ranks * replicas > 1 and flat.is_trained else 0
             passes = "in forward and backward" if unit.reshard_after_forward else "in forward"
             parts = [
-                f"{len(flat.members)} parameters, {chunk.layout.used_numel:,} elements of {chunk.dtype}",
-                f"all-gather {gathered:,} B of {chunk.compute_dtype} over {ranks} ranks {passes}",
-                f"reduce {reduced:,} B of {chunk.reduce_dtype} over {ranks} ranks x {replicas} replicas",
+                f"{len(flat.members)} parameters, {storage.layout.used_numel:,} elements of {storage.dtype}",
+                f"all-gather {gathered:,} B of {storage.compute_dtype} over {ranks} ranks {passes}",
+                f"reduce {reduced:,} B of {storage.reduce_dtype} over {ranks} ranks x {replicas} replicas",
             ]
             lines.append(f"{unit.label}: " + "; ".join(parts))
     return "\n".join(lines)

@@ -1,14 +1,14 @@
 """
 The schedule of a tree of units: when each is gathered, resharded and reduced.
 
-    enter        the outermost forward: what users changed is taken over; the optimizer's writes are ordered before
-    forward      gather a unit (and the next one ahead), compute, reshard
-    backward     gather it again (and the one before it ahead), compute, reduce, reshard
-    end          when backward returns: what is left is reduced, originals have their gradients, nothing is unsharded
+    enter        the outermost forward: users' changes are adopted, and gathers are ordered after the optimizer's writes
+    forward      gather a unit (and prefetch the next), compute, reshard
+    backward     gather it again (and prefetch the previous one), compute, reduce, reshard
+    end          when backward returns: the rest is reduced, originals have their gradients, nothing is unsharded
 
-A unit's backward begins with the gradient of an output, and ends when the gradients of all its inputs are there; the
+A unit's backward begins with the gradient of an output and ends once the gradients of all its inputs are computed. The
 gradients of its parameters are then complete, because autograd prefers to accumulate. A unit whose inputs need no
-gradient ends with the backward as a whole. Which parameters were used plays no part: all ranks reduce the same units
+gradient ends with the backward as a whole. Which parameters were used does not matter: all ranks reduce the same units
 in the same order.
 """
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,18 +25,21 @@ from fsdp_conformance.engine.errors import TrainingStateError
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.inputs import Arguments, placed_inputs, watch_outputs, watched_inputs
 from fsdp_conformance.engine.fully_sharded.order_watch import OrderWatch
-from fsdp_conformance.engine.fully_sharded.training_state import TrainingState
-from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit, post_accumulate_hooks
-from fsdp_conformance.engine.fully_sharded.unshard_handle import UnshardHandle
+from fsdp_conformance.engine.fully_sharded.unit import (
+    ShardedUnit,
+    TrainingState,
+    UnshardHandle,
+    post_accumulate_hooks,
+)
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch
 from fsdp_conformance.engine.structures import has_unknown, tensors_in
 
-#: Reductions on their way at once where waiting holds the host: each keeps a buffer of a whole unit.
+#: Reductions under way at once if waiting blocks the host. Each keeps a buffer as large as a whole unit.
 MAX_REDUCTIONS = 2
 
 
 class UnitSchedule:
-    """The schedule of some units. Knows them, but does not keep them."""
+    """The schedule of some units, which it does not keep alive."""
 
     def __init__(
         self,
@@ -50,14 +53,14 @@ class UnitSchedule:
         self._stack: list[ShardedUnit] = []
         self._in_backward = False
         self._written: Any = None
-        # Units by their place in `_units`, in the order in which their forwards began and ended.
+        # Indices into `_units`, in the order in which forwards began and ended.
         self._began: list[int] = []
         self._began_before: list[int] = []
         self._ended: list[int] = []
         self._cursor = 0
         self._reductions: deque[FlatParameter] = deque()
         self.order = OrderWatch()
-        """Looks whether peers run the same units."""
+        """Checks that peers run the same units."""
 
     # --- units -------------------------------------------------------------------------------------------------------
 
@@ -67,7 +70,7 @@ class UnitSchedule:
         return [unit for reference in self._units if (unit := reference()) is not None]
 
     def add(self, unit: ShardedUnit) -> None:
-        """Let a unit be scheduled here."""
+        """Schedule a unit here from now on."""
         unit.index, unit.schedule = len(self._units), self
         self._units.append(weakref.ref(unit))
 
@@ -81,16 +84,24 @@ class UnitSchedule:
         """Whether a unit is in its forward."""
         return bool(self._stack)
 
+    def check_idle(self, unit: ShardedUnit, where: str) -> None:
+        """Raise TrainingStateError inside a forward, a backward, or `summon_full_params`."""
+        self.recover_if_interrupted()
+        if unit.state is not TrainingState.IDLE or not self.is_idle:
+            raise TrainingStateError(
+                f"{unit.label} is in a step ({unit.state.name}): call this outside forward and backward", where=where
+            )
+
     # --- forward -----------------------------------------------------------------------------------------------------
 
     def before_forward(self, unit: ShardedUnit, arguments: Arguments, *, training: bool = True) -> Arguments:
         """
-        Unshard, and prepare the inputs. Collective. `training`: the mode that the unit's module is in.
+        Unshard, and prepare the inputs. Collective. `training`: whether the unit's module is in training mode.
 
-        Raises TrainingStateError if the mode asks for another precision while gradients wait to be reduced.
+        Raises TrainingStateError if the mode implies another precision while gradients have yet to be reduced.
         """
         if _in_own_backward(unit):
-            # Recomputed by a checkpoint: all is there.
+            # Recomputed by a checkpoint: the hooks are in place.
             self._unshard(unit)
             return arguments
         if not self._stack and not _inside_backward():
@@ -108,7 +119,7 @@ class UnitSchedule:
             unit.start_unshard(self._written)
             for ahead in self._ahead_in_forward(unit):
                 ahead.start_unshard(self._written)
-            unit.finish_unshard()
+            unit.finish_unshard(self.order)
             arguments = self._prepared(unit, arguments, entering=entering)
             if not self._is_recomputing(unit):
                 arguments = watched_inputs(arguments, partial(self.after_backward, unit))
@@ -120,7 +131,7 @@ class UnitSchedule:
             return
         self.watch(unit, output)
         while True:
-            # Above it may be units of several modules, of which some did not run.
+            # Units of several modules, some of which did not run, may be above it.
             left = self._stack.pop()
             if left not in self._stack:
                 self._close(left)
@@ -130,7 +141,7 @@ class UnitSchedule:
             self._leave()
 
     def watch(self, unit: ShardedUnit, output: Any) -> None:
-        """Let the backward of some outputs of a unit begin the unit's backward."""
+        """Watch some outputs of a unit, whose backward begins the unit's."""
         if not torch.is_grad_enabled():
             return
         if self._is_recomputing(unit):
@@ -145,7 +156,7 @@ class UnitSchedule:
                     flat.watch_leaves(partial(self._note_gradient, unit))
 
     def _close(self, unit: ShardedUnit) -> None:
-        """A unit's forward is over: reshard it, unless its backward will need it, and soon."""
+        """A unit's forward is over: reshard it, unless its backward will need it soon."""
         with unit.span("after_forward"):
             recomputing = self._is_recomputing(unit)
             keeps_graph, unit.keeps_graph = unit.keeps_graph, False
@@ -160,7 +171,7 @@ class UnitSchedule:
                 unit.reshard_until_backward()
 
     def forward_failed(self, unit: ShardedUnit) -> None:
-        """An exception came out of the unit's forward: what it and the units inside have begun is undone."""
+        """An exception left the unit's forward: undo what it and the units inside have begun."""
         if _in_own_backward(unit):
             return
         while self._stack:
@@ -168,7 +179,7 @@ class UnitSchedule:
             if failed.state is TrainingState.FORWARD:
                 failed.move(TrainingState.IDLE)
                 failed.show_originals()
-                # A checkpoint stops its recomputation with an exception: what it saved is needed at once.
+                # A checkpoint stops its recomputation with an exception, and needs what it saved right away.
                 if not _inside_backward():
                     failed.reshard()
             if failed is unit:
@@ -185,8 +196,8 @@ class UnitSchedule:
         for unit in units:
             unit.follow_users()
             unit.num_expected = 0
-        # What the optimizer has written is ordered before every gather of this iteration, and nothing later is.
-        self._written = next((flat.chunk.pool.streams.record() for unit in units for flat in unit.flats), None)
+        # Every gather of this iteration is ordered after the optimizer's writes, and after nothing later.
+        self._written = next((flat.storage.pool.streams.record() for unit in units for flat in unit.flats), None)
 
     def _note_begin(self, unit: ShardedUnit) -> None:
         place = len(self._began)
@@ -246,17 +257,18 @@ class UnitSchedule:
     # --- by hand -----------------------------------------------------------------------------------------------------
 
     def unshard(self, unit: ShardedUnit) -> UnshardHandle:
-        """Begin to gather a unit now; its modules see whole parameters when the handle was waited for. Collective."""
+        """Begin to gather a unit now; its modules see whole parameters after waiting for the handle. Collective."""
         if self.is_idle:
             unit.follow_users()
         unit.start_unshard(None)
-        return UnshardHandle(unit)
+        return UnshardHandle(unit, self.order)
 
     def reshard(self, unit: ShardedUnit) -> None:
         """Free a unit's whole parameters now. Raises TrainingStateError in its forward or backward."""
         if unit.state is not TrainingState.IDLE:
             raise TrainingStateError(
-                f"the unit is {unit.state.name}, but should be IDLE", where=f"reshard of {unit.label}"
+                f"cannot reshard a unit in {unit.state.name}: wait until its forward or backward has ended",
+                where=f"reshard of {unit.label}",
             )
         unit.reshard()
 
@@ -264,7 +276,8 @@ class UnitSchedule:
 
     def before_backward(self, unit: ShardedUnit, full: bool = False) -> None:
         """
-        A gradient of an output of the unit is there: unshard. Collective. `full`: the forward was in full precision.
+        A gradient of an output of the unit has arrived: unshard. Collective. `full`: whether the forward was in full
+        precision.
         """
         self._begin_backward()
         unit.check_precision(full)
@@ -278,7 +291,7 @@ class UnitSchedule:
             self._unshard(unit, ahead=self.backward_prefetch is BackwardPrefetch.BACKWARD_PRE)
 
     def _note_gradient(self, unit: ShardedUnit) -> None:
-        """A parameter of a held unit has its gradient: the unit takes part, whatever was seen of its outputs."""
+        """A parameter of a held unit has its gradient: the unit takes part even if no output was seen to."""
         self._begin_backward()
         unit.took_part = True
 
@@ -288,13 +301,13 @@ class UnitSchedule:
             _call_at_end(self._end_backward)
 
     def after_backward(self, unit: ShardedUnit) -> None:
-        """The gradients of all inputs of the unit are there: reduce, and reshard. Collective."""
+        """The gradients of all inputs of the unit are computed: reduce, and reshard. Collective."""
         unit.num_expected -= 1
         done = unit.num_expected <= 0
         with unit.span("after_backward"):
             unit.move(TrainingState.IDLE)
             unit.show_originals()
-            # Before the buffer of the gradients is leased: the two are never there together.
+            # Before the gradient buffer is leased: the two are never held together.
             if unit.reshard_after_forward or (done and unit.sync_gradients):
                 unit.reshard()
             if done:
@@ -305,10 +318,10 @@ class UnitSchedule:
 
     def recover(self) -> None:
         """
-        Be as between two steps, after an exception in forward or backward.
+        Return to the state between two steps, after an exception in forward or backward.
 
-        All ranks must have issued the same collectives, as they have if the exception was raised on each at the same
-        place. Gradients that were reduced before it stay: drop them with zero_grad.
+        All ranks must have issued the same collectives, as is the case if the exception was raised at the same point on
+        every rank. Gradients that were reduced before it remain: drop them with zero_grad.
         """
         self._stack.clear()
         self._reductions.clear()
@@ -327,10 +340,10 @@ class UnitSchedule:
         if ahead or unit.ahead_in_backward is not None:
             for target in self._ahead_in_backward(unit):
                 target.start_unshard(self._written)
-        unit.finish_unshard()
+        unit.finish_unshard(self.order)
 
     def _ahead_in_backward(self, unit: ShardedUnit) -> list[ShardedUnit]:
-        """The units whose backward is expected next: those that ended before it in forward, or those that it lists."""
+        """The units whose backward is expected next: the ones before it in forward, or those that it lists."""
         if unit.ahead_in_backward is not None:
             return [each for reference in unit.ahead_in_backward if (each := reference()) is not None]
         place = min(self._cursor, len(self._ended)) - 1
@@ -360,7 +373,7 @@ class UnitSchedule:
         post_accumulate_hooks(self._reductions.popleft().finish_reduction())
 
     def _end_backward(self) -> None:
-        """Backward is over. Collective."""
+        """The backward is over. Collective."""
         units = self.units
         ended = self._at(reversed(self._ended))
         for unit in dict.fromkeys([*ended, *units]):
@@ -375,9 +388,9 @@ class UnitSchedule:
             if not unit.is_kept:
                 unit.reshard()
             unit.finish_reads()
-        for pool in {flat.chunk.pool for unit in units for flat in unit.flats}:
+        for pool in {flat.storage.pool for unit in units for flat in unit.flats}:
             if pool.streams.exist:
-                # Its allocator keeps memory for the next step. The CPU's does not, and fresh pages are dear.
+                # Its allocator keeps memory for the next step. The CPU's does not, and fresh pages are expensive.
                 pool.trim()
         self._in_backward = False
         self.order.judge()
@@ -388,8 +401,13 @@ class UnitSchedule:
         return [unit for unit in found if unit is not None]
 
 
+def schedule_of(unit: ShardedUnit) -> UnitSchedule:
+    """The schedule that a unit is in: that of the outermost unit known so far."""
+    return cast(UnitSchedule, unit.schedule)
+
+
 def _in_own_backward(unit: ShardedUnit) -> bool:
-    """A unit that an exception has left in its backward is not in it any more."""
+    """Whether the unit is in its backward now, rather than left in that state by an exception."""
     return unit.state is TrainingState.BACKWARD and _inside_backward()
 
 

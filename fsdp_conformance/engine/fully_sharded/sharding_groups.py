@@ -1,4 +1,4 @@
-"""The groups of a unit: one to shard over, one to replicate over; from what users give."""
+"""The groups of a unit, from what users pass: one to shard over, and one to replicate over."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ShardingGroups(NamedTuple):
         return self.shard.size() * (1 if self.replica is None else self.replica.size())
 
     def replicated(self) -> ShardingGroups:
-        """The same ranks, each with the whole. Collective the first time."""
+        """Groups of the same ranks in which each rank holds everything. Collective the first time."""
         if self.replica is not None or self.shard.size() == 1:
             return self
         return ShardingGroups(_own_group(), self.shard)
@@ -42,25 +42,25 @@ def sharding_groups(
     strategy: ShardingStrategy,
 ) -> ShardingGroups:
     """
-    The groups that a strategy uses. Collective where a group of one rank has to be made.
+    The groups that a strategy uses. Collective if a group of one rank has to be created.
 
     `group`: one group, or a shard group and a replica group. `mesh`: one axis, or a replica axis and a shard axis.
-    Raises ConfigError for both or neither where the strategy needs two groups, and for other ranks of mesh.
+    Raises ConfigError if both are given, if their number does not fit the strategy, or if the mesh has more axes.
     """
     if mesh is not None and group is not None:
-        raise ConfigError(["process_group and device_mesh are given, but should be one of them"], where=_WHERE)
+        raise ConfigError(["pass either process_group or device_mesh, not both"], where=_WHERE)
     if mesh is not None:
         group = _groups_of(mesh)
     if strategy.is_hybrid:
         if not isinstance(group, tuple) or len(group) != 2:
             raise ConfigError(
-                [f"process_group={group!r} with {strategy.name}, but should be a shard group and a replica group"],
+                [f"{strategy.name} needs a shard group and a replica group, got process_group={group!r}"],
                 where=_WHERE,
             )
         shard, replica = (resolve_group(each) for each in group)
         return ShardingGroups(shard, replica if replica.size() > 1 else None)
     if isinstance(group, tuple):
-        raise ConfigError([f"two groups with {strategy.name}, but should be one; HYBRID_SHARD takes two"], where=_WHERE)
+        raise ConfigError([f"{strategy.name} takes one group, got two: HYBRID_SHARD takes two"], where=_WHERE)
     resolved = resolve_group(group)
     if strategy is ShardingStrategy.NO_SHARD and resolved.size() > 1:
         return ShardingGroups(_own_group(), resolved)
@@ -72,19 +72,19 @@ def _groups_of(mesh: DeviceMesh) -> ProcessGroup | tuple[ProcessGroup, ProcessGr
         return axis_group((mesh, 0))
     if mesh.ndim == 2:
         return axis_group((mesh, 1)), axis_group((mesh, 0))
-    raise ConfigError([f"device_mesh has {mesh.ndim} axes, but should have 1 or 2"], where=_WHERE)
+    raise ConfigError([f"device_mesh must have 1 or 2 axes, got {mesh.ndim}"], where=_WHERE)
 
 
 def part_group(groups: ShardingGroups, size: int) -> ProcessGroup:
     """
-    The group of `size` consecutive ranks of the shard group that this rank is in. Collective the first time.
+    The group of `size` consecutive ranks of the shard group that contains this rank. Collective the first time.
 
-    Raises ConfigError if the shard group does not consist of such.
+    Raises ConfigError if `size` does not divide the shard group.
     """
     whole = groups.shard
     if not 1 <= size <= whole.size() or whole.size() % size:
         raise ConfigError(
-            [f"reshard_after_forward={size}, but should be a factor of the shard group's size {whole.size()}"],
+            [f"reshard_after_forward must divide the shard group's size {whole.size()}, got {size}"],
             where=_WHERE,
         )
     if size == whole.size():
@@ -96,12 +96,12 @@ def part_group(groups: ShardingGroups, size: int) -> ProcessGroup:
 
 
 def _own_group() -> ProcessGroup:
-    """A group of this rank alone."""
+    """A group that contains only this rank."""
     return _group_of((dist.get_rank(),))
 
 
 def _group_of(members: tuple[int, ...]) -> ProcessGroup:
-    """The group of these global ranks, this rank among them; made once for each default group."""
+    """The group of these global ranks, which include this one. Created once per default group."""
     world = dist.group.WORLD
     found = _groups.get((id(world), members))
     if found is None or found[0] is not world:
@@ -110,5 +110,5 @@ def _group_of(members: tuple[int, ...]) -> ProcessGroup:
     return found[1]
 
 
-#: With the default group that they were made in: ranks that are threads have one each.
+#: Each with the default group it was created under: ranks that are threads have one each.
 _groups: dict[tuple[int, tuple[int, ...]], tuple[object, ProcessGroup]] = {}

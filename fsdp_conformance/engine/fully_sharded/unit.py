@@ -1,8 +1,8 @@
 """
-The unit: what is gathered, resharded and reduced together; and its walk through the states of a training step.
+The unit: what is gathered, resharded and reduced together, and its states during a training step.
 
-A unit owns the parameters of its modules that no inner unit owns, in one flat parameter for each dtype. It knows how
-to be unsharded, resharded and reduced; the schedule knows when.
+A unit owns the parameters of its modules that no inner unit owns, in one flat parameter per dtype. It implements
+unsharding, resharding and reducing; the schedule decides when they happen.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +20,41 @@ from torch.autograd import profiler
 
 from fsdp_conformance.engine.errors import SharedAcrossUnits, TrainingStateError
 from fsdp_conformance.engine.fully_sharded.buffers import UnitBuffers
-from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter, ReductionHook
-from fsdp_conformance.engine.fully_sharded.member import Member, Place
-from fsdp_conformance.engine.fully_sharded.training_state import TRAINING_TRANSITIONS, TrainingState
+from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter, Member, Place, ReductionHook
+from fsdp_conformance.engine.fully_sharded.order_watch import OrderWatch
+from fsdp_conformance.engine.fully_sharded.unit_spec import UnitSpec
 from fsdp_conformance.errors import Unsupported
 
-if TYPE_CHECKING:
-    from fsdp_conformance.engine.fully_sharded.recipe import UnitRecipe
-    from fsdp_conformance.engine.fully_sharded.schedule import UnitSchedule
+
+class TrainingState(Enum):
+    """Where a unit is in the training step."""
+
+    # Members are singletons. Enum hashes their names in Python, and states are looked up all the time.
+    __hash__ = object.__hash__
+
+    IDLE = "idle"
+    """Modules see the originals. Whole parameters may still be held between forward and backward."""
+    FORWARD = "forward"
+    """In its forward: unsharded, and modules see whole parameters."""
+    BACKWARD = "backward"
+    """From the gradient of its output to those of its inputs: unsharded, and modules see whole parameters."""
+    SUMMONED = "summoned"
+    """A user reads or writes whole parameters, outside of a step."""
+
+
+#: A unit never goes from FORWARD to BACKWARD: it leaves its forward before a gradient reaches it.
+TRAINING_TRANSITIONS = MappingProxyType(
+    {
+        TrainingState.IDLE: frozenset({TrainingState.FORWARD, TrainingState.BACKWARD, TrainingState.SUMMONED}),
+        TrainingState.FORWARD: frozenset({TrainingState.IDLE}),
+        TrainingState.BACKWARD: frozenset({TrainingState.IDLE}),
+        TrainingState.SUMMONED: frozenset({TrainingState.IDLE}),
+    }
+)
 
 
 class ForeignParameter(NamedTuple):
-    """A parameter of another unit, at places outside of that."""
+    """A parameter of another unit, at places outside of that unit."""
 
     name: str
     parameter: nn.Parameter
@@ -40,76 +65,67 @@ class ShardedUnit:
     """
     One unit.
 
-    `recipe` is how its flat parameters were made. `reshard_after_forward`: whether its parameters are freed after a
-    forward that was not the outermost one.
+    `spec` is how its parameters are stored. `reshard_after_forward`: whether they are freed after a forward that is not
+    the outermost one.
     """
 
     def __init__(
         self,
         flats: Sequence[FlatParameter],
         *,
-        recipe: UnitRecipe,
+        spec: UnitSpec,
         buffers: UnitBuffers,
         reshard_after_forward: bool,
         foreign: Mapping[int, ForeignParameter],
     ) -> None:
         self.flats = list(flats)
-        self.recipe = recipe
+        self.spec = spec
         self.buffers = buffers
         self.name = ""
-        """Its FQN from the outermost unit that is known."""
-        self.device = recipe.device
+        """Its FQN below the outermost unit known so far."""
+        self.device = spec.device
         """Where it computes."""
-        self.schedule: UnitSchedule
-        """Set by the outermost unit that is known."""
+        self.schedule: object = None
+        """That of the outermost unit known so far: see `schedule.schedule_of`."""
         self.foreign = dict(foreign)
-        """Parameters that its modules use and another unit has, by id; an outer unit has to join the two."""
+        """Parameters that its modules use and another unit owns, by id; an outer unit has to join the two."""
         self.index = 0
-        """Its place in the schedule."""
+        """Its position in the schedule."""
         self.reshard_after_forward = reshard_after_forward
-        self.mixed_precision = recipe.mixed_precision
+        self.mixed_precision = spec.mixed_precision
         self.state = TrainingState.IDLE
         self.sync_gradients = True
-        """Whether gradients are reduced in backward; else they are collected on this rank."""
+        """Whether gradients are reduced in backward; otherwise they are collected on this rank."""
         self.all_reduces = True
-        """Whether gradients that are reduced in backward are reduced over the replicas, too; else that waits."""
+        """Whether a reduction in backward includes the replicas; otherwise that is left for later."""
         self.num_expected = 0
-        """How many of its forwards of this iteration still wait for their backward."""
+        """How many of its forwards in this iteration have yet to see their backward."""
         self.is_held = False
-        """Whether an output of it was of an unknown kind: its backward may begin unseen, so it stays unsharded."""
+        """Whether an output was of an unknown kind: its backward may begin unnoticed, so it stays unsharded."""
         self.keeps_graph = False
-        """Whether an output of the forward that it is in leads to a backward."""
+        """Whether an output of the current forward leads to a backward."""
         self.took_part = False
-        """Whether it was in this backward, and has not been reduced since."""
+        """Whether it took part in this backward, and has not been reduced since."""
         self.ahead_in_forward: list[weakref.ref[ShardedUnit]] | None = None
-        """Units to gather ahead in its forward; None: what the schedule says."""
+        """Units to prefetch in its forward; None: the schedule decides."""
         self.ahead_in_backward: list[weakref.ref[ShardedUnit]] | None = None
         self.communication_hook: ReductionHook | None = None
-        """What reduces in place of the average."""
+        """What replaces the average in a reduction."""
         self._sees_leaves = False
         self.is_full_precision = False
-        """Whether it computes in the parameters' own dtype, whatever its policy says: asked for in eval mode."""
+        """Whether it computes in the parameters' own dtype regardless of its policy, as requested for eval mode."""
         self._raised_buffers = False
 
     # --- state -------------------------------------------------------------------------------------------------------
 
     def move(self, state: TrainingState) -> None:
-        """Go to a state. Raises TrainingStateError if that is not legal; then it stays."""
+        """Go to a state. Raises TrainingStateError, and keeps the state, if that is not legal."""
         if state is not self.state and state not in TRAINING_TRANSITIONS[self.state]:
             legal = ", ".join(sorted(legal.name for legal in TRAINING_TRANSITIONS[self.state]))
             raise TrainingStateError(
-                f"the unit goes from {self.state.name} to {state.name}, but should go to {legal}", where=self.label
+                f"the unit cannot go from {self.state.name} to {state.name}, only to {legal}", where=self.label
             )
         self.state = state
-
-    def check_idle(self, where: str) -> None:
-        """Raise TrainingStateError inside of a forward, a backward, or `summon_full_params`."""
-        self.schedule.recover_if_interrupted()
-        if self.state is not TrainingState.IDLE or not self.schedule.is_idle:
-            raise TrainingStateError(
-                f"{self.label} is {self.state.name} in a step, but should be IDLE, outside of forward and backward",
-                where=where,
-            )
 
     @property
     def label(self) -> str:
@@ -118,23 +134,23 @@ class ShardedUnit:
 
     @property
     def is_unsharded(self) -> bool:
-        """Whether it holds whole parameters, or they are on their way."""
+        """Whether it holds whole parameters, or they are being gathered."""
         return any(flat.is_unsharded for flat in self.flats)
 
     @property
     def is_as_wrapped(self) -> bool:
-        """Whether modules have what they had when they were wrapped: whole parameters, buffers in their own dtype."""
+        """Whether modules have whole parameters, and buffers in their own dtype, as when they were wrapped."""
         return all(flat.is_whole for flat in self.flats) and not self.buffers.are_cast
 
     @property
     def is_kept(self) -> bool:
-        """Whether it stays unsharded from one micro-batch to the next, as long as nobody writes its parameters."""
+        """Whether it stays unsharded from one micro-batch to the next, unless its parameters are written."""
         return not self.reshard_after_forward and not self.sync_gradients
 
     @property
     def runs_ahead(self) -> bool:
-        """Whether waiting for its collectives does not hold the host."""
-        return all(flat.chunk.pool.streams.orders(flat.chunk.group) for flat in self.flats)
+        """Whether the host can wait for its collectives without blocking."""
+        return all(flat.storage.pool.streams.orders(flat.storage.group) for flat in self.flats)
 
     @property
     def is_trained(self) -> bool:
@@ -143,16 +159,16 @@ class ShardedUnit:
 
     @property
     def has_gradients(self) -> bool:
-        """Whether gradients wait to be reduced."""
+        """Whether gradients have yet to be reduced."""
         return any(flat.has_gradients for flat in self.flats)
 
     @property
     def has_partial(self) -> bool:
-        """Whether gradients that were reduced over the shard group wait to be reduced over the replicas."""
+        """Whether gradients reduced over the shard group have yet to be reduced over the replicas."""
         return any(flat.has_partial for flat in self.flats)
 
     def span(self, phase: str) -> AbstractContextManager[Any]:
-        """A span with the phase and the unit's FQN, where a profiler looks."""
+        """A profiler span with the phase and the unit's FQN, if a profiler is running."""
         if not torch._C._autograd._profiler_enabled():
             return nullcontext()
         return profiler.record_function(f"FullyShard::{phase} ({self.label})")
@@ -161,23 +177,22 @@ class ShardedUnit:
 
     def follow_users(self) -> None:
         """
-        Take over what was written, moved, cast, frozen or thawed since the last forward. Between steps only.
+        Adopt what users have written, moved, cast, frozen or unfrozen since the last forward. Between steps only.
 
-        Raises ParameterReplaced, ParameterMoved or SharedAcrossUnits for what cannot be followed.
+        Raises ParameterReplaced, ParameterMoved or SharedAcrossUnits for changes that are not supported.
         """
         if self.foreign:
             raise SharedAcrossUnits(
-                f"{', '.join(each.name for each in self.foreign.values())} of {self.label} belong to another unit, but "
-                "should belong to one that both are in",
+                f"{', '.join(each.name for each in self.foreign.values())} of {self.label} also belong to another unit",
                 where="forward",
-                hint="Wrap the module that holds both, too",
+                hint="Also wrap the module that holds both units",
             )
         self.show_originals()
         for flat in self.flats:
             flat.follow_users()
             if flat.is_unsharded and flat.is_stale:
                 flat.release()
-            self.device = flat.chunk.pool.device
+            self.device = flat.storage.pool.device
 
     def start_unshard(self, after: Any) -> None:
         """Begin to gather, unless it has begun. Collective."""
@@ -186,18 +201,18 @@ class ShardedUnit:
                 with self.span("all_gather"):
                     flat.start_gather(after)
 
-    def finish_unshard(self) -> None:
-        """Wait for the gather, and let modules see whole parameters."""
+    def finish_unshard(self, watch: OrderWatch) -> None:
+        """Wait for the gather, and let modules see whole parameters. `watch` notes which units arrived."""
         with self.span("wait_for_unshard"):
             for flat in self.flats:
-                flat.finish_gather(self.schedule.order)
+                flat.finish_gather(watch)
         self.show_leaves()
 
     def use_full_precision(self, full: bool) -> None:
         """
-        Compute and reduce in the parameters' own dtype, with the buffers' own, from now on; or as configured.
+        Compute and reduce in the own dtypes of parameters and buffers from now on, or as configured.
 
-        Raises TrainingStateError while gradients of the other precision wait to be reduced.
+        Raises TrainingStateError if gradients of the other precision have yet to be reduced.
         """
         if full:
             self.buffers.restore()
@@ -206,8 +221,8 @@ class ShardedUnit:
         changing = [flat for flat in self.flats if flat.is_lowered and flat.is_full_precision != full]
         if changing and (self.has_gradients or self.has_partial):
             raise TrainingStateError(
-                f"{self.label} goes {'to' if full else 'from'} full precision while gradients wait to be reduced, but "
-                "should stay in training mode, or in eval mode, until they are",
+                f"{self.label} cannot switch {'to' if full else 'from'} full precision while gradients have yet to be "
+                "reduced: stay in training mode, or in eval mode, until they are",
                 where="forward",
             )
         for flat in changing:
@@ -215,11 +230,11 @@ class ShardedUnit:
         self.is_full_precision = full
 
     def check_precision(self, full: bool) -> None:
-        """Raise TrainingStateError in the backward of a forward in another precision: its values are gone."""
+        """Raise TrainingStateError if the forward had another precision: its values are gone."""
         if full != self.is_full_precision:
             raise TrainingStateError(
-                f"{self.label} had {'full' if full else 'low'} precision in the forward, and has another now, but "
-                "should stay in training mode, or in eval mode, from a forward to its backward",
+                f"{self.label} had {'full' if full else 'low'} precision in the forward and another one in the "
+                "backward: stay in training mode, or in eval mode, between the two",
                 where="backward",
             )
 
@@ -227,12 +242,12 @@ class ShardedUnit:
         """
         Gather in the parameters' own dtype, and let modules see that until `show_originals`. Collective.
 
-        For a forward without a graph: what a training step has begun is not touched.
+        For a forward without a graph: it leaves a training step that is under way alone.
         """
         self._raised_buffers = self.buffers.restore()
         with self.span("all_gather"):
             for flat in self.flats:
-                views = flat.chunk.layout.views(flat.gathered())
+                views = flat.storage.layout.views(flat.storage.gathered())
                 flat.register([nn.Parameter(view, requires_grad=False) for view in views[: len(flat.members)]])
         self._sees_leaves = True
 
@@ -260,29 +275,29 @@ class ShardedUnit:
             flat.release()
 
     def reshard_until_backward(self) -> None:
-        """Free whole parameters, but for what a smaller group keeps of them."""
+        """Free whole parameters, except for what a smaller group keeps of them."""
         self.show_originals()
         for flat in self.flats:
             flat.shrink()
 
     def finish_reads(self) -> None:
-        """Return when the host may write offloaded shards."""
+        """Block the host until it may write offloaded shards."""
         for flat in self.flats:
-            flat.chunk.wait_shard_reads()
+            flat.storage.wait_shard_reads()
 
     def rename(self, name: str) -> None:
-        """Be known by an FQN."""
+        """Set its FQN."""
         self.name = name
         for flat in self.flats:
             flat.name = self.label
 
     def give_up(self, parameters: Sequence[nn.Parameter]) -> list[Member]:
-        """Let an outer unit have some parameters, whole again; the rest is sharded anew. Collective."""
+        """Give some parameters, whole again, to an outer unit, and shard the rest anew. Collective."""
         members = [member for flat in self.flats for member in flat.members]
         for flat in self.flats:
             flat.restore()
         wanted = {id(parameter) for parameter in parameters}
-        self.flats = self.recipe.flat_parameters([each for each in members if id(each.parameter) not in wanted])
+        self.flats = self.spec.flat_parameters([each for each in members if id(each.parameter) not in wanted])
         self.rename(self.name)
         return [each for each in members if id(each.parameter) in wanted]
 
@@ -296,7 +311,7 @@ class ShardedUnit:
                 flat.accumulate()
 
     def start_reduction(self) -> list[FlatParameter]:
-        """Begin to reduce the gradients of this backward, and what was kept before. Returns what is on its way."""
+        """Begin to reduce the gradients of this backward and any kept before. Returns what is being reduced."""
         self.took_part = False
         started = [flat for flat in self.flats if flat.is_trained or flat.has_gradients or flat.has_partial]
         with self.span("reduce_scatter"):
@@ -305,7 +320,7 @@ class ShardedUnit:
         return started
 
     def reset(self) -> None:
-        """Be as between two steps, after an exception: sharded, and without gradients that were not reduced."""
+        """Return to the state between two steps after an exception: sharded, without unreduced gradients."""
         self.show_originals()
         self.state = TrainingState.IDLE
         self.num_expected = 0
@@ -314,14 +329,37 @@ class ShardedUnit:
             flat.reset()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedUnit:
-        raise Unsupported("copyable", "a sharded module cannot be copied: save its state dict, and load it")
+        raise Unsupported("copyable", "a sharded module cannot be copied: save its state dict and load that")
 
     def __reduce__(self) -> Any:
         raise Unsupported("copyable", "a sharded module cannot be pickled: save its state dict")
 
 
+class UnshardHandle:
+    """
+    The handle of a gather. Dropping it without waiting is safe: a forward of the unit waits, and data that are not used
+    are freed.
+
+    Source: `UnshardHandle` of torch's FSDP2 (fsdp/_fully_shard/_fully_shard.py).
+    """
+
+    def __init__(self, unit: ShardedUnit, watch: OrderWatch) -> None:
+        self._unit: ShardedUnit | None = unit
+        self._watch = watch
+
+    def wait(self) -> None:
+        """
+        Let the unit's modules see whole parameters, ready for the current stream.
+
+        Does nothing on a second call, or if the unit has been resharded since.
+        """
+        unit, self._unit = self._unit, None
+        if unit is not None and unit.is_unsharded:
+            unit.finish_unshard(self._watch)
+
+
 def post_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> None:
-    """Call what users have registered to be called when a gradient is there: an optimizer in backward, for one."""
+    """Call users' post-accumulate-gradient hooks, such as an optimizer in backward."""
     for parameter in parameters:
         hooks: Mapping[int, Callable[[Tensor], None]] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         for hook in list(hooks.values()):

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 from torch import nn
 
-#: Their parameters are used by a parent that calls no forward of theirs; units of them would not be gathered.
+#: Their parent uses their parameters without calling them, so a unit of one would never be gathered.
 _NO_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-#: Its children are used without their forward.
+#: Uses its children's parameters without calling them.
 _LEAVES = (nn.MultiheadAttention,)
 
 WrapPolicy = Callable[[nn.Module, int], bool]
-"""(submodule, elements below it that are in no unit yet) to whether it becomes a unit; inner ones are asked first."""
+"""From a submodule, and the number of elements below it in no unit yet, to whether it becomes one. Inner ones first."""
 
 
 @dataclass(frozen=True)
 class SizePolicy:
-    """A submodule becomes a unit if it has at least so many elements that are in no unit yet."""
+    """A submodule becomes a unit if it has at least this many elements that are in no unit yet."""
 
     min_num_params: int = 100_000_000
     """Elements."""
@@ -29,7 +29,7 @@ class SizePolicy:
 
 @dataclass(frozen=True)
 class ClassPolicy:
-    """Every submodule of some classes becomes a unit."""
+    """Every submodule of the given classes becomes a unit."""
 
     classes: Collection[type[nn.Module]]
 
@@ -46,9 +46,9 @@ def wrap_submodules(
     ignored: Iterable[nn.Module],
 ) -> None:
     """
-    Replace the submodules that `policy` names by `wrap` of them, at every place where they are; inner ones first.
+    Replace the submodules that `policy` selects by `wrap` of them, everywhere they are registered; inner ones first.
 
-    Containers without a forward, and what is inside MultiheadAttention, are not asked about.
+    Containers without a forward, and the contents of MultiheadAttention, are never wrapped.
     """
     skipped = {id(below) for module in ignored for below in module.modules()}
     wrapped: dict[int, nn.Module] = {}
@@ -56,7 +56,7 @@ def wrap_submodules(
     sizes: dict[int, int] = {}
 
     def visit(module: nn.Module) -> set[int]:
-        """Wrap below `module`. Returns the ids of parameters there that are in no unit."""
+        """Wrap below `module`. Returns the ids of the parameters there that are in no unit."""
         if id(module) in left:
             return left[id(module)]
         free = {id(parameter) for parameter in module._parameters.values() if parameter is not None}

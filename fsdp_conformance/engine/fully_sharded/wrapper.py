@@ -9,8 +9,8 @@ The fully sharded module: parameters, gradients and optimizer state of a module,
         optimizer.step()
         optimizer.zero_grad()
 
-In the shape that users of torch's FullyShardedDataParallel know (with `use_orig_params`): parameters keep their objects
-and names. Gradients are averages over all ranks; sum losses, not means of means, where ranks' batches differ in size.
+The interface is that of torch's FullyShardedDataParallel with `use_orig_params`: parameters keep their objects and
+names. Gradients are averaged over all ranks; if batches differ in size between ranks, scale losses accordingly.
 """
 
 from __future__ import annotations
@@ -45,9 +45,8 @@ from fsdp_conformance.engine.fully_sharded.fully_shard import (
 from fsdp_conformance.engine.fully_sharded.gradient_norm import clip_gradients
 from fsdp_conformance.engine.fully_sharded.model_state import full_state_dict, load_full_state_dict
 from fsdp_conformance.engine.fully_sharded.report import communication_plan, memory_report
-from fsdp_conformance.engine.fully_sharded.training_state import TrainingState
-from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
-from fsdp_conformance.engine.fully_sharded.unshard_handle import UnshardHandle
+from fsdp_conformance.engine.fully_sharded.schedule import schedule_of
+from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit, TrainingState, UnshardHandle
 from fsdp_conformance.engine.fully_sharded.wrap_policy import WrapPolicy, wrap_submodules
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_conformance.errors import ConfigError, Unsupported
@@ -58,10 +57,10 @@ _INNER = "_fsdp_wrapped_module"
 
 class FullyShardedDataParallel(nn.Module):
     """
-    A module that is one unit, with the units inside it. Making one is collective.
+    A module that is one unit, with the units inside it. Construction is collective.
 
-    Raises ConfigError for options out of range and for a module on several devices, Unsupported for parameters that
-    cannot be sharded.
+    Raises ConfigError for invalid options and for a module on several devices, Unsupported for parameters that cannot
+    be sharded.
     """
 
     def __init__(
@@ -86,21 +85,22 @@ class FullyShardedDataParallel(nn.Module):
         use_orig_params: bool = True,
     ) -> None:
         """
-        `process_group`: the default group for None; a shard group and a replica group for hybrid strategies.
-        `device_mesh`: in its place; one axis, or a replica axis and a shard axis. `auto_wrap_policy`: which submodules
-        become units of their own, with these options. `forward_prefetch`: whether the next unit of the last iteration
-        is gathered ahead in forward. `ignored_modules`: they stay this rank's own. `param_init_fn`: gives values to a
-        module that was on the meta device; None: its `reset_parameters`. `device_id`: where the unit computes, and
-        where its parameters and buffers are moved; None: where they are. `sync_module_states`: parameters and buffers
-        are taken from the first rank of the group. `persist_numel`: parameters of at most so many elements stay whole.
-        `reshard_after_forward`: between forward and backward parameters are sharded over so many ranks, not the group.
+        `process_group`: None for the default group; a shard group and a replica group for hybrid strategies.
+        `device_mesh`: used instead of it, with one axis, or with a replica axis and a shard axis. `auto_wrap_policy`:
+        which submodules become units of their own, with these options. `forward_prefetch`: whether to prefetch in
+        forward the unit that came next in the last iteration. `ignored_modules`: left alone on each rank.
+        `param_init_fn`: initialises modules on the meta device; None: their `reset_parameters`. `device_id`: where the
+        unit computes and its parameters and buffers are moved; None: where they are. `sync_module_states`: whether
+        parameters and buffers are broadcast from the first rank of the group. `persist_numel`: parameters of at most
+        this many elements stay whole. `reshard_after_forward`: the number of ranks to shard parameters over between
+        forward and backward; None: the whole group.
 
-        `limit_all_gathers` and `use_orig_params` are there for callers of torch's: the memory that gathers may take is
-        ordered by streams, so the host is never held back; and there is no other way than original parameters.
+        `limit_all_gathers` and `use_orig_params` exist for compatibility with torch. Streams order the memory that
+        gathers use, so the host is never blocked; and only original parameters are supported.
         """
         super().__init__()
         if not use_orig_params:
-            raise Unsupported("orig_params", "use_orig_params=False: parameters keep their objects here")
+            raise Unsupported("orig_params", "use_orig_params=False: parameters always keep their objects here")
         options = ShardingOptions(
             process_group=process_group,
             device_mesh=device_mesh,
@@ -142,19 +142,19 @@ class FullyShardedDataParallel(nn.Module):
 
     def register_forward_method(self, name: str) -> None:
         """
-        Let a method of the module be a forward, too: in it parameters are whole, and its outputs lead to a backward.
+        Treat a method of the module as a forward: parameters are whole in it, and its outputs lead to a backward.
 
-        Inside the forward of an outer unit every method of the module's class is one by itself. Raises ConfigError if
+        Inside the forward of an outer unit this holds for every method of the module's class. Raises ConfigError if
         there is no such method.
         """
         method = getattr(self.module, name, None)
         if not callable(method):
-            raise ConfigError([f"name={name!r}, but should be a method of {type(self.module).__name__}"], where=_WHERE)
+            raise ConfigError([f"name must be a method of {type(self.module).__name__}, got {name!r}"], where=_WHERE)
         self._forward_methods.add(name)
 
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call something of the module as a forward."""
-        unit, schedule = self.unit, self.unit.schedule
+        """Call `function` as a forward of the module."""
+        unit, schedule = self.unit, schedule_of(self.unit)
         try:
             args, kwargs = schedule.before_forward(unit, (args, kwargs), training=self.training)
             output = function(*args, **kwargs)
@@ -172,9 +172,9 @@ class FullyShardedDataParallel(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """
-        Backward in here adds to this rank's gradients and reduces nothing; the next one outside reduces it all.
+        A context in which backward accumulates on this rank without reducing; the next backward outside reduces it all.
 
-        Holds for this unit and those inside it.
+        Applies to this unit and those inside it.
         """
         with self._switched_off("sync_gradients"):
             yield
@@ -182,17 +182,17 @@ class FullyShardedDataParallel(nn.Module):
     @contextmanager
     def no_all_reduce(self) -> Iterator[None]:
         """
-        Backward in here reduces over the shard group alone; the next one outside reduces the sum over the replicas.
+        A context in which backward reduces over the shard group only; the next one outside includes the replicas.
 
-        Holds for this unit and those inside it, and makes no difference but under hybrid strategies. Takes a shard in
-        memory, where `no_sync` takes a whole unit.
+        Applies to this unit and those inside it, and only affects hybrid strategies. Needs memory for a shard, where
+        `no_sync` needs a whole unit.
         """
         with self._switched_off("all_reduces"):
             yield
 
     @contextmanager
     def _switched_off(self, switch: str) -> Iterator[None]:
-        """A switch of this unit and those inside it is off inside."""
+        """Turn off an attribute of this unit and those inside it within the context."""
         before = [(unit, getattr(unit, switch)) for unit in self.units]
         try:
             for unit, _ in before:
@@ -206,30 +206,31 @@ class FullyShardedDataParallel(nn.Module):
         """
         Scale the gradients of all parameters so that their norm is at most `max_norm`. Collective.
 
-        Returns their norm before, 0-dimensional, the same on every rank of the group. Raises TrainingStateError on a
-        unit inside another one.
+        Returns the norm before, 0-dimensional and equal on every rank of the group. Raises TrainingStateError on a unit
+        inside another one.
         """
         self._check_outermost("clip_grad_norm_")
         return clip_gradients(self.units, self.module, max_norm, norm_type)
 
     def recover(self) -> None:
         """
-        Be as between two steps, after an exception in forward or backward. The next forward calls it by itself.
+        Return to the state between two steps after an exception in forward or backward. The next forward does so too.
 
-        All ranks must have issued the same collectives before it.
+        All ranks must have issued the same collectives before the exception.
         """
-        self.unit.schedule.recover()
+        schedule_of(self.unit).recover()
 
     def register_comm_hook(self, state: object, hook: Callable[..., None]) -> None:
         """
-        Let `hook(state, gradient, shard)` reduce in place of the average, in every unit: no more is divided.
+        Let `hook(state, gradient, shard)` replace the average in every unit; nothing is divided after it.
 
-        `gradient`: 1D, all gradients of a unit in the reduction's dtype, padded; `shard`: 1D, to be written: this
-        rank's part of their sum or mean. Raises TrainingStateError on an inner unit, Unsupported for hybrid strategies.
+        `gradient`: 1D, all gradients of a unit in the reduction's dtype, padded. `shard`: 1D, for the hook to fill with
+        this rank's part of their sum or mean. Raises TrainingStateError on an inner unit, Unsupported for hybrid
+        strategies.
         """
         self._check_outermost("register_comm_hook")
-        if any(unit.recipe.groups.replica is not None and unit.recipe.groups.shard.size() > 1 for unit in self.units):
-            raise Unsupported("comm_hook", "a communication hook with two groups: hybrid strategies have none")
+        if any(unit.spec.groups.replica is not None and unit.spec.groups.shard.size() > 1 for unit in self.units):
+            raise Unsupported("comm_hook", "communication hooks are not supported with hybrid strategies")
         for unit in self.units:
             unit.communication_hook = ReductionHook(state, hook)
 
@@ -237,31 +238,31 @@ class FullyShardedDataParallel(nn.Module):
 
     def unshard(self, async_op: bool = False) -> UnshardHandle:
         """
-        Gather this unit's parameters now; its modules see them whole until `reshard`, or a step. Collective.
+        Gather this unit's parameters now; its modules see them whole until `reshard` or a step. Collective.
 
-        With `async_op` they do from when the handle was waited for.
+        With `async_op` they see them once the returned handle has been waited for.
         """
-        handle = self.unit.schedule.unshard(self.unit)
+        handle = schedule_of(self.unit).unshard(self.unit)
         if not async_op:
             handle.wait()
         return handle
 
     def reshard(self) -> None:
-        """Free this unit's whole parameters now, also between forward and backward: they are gathered again."""
-        self.unit.schedule.reshard(self.unit)
+        """Free this unit's whole parameters now, possibly between forward and backward: they are gathered again."""
+        schedule_of(self.unit).reshard(self.unit)
 
     def set_forward_prefetch(self, wrappers: Iterable[FullyShardedDataParallel]) -> None:
-        """Gather these units ahead in this one's forward, in place of what `forward_prefetch` says."""
+        """Prefetch these units in this one's forward, regardless of `forward_prefetch`."""
         self.unit.ahead_in_forward = [weakref.ref(wrapper.unit) for wrapper in wrappers]
 
     def set_backward_prefetch(self, wrappers: Iterable[FullyShardedDataParallel]) -> None:
-        """Gather these units ahead in this one's backward, in place of what `backward_prefetch` says."""
+        """Prefetch these units in this one's backward, regardless of `backward_prefetch`."""
         self.unit.ahead_in_backward = [weakref.ref(wrapper.unit) for wrapper in wrappers]
 
     def _check_outermost(self, where: str) -> None:
-        if len(self.unit.schedule.units) > len(self.units):
+        if len(schedule_of(self.unit).units) > len(self.units):
             raise TrainingStateError(
-                f"{self.unit.label} is inside another unit, but should be the outermost one", where=where
+                f"{self.unit.label} is inside another unit: call {where} on the outermost one", where=where
             )
 
     # --- state -------------------------------------------------------------------------------------------------------
@@ -270,8 +271,8 @@ class FullyShardedDataParallel(nn.Module):
         """
         Every parameter and persistent buffer in full, under original names: `model_state.full_state_dict`. Collective.
 
-        With `keep_vars`, what the optimizer has, under the names of wrappers. Raises Unsupported if it is asked by a
-        module around it, which has shards to give: use `full_state_dict` or `sharded_state_dict` on that.
+        With `keep_vars`: the optimizer's parameters, under wrapped names. Raises Unsupported if the caller is a module
+        around it, and this one holds shards: use `full_state_dict` or `sharded_state_dict` on that module.
         """
         if destination is not None and not keep_vars and not self.unit.is_as_wrapped:
             raise Unsupported("full_state_dict", "state_dict() of a module around units: use full_state_dict on it")
@@ -283,16 +284,16 @@ class FullyShardedDataParallel(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Write a full state dict: `model_state.load_full_state_dict`. Raises Unsupported for `assign`."""
         if assign:
-            raise Unsupported("full_state_dict", "assign=True: parameters are views of shards, and stay so")
+            raise Unsupported("full_state_dict", "assign=True: parameters are views of shards")
         missing, unexpected = load_full_state_dict(self, state_dict, strict=strict)
         return _IncompatibleKeys(missing, unexpected)
 
     def memory_report(self) -> str:
-        """What each unit holds now, in bytes: a line for each, and one for all."""
+        """What each unit holds now, in bytes: a line per unit, and the total."""
         return memory_report(self.units)
 
     def plan(self) -> str:
-        """What each unit will gather and reduce in a step: a line for each."""
+        """What each unit will gather and reduce in a step: a line per unit."""
         return communication_plan(self.units)
 
     # --- access ------------------------------------------------------------------------------------------------------
@@ -310,7 +311,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         A context in which modules have whole parameters: see `full_parameters.summon_full_params`. Collective.
 
-        `recurse`: those of units inside `module`, too.
+        `recurse`: whether that includes units inside `module`.
         """
         own = unit_of(module)
         units = units_below(module) if recurse or own is None else [own]
@@ -320,19 +321,19 @@ class FullyShardedDataParallel(nn.Module):
             yield
 
     def apply(self, fn: Callable[[nn.Module], None]) -> FullyShardedDataParallel:
-        """Call `fn` on every module, with whole parameters. Collective; raises inside of `summon_full_params`."""
+        """Call `fn` on every module, with whole parameters. Collective; raises inside `summon_full_params`."""
         with self.summon_full_params(self):
             _apply_below(self, fn)
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Under original names; after an exception in backward, too, those that the optimizer has."""
-        self.unit.schedule.recover_if_interrupted()
+        """Parameters under original names: those that the optimizer has, even after an exception in backward."""
+        schedule_of(self.unit).recover_if_interrupted()
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield clean_unit_name(name), parameter
 
     def __getattr__(self, name: str) -> Any:
-        """The module's own attributes. A method that is a forward comes as one: see `register_forward_method`."""
+        """Attributes of the module. A method that counts as a forward is wrapped: see `register_forward_method`."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -344,19 +345,19 @@ class FullyShardedDataParallel(nn.Module):
         return value
 
     def _is_forward(self, name: str) -> bool:
-        """Whether a method is called as a forward: by request, or where every rank calls it, inside of an outer one."""
+        """Whether a method counts as a forward: by request, or inside an outer forward, where every rank calls it."""
         if name in self._forward_methods:
             return True
         unit = self.unit
-        inside = unit.schedule.is_in_forward and unit.state is TrainingState.IDLE
+        inside = schedule_of(unit).is_in_forward and unit.state is TrainingState.IDLE
         return inside and not name.startswith("_") and not hasattr(nn.Module, name)
 
     def __getitem__(self, key: Any) -> Any:
-        """The item of the module, where that is a container."""
+        """An item of the module, if that is a container."""
         return cast(Any, self.module)[key]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FullyShardedDataParallel:
-        """A wrapper of a copy of the module, with shards of its own and no gradients. Nothing is communicated."""
+        """A wrapper around a copy of the module, with its own shards and no gradients. Nothing is communicated."""
         twin = type(self).__new__(type(self))
         nn.Module.__init__(twin)
         memo[id(self)] = twin
@@ -372,7 +373,7 @@ class FullyShardedDataParallel(nn.Module):
 
 
 def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
-    """As `nn.Module.apply`, past the `apply` of wrappers inside."""
+    """Like `nn.Module.apply`, but bypassing the `apply` of wrappers inside."""
     for child in module.children():
         _apply_below(child, fn)
     fn(module)

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_conformance.engine.chunks.chunk import Chunk
-from fsdp_conformance.engine.chunks.config import ChunkConfig
+from fsdp_conformance.engine.chunks.chunk import Chunk, ChunkConfig
+from fsdp_conformance.engine.chunks.group import ChunkGroup
 from fsdp_conformance.engine.chunks.memory_pool import BlockKind, MemoryPool
-from fsdp_conformance.engine.chunks.state import TensorState
+from fsdp_conformance.engine.chunks.tensor_state import TensorState
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 
@@ -57,6 +57,15 @@ def gradients(rank: int, num_ranks: int, *, times: float = 1) -> list[Tensor]:
 def mean_gradient(num_ranks: int, numel: int) -> Tensor:
     """The chunk of the means of `gradients`."""
     return torch.mul(flat_of(parameters(), numel), 2**num_ranks - 1)
+
+
+def allocate(group: ChunkGroup, config: ChunkConfig | None = None, process_group: ProcessGroup | None = None) -> Chunk:
+    """A chunk of 32 elements with coded parameters, closed, in `group`."""
+    chunk = group.open(32, torch.float32, process_group, config=config)
+    for tensor in parameters():
+        chunk.append(tensor)
+    group.close(chunk)
+    return chunk
 
 
 def to_ready(chunk: Chunk) -> None:
@@ -139,7 +148,7 @@ class ChunkTestCase(ShardedTrainingTestCase):
     def assert_equal(self, expected: Tensor, got: Tensor) -> None:
         """Bitwise, dtype included."""
         self.assertEqual(expected.dtype, got.dtype)
-        self.assertTrue(torch.equal(expected, got), msg=f"{got}, but should be {expected}")
+        self.assertTrue(torch.equal(expected, got), msg=f"expected {expected}, got {got}")
 
     def schedule(self) -> list[str]:
         """The collectives since the last call."""

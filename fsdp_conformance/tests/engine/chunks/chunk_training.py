@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from fsdp_conformance.engine.chunks.chunk import Chunk
-from fsdp_conformance.engine.chunks.config import ChunkConfig
+from fsdp_conformance.engine.chunks.chunk import Chunk, ChunkConfig
+from fsdp_conformance.engine.chunks.gradients import Reduction
 from fsdp_conformance.engine.chunks.memory_pool import BlockKind, MemoryPool
-from fsdp_conformance.engine.chunks.reduction import Reduction
-from fsdp_conformance.engine.chunks.state import TensorState
+from fsdp_conformance.engine.chunks.storage import ShardedStorage, StorageConfig
+from fsdp_conformance.engine.chunks.tensor_state import TensorState
 
 #: Rounding of float32: sums of some hundred terms, each of about one, differ by that much with their order.
 TOLERANCE = 200 * 2.0**-24
@@ -34,14 +34,16 @@ LEARNING_RATE = 2.0**-7
 class Schedule:
     """What differs between trainings."""
 
-    config: ChunkConfig = field(default_factory=lambda: ChunkConfig(bind=False, track_statistics=False))
+    config: StorageConfig = field(default_factory=StorageConfig)
+    """Of plain storage, or of chunks if it is a ChunkConfig."""
     reshard_after_forward: bool = True
     prefetch: bool = True
-    in_payload: bool = False
     num_unsynchronised: int = 0
     """Micro-batches whose gradients stay in the buffers, before the one that is reduced."""
     wasted_gather: bool = False
     """Whether a chunk is gathered once more after the backward, and nobody waits for it."""
+    dropped_reduction: bool = False
+    """Whether a chunk is reduced once more after the step, and both handle and gradient are dropped."""
     num_synchronised: int = 1
     """Micro-batches that are reduced, and accumulated in the shard."""
 
@@ -71,19 +73,22 @@ class ChunkTrainer:
         self.device = device
         self.schedule = schedule
         self.pool = MemoryPool(device)
-        if schedule.config.block is BlockKind.PRIVATE:
+        config = schedule.config
+        if isinstance(config, ChunkConfig) and config.block is BlockKind.PRIVATE:
             world_size = dist.get_world_size(group)
             numel = -(-WIDTH * (WIDTH + 1) // world_size) * world_size
-            dtype = schedule.config.compute_dtype or torch.float32
+            dtype = config.compute_dtype or torch.float32
             self.pool.allocate_private([(numel, dtype)] * NUM_LAYERS)
         self.chunks = [
-            Chunk.of(self.pool, parameters_of(layer), group, replica_group=replica_group, config=schedule.config)
+            (Chunk if isinstance(config, ChunkConfig) else ShardedStorage).of(
+                self.pool, parameters_of(layer), group, replica_group=replica_group, config=config
+            )
             for layer in range(NUM_LAYERS)
         ]
         self.inputs: list[Tensor] = []
         self._num_arrived = 0
-        self._reductions: dict[Chunk, Reduction] = {}
-        self._gradients: dict[Chunk, Tensor] = {}
+        self._reductions: dict[ShardedStorage, Reduction] = {}
+        self._gradients: dict[ShardedStorage, Tensor] = {}
 
     def put_batches(self, rank: int, num_steps: int) -> None:
         """Move the micro-batches of all steps to the device: nothing later makes the host wait."""
@@ -107,6 +112,11 @@ class ChunkTrainer:
         self._gradients.clear()
         if self.schedule.wasted_gather:
             self.chunks[0].release()
+        if self.schedule.dropped_reduction:
+            shapes = [slot.shape for slot in self.chunks[0].layout.slots]
+            self.chunks[0].gradients.put_all([torch.ones(shape, device=self.device) for shape in shapes])
+            _to_ready(self.chunks[0])
+            self.chunks[0].reduce(async_op=True)
 
     def _forward(self, x: Tensor, written: Any) -> Tensor:
         self._leaves: list[list[Tensor]] = []
@@ -139,28 +149,35 @@ class ChunkTrainer:
         """A gradient is there: copy it, and reduce the chunk, or leave it, when all are."""
         chunk = self.chunks[index]
         assert leaf.grad is not None, "autograd has just accumulated it"
-        if not chunk.has_gradients:
-            chunk.open_gradients(in_payload=self.schedule.in_payload)
         chunk.gradients.put(place, leaf.grad)
         leaf.grad = None
         self._num_arrived += 1
-        if self._num_arrived < len(chunk.tensors):
+        if self._num_arrived < len(chunk.layout.slots):
             return
         self._num_arrived = 0
         if not synchronise:
             chunk.release()
             return
-        for state in (TensorState.COMPUTE, TensorState.HOLD_AFTER_BWD, TensorState.READY_FOR_REDUCE):
-            chunk.move_all(state)
+        _to_ready(chunk)
         for reduction in self._reductions.values():
             reduction.advance()
-        self._reductions[chunk] = chunk.reduce(into=self._gradients.get(chunk), async_op=True)
+        self._reductions[chunk] = chunk.reduce(async_op=True)
 
     def _collect(self) -> None:
         """Wait for the gradients of all chunks."""
         for chunk, reduction in self._reductions.items():
-            self._gradients[chunk] = reduction.wait()
+            gradient = reduction.wait()
+            if chunk in self._gradients:
+                gradient = self._gradients[chunk].add_(gradient)
+            self._gradients[chunk] = gradient
         self._reductions.clear()
+
+
+def _to_ready(chunk: ShardedStorage) -> None:
+    """Move the tensors of a chunk to READY_FOR_REDUCE; those of plain storage have no states."""
+    if isinstance(chunk, Chunk):
+        for state in (TensorState.COMPUTE, TensorState.HOLD_AFTER_BWD, TensorState.READY_FOR_REDUCE):
+            chunk.move_all(state)
 
 
 def reference_shards(num_ranks: int, num_steps: int, schedule: Schedule, world_size: int, rank: int) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Reductions on their way, in place of the tensors, given up, failed, measured."""
+"""Reductions in flight: overlapping, given up, failed, measured."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ from unittest import mock
 
 import torch
 
-from fsdp_conformance.engine.chunks import reduction as chunk_reduction
-from fsdp_conformance.engine.chunks.memory_pool import BlockKind, MemoryPool
-from fsdp_conformance.engine.chunks.reduction import shard_statistics
-from fsdp_conformance.engine.chunks.state import ChunkState, TensorState
-from fsdp_conformance.engine.errors import ChunkStateError, TensorRefused
+from fsdp_conformance.engine.chunks import chunk as chunk_module
+from fsdp_conformance.engine.chunks import gradients as chunk_gradients
+from fsdp_conformance.engine.chunks.chunk import shard_statistics
+from fsdp_conformance.engine.chunks.memory_pool import MemoryPool
+from fsdp_conformance.engine.chunks.storage import StorageState
+from fsdp_conformance.engine.chunks.tensor_state import TensorState
+from fsdp_conformance.engine.errors import ChunkStateError
 from fsdp_conformance.tests.engine.chunks.chunk_ranks import (
     SHAPES,
     ChunkTestCase,
     coded,
     gradients,
     mean_gradient,
-    padded,
     to_ready,
 )
 
@@ -37,7 +38,7 @@ class AsyncTest(ChunkTestCase):
         chunk.access()
         self.put(chunk)
         handle = chunk.reduce(async_op=True)
-        self.assertIs(ChunkState.SHARDED, chunk.state)
+        self.assertIs(StorageState.SHARDED, chunk.state)
         self.assertEqual((0, None), (chunk.pool.counters.resized_leased, handle.result))
         chunk.access()
         chunk.gradients.put_all(gradients(self.rank, 4, times=8))
@@ -48,7 +49,7 @@ class AsyncTest(ChunkTestCase):
 
         self.assert_equal(self.expected_shard(mean_gradient(4, 32)), first)
         self.assert_equal(self.expected_shard(mean_gradient(4, 32) * 8), second)
-        self.assertIs(ChunkState.UNSHARDED, chunk.state)
+        self.assertIs(StorageState.UNSHARDED, chunk.state)
 
     def test_reductions_overlap_in_order(self) -> None:
         """
@@ -85,74 +86,43 @@ class AsyncTest(ChunkTestCase):
         chunk.pool.trim()
         self.assertEqual((0, {"cpu": 32}), (chunk.pool.counters.held_bytes, chunk.memory_usage))
 
-    def test_gradients_in_the_place_of_the_tensors(self) -> None:
-        """
-        One buffer instead of two: the gradient overwrites its tensor, is reduced from there, and the block is returned
-        after that. Reading the tensors again before is refused; the next access gathers them.
-        """
-        for kind in (BlockKind.RESIZED, BlockKind.PUBLIC, BlockKind.PRIVATE):
-            for group in (None, self.own_group()):
-                chunk = self.chunk_of(group=group, block=kind)
-                size = chunk.layout.world_size
-                held = chunk.pool.counters.held_bytes or padded(size) * 4
-                chunk.access()
-                chunk.open_gradients(in_payload=True)
-                chunk.access()
-                self.put(chunk)
-                with self.assertRaisesRegex(ChunkStateError, "overwritten by their gradients"):
-                    chunk.access()
-                handle = chunk.reduce(async_op=True)
-                chunk.access()
-
-                self.assertEqual(held, chunk.pool.counters.peak_held_bytes)
-                self.assert_equal(self.expected_shard(mean_gradient(size, chunk.numel), group), handle.wait())
-                self.assert_equal(coded(3, SHAPES[3]), chunk.views[3])
-
-    def test_where_gradients_cannot_replace_tensors(self) -> None:
-        """Another reduce dtype, or an unsharded chunk that is the shard: refused."""
-        wide = self.chunk_of(compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        with self.assertRaisesRegex(TensorRefused, "reduce_dtype=torch.float32, but should be torch.bfloat16"):
-            wide.open_gradients(in_payload=True)
-        alone = self.chunk_of(group=self.own_group(), alias_whole=True)
-        with self.assertRaisesRegex(TensorRefused, "the shard would be overwritten"):
-            alone.open_gradients(in_payload=True)
-        wide.open_gradients()
-        with self.assertRaisesRegex(ChunkStateError, "gradients are open"):
-            wide.open_gradients()
+    def test_gradients_are_opened_once(self) -> None:
+        """A second buffer while there is one is refused."""
+        chunk = self.chunk_of()
+        chunk.open_gradients()
+        with self.assertRaisesRegex(ChunkStateError, "gradients are already open"):
+            chunk.open_gradients()
 
     def test_discarded_gradients(self) -> None:
         """zero_grad between two reductions: what was accumulated is gone, and so is its memory."""
-        for in_payload in (False, True):
-            chunk = self.chunk_of()
-            chunk.open_gradients(in_payload=in_payload)
-            chunk.gradients.put_all(gradients(self.rank, 4, times=64))
-            chunk.discard_gradients()
-            chunk.discard_gradients()
-            self.assertEqual(0, chunk.pool.counters.leased_bytes)
-            self.put(chunk)
+        chunk = self.chunk_of()
+        chunk.gradients.put_all(gradients(self.rank, 4, times=64))
+        chunk.discard_gradients()
+        chunk.discard_gradients()
+        self.assertEqual(0, chunk.pool.counters.leased_bytes)
+        self.put(chunk)
 
-            self.assert_equal(self.expected_shard(mean_gradient(4, 32)), chunk.reduce().wait())
-            chunk.access()
-            self.assert_equal(coded(0, SHAPES[0]), chunk.views[0])
+        self.assert_equal(self.expected_shard(mean_gradient(4, 32)), chunk.reduce().wait())
+        chunk.access()
+        self.assert_equal(coded(0, SHAPES[0]), chunk.views[0])
 
     def test_reset_after_an_exception(self) -> None:
         """Whatever a step left, the next one is right: states, blocks, gradients, a reduction on its way."""
-        for in_payload in (False, True):
-            chunk = self.chunk_of()
-            self.put(chunk, times=32)
-            handle = chunk.reduce(async_op=True)
-            chunk.access(async_op=True)
-            chunk.move_all(S.COMPUTE)
-            chunk.open_gradients(in_payload=in_payload).put(0, gradients(self.rank, 4)[0])
-            chunk.reset()
-            self.assertEqual((0, True), (chunk.pool.counters.leased_bytes, handle.done))
-            self.assertEqual((ChunkState.SHARDED, 5), (chunk.state, chunk.states.count(S.HOLD)))
-            chunk.reset()
-            chunk.access()
-            self.assert_equal(coded(0, SHAPES[0]), chunk.views[0])
-            self.put(chunk)
+        chunk = self.chunk_of()
+        self.put(chunk, times=32)
+        handle = chunk.reduce(async_op=True)
+        chunk.access(async_op=True)
+        chunk.move_all(S.COMPUTE)
+        chunk.gradients.put(0, gradients(self.rank, 4)[0])
+        chunk.reset()
+        self.assertEqual((0, True), (chunk.pool.counters.leased_bytes, handle.done))
+        self.assertEqual((StorageState.SHARDED, 5), (chunk.state, chunk.states.count(S.HOLD)))
+        chunk.reset()
+        chunk.access()
+        self.assert_equal(coded(0, SHAPES[0]), chunk.views[0])
+        self.put(chunk)
 
-            self.assert_equal(self.expected_shard(mean_gradient(4, 32)), chunk.reduce().wait())
+        self.assert_equal(self.expected_shard(mean_gradient(4, 32)), chunk.reduce().wait())
 
     def test_a_collective_that_cannot_be_started(self) -> None:
         """The exception comes through, the blocks are back, and the next reduction is right."""
@@ -160,7 +130,7 @@ class AsyncTest(ChunkTestCase):
         chunk.access()
         self.put(chunk, times=32)
         with (
-            mock.patch.object(chunk_reduction, "reduce_scatter", side_effect=RuntimeError("no route")),
+            mock.patch.object(chunk_gradients, "reduce_scatter", side_effect=RuntimeError("no route")),
             self.assertRaisesRegex(RuntimeError, "no route"),
         ):
             chunk.reduce(async_op=True)
@@ -177,7 +147,7 @@ class AsyncTest(ChunkTestCase):
         chunk = self.chunk_of()
         self.assertIsNone(chunk.statistics)
         self.put(chunk)
-        with mock.patch.object(chunk_reduction, "shard_statistics", wraps=shard_statistics) as measured:
+        with mock.patch.object(chunk_module, "shard_statistics", wraps=shard_statistics) as measured:
             handle = chunk.reduce(async_op=True)
             self.assertIsNone(chunk.statistics)
             gradient = handle.wait()
@@ -196,13 +166,3 @@ class AsyncTest(ChunkTestCase):
         chunk.reduce()
         assert chunk.statistics is not None
         self.assertEqual(self.rank == 2, bool(chunk.statistics.overflow))
-
-    def test_statistics_are_measured_where_asked_for(self) -> None:
-        """Without `track_statistics` nothing is measured."""
-        chunk = self.chunk_of(track_statistics=False)
-        self.put(chunk)
-        with mock.patch.object(chunk_reduction, "shard_statistics") as measured:
-            chunk.reduce()
-
-        measured.assert_not_called()
-        self.assertIsNone(chunk.statistics)

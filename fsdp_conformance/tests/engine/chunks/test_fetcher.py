@@ -1,4 +1,4 @@
-"""Fetching with room for few chunks: who is evicted, what is gathered ahead, and that nothing computed is wrong."""
+"""Fetching with room for few chunks: which one is evicted, and that nothing computed is wrong."""
 
 from __future__ import annotations
 
@@ -7,22 +7,13 @@ import math
 import torch
 from torch import Tensor
 
-from fsdp_conformance.engine.chunks.chunk import Chunk
-from fsdp_conformance.engine.chunks.config import ChunkConfig
+from fsdp_conformance.engine.chunks.chunk import Chunk, ChunkConfig
 from fsdp_conformance.engine.chunks.fetcher import ChunkFetcher, ChunkScheduler, FifoScheduler, NextUseScheduler
 from fsdp_conformance.engine.chunks.group import ChunkGroup
 from fsdp_conformance.engine.chunks.memory_pool import BlockKind, MemoryPool
-from fsdp_conformance.engine.chunks.state import ChunkState, TensorState
+from fsdp_conformance.engine.chunks.tensor_state import TensorState
 from fsdp_conformance.engine.errors import IllegalTransition, PoolExhausted, TensorRefused
-from fsdp_conformance.tests.engine.chunks.chunk_ranks import (
-    SHAPES,
-    ChunkTestCase,
-    coded,
-    gradients,
-    mean_gradient,
-    parameters,
-    to_ready,
-)
+from fsdp_conformance.tests.engine.chunks.chunk_ranks import SHAPES, ChunkTestCase, allocate, coded, to_ready
 
 
 class FetcherTestCase(ChunkTestCase):
@@ -35,17 +26,16 @@ class FetcherTestCase(ChunkTestCase):
         scheduler: ChunkScheduler | None = None,
         *,
         steps: str = "",
-        **options: bool,
     ) -> tuple[ChunkFetcher, list[Chunk]]:
         """A fetcher and its chunks. `steps` names the chunk of each operation for a next-use scheduler."""
         pool = MemoryPool("cpu")
         pool.allocate_public(num_blocks, 32, torch.float32)
         group = ChunkGroup(pool)
         config = ChunkConfig(block=BlockKind.PUBLIC)
-        chunks = [group.allocate(parameters(), 32, torch.float32, config=config) for _ in range(num_chunks)]
+        chunks = [allocate(group, config) for _ in range(num_chunks)]
         if steps:
             scheduler = NextUseScheduler([chunks["ABCD".index(name)]] for name in steps)
-        return ChunkFetcher(group, scheduler or FifoScheduler(), **options), chunks
+        return ChunkFetcher(group, scheduler or FifoScheduler()), chunks
 
     def use(self, fetcher: ChunkFetcher, chunk: Chunk, *, backward: bool = False) -> None:
         """One operation on all tensors of a chunk, which must have their values then."""
@@ -97,14 +87,11 @@ class SchedulerTest(FetcherTestCase):
             scheduler.add(chunk)
         scheduler.step()
         self.assertEqual([1, 2, math.inf, math.inf], [scheduler.next_use(chunk) for chunk in (a, b, c, d)])
-        self.assertEqual((a,), scheduler.next_chunks())
         self.assertIs(c, scheduler.top())
         self.assertIs(b, scheduler.top(keep={c, d}))
         for _ in range(3):
             scheduler.step()
-        self.assertEqual(
-            ([math.inf] * 4, ()), ([scheduler.next_use(chunk) for chunk in (a, b, c, d)], scheduler.next_chunks())
-        )
+        self.assertEqual([math.inf] * 4, [scheduler.next_use(chunk) for chunk in (a, b, c, d)])
         scheduler.reset()
         self.assertEqual([0, 0, 0, math.inf], [scheduler.next_use(chunk) for chunk in (a, b, c, d)])
         self.assertIsNone(scheduler.top())
@@ -122,7 +109,6 @@ class FetcherTest(FetcherTestCase):
             seen.append(self.names(chunks, fetcher))
 
         self.assertEqual(["A", "AB", "BC", "BC", "AB"], seen)
-        self.assertEqual([(chunks["ABC".index(name)],) for name in "ABCBA"], fetcher.trace)
 
     def test_farthest_next_use_eviction(self) -> None:
         """
@@ -142,7 +128,7 @@ class FetcherTest(FetcherTestCase):
         """Chunks of one operation do not evict one another: a typed error that names the lack, and nothing is lost."""
         fetcher, chunks = self.fetcher(3, 2)
         tensors = [tensor for chunk in chunks for tensor in chunk.tensors]
-        with self.assertRaisesRegex(PoolExhausted, "beside 2 accessed chunks, of which none can leave"):
+        with self.assertRaisesRegex(PoolExhausted, "2 chunks are gathered, and none can be evicted"):
             fetcher.fetch(fetcher.start_compute(tensors))
         fetcher.end_compute(tensors)
 
@@ -183,76 +169,6 @@ class FetcherTest(FetcherTestCase):
             fetcher.end_compute(chunks[0].tensors)
         with self.assertRaises(TensorRefused):
             fetcher.start_compute([torch.ones(1)])
-
-    def test_prefetch(self) -> None:
-        """The next operation's chunk is on its way while this one computes; there it is not gathered again."""
-        fetcher, chunks = self.fetcher(3, 2, steps="ABC", prefetch=True)
-        self.schedule()
-        states = []
-        for chunk in chunks:
-            self.use(fetcher, chunk)
-            states.append([other.state for other in chunks])
-
-        sharded, gathering, unsharded = ChunkState.SHARDED, ChunkState.GATHERING, ChunkState.UNSHARDED
-        self.assertEqual(
-            [[unsharded, gathering, sharded], [sharded, unsharded, gathering], [sharded, unsharded, unsharded]], states
-        )
-        self.assertEqual(3, len(self.schedule()))
-
-    def test_a_wrong_prefetch_is_harmless(self) -> None:
-        """The chunk that was gathered ahead and is not used leaves again; values are right, blocks add up."""
-        fetcher, chunks = self.fetcher(4, 2, steps="ABAB", prefetch=True)
-        for name in "ACDBC":
-            self.use(fetcher, chunks["ABCD".index(name)])
-        fetcher.reset()
-
-        counters = fetcher.group.pool.counters
-        self.assertEqual(2, counters.public_free + counters.public_leased)
-        self.use(fetcher, chunks[3])
-
-    def test_prefetch_without_room(self) -> None:
-        """Where nothing can leave, nothing is gathered ahead, and nothing fails."""
-        fetcher, chunks = self.fetcher(2, 1, steps="AB", prefetch=True)
-        self.use(fetcher, chunks[0])
-        self.assertEqual("A", self.names(chunks, fetcher))
-        self.use(fetcher, chunks[1])
-
-    def test_reduce(self) -> None:
-        """Refused with None until all gradients are there; then the block is free, and the gradient is the mean."""
-        for overlap in (False, True):
-            fetcher, chunks = self.fetcher(2, 1, overlap=overlap)
-            for chunk in chunks:
-                self.use(fetcher, chunk)
-                self.use(fetcher, chunk, backward=True)
-                self.assertIsNone(fetcher.reduce(chunk))
-                chunk.gradients.put_all(gradients(self.rank, 4))
-                chunk.move_all(TensorState.READY_FOR_REDUCE)
-                reduction = fetcher.reduce(chunk)
-                assert reduction is not None
-                last = reduction
-                self.assertEqual("", self.names(chunks, fetcher))
-                self.assertIsNone(fetcher.scheduler.top())
-            fetcher.finish()
-
-            self.assertTrue(last.done)
-            self.assert_equal(self.expected_shard(mean_gradient(4, 32)), last.wait())
-
-    def test_an_iteration_from_a_trace(self) -> None:
-        """The operations of one iteration are the schedule of the next, which gathers no more than it has to."""
-        recorder, chunks = self.fetcher(3, 2)
-        order = "ABCCBA"
-        for name in order:
-            self.use(recorder, chunks["ABC".index(name)])
-        fetcher = ChunkFetcher(recorder.group, NextUseScheduler(recorder.trace), prefetch=True)
-        recorder.reset()
-        self.assertEqual([], recorder.trace)
-        for chunk in recorder.group.accessed:
-            recorder.group.release(chunk)
-        self.schedule()
-        for name in order:
-            self.use(fetcher, chunks["ABC".index(name)])
-
-        self.assertEqual(4, len(self.schedule()), "A B C, and A again: B is kept for the way back")
 
     def test_reset_knows_what_can_leave(self) -> None:
         """Chunks that are accessed when an iteration begins may be evicted in it."""

@@ -1,4 +1,4 @@
-"""Reductions of a chunk: the mean shard, where it is gathered, how it is divided, accumulated and measured."""
+"""Reductions of a chunk: the mean shard, where gradients are collected, how they are divided and measured."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_conformance.engine.chunks import reduction as chunk_reduction
+from fsdp_conformance.engine.chunks import gradients as chunk_gradients
+from fsdp_conformance.engine.chunks.chunk import shard_statistics
+from fsdp_conformance.engine.chunks.gradients import DivideFactors, divide_factors
 from fsdp_conformance.engine.chunks.memory_pool import BlockKind
-from fsdp_conformance.engine.chunks.reduction import DivideFactors, divide_factors, shard_statistics
-from fsdp_conformance.engine.chunks.state import ChunkState, TensorState
+from fsdp_conformance.engine.chunks.storage import StorageState
+from fsdp_conformance.engine.chunks.tensor_state import TensorState
 from fsdp_conformance.engine.errors import ChunkStateError, TensorRefused
 from fsdp_conformance.engine.flat_collectives import reduce_scatter
 from fsdp_conformance.tests.engine.chunks.chunk_ranks import (
@@ -77,7 +79,7 @@ class ReduceTest(ChunkTestCase):
                 size = chunk.layout.world_size
                 self.assert_equal(self.expected_shard(mean_gradient(size, chunk.numel), group), gradient)
                 self.assertEqual(len(SHAPES), chunk.states.count(S.HOLD))
-                self.assertIs(ChunkState.SHARDED, chunk.state)
+                self.assertIs(StorageState.SHARDED, chunk.state)
                 self.assertEqual(0, chunk.pool.counters.leased_bytes)
                 self.assert_equal(self.expected_shard(flat_of(parameters(), chunk.numel), group), chunk.shard)
 
@@ -89,7 +91,7 @@ class ReduceTest(ChunkTestCase):
         self.put(chunk)
         buffer = chunk.gradients.payload.data_ptr()
         self.schedule()
-        with mock.patch.object(chunk_reduction, "reduce_scatter", wraps=reduce_scatter) as issued:
+        with mock.patch.object(chunk_gradients, "reduce_scatter", wraps=reduce_scatter) as issued:
             gradient = chunk.reduce().wait()
         ((shard, inputs, _),) = [call.args for call in issued.call_args_list]
 
@@ -108,15 +110,13 @@ class ReduceTest(ChunkTestCase):
         chunk = self.chunk_of()
         self.put(chunk)
         chunk.move(chunk.tensors[2], S.HOLD)
-        self.assertFalse(chunk.can_reduce)
         self.schedule()
-        with self.assertRaisesRegex(ChunkStateError, "tensor 2 is HOLD, but should be READY_FOR_REDUCE"):
+        with self.assertRaisesRegex(ChunkStateError, "tensor 2 is HOLD, expected READY_FOR_REDUCE"):
             chunk.reduce()
         self.assertEqual([], self.schedule())
         for state in (S.COMPUTE, S.HOLD_AFTER_BWD, S.READY_FOR_REDUCE):
             chunk.move(chunk.tensors[2], state)
 
-        self.assertTrue(chunk.can_reduce)
         self.assert_equal(self.expected_shard(mean_gradient(4, 32)), chunk.reduce().wait())
 
     def test_what_got_no_gradient_is_zero(self) -> None:
@@ -168,7 +168,7 @@ class ReduceTest(ChunkTestCase):
     def test_views_of_the_buffer(self) -> None:
         """Autograd accumulates in place into `grad` that is a view; a view starts at zero, and keeps what arrived."""
         weight = nn.Parameter(coded(0, (3, 5)))
-        chunk = self.chunk_of([weight], bind=False)
+        chunk = self.chunk_of([weight])
         chunk.access()
         (view,) = chunk.views
         leaf = view.detach().requires_grad_()
@@ -188,67 +188,29 @@ class ReduceTest(ChunkTestCase):
         good = gradients(self.rank, 4)
         sparse = torch.zeros(7).to_sparse()
         with self.assertRaisesRegex(
-            TensorRefused, r"gradient 0 is \(5, 3\) .* should be \(3, 5\).*gradient 1 is torch.sp"
+            TensorRefused,
+            r"gradient 0: expected \(3, 5\) .* got \(5, 3\).*gradient 1: expected torch.strided",
         ):
             chunk.gradients.put_all([good[0].t(), sparse, *good[2:]])
-        with self.assertRaisesRegex(TensorRefused, "4 gradients, but should be 5"):
+        with self.assertRaisesRegex(TensorRefused, "expected 5 gradients, one per tensor, got 4"):
             chunk.gradients.put_all(good[:4])
-        with self.assertRaisesRegex(TensorRefused, "gradient 1 is torch.sparse_coo, but should be torch.strided"):
+        with self.assertRaisesRegex(TensorRefused, "gradient 1: expected torch.strided, got torch.sparse_coo"):
             chunk.gradients.put(1, sparse)
         self.assertEqual([False] * 5, chunk.gradients.present)
 
-    def test_accumulation_in_the_shard(self) -> None:
-        """Results of several reductions are added to what was accumulated, in its memory, bit for bit as plain sums."""
-        for group in (None, self.pair_group(), self.own_group()):
-            chunk = self.chunk_of(group=group)
-            size = chunk.layout.world_size
-            self.put(chunk)
-            total = chunk.reduce().wait()
-            address = total.data_ptr()
-            for times in (2, 4):
-                self.put(chunk, times=times)
-                total = chunk.reduce(into=total).wait()
-
-            self.assertEqual(address, total.data_ptr())
-            self.assert_equal(self.expected_shard(mean_gradient(size, chunk.numel) * 7, group), total)
-            self.assertEqual(0, chunk.pool.counters.leased_bytes)
-
-    def test_accumulation_without_a_copy(self) -> None:
-        """In a group of one rank gradients are added to what was accumulated as they arrive."""
-        chunk = self.chunk_of(group=self.own_group())
-        self.put(chunk)
-        total = chunk.reduce().wait()
-        chunk.open_gradients(into=total)
-        self.assertEqual(total.data_ptr(), chunk.gradients.payload.data_ptr())
-        self.put(chunk, times=2)
-        with self.assertRaisesRegex(TensorRefused, "opened with `into`, but"):
-            chunk.reduce(factors=DivideFactors(1, 2))
-
-        self.assert_equal(mean_gradient(1, 31) * 3, chunk.reduce().wait())
-        shared = self.chunk_of()
-        with self.assertRaisesRegex(TensorRefused, "into is given, but should be None"):
-            shared.open_gradients(into=torch.zeros(8))
-        self.assertFalse(shared.has_gradients)
-
-    def test_what_cannot_be_accumulated_into(self) -> None:
-        """Another length or dtype, named both, before anything is sent; factors that are no divisors too."""
+    def test_a_partial_sum_that_does_not_fit(self) -> None:
+        """Another length or dtype is refused before anything is sent."""
         chunk = self.chunk_of()
         self.put(chunk)
         self.schedule()
-        wrong = torch.zeros(7), torch.zeros(8, dtype=torch.float64)
-        with self.assertRaisesRegex(TensorRefused, r"factors=\(0, 4\).*into \(7,\).*partial \(8,\) of torch.float64"):
-            chunk.reduce(into=wrong[0], partial=wrong[1], factors=DivideFactors(0, 4))
+        for partial, text in (
+            (torch.zeros(7), r"partial: expected .*\(8,\) of torch.float32 .* got \(7,\) of torch.float32"),
+            (torch.zeros(8, dtype=torch.float64), r"got \(8,\) of torch.float64"),
+        ):
+            with self.assertRaisesRegex(TensorRefused, text):
+                chunk.reduce(partial=partial)
         self.assertEqual([], self.schedule())
         self.assert_equal(self.expected_shard(mean_gradient(4, 32)), chunk.reduce().wait())
-
-    def test_other_factors(self) -> None:
-        """Divided by 2 before and 8 after in place of 4: a quarter of the mean."""
-        chunk = self.chunk_of()
-        self.put(chunk)
-
-        self.assert_equal(
-            self.expected_shard(mean_gradient(4, 32) / 4), chunk.reduce(factors=DivideFactors(2, 8)).wait()
-        )
 
     def test_reduction_in_a_wider_dtype(self) -> None:
         """
@@ -267,18 +229,16 @@ class ReduceTest(ChunkTestCase):
 
     def test_reduction_in_a_narrower_dtype(self) -> None:
         """
-        bfloat16 goes over the wire, is divided as such, and is cast to the dtype of the shard; then accumulated
-        there.
+        bfloat16 goes over the wire, is divided as such, and is cast to the dtype of the shard.
         """
         chunk = self.chunk_of(compute_dtype=torch.bfloat16)
-        total = torch.full((8,), 0.25)
         self.schedule()
         chunk.gradients.put_all([torch.full(shape, 2.0**self.rank, dtype=torch.bfloat16) for shape in SHAPES])
         to_ready(chunk)
-        gradient = chunk.reduce(into=total).wait()
+        gradient = chunk.reduce().wait()
 
         self.assertEqual(["reduce_scatter 64B bfloat16 SUM [0,1,2,3]"], self.schedule())
-        self.assert_equal(torch.full((8,), 4.0)[: chunk.layout.valid_numel], gradient[: chunk.layout.valid_numel])
+        self.assert_equal(torch.full((8,), 3.75)[: chunk.layout.valid_numel], gradient[: chunk.layout.valid_numel])
 
     def test_half_precision_does_not_overflow(self) -> None:
         """The largest float16, and 2**15, on all four ranks keep their mean; so does the smallest quarter there is."""

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_conformance.config import SIMULATED
-from fsdp_conformance.engine.chunks.config import ChunkConfig
+from fsdp_conformance.engine.chunks.chunk import ChunkConfig
 from fsdp_conformance.engine.chunks.memory_pool import BlockKind
+from fsdp_conformance.engine.chunks.storage import StorageConfig
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.hazard import Hazard
 from fsdp_conformance.tests.engine.chunks.chunk_training import ChunkTrainer, Schedule
@@ -30,8 +31,8 @@ pytestmark = pytest.mark.skipif(build.unavailable() is not None, reason=str(buil
 
 NUM_STEPS = 2
 
-PLAIN = ChunkConfig(bind=False, track_statistics=False)
-FUSED = replace(PLAIN, block=BlockKind.PRIVATE)
+PLAIN = StorageConfig()
+FUSED = ChunkConfig(block=BlockKind.PRIVATE)
 OFFLOADED = replace(PLAIN, shard_device=torch.device("cpu"))
 MIXED = replace(PLAIN, compute_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
@@ -40,7 +41,6 @@ PAGEABLE = "offloaded to pageable memory"
 SCHEDULES = {
     "fully sharded": Schedule(config=PLAIN),
     "without prefetching": Schedule(config=PLAIN, prefetch=False),
-    "gradients in place": Schedule(config=PLAIN, in_payload=True),
     "kept from forward to backward": Schedule(config=PLAIN, reshard_after_forward=False),
     "accumulated": Schedule(config=PLAIN, num_unsynchronised=1, num_synchronised=2),
     "mixed precision": Schedule(config=MIXED, num_synchronised=2),
@@ -51,7 +51,8 @@ SCHEDULES = {
     "offloaded, a gather wasted": Schedule(config=OFFLOADED, wasted_gather=True),
     "fused": Schedule(config=FUSED, reshard_after_forward=False),
     "fused, accumulated": Schedule(config=FUSED, reshard_after_forward=False, num_synchronised=2),
-    "with statistics": Schedule(config=ChunkConfig(bind=False)),
+    "chunks": Schedule(config=ChunkConfig()),
+    "chunks, a reduction dropped": Schedule(config=ChunkConfig(), dropped_reduction=True),
 }
 
 
@@ -92,7 +93,7 @@ class SimulatedTest(SimulatedRanks):
                 self.assertEqual(0, len(found), msg="\n".join([name, *(hazard.explain() for hazard in found)]))
                 self.assertTrue(sites, msg=name)
                 for shard, on_cpu in zip(got, expected, strict=True):
-                    self.assertTrue(torch.equal(on_cpu, shard), msg=f"{name}: {shard}, but should be {on_cpu}")
+                    self.assertTrue(torch.equal(on_cpu, shard), msg=f"{name}: expected {on_cpu}, got {shard}")
             with checker.without_waits():
                 _, found, _ = self.train(schedule, self.device)
             self.assertNotEqual((), found, msg=name)

@@ -6,8 +6,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from fsdp_conformance.engine.chunks.config import ChunkConfig
+from fsdp_conformance.engine.chunks.chunk import ChunkConfig
 from fsdp_conformance.engine.chunks.memory_pool import BlockKind
+from fsdp_conformance.engine.chunks.storage import StorageConfig
 from fsdp_conformance.tests.engine.chunks.chunk_ranks import ChunkTestCase
 from fsdp_conformance.tests.engine.chunks.chunk_training import (
     NUM_LAYERS,
@@ -44,11 +45,10 @@ class TrainingTest(ChunkTestCase):
         ZeRO-3, with and without prefetching: two gathers and one reduction for each layer and step, nothing else.
 
         Most is held when a layer's first gradient arrives: its tensors, its gradient buffer, the one of the layer
-        behind it, whose reduction is on its way, and the tensors of the one before it, if gathered ahead. Gradients
-        in the place of the tensors need one less.
+        behind it, whose reduction is on its way, and the tensors of the one before it, if gathered ahead.
         """
-        for prefetch, in_payload, num_held in ((True, False, 4), (False, False, 3), (True, True, 3), (False, True, 2)):
-            trainer = self.train(Schedule(prefetch=prefetch, in_payload=in_payload))
+        for prefetch, num_held in ((True, 4), (False, 3)):
+            trainer = self.train(Schedule(prefetch=prefetch))
             lines = [line.split()[0] for line in self.schedule()]
             counts = lines.count("all_gather"), lines.count("reduce_scatter"), len(lines)
             each = NUM_STEPS * NUM_LAYERS
@@ -74,13 +74,13 @@ class TrainingTest(ChunkTestCase):
 
     def test_replicated(self) -> None:
         """A shard group of one, replicated over all: no gathers."""
-        config = ChunkConfig(bind=False, track_statistics=False, alias_whole=True)
+        config = StorageConfig(alias_whole=True)
         self.train(Schedule(config=config), group=self.own_group(), replica_group=dist.group.WORLD)
 
         self.assertEqual({"all_reduce"}, {line.split()[0] for line in self.schedule()})
 
     def test_private_blocks(self) -> None:
         """Fused chunks: gathered into the same block each time."""
-        config = ChunkConfig(bind=False, track_statistics=False, block=BlockKind.PRIVATE)
+        config = ChunkConfig(block=BlockKind.PRIVATE)
         schedule = Schedule(config=config, reshard_after_forward=False)
         self.train(schedule)

@@ -125,7 +125,7 @@ class ShardedTestCase(ShardedTrainingTestCase):
         found = full_params(subject)
         self.assertEqual(list(wanted), list(found))
         for name, value in wanted.items():
-            self.assertTrue(torch.equal(value, found[name]), msg=f"{name}: {found[name]}, but should be {value}")
+            self.assertTrue(torch.equal(value, found[name]), msg=f"{name}: expected {value}, got {found[name]}")
 
     def schedule(self) -> list[str]:
         """The collectives since the last call."""

@@ -161,6 +161,6 @@ def _row(cube: DeviceMesh, axis: str, rank: int) -> tuple[int, ...]:
     """The ranks that differ from `rank` along one axis only, worked out from its binary digits."""
     names = cube.mesh_dim_names
     if names is None:
-        raise ValueError("mesh_dim_names=None, but should be given")
+        raise ValueError("mesh_dim_names must be given, got None")
     bit = 4 >> names.index(axis)
     return tuple(sorted((rank & ~bit, rank | bit)))

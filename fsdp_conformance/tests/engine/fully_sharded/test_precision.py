@@ -160,7 +160,7 @@ class TestFullPrecisionInEval(ShardedTestCase):
         subject = sharded(chain(), mixed_precision=FULL_IN_EVAL)
         with subject.no_sync():
             subject(batch(self.rank)).float().sum().backward()
-        with self.assertRaisesRegex(TrainingStateError, "while gradients wait"):
+        with self.assertRaisesRegex(TrainingStateError, "while gradients have yet to be reduced"):
             subject.eval()(batch(self.rank))
 
     def test_copies_and_casts(self) -> None:

@@ -130,7 +130,7 @@ class TestOnSim(OnSim):
                 found.append({name: value.cpu() for name, value in full_params(subject).items()})
         self.assertEqual([], self.found())
         for name, value in found[0].items():
-            self.assertTrue(torch.equal(value, found[1][name]), msg=f"{name}: {found[1][name]}, but should be {value}")
+            self.assertTrue(torch.equal(value, found[1][name]), msg=f"{name}: expected {value}, got {found[1][name]}")
 
 
 def _recomputed(reentrant: bool) -> nn.Module:

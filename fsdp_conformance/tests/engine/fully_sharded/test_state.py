@@ -52,7 +52,7 @@ class TestState(ShardedTestCase):
         subject.load_state_dict(state)
         plain.load_state_dict(state)
         self.assert_same_params(plain, subject)
-        with self.assertRaisesRegex(ParameterReplaced, r"0\.linear\.weight is missing.*; spare is there"):
+        with self.assertRaisesRegex(ParameterReplaced, r"0\.linear\.weight is missing.*; spare is unexpected"):
             subject.load_state_dict({"spare": torch.zeros(1)})
 
     def test_summon_writeback(self) -> None:
@@ -180,7 +180,7 @@ class TestRefusals(ShardedTestCase):
         with torch.no_grad():
             for parameter in subject.parameters():
                 parameter.mul_(1)
-        with self.assertRaisesRegex(ParameterReplaced, "3.bias was written between forward and backward"):
+        with self.assertRaisesRegex(ParameterReplaced, "3.bias was modified between forward and backward"):
             loss.backward()
         self.train(subject, steps=1)
 
@@ -244,9 +244,9 @@ class TestRefusals(ShardedTestCase):
 
     def test_options(self) -> None:
         """Options of the wrong kind are refused, all at once."""
-        with self.assertRaisesRegex(ConfigError, "sharding_strategy='full'.*cpu_offload=3"):
+        with self.assertRaisesRegex(ConfigError, "sharding_strategy must .* got 'full'.*cpu_offload must .* got 3"):
             FullyShardedDataParallel(nn.Linear(2, 2), sharding_strategy="full", cpu_offload=3)  # type: ignore[arg-type]
         with self.assertRaisesRegex(ConfigError, "a shard group and a replica group"):
             FullyShardedDataParallel(nn.Linear(2, 2), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
-        with self.assertRaisesRegex(ConfigError, "wrapped once"):
+        with self.assertRaisesRegex(ConfigError, "wrap it only once"):
             FullyShardedDataParallel(FullyShardedDataParallel(nn.Linear(2, 2)))

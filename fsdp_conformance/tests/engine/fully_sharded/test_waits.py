@@ -46,7 +46,7 @@ PROGRAMS: tuple[tuple[programs.Program, dict[str, Any]], ...] = (
 
 #: What collectives record is torch's. The gradient buffer of a group of one rank is kept for a caller that drops the
 #: gradient before another stream has read it, and no program here does.
-NOT_ASKED = frozenset({"flat_collectives.py", "record_stream chunks/reduction.py _reduce"})
+NOT_ASKED = frozenset({"flat_collectives.py", "record_stream chunks/gradients.py _reduce"})
 
 
 class TestWaits(OnSim):

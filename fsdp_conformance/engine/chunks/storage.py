@@ -1,0 +1,671 @@
+"""
+Sharded flat storage: tensors of one dtype laid out contiguously, sharded over a group, and gathered on demand.
+
+    storage = ShardedStorage.of(pool, tensors, group)   # copies the tensors; each rank keeps one shard
+    handle = storage.access(async_op=True)              # all-gather into a block of the pool
+    handle.wait()                                       # storage.views: the tensors, in their shapes
+    storage.gradients.put(index, gradient)              # ... during backward
+    storage.release()                                   # the block goes back to the pool
+    handle = storage.reduce(async_op=True)              # reduce-scatter from the gradient buffer
+    gradient = handle.wait()                            # 1D, of this rank's shard
+
+Only the shard persists; the block and the gradient buffer are leased. The all-gather reads the shard and writes the
+block, and the reduce-scatter reads the buffer and writes the gradient, so neither makes an extra copy. If the shard
+differs in dtype or device from the unsharded data, it is cast or uploaded straight into its place in the block and
+gathered in place.
+
+Streams: gathers run on the pool's gather stream and reductions on its reduce stream; `wait` orders the current stream
+after them. The host waits only for the works of backends without streams, and for offloaded gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, ClassVar, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, Work
+
+from fsdp_conformance.engine.chunks.gradients import GradientBuffer, Reduction, ReductionPlan, divide_factors
+from fsdp_conformance.engine.chunks.layout import StorageLayout, padded_numel
+from fsdp_conformance.engine.chunks.memory_pool import Block, MemoryPool
+from fsdp_conformance.engine.chunks.streams import ChunkStreams
+from fsdp_conformance.engine.errors import ChunkError, ChunkStateError, TensorRefused
+from fsdp_conformance.engine.flat_collectives import all_gather, resolve_group
+from fsdp_conformance.errors import ConfigError
+
+
+class StorageState(Enum):
+    """Where the data are."""
+
+    # Members are singletons. Enum hashes their names in Python, and states are looked up all the time.
+    __hash__ = object.__hash__
+
+    OPEN = "open"
+    """All of it in a buffer on this rank, which is still being filled. There is no shard yet."""
+    SHARDED = "sharded"
+    """Only in this rank's shard."""
+    GATHERING = "gathering"
+    """In the shard; the all-gather is writing a block, which must not be read yet."""
+    UNSHARDED = "unsharded"
+    """In the shard, and all of it in a block."""
+
+
+#: The legal moves. GATHERING to SHARDED: a gather is released before anyone has waited for it.
+STORAGE_TRANSITIONS = MappingProxyType(
+    {
+        StorageState.OPEN: frozenset({StorageState.SHARDED}),
+        StorageState.SHARDED: frozenset({StorageState.GATHERING}),
+        StorageState.GATHERING: frozenset({StorageState.UNSHARDED, StorageState.SHARDED}),
+        StorageState.UNSHARDED: frozenset({StorageState.SHARDED}),
+    }
+)
+
+#: States with a shard.
+CLOSED = frozenset({StorageState.SHARDED, StorageState.GATHERING, StorageState.UNSHARDED})
+
+#: States that hold a block.
+GATHERED = frozenset({StorageState.GATHERING, StorageState.UNSHARDED})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StorageConfig:
+    """How data are stored, gathered and reduced. Checked when it is made."""
+
+    compute_dtype: torch.dtype | None = None
+    """Dtype of the unsharded data and of the all-gather; None: the dtype of the shard."""
+    reduce_dtype: torch.dtype | None = None
+    """Dtype of the gradient buffer and of the reduce-scatter; None: the compute dtype."""
+    shard_device: torch.device | None = None
+    """Where the shard and its reduced gradient live; None: the pool's device. The CPU means offloading."""
+    pin_memory: bool = True
+    """Whether an offloaded shard and its gradient are in pinned memory. Has no effect if the pool is on the CPU."""
+    align: int = 1
+    """Every tensor begins at a multiple of this many elements. Gaps are padding and are communicated."""
+    alias_whole: bool = False
+    """In a group of one rank: whether the shard itself serves as the unsharded data, without a block or a copy. Writing
+    to an unsharded tensor then writes to the shard."""
+
+    def __post_init__(self) -> None:
+        problems = self.problems()
+        if problems:
+            raise ConfigError(problems, where=type(self).__name__)
+
+    def problems(self) -> list[str]:
+        """Every setting that is out of range."""
+        found = []
+        if self.align < 1:
+            found.append(f"align must be at least 1, got {self.align}")
+        for name in ("compute_dtype", "reduce_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not dtype.is_floating_point:
+                found.append(f"{name} must be a floating-point dtype or None, got {dtype}")
+        return found
+
+
+class Gathering:
+    """
+    The handle of an all-gather.
+
+    After `wait` the storage is unsharded, for the current stream. Dropping a handle without waiting is safe: releasing
+    the storage still orders reuse of the block after the gather.
+    """
+
+    def __init__(self, work: Work | None, streams: ChunkStreams, on_arrival: Callable[[Gathering], None]) -> None:
+        self._work = work
+        self._streams = streams
+        self._on_arrival = on_arrival
+        self._error: BaseException | None = None
+        self.event: Any = None
+        """The end of what the gather has enqueued so far; None without streams."""
+
+    def wait(self) -> None:
+        """
+        Order the current stream after the gather, and tell the storage that its data have arrived.
+
+        Does nothing more on a second call, or if the storage was released in the meantime. A failed gather raises on
+        every call; its storage can be released.
+        """
+        event = self.complete()
+        if self._error is not None:
+            raise self._error
+        self._streams.wait(event)
+        self._on_arrival(self)
+
+    def complete(self) -> Any:
+        """The event at the gather's end; None without streams, when it has ended. Raises its work's error once."""
+        work, self._work = self._work, None
+        if work is not None:
+            with self._streams.on(self._streams.gather):
+                try:
+                    work.wait()
+                except BaseException as error:
+                    self._error = error
+                    raise
+                self.event = self._streams.record()
+        return self.event
+
+    def mark(self) -> None:
+        """Record that the gather has enqueued everything except what follows its work."""
+        self.event = self._streams.record()
+
+
+@torch.no_grad()
+def start_all_gather(payload: Tensor, shard: Tensor, layout: StorageLayout, group: ProcessGroup) -> Work | None:
+    """
+    Fill `payload` from every rank's shard, on the current stream. Returns None if that stream is all there is to wait
+    for.
+
+    payload: 1D, layout.numel; shard: 1D, layout.shard_numel. A shard of another dtype or device is copied into its
+    place in the payload and gathered from there, which needs no other memory.
+    """
+    if layout.world_size == 1:
+        payload.copy_(shard, non_blocking=True)
+        return None
+    if shard.dtype is not payload.dtype or shard.device != payload.device:
+        shard = layout.own_slice(payload).copy_(shard, non_blocking=True)
+    return all_gather(payload, shard, group)
+
+
+class ShardedStorage:
+    """
+    Flat storage of `numel` elements of `dtype`, sharded over `group` (None: the default group).
+
+    With `replica_group`, reductions are all-reduced over it after the reduce-scatter (hybrid sharding); its members
+    hold the same shard. `of` makes one from tensors. Raises ChunkError if the group size does not divide `numel`.
+    """
+
+    config_type: ClassVar[type[StorageConfig]] = StorageConfig
+
+    def __init__(
+        self,
+        pool: MemoryPool,
+        numel: int,
+        dtype: torch.dtype,
+        group: ProcessGroup | None = None,
+        *,
+        replica_group: ProcessGroup | None = None,
+        config: StorageConfig | None = None,
+    ) -> None:
+        self.pool = pool
+        self.dtype = dtype
+        self.config = config = config or self.config_type()
+        self.group = resolve_group(group)
+        self.replica_group = replica_group
+        self.num_replicas = 1 if replica_group is None else dist.get_world_size(replica_group)
+        self.compute_dtype = config.compute_dtype or dtype
+        self.reduce_dtype = config.reduce_dtype or self.compute_dtype
+        self.shard_device = pool.device_like(config.shard_device)
+        world_size = dist.get_world_size(self.group)
+        problems = self._size_problems(numel, world_size)
+        if problems:
+            raise ChunkError(problems, where=f"{type(self).__name__} of {numel} x {dtype}")
+        self.layout = StorageLayout(numel, world_size=world_size, rank=dist.get_rank(self.group), align=config.align)
+        self.state = StorageState.OPEN
+
+        alone = world_size == 1 and self.shard_device == pool.device
+        self.aliases_shard = config.alias_whole and alone and self.compute_dtype is dtype
+        """Whether the shard serves as the unsharded data: a group of one rank, and `alias_whole`."""
+        self.reduces_in_place = alone and self.reduce_dtype is dtype
+        """Whether the gradient buffer itself can become the reduced gradient: a group of one rank, nothing to cast."""
+        # Whether waiting for a work orders streams instead of blocking the host, so it can be done at once.
+        self._gathers_ahead = pool.streams.orders(self.group)
+        self._reduces_ahead = self._gathers_ahead and (replica_group is None or pool.streams.orders(replica_group))
+        self._shard = torch.empty(0)
+        self._shard_read: Any = None
+        self._block = None if self.aliases_shard else self._own_block()
+        self._gathering: Gathering | None = None
+        self._views: dict[Block | None, list[Tensor]] = {}
+        self._plan = self._reduction_plan()
+        self._gradients: GradientBuffer | None = None
+        self._reduction: Reduction | None = None
+
+    @classmethod
+    def of(
+        cls,
+        pool: MemoryPool,
+        tensors: Sequence[Tensor],
+        group: ProcessGroup | None = None,
+        *,
+        replica_group: ProcessGroup | None = None,
+        config: StorageConfig | None = None,
+    ) -> Self:
+        """The smallest storage that holds copies of `tensors`, in this order: at least one, all of one dtype."""
+        if not tensors:
+            raise TensorRefused("tensors must not be empty", where=f"{cls.__name__}.of")
+        config = config or cls.config_type()
+        numel = padded_numel(
+            [tensor.numel() for tensor in tensors], dist.get_world_size(resolve_group(group)), align=config.align
+        )
+        storage = cls(pool, numel, tensors[0].dtype, group, replica_group=replica_group, config=config)
+        storage._fill(tensors)
+        return storage
+
+    @torch.no_grad()
+    def _fill(self, tensors: Sequence[Tensor]) -> None:
+        flat = torch.empty(self.numel, dtype=self.dtype, device=self.pool.device)
+        for tensor in tensors:
+            slot = self.layout.append(tensor.shape)
+            flat[slot.offset : slot.end].view(slot.shape).copy_(tensor)
+        self._keep_shard(flat)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._facts()})"
+
+    def _facts(self) -> str:
+        layout = self.layout
+        filled = f"{len(layout.slots)} tensors, {layout.used_numel} of {self.numel} x {self.dtype}"
+        return f"{self.state.value}, {filled}, rank {layout.rank} of {layout.world_size}"
+
+    # --- twins -------------------------------------------------------------------------------------------------------
+
+    def moved(self, pool: MemoryPool, dtype: torch.dtype, *, config: StorageConfig) -> ShardedStorage:
+        """A storage of the same layout, on `pool` and in `dtype`; its shard is zero, for the caller to write."""
+        twin = self._twin(pool, dtype, config)
+        twin._shard = torch.zeros(
+            twin.layout.shard_numel, dtype=dtype, device=twin.shard_device, pin_memory=twin.pins_memory
+        )
+        twin._go(StorageState.SHARDED)
+        return twin
+
+    def sharing(self, *, config: StorageConfig) -> ShardedStorage:
+        """
+        A storage with this very shard that is gathered and reduced by another `config`.
+
+        Only one of the two may be unsharded, or have gradients, at a time: nothing orders one after the other.
+        """
+        twin = self._twin(self.pool, self.dtype, config)
+        twin._shard = self.shard
+        twin._go(StorageState.SHARDED)
+        return twin
+
+    def _twin(self, pool: MemoryPool, dtype: torch.dtype, config: StorageConfig) -> ShardedStorage:
+        """A storage with the layout of this one, which must be closed, and without a shard."""
+        self.check_state(CLOSED, "move or share")
+        twin = ShardedStorage(pool, self.numel, dtype, self.group, replica_group=self.replica_group, config=config)
+        for slot in self.layout.slots:
+            twin.layout.append(slot.shape)
+        return twin
+
+    # --- properties --------------------------------------------------------------------------------------------------
+
+    @property
+    def numel(self) -> int:
+        """Elements of the unsharded data, padding included."""
+        return self.layout.numel
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether it is unsharded, or being gathered."""
+        return self.state in GATHERED
+
+    @property
+    def pins_memory(self) -> bool:
+        """Whether its shard and its reduced gradient are in pinned memory: offloaded from an accelerator."""
+        return self.config.pin_memory and self.shard_device.type == "cpu" and self.pool.streams.exist
+
+    @property
+    def shard(self) -> Tensor:
+        """This rank's shard: 1D, numel // group size. The first `layout.valid_numel` elements belong to tensors."""
+        self.check_state(CLOSED, "read the shard")
+        return self._shard
+
+    @property
+    def payload(self) -> Tensor:
+        """All of the unsharded data: 1D."""
+        self.check_state({StorageState.UNSHARDED}, "read the payload")
+        return self._flat()
+
+    @property
+    def views(self) -> list[Tensor]:
+        """The tensors, in their shapes, as views of the unsharded data."""
+        self.check_state({StorageState.UNSHARDED}, "read the views")
+        return self._make_views()
+
+    def lasting_views(self) -> list[Tensor]:
+        """`views`, which may be taken in any state and read while the storage is unsharded: its block is its own."""
+        if self._block is not None and self._block not in self._views and not self.pool.is_leased(self._block):
+            # A view can only be made of memory that exists. None of it is touched.
+            memory = self._block.payload.untyped_storage()
+            memory.resize_(self._block.nbytes)
+            views = self._make_views()
+            memory.resize_(0)
+            return views
+        return self._make_views()
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there is a gradient buffer."""
+        return self._gradients is not None
+
+    @property
+    def memory_usage(self) -> dict[str, int]:
+        """Bytes held now, by device type: shard, block and gradient buffer."""
+        return bytes_by_device(self._held())
+
+    def _held(self) -> list[Tensor]:
+        gradients = [] if self._gradients is None else [self._gradients.payload]
+        return [self._shard, self._flat(), *gradients]
+
+    # --- gathering ---------------------------------------------------------------------------------------------------
+
+    def access(self, *, async_op: bool = False, after: Any = None) -> Gathering:
+        """
+        Gather the data into a block, unless they are unsharded or on their way already.
+
+        With streams, the gather begins after the event `after` (None: after all work that the current stream has been
+        given). It must not begin before the shard has been written. An offloaded shard is written by the host, which
+        has finished by then. With `async_op` the caller waits for the handle. Raises PoolExhausted if there is no
+        block; nothing has changed then.
+        """
+        self.check_state(CLOSED, "gather")
+        handle = self._gathering
+        if handle is None:
+            handle = self._start_gathering(after)
+        if not async_op:
+            handle.wait()
+        return handle
+
+    def gather_parts(self, part: Tensor, group: ProcessGroup, *, after: Any) -> None:
+        """
+        Begin to gather sharded data from the parts that the ranks of a smaller group hold.
+
+        part: 1D, numel // group size, in the dtype and on the device of the unsharded data; the caller may drop it
+        afterwards. The gather starts after the event `after`.
+        """
+        self._gather(part, after, group)
+        streams = self.pool.streams
+        with streams.on(streams.gather):
+            streams.keep(part)
+
+    def gathered(self, shard: Tensor | None = None) -> Tensor:
+        """
+        A copy of all data from every rank's shard: 1D, on the pool's device, in the shard's dtype. Collective.
+
+        `shard`: another tensor that is sharded like the data, such as their gradient or optimizer state.
+        """
+        source = self.shard if shard is None else shard
+        payload = torch.empty(self.numel, dtype=source.dtype, device=self.pool.device)
+        work = start_all_gather(payload, source, self.layout, self.group)
+        if work is not None:
+            work.wait()
+        return payload
+
+    def release(self) -> None:
+        """
+        Give the block back, and drop what is in it.
+
+        The block is not overwritten before the work that the current stream has been given so far. Raises
+        ChunkStateError unless the storage is unsharded or being gathered.
+        """
+        self.check_state(GATHERED, "release")
+        self._drop_payload()
+
+    def wait_shard_reads(self) -> None:
+        """Return when uploads of the shard have ended: call it before the host writes an offloaded shard."""
+        event, self._shard_read = self._shard_read, None
+        self.pool.streams.hold_host(event)
+
+    # --- reducing ----------------------------------------------------------------------------------------------------
+
+    @property
+    def gradients(self) -> GradientBuffer:
+        """The gradient buffer, opened if there is none."""
+        return self.open_gradients() if self._gradients is None else self._gradients
+
+    def open_gradients(self) -> GradientBuffer:
+        """
+        Make the gradient buffer, on the current stream: a cached block of the pool, or fresh memory if that can become
+        the reduced gradient. Raises ChunkStateError if there is a buffer, PoolExhausted if there is no block.
+        """
+        self.check_state(CLOSED, "open gradients")
+        if self._gradients is not None:
+            raise ChunkStateError(
+                "gradients are already open: reduce or discard them first", where=f"open_gradients of {self!r}"
+            )
+        if self.reduces_in_place:
+            payload = torch.empty(self.numel, dtype=self.reduce_dtype, device=self.pool.device)
+            self._gradients = GradientBuffer(self.layout, payload)
+        else:
+            block = self.pool.lease_cached(self.numel, self.reduce_dtype)
+            self._gradients = GradientBuffer(self.layout, block.payload, block=block)
+        return self._gradients
+
+    def reduce(
+        self,
+        *,
+        partial: Tensor | None = None,
+        all_reduce: bool = True,
+        release: bool = True,
+        async_op: bool = False,
+    ) -> Reduction:
+        """
+        Average the gradients over all ranks; each rank keeps its shard. A tensor without a gradient counts as zero.
+
+        With `all_reduce=False` the replicas are left for later: pass the result to a later reduction as `partial`.
+        `release` gives back the block of unsharded data. With `async_op` the caller waits for the handle. Raises
+        TensorRefused for a `partial` that does not match the shard.
+        """
+        self.check_state(CLOSED, "reduce")
+        self._check_partial(partial)
+        if self._reduction is not None:
+            self._reduction.wait()
+        buffer = self.gradients
+        buffer.complete()
+        self._gradients = None
+        self._begin_reduction()
+        if release and self.is_gathered:
+            self._drop_payload()
+        reduction = self._reduction = Reduction(
+            self._plan if all_reduce else self._plan._replace(all_reduce=False),
+            buffer,
+            partial=partial,
+            pool=self.pool,
+            on_result=self._on_result,
+            on_done=self._finish_reduction,
+        )
+        streams = self.pool.streams
+        streams.order(streams.reduce, streams.record())
+        reduction.start(ahead=self._reduces_ahead)
+        if not async_op:
+            reduction.wait()
+        return reduction
+
+    def discard_gradients(self) -> None:
+        """Drop what has accumulated in the gradient buffer, as zero_grad between two reductions does."""
+        buffer, self._gradients = self._gradients, None
+        if buffer is not None and buffer.block is not None:
+            self.pool.release(buffer.block)
+
+    def reset(self) -> None:
+        """
+        Return to the state after a step: sharded, without gradients. For use after an exception.
+
+        A reduction that is on its way is finished first; its handle keeps the result.
+        """
+        if self.state is StorageState.OPEN:
+            return
+        try:
+            if self._reduction is not None:
+                self._reduction.wait()
+        finally:
+            self.discard_gradients()
+            if self.is_gathered:
+                self._drop_payload()
+
+    # --- what a component on top may do differently ------------------------------------------------------------------
+
+    def _size_problems(self, numel: int, world_size: int) -> list[str]:
+        problems = []
+        if numel < 1 or numel % world_size:
+            problems.append(f"numel must be a positive multiple of the group size {world_size}, got {numel}")
+        if not self.dtype.is_floating_point:
+            problems.append(f"dtype must be a floating-point dtype, got {self.dtype}")
+        return problems
+
+    def _own_block(self) -> Block | None:
+        """The block that it keeps, with or without memory; None if it is lent one for each gather."""
+        return self.pool.reserve(self.numel, self.compute_dtype)
+
+    def _lease_block(self) -> Block:
+        """A block with memory, for the current stream."""
+        assert self._block is not None, "a storage that does not alias its shard has a block"
+        self.pool.lease(self._block)
+        return self._block
+
+    def _give_back(self, block: Block, after: Any) -> None:
+        """Let the block be overwritten after the event `after`; None: after all work given to the current stream."""
+        self.pool.release(block, after=after)
+
+    def _source(self) -> ShardedStorage:
+        """The storage whose shard the next gather sends."""
+        return self
+
+    def _on_arrival(self) -> None:
+        """Called when the storage has become unsharded."""
+
+    def _forget_payload(self) -> Block | None:
+        """Become sharded. Returns the block to give back, if there is one."""
+        self._go(StorageState.SHARDED)
+        self._gathering = None
+        return self._block
+
+    def _begin_reduction(self) -> None:
+        """Called when the gradients have left for a reduction."""
+
+    def _on_result(self, gradient: Tensor) -> None:
+        """Called with the reduced gradient of this rank's shard, on the stream that made it."""
+
+    # --- inside ------------------------------------------------------------------------------------------------------
+
+    def _go(self, state: StorageState) -> None:
+        assert state in STORAGE_TRANSITIONS[self.state], f"{self.state} to {state} is not in STORAGE_TRANSITIONS"
+        self.state = state
+
+    def check_state(self, states: Container[StorageState], action: str) -> None:
+        """Raise ChunkStateError, naming the action, unless the storage is in one of `states`."""
+        if self.state not in states:
+            wanted = " or ".join(state.name for state in StorageState if state in states)
+            raise ChunkStateError(f"cannot {action}: expected state {wanted}, got {self.state.name}", where=repr(self))
+
+    def _check_partial(self, partial: Tensor | None) -> None:
+        if partial is None:
+            return
+        device = self.pool.device
+        expected = (torch.Size([self.layout.shard_numel]), self.reduce_dtype, device.type, True)
+        if (partial.shape, partial.dtype, partial.device.type, partial.is_contiguous()) != expected:
+            raise TensorRefused(
+                f"partial: expected a contiguous ({self.layout.shard_numel},) of {self.reduce_dtype} on {device}, "
+                f"got {tuple(partial.shape)} of {partial.dtype} on {partial.device}",
+                where=f"reduce of {self!r}",
+            )
+
+    def _keep_shard(self, flat: Tensor) -> None:
+        """Keep this rank's shard of the whole data, with zeros in gaps and padding. `flat` may become the shard."""
+        for begin, end in self.layout.gaps:
+            flat[begin:end].zero_()
+        if self.layout.world_size == 1 and self.shard_device == flat.device and not self._is_block(flat):
+            self._shard = flat
+        else:
+            shard = self.layout.own_slice(flat)
+            self._shard = torch.empty_like(shard, device=self.shard_device, pin_memory=self.pins_memory).copy_(shard)
+        self._go(StorageState.SHARDED)
+
+    def _is_block(self, flat: Tensor) -> bool:
+        return self._block is not None and flat is self._block.payload
+
+    def _flat(self) -> Tensor:
+        """All of the data: the block's memory, or the shard if that serves."""
+        return self._shard if self._block is None else self._block.payload
+
+    def _make_views(self) -> list[Tensor]:
+        """The tensors in their shapes. Made once for each block: a resized block keeps its storage object."""
+        if self._block not in self._views:
+            # `.data` has a version counter of its own: gathering again does not count as modifying what autograd has
+            # saved, nor does writing to one tensor count as modifying its neighbours.
+            self._views[self._block] = [view.data for view in self.layout.views(self._flat())]
+        return self._views[self._block]
+
+    def _start_gathering(self, after: Any) -> Gathering:
+        source = self._source()
+        handle = self._gather(source._shard, after, self.group)
+        if source._shard.device != self.pool.device:
+            source._shard_read = handle.event
+        return handle
+
+    def _gather(self, shard: Tensor, after: Any, group: ProcessGroup) -> Gathering:
+        """Lease a block and begin to gather `shard` into it, on the gather stream, after the event `after`."""
+        streams = self.pool.streams
+        if self.aliases_shard:
+            gathering = Gathering(None, streams, self._arrive)
+        else:
+            # What the host has written is there already.
+            if shard.device == self.pool.device:
+                streams.order(streams.gather, streams.record() if after is None else after)
+            with streams.on(streams.gather):
+                block = self._lease_block()
+                try:
+                    work = start_all_gather(block.payload, shard, self.layout, group)
+                    gathering = Gathering(work, streams, self._arrive)
+                    if work is not None and self._gathers_ahead:
+                        gathering.complete()
+                    else:
+                        gathering.mark()
+                except BaseException:
+                    self._give_back(block, None)
+                    raise
+            self._block = block
+        self._gathering = gathering
+        self._go(StorageState.GATHERING)
+        return gathering
+
+    def _arrive(self, handle: Gathering) -> None:
+        """The data are there, for the current stream."""
+        if handle is self._gathering and self.state is StorageState.GATHERING:
+            self._go(StorageState.UNSHARDED)
+            self._on_arrival()
+
+    def _drop_payload(self) -> None:
+        """Become sharded, and give the block back: after the gather if that is still under way, else after now."""
+        gathering, after = self._gathering, None
+        try:
+            if gathering is not None and self.state is StorageState.GATHERING:
+                after = gathering.complete()
+        finally:
+            block = self._forget_payload()
+            if block is not None:
+                self._give_back(block, after)
+
+    def _reduction_plan(self) -> ReductionPlan:
+        world_size = self.layout.world_size
+        return ReductionPlan(
+            group=self.group,
+            world_size=world_size,
+            replica_group=self.replica_group if self.num_replicas > 1 else None,
+            all_reduce=True,
+            factors=divide_factors(world_size * self.num_replicas, self.reduce_dtype),
+            dtype=self.dtype,
+            device=self.shard_device,
+            pin_memory=self.pins_memory,
+        )
+
+    def _finish_reduction(self) -> None:
+        self._reduction = None
+
+
+def bytes_by_device(tensors: Iterable[Tensor]) -> dict[str, int]:
+    """Bytes of the storages behind `tensors`, by device type. A storage that several tensors share counts once."""
+    storages = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = (tensor.device.type, storage.nbytes())
+    usage: dict[str, int] = {}
+    for device_type, nbytes in storages.values():
+        if nbytes:
+            usage[device_type] = usage.get(device_type, 0) + nbytes
+    return usage
