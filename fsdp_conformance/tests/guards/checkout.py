@@ -21,7 +21,12 @@ PACKAGE = "fsdp_conformance"
 ROOT = Path(fsdp_conformance.__file__).resolve().parent.parent
 
 #: Directory of the checkout to the package that it is installed as.
-PACKAGE_DIRS = {"fsdp_conformance": PACKAGE, "suites": f"{PACKAGE}.suites", "fixtures": f"{PACKAGE}.fixtures"}
+PACKAGE_DIRS = {
+    "fsdp_conformance": PACKAGE,
+    "docs": f"{PACKAGE}.docs",
+    "suites": f"{PACKAGE}.suites",
+    "fixtures": f"{PACKAGE}.fixtures",
+}
 
 #: Mark of every guard module.
 required = pytest.mark.skipif(

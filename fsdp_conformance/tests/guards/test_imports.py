@@ -23,6 +23,7 @@ WORDS = frozenset(
 )  # fmt: skip
 LAYERS: tuple[frozenset[str], ...] = (
     WORDS,
+    frozenset({"docs"}),
     frozenset({"history"}),
     frozenset({"harness"}),
     frozenset({"faults", "checks", "engine", "simulator", "planner"}),
@@ -70,7 +71,7 @@ RESERVED: dict[str, frozenset[str]] = {
 }
 
 #: Parts that do without torch altogether.
-TORCHLESS = WORDS - {"workload"} | {"report", "cli", "__main__", ""}
+TORCHLESS = WORDS - {"workload"} | {"docs", "report", "cli", "__main__", ""}
 
 #: Parts that see torch through its public names only, so that a rename in it cannot change a verdict.
 PUBLIC_TORCH_ONLY = frozenset({"checks", "suites", "fixtures", "history", "testing", "case_checks", *WORDS})

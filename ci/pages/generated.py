@@ -1,0 +1,173 @@
+"""The pages that are written from the contract and from the table of capabilities."""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from itertools import groupby
+
+from fsdp_conformance import contract
+from fsdp_conformance.adapters.torch_like import TorchAdapter
+from fsdp_conformance.capability import CAPABILITIES
+from fsdp_conformance.contract import CHAPTERS, OBSERVATIONS, Requirement
+from fsdp_conformance.contract.profile import Profile, load_profile
+from pages.blocks import ROOT
+
+CORE = "core-2026.11"
+COMPONENTS = "components-2026.11"
+
+_REQUIREMENTS = """\
+<!-- Written by `ci/docs --write`; edit fsdp_conformance/contract/requirements.toml instead. -->
+
+# The requirements
+
+The contract has {number} requirements: {levels}. *MUST* binds every engine. *MUST if declared* binds an engine
+that declares the [capability](capabilities.md); an engine that does not declare it must refuse loudly
+([R000](#r000)). *SHOULD* is measured and reported, and never stands between an engine and a certificate.
+Cases bind {bound} of them so far.
+
+`fsdp-conformance explain R003` prints the same text for one requirement, with what your last run found. The
+data is in `fsdp_conformance/contract/requirements.toml`, and the reasons behind the wording are in
+`fsdp_conformance/contract/choices.md`.
+
+| observed by | meaning |
+|---|---|
+{observations}
+
+| chapter | | requirements | with cases |
+|---|---|--:|--:|
+{chapters}
+"""
+
+_CAPABILITIES = """\
+<!-- Written by `ci/docs --write`; edit fsdp_conformance/capability.py instead. -->
+
+# Capabilities
+
+A capability is a flag by which an adapter says what its engine offers. A case that needs an undeclared flag is
+UNSUPPORTED instead of a failure. Name flags in `capabilities`, remove inherited ones with `declines`, or write the
+optional method in the last column, which declares its flag.
+
+{plain} of the {number} cases of `{core}` need no flag at all. The tables count the cases that name each flag; a
+case may name several, and runs only if all of them are declared. `fsdp-conformance list --not-run` shows what your
+own declarations leave out.
+
+*Asked by* says what happens without the flag. A *plan* or *method* flag: the case does not run, because there is no
+way to ask. A *model* flag: the case runs anyway, since the model itself asks, and the engine must raise or be right.
+
+A count of 0 means that no case names the flag. It may still be asked: `cpu_compute` by every case on the CPU, the
+`init_` flags and `any_accelerator` by every case on an accelerator, and `full_grads` and `full_buffers` wherever
+gradients and buffers are compared.
+"""
+
+_CAPABILITY_TABLE = """
+## {area}
+
+| flag | what it says | asked by | cases | declared by writing |
+|---|---|---|--:|---|
+{rows}
+"""
+
+_NOT_YET = """
+## Not yet
+
+The contract names these flags, but no case needs them yet, so no adapter can declare them:
+
+| flag | what it will say |
+|---|---|
+{rows}
+"""
+
+
+def requirements_page() -> str:
+    """Every requirement, by chapter."""
+    requirements = contract.load().requirements
+    bound = _bound(load_profile(CORE), load_profile(COMPONENTS))
+    levels = Counter(requirement.level.word for requirement in requirements.values())
+    uncovered = _uncovered()
+    page = _REQUIREMENTS.format(
+        number=len(requirements),
+        levels=", ".join(f"{number} {level}" for level, number in levels.items()),
+        bound=sum(name in bound for name in requirements),
+        observations="\n".join(f"| {code} | {meaning} |" for code, meaning in OBSERVATIONS.items()),
+        chapters="\n".join(_chapter_row(letter, requirements, bound) for letter in CHAPTERS),
+    )
+    for letter, members in groupby(requirements.values(), key=lambda requirement: requirement.chapter):
+        page += f'\n<a id="chapter-{letter.lower()}"></a>\n\n## {letter}. {CHAPTERS[letter]}\n'
+        for requirement in members:
+            page += _requirement(requirement, bound.get(requirement.id, ()), uncovered.get(requirement.id, ""))
+    return page
+
+
+def _bound(*profiles: Profile) -> dict[str, list[str]]:
+    """Requirement id to the cases that bind it, counted in words: `312 of core-2026.11`."""
+    found: dict[str, list[str]] = {}
+    for profile in profiles:
+        for name, number in Counter(name for entry in profile.entries for name in entry.requirements).items():
+            found.setdefault(name, []).append(f"{number} of {profile.name}")
+    return found
+
+
+def _chapter_row(letter: str, requirements: Mapping[str, Requirement], bound: Mapping[str, list[str]]) -> str:
+    members = [name for name, requirement in requirements.items() if requirement.chapter == letter]
+    judged = sum(name in bound for name in members)
+    return f"| [{letter}](#chapter-{letter.lower()}) | {CHAPTERS[letter]} | {len(members)} | {judged} |"
+
+
+def _requirement(requirement: Requirement, cases: list[str] | tuple[()], uncovered: str) -> str:
+    facts = [f"**{requirement.level.word}**", f"observed by {', '.join(requirement.observation)}"]
+    if requirement.flags:
+        facts.append("capabilities " + ", ".join(f"`{flag}`" for flag in requirement.flags))
+    facts.append(f"cases: {', '.join(cases) or 'none'}")
+    paragraphs = [
+        f'<a id="{requirement.id.lower()}"></a>',
+        f"### {requirement.id} {requirement.name}",
+        requirement.sentence,
+        " · ".join(facts),
+    ]
+    paragraphs += [f"*If it fails, look at:* {requirement.look_at}"] if requirement.look_at else []
+    paragraphs += [f"*No case yet:* {uncovered}"] if uncovered else []
+    paragraphs += [f"*Source:* {'; '.join(requirement.source)}"] if requirement.source else []
+    return "".join(f"\n{paragraph}\n" for paragraph in paragraphs)
+
+
+def _uncovered() -> dict[str, str]:
+    """Requirement id to the reason why no case binds it."""
+    text = (ROOT / "fsdp_conformance/contract/uncovered.toml").read_text(encoding="utf-8")
+    return {entry["id"]: entry["reason"] for entry in tomllib.loads(text)["uncovered"]}
+
+
+def capabilities_page() -> str:
+    """Every capability flag, by area, with the cases that name it."""
+    core, components = load_profile(CORE), load_profile(COMPONENTS)
+    named = Counter(flag for entry in (*core.entries, *components.entries) for flag in entry.needs)
+    methods = _methods()
+    page = _CAPABILITIES.format(
+        plain=sum(not entry.needs for entry in core.entries), number=len(core.entries), core=core.name
+    )
+    for area in dict.fromkeys(flag.area for flag in CAPABILITIES.values()):
+        rows = [
+            f"| `{flag.name}` | {flag.sentence} | {flag.asked} | {named[flag.name]} | {methods.get(flag.name, '')} |"
+            for flag in CAPABILITIES.values()
+            if flag.area == area
+        ]
+        page += _CAPABILITY_TABLE.format(area=area.capitalize(), rows="\n".join(rows))
+    future = sorted(contract.load().future_flags.items())
+    return page + _NOT_YET.format(rows="\n".join(f"| `{flag}` | {sentence} |" for flag, sentence in future))
+
+
+def _methods() -> dict[str, str]:
+    """Flag to the optional methods that declare it."""
+    found: dict[str, list[str]] = {}
+    for base in reversed(TorchAdapter.__mro__):
+        for method, flag in vars(base).get("optional", {}).items():
+            found.setdefault(flag, []).append(f"`{method}`")
+    return {flag: ", ".join(names) for flag, names in found.items()}
+
+
+#: Every page that is generated as a whole.
+GENERATED: Mapping[str, Callable[[], str]] = {
+    "docs/requirements.md": requirements_page,
+    "docs/capabilities.md": capabilities_page,
+}
