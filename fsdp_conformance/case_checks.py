@@ -109,18 +109,21 @@ class CaseChecks:
         workload: Workload,
         regime: Regime | None = None,
         *,
+        requirement: str | None = None,
         requirements: Mapping[str, str] | None = None,
         none_or_zero: bool = False,
     ) -> None:
         """
         Compare losses, gradients, parameters, buffers and whatever else the regime produces with the references.
 
-        `requirements` replaces the requirement of a kind of comparison ("loss", "gradient", "parameter", "buffer",
-        "norm", "eval", "output"). `none_or_zero` treats a gradient of zeros like a missing one, where the contract
-        leaves the choice.
+        `requirement` replaces the requirements of losses, gradients and parameters, `requirements` those of single
+        kinds of comparison ("loss", "gradient", "parameter", "buffer", "norm", "eval", "output"). `none_or_zero` treats
+        a gradient of zeros like a missing one, where the contract leaves the choice.
         """
         references = self.references(workload, regime)
-        for result in parity(run, references, requirements=dict(requirements or {}), none_or_zero=none_or_zero):
+        replaced = {} if requirement is None else dict.fromkeys(("loss", "gradient", "parameter"), requirement)
+        replaced |= requirements or {}
+        for result in parity(run, references, requirements=replaced, none_or_zero=none_or_zero):
             self.check(result)
 
     def expect(self, holds: bool, requirement: str, message: str, **where: Any) -> None:
@@ -287,7 +290,7 @@ class CaseChecks:
             return
         for name, parameter in workload.build(self.rank).named_parameters():
             got = run.requires_grad.get(name)
-            where = {"fqn": name, "phase": "init", "check": "flags"}
+            where: dict[str, Any] = {"fqn": name, "phase": "init", "check": "flags"}
             self.expect_equal(requirement, "requires_grad", got, parameter.requires_grad, **where)
 
     # Bytes.
