@@ -1,8 +1,8 @@
 """
-The components of the reference engine, each by itself: reducer, reduce-scatter bucketer, chunks in a memory pool,
+The components of the reference engine, each separately: reducer, reduce-scatter bucketer, chunks in a memory pool,
 collectives along a mesh, costs.
 
-Training is that of the data-parallel mode, which uses the first of them.
+It trains in data-parallel mode, which uses the first of them.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ from fsdp_conformance.planner.redistribution_cost import Layout, redistribution_
 
 
 class ReferenceComponents(ReferenceDataParallel):
-    """Hands out the engine's components."""
+    """Provides the engine's components."""
 
     name: ClassVar[str] = "reference-components"
     link: ClassVar[LinkSpec] = LINKS["nvlink"]
+    """The link of every mesh axis, for costs."""
     ranks_timeout_s: ClassVar[float] = 30.0
-    """For simulated ranks, which see by themselves that they wait in vain."""
-    """Of every axis, for costs."""
+    """For simulated ranks, which detect by themselves that they wait in vain."""
 
     def reduce_scatter_bucketer(self, cap_bytes: float) -> Bucketer:
         return ReduceScatterBucketer(cap_bytes / MIB)
@@ -78,7 +78,7 @@ class ReferenceComponents(ReferenceDataParallel):
 
 
 class EngineChunk:
-    """A chunk of the engine, by the protocol."""
+    """A chunk of the engine, behind the protocol."""
 
     def __init__(self, chunk: Chunk, group: ChunkGroup) -> None:
         self.chunk = chunk
@@ -133,12 +133,12 @@ class EngineChunk:
     def statistics(self) -> ShardStatistics:
         found = self.chunk.statistics
         if found is None:
-            raise ChunkStateError("statistics=None, but should be those of a reduction", where=repr(self.chunk))
+            raise ChunkStateError("the chunk has no statistics before its first reduction", where=repr(self.chunk))
         return ShardStatistics(float(found.squared_norm), bool(found.overflow))
 
 
 class EnginePool:
-    """A memory pool of the engine with public blocks, and its chunks, by the protocol."""
+    """A memory pool of the engine with public blocks, and its chunks, behind the protocol."""
 
     def __init__(self, num_blocks: int, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.pool = MemoryPool(device)
@@ -163,7 +163,7 @@ class EnginePool:
 
     def give_back(self, block: PoolBlock) -> None:
         if not isinstance(block, Block):
-            raise PoolError(f"block={block!r}, but should be one of the pool's", where="EnginePool.give_back")
+            raise PoolError(f"block must be one of the pool's, got {block!r}", where="EnginePool.give_back")
         self.pool.release(block)
 
     def schedule(self, uses: Sequence[ChunkStorage] | None) -> None:
@@ -183,14 +183,14 @@ class EnginePool:
 
 
 def engine_chunk(chunk: ChunkStorage) -> Chunk:
-    """The engine's chunk inside. Raises PoolError for another engine's."""
+    """The wrapped engine chunk. Raises PoolError for another engine's chunk."""
     if not isinstance(chunk, EngineChunk):
-        raise PoolError(f"chunk={chunk!r}, but should be one of the pool's", where="EnginePool")
+        raise PoolError(f"chunk must be one of the pool's, got {chunk!r}", where="EnginePool")
     return chunk.chunk
 
 
 class EngineMesh:
-    """The engine's collectives along a mesh, by the protocol."""
+    """The engine's collectives along a mesh, behind the protocol."""
 
     def shards(self, tensor: Tensor, num_shards: int, dim: int) -> Sequence[Tensor]:
         return split_shards(tensor, num_shards, dim)

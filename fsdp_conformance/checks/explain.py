@@ -288,8 +288,8 @@ def _exchanged_shards(evidence: Evidence, got: Tensor, expected: Tensor) -> str 
         sources = [other for other, shard in enumerate(shards) if magnitude(rows) and _same(rows, shard[: len(rows)])]
         if not sources:
             return None
-        taken.append(f"rank {rank}'s holds rank {sources[0]}'s")
-    return f"shards exchanged between ranks: {', '.join(taken)} ({len(shards[0])} rows each)" if taken else None
+        taken.append(f"rank {rank} has rank {sources[0]}'s")
+    return f"shards in the wrong place: {', '.join(taken)} ({len(shards[0])} rows each)" if taken else None
 
 
 def _shifted(evidence: Evidence, got: Tensor, expected: Tensor) -> str | None:

@@ -99,8 +99,10 @@ def expect_bytes(
     got = nbytes(records)
     if most is None:
         expected = f"at least {int(least)} B"
+    elif least:
+        expected = f"{int(least)} B" if int(least) == int(most) else f"{int(least)} to {int(most)} B"
     else:
-        expected = f"{int(least)} to {int(most)} B" if least else f"at most {int(most)} B"
+        expected = f"at most {int(most)} B"
     holds = least <= got and (most is None or got <= most)
     _compare(tally, holds, what, records, expected=expected, got=f"{got} B", **where)
 
