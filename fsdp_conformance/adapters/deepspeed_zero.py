@@ -34,20 +34,10 @@ class DeepSpeedZeRO(Adapter):
     leave models of a test's size unsharded.
     """
 
-    capabilities: ClassVar[frozenset[str]] = frozenset(
-        {
-            "cpu_compute",
-            "init_before",
-            "init_never",
-            "clip_grad_norm",
-            "orig_params",
-            "shared_params",
-            "shared_across_units",
-            "shared_module",
-            "frozen_mixed",
-            "zero_size_shard",
-        }
-    )
+    capabilities: ClassVar[frozenset[str]] = frozenset({
+        "cpu_compute", "init_before", "init_never", "clip_grad_norm", "orig_params", "shared_params",
+        "shared_across_units", "shared_module", "frozen_mixed", "zero_size_shard",
+    })  # fmt: skip
     environment: ClassVar[Mapping[str, str]] = {
         # DeepSpeed chooses its accelerator at import, depending on the machine.
         "DS_ACCELERATOR": "cpu",

@@ -24,26 +24,11 @@ class TorchDDP(TorchAdapter):
     """DistributedDataParallel, configured to find unused parameters and not to broadcast buffers in forward."""
 
     name: ClassVar[str] = "torch-ddp"
-    capabilities: ClassVar[frozenset[str]] = frozenset(
-        {
-            "no_shard",
-            "any_accelerator",
-            "move_inputs",
-            "device_id",
-            "sync_module_states",
-            "structure_check",
-            "copyable",
-            "shared_params",
-            "shared_across_units",
-            "shared_module",
-            "frozen_mixed",
-            "frozen_dynamic",
-            "unused_divergent",
-            "unused_untouched",
-            "scalar_params",
-            "noncontiguous_params",
-        }
-    )
+    capabilities: ClassVar[frozenset[str]] = frozenset({
+        "no_shard", "any_accelerator", "move_inputs", "device_id", "sync_module_states", "structure_check", "copyable",
+        "shared_params", "shared_across_units", "shared_module", "frozen_mixed", "frozen_dynamic", "unused_divergent",
+        "unused_untouched", "scalar_params", "noncontiguous_params",
+    })  # fmt: skip
 
     @classmethod
     def version(cls) -> str:

@@ -69,42 +69,13 @@ class TorchFSDP1(TorchAdapter):
 
     name: ClassVar[str] = "torch-fsdp1"
     preload: ClassVar[tuple[str, ...]] = ("torch.distributed.fsdp",)
-    capabilities: ClassVar[frozenset[str]] = frozenset(
-        {
-            "zero3",
-            "zero2",
-            "no_shard",
-            "hsdp",
-            "reshard_after_forward",
-            "subgroups",
-            "ignored_modules",
-            "auto_wrap",
-            "any_accelerator",
-            "move_inputs",
-            "init_after",
-            "init_never",
-            "device_id",
-            "sync_module_states",
-            "cpu_offload_params",
-            "mixed_precision",
-            "mp_per_unit",
-            "mp_reduce",
-            "mp_buffers",
-            "mp_eval_full",
-            "prefetch_backward",
-            "prefetch_forward",
-            "shared_params",
-            "shared_module",
-            "frozen_mixed",
-            "frozen_dynamic",
-            "zero_size_shard",
-            "noncontiguous_params",
-            "coll_counts",
-            "coll_volume",
-            "mem_bounds",
-            "rate_limit",
-        }
-    )
+    capabilities: ClassVar[frozenset[str]] = frozenset({
+        "zero3", "zero2", "no_shard", "hsdp", "reshard_after_forward", "subgroups", "ignored_modules", "auto_wrap",
+        "any_accelerator", "move_inputs", "init_after", "init_never", "device_id", "sync_module_states",
+        "cpu_offload_params", "mixed_precision", "mp_per_unit", "mp_reduce", "mp_buffers", "mp_eval_full",
+        "prefetch_backward", "prefetch_forward", "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic",
+        "zero_size_shard", "noncontiguous_params", "coll_counts", "coll_volume", "mem_bounds", "rate_limit",
+    })  # fmt: skip
     #: The unit that computes, and the one that is prefetched in backward.
     max_unsharded: ClassVar[int] = 2
     #: In torch, broadcast at init and pinned offload require an accelerator, whatever `device_id` is.

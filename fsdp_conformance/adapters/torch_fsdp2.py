@@ -32,41 +32,13 @@ class TorchFSDP2(TorchAdapter):
 
     name: ClassVar[str] = "torch-fsdp2"
     preload: ClassVar[tuple[str, ...]] = ("torch.distributed.fsdp", "torch.distributed.tensor")
-    capabilities: ClassVar[frozenset[str]] = frozenset(
-        {
-            "zero3",
-            "zero2",
-            "hsdp",
-            "reshard_after_forward",
-            "reshard_int",
-            "subgroups",
-            "ignored_modules",
-            "shard_dim",
-            "multi_module_unit",
-            "any_accelerator",
-            "move_inputs",
-            "init_after",
-            "init_never",
-            "mixed_precision",
-            "mp_per_unit",
-            "mp_reduce",
-            "cast_after_init",
-            "cpu_offload_params",
-            "prefetch_explicit",
-            "prefetch_forward",
-            "shared_params",
-            "shared_module",
-            "frozen_mixed",
-            "frozen_dynamic",
-            "unused_untouched",
-            "zero_size_shard",
-            "coll_counts",
-            "coll_volume",
-            "ws1_fast",
-            "mem_bounds",
-            "rate_limit",
-        }
-    )
+    capabilities: ClassVar[frozenset[str]] = frozenset({
+        "zero3", "zero2", "hsdp", "reshard_after_forward", "reshard_int", "subgroups", "ignored_modules", "shard_dim",
+        "multi_module_unit", "any_accelerator", "move_inputs", "init_after", "init_never", "mixed_precision",
+        "mp_per_unit", "mp_reduce", "cast_after_init", "cpu_offload_params", "prefetch_explicit", "prefetch_forward",
+        "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic", "unused_untouched", "zero_size_shard",
+        "coll_counts", "coll_volume", "ws1_fast", "mem_bounds", "rate_limit",
+    })  # fmt: skip
     max_unsharded: ClassVar[int] = 1
 
     @classmethod

@@ -246,7 +246,7 @@ class Loop(RankTestCase):
 
     def test_regimes_that_cannot_be_followed(self) -> None:
         """An optimizer that the workload does not have, and another norm than the adapter's."""
-        with self.assertRaisesRegex(ConfigError, "optimizer='lion', but should be one of adam, adamw, sgd"):
+        with self.assertRaisesRegex(ConfigError, "optimizer must be one of adam, adamw, sgd, got 'lion'"):
             self.run_training("torch-fsdp2", regime=Regime(optimizer="lion"))
         with self.assertRaisesRegex(Unsupported, "clip_norm_type"):
             self.run_training("torch-fsdp2", regime=Regime(max_norm=1.0, norm_type=1.0))

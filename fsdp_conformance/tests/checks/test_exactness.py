@@ -84,7 +84,7 @@ def test_too_many_steps_are_refused() -> None:
 
     with pytest.raises(NotExact, match="is not exact"):
         assert_exact(workload, Regime(steps=8), 2)
-    with pytest.raises(NotExact, match="in float32 differs from float64"):
+    with pytest.raises(NotExact, match="in float32: expected bitwise equality with float64"):
         assert_exact(replace(workload, exact_steps=8), Regime(steps=8), 2)
 
 
