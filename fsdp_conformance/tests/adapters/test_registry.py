@@ -84,12 +84,12 @@ def test_a_file_finds_its_neighbours(tmp_path: Path) -> None:
         ),
         (
             "fsdp_conformance.adapters.torch_fsdp2:TorchFSDP3",
-            "'TorchFSDP3' is not in .*torch_fsdp2.py.*Did you mean 'Torch",
+            "torch_fsdp2.py has no class 'TorchFSDP3'.*Did you mean 'Torch",
         ),
         ("fsdp_conformance.adapters.torch_fsdp1", "defines 4 adapters; choose one: .*:TorchFSDP1NoShard"),
         ("fsdp_conformance.errors", "errors.py defines no adapter, that is no class derived from"),
         ("nowhere/my_adapter.py:Mine", "the adapter's file 'nowhere/my_adapter.py' does not exist"),
-        ("nowhere/my_adapter", "a file's name should end in .py"),
+        ("nowhere/my_adapter", "file name must end in .py"),
     ],
 )
 def test_what_is_not_found(spec: str, message: str) -> None:

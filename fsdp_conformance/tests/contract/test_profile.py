@@ -91,8 +91,8 @@ def test_unknown_ids_and_requirements_are_refused_together() -> None:
         made({"requirements": ("R999",)}, only=["R999/probe-ws2", "R001/other-ws2"])
 
     assert raised.value.problems == (
-        "case='R001/other-ws2', but no suite has a case of that id",
-        "R999/probe-ws2: requirement='R999', but should be one of the contract's",
+        "no suite has a case with id 'R001/other-ws2'",
+        "R999/probe-ws2: requirement must be one of the contract's, got 'R999'",
     )
 
 
@@ -163,7 +163,7 @@ def test_a_profile_that_was_edited_is_refused() -> None:
     data = made({}, {"world_size": 3}).to_json()
     data["cases"].pop()
 
-    with pytest.raises(UsageError, match=r"sha256=\w{12} of the content, but should be \w{12} \[here\]"):
+    with pytest.raises(UsageError, match=r"sha256 of the content: expected \w{12}, got \w{12} \[here\]"):
         profile_from_json(json.dumps(data), where="here")
 
 
@@ -177,7 +177,7 @@ def test_what_is_no_profile_is_refused(text: str) -> None:
 def test_an_unknown_profile_suggests_a_near_one() -> None:
     """And lists those that are shipped."""
     with pytest.raises(
-        UsageError, match=r"profile='core-2026\.12', but should be one of .*Did you mean 'core-2026\.11'"
+        UsageError, match=r"profile must be one of .*, got 'core-2026\.12'.*Did you mean 'core-2026\.11'"
     ):
         load_profile("core-2026.12")
 
@@ -211,9 +211,9 @@ def test_what_chooses_nothing_is_refused() -> None:
         made({}).selected(["R001/prob-ws2"], [7])
 
     mistyped, absent = raised.value.problems
-    assert mistyped.startswith("case='R001/prob-ws2', but should be the id of a case or of a requirement")
+    assert mistyped.startswith("case must be the id of a case or of a requirement with cases, got 'R001/prob-ws2'")
     assert mistyped.endswith("Did you mean R001/probe-ws2?")
-    assert absent == "world_size=7, but should be one of 2"
+    assert absent == "world_size must be one of 2, got 7"
 
 
 # Comparing.
