@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 #: Class in wrong_adapters to the check that finds it and what it says.
 FINDINGS = {
-    "PrefixedNames": ("ADAPTER-03", r"full_params\(\) must have .* lacks 'body.0.bias', .* has 'module.*wrapper's prefix"),
+    "PrefixedNames": ("ADAPTER-03", r"full_params\(\) .* lacks 'body.0.bias', .* has 'module.*wrapper's prefix"),
     "MissingName": ("ADAPTER-03", r"full_params\(\) must have the names .* before wrapping, but lacks 'head.bias'"),
     "ShardsForFull": ("ADAPTER-03", r"must have the full shape \(7, 5\), got \(4, 5\); these are rows 0 to 3"),
     "FlatForFull": ("ADAPTER-03", r"must have the full shape .* got \(6,\); these are elements 0 to 5 of the flat"),

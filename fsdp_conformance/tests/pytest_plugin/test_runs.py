@@ -222,12 +222,12 @@ def test_a_whole_run_that_earns_no_certificate_is_not_a_success(suite: MiniSuite
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--conformance-case", "R999"), "case='R999', but should be the id of a case"),
-        (("--conformance-world-size", "7"), "world_size=7, but should be one of 1, 2, 4"),
+        (("--conformance-case", "R999"), "case must be the id of a case or of a requirement with cases, got 'R999'"),
+        (("--conformance-world-size", "7"), "world_size must be one of 1, 2, 4, got 7"),
         (("--conformance-world-size", "two"), "world_size='two', but should be a number of ranks"),
         (("--conformance-deadline-scale", "-1"), "deadline_scale='-1', but should be a positive number"),
         (("--conformance-device", "cuda:0"), "device='cuda:0', but should be a type such as cpu, sim or cuda"),
-        (("--conformance-profile", "none"), "profile='none', but should be one of"),
+        (("--conformance-profile", "none"), "smoke or the path of a .json file, got 'none'"),
         (("--implementation", "missing"), "implementation='missing' cannot be imported"),
         (("--implementation", "broken"), "broken has no wrap()\nbroken has no step()"),
     ],
