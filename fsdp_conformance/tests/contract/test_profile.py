@@ -230,7 +230,11 @@ def test_equal_profiles_do_not_differ() -> None:
         (made({}), made({}, {"world_size": 3}), "R001/probe-ws3 is not in the profile"),
         (made({}, {"world_size": 3}), made({}), "R001/probe-ws3 is in no suite"),
         (made({}), made({"needs": ("zero3",)}), "R001/probe-ws2: needs: () in the profile, ('zero3',) in the suites"),
-        (made({}), made({"title": "New."}), "R001/probe-ws2: title: \"Losses equal DDP's.\" in the profile, 'New.' in the suites"),
+        (
+            made({}),
+            made({"title": "New."}),
+            "R001/probe-ws2: title: \"Losses equal DDP's.\" in the profile, 'New.' in the suites",
+        ),
         (made({}, certifies=False), made({}), "certifies: False in the profile, True from the suites"),
     ],
 )
