@@ -26,7 +26,7 @@ class Finding:
     check: str
     """Which oracle spoke, e.g. "gradient parity"."""
     message: str
-    """What was seen, as `what=value, but should be expected`."""
+    """What was seen, as `WHAT: expected X, got Y; DETAILS`."""
     step: int | None = None
     phase: str | None = None
     """init, forward, backward, reduce, step, reshard, eval or checkpoint."""

@@ -23,7 +23,7 @@ adapter.
     test_w_reentry         multiple forwards and re-entrancy
     test_x_structures      inputs and outputs
 
-Components, each with a profile of its own:
+Components, which have a separate profile:
 
     test_aa_buckets        reducer: which gradients share a bucket
     test_aa_reducer        reducer: reduction, unused parameters, layout, hooks, join

@@ -257,8 +257,8 @@ def _only_adapter(module: ModuleType, spec: str) -> type[Adapter]:
         return found[0]
     if not found:
         raise AdapterNotFound(
-            f"{_place(module)} defines no adapter, that is no class derived from "
-            f"fsdp_conformance.adapters.base.Adapter that implements its abstract methods [implementation {spec!r}]"
+            f"{_place(module)} defines no adapter: none of its classes derives from "
+            f"fsdp_conformance.adapters.base.Adapter and implements its abstract methods [implementation {spec!r}]"
         )
     choices = ", ".join(f"{spec}:{cls.__name__}" for cls in found)
     raise AdapterNotFound(f"{_place(module)} defines {len(found)} adapters; choose one: {choices}")

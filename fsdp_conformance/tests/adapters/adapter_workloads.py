@@ -2,7 +2,7 @@
 Small workloads for tests of adapters and mutants, and a reference that is nothing but a loop.
 
 `plain` has what every model has: linear layers of odd sizes, a LayerNorm, a bias of every length. `rich` has the traps:
-a tied weight, a frozen layer, a unit called twice, a parameter that nobody uses, and buffers that forward writes. Data
+a tied weight, a frozen layer, a unit called twice, an unused parameter, and buffers that forward writes. Data
 depends on rank, step and micro-batch.
 """
 

@@ -21,7 +21,7 @@ from fsdp_conformance.workload import Regime
 STAGES = ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3")
 
 installed = importlib.util.find_spec("deepspeed") is not None
-needs_deepspeed = pytest.mark.skipif(not installed, reason="deepspeed is an extra with an environment of its own")
+needs_deepspeed = pytest.mark.skipif(not installed, reason="deepspeed is an extra with a separate environment")
 
 
 def test_the_stages_declare_their_degree_alone() -> None:

@@ -87,7 +87,7 @@ def test_a_file_finds_its_neighbours(tmp_path: Path) -> None:
             "torch_fsdp2.py has no class 'TorchFSDP3'.*Did you mean 'Torch",
         ),
         ("fsdp_conformance.adapters.torch_fsdp1", "defines 4 adapters; choose one: .*:TorchFSDP1NoShard"),
-        ("fsdp_conformance.errors", "errors.py defines no adapter, that is no class derived from"),
+        ("fsdp_conformance.errors", "errors.py defines no adapter: none of its classes derives from"),
         ("nowhere/my_adapter.py:Mine", "the adapter's file 'nowhere/my_adapter.py' does not exist"),
         ("nowhere/my_adapter", "file name must end in .py"),
     ],
@@ -128,7 +128,7 @@ def test_a_file_that_raises_is_quoted_with_its_line(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_no_adapter(spec: str, message: str) -> None:
-    """Something is there and it is no adapter: that is the adapter's fault, not the name's."""
+    """Something that exists but is not an adapter is the adapter's fault, not the name's."""
     with pytest.raises(AdapterError, match=message):
         registry.load(spec)
 

@@ -90,7 +90,7 @@ class DiaryFault(Fault):
 
 
 class NoGradients(TorchFSDP2):
-    """Gradients cannot be read, and there is no module to show."""
+    """Gradients cannot be read, and no module is exposed."""
 
     declines: ClassVar[frozenset[str]] = frozenset({"full_grads", "full_buffers"})
 
@@ -211,7 +211,7 @@ class Loop(RankTestCase):
         self.assertGreater(history.seconds, 0)
 
     def test_what_an_adapter_cannot_show(self) -> None:
-        """No gradients, no buffers, no flags: the history says so and the rest is there."""
+        """No gradients, no buffers, no flags: the history leaves them out and has the rest."""
         history = self.assert_trains(NoGradients, RICH)
         self.assertIsNone(history.steps[0].grads)
         self.assertEqual(({}, {}), (history.steps[0].buffers, history.requires_grad))

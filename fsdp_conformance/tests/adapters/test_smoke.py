@@ -81,7 +81,7 @@ def test_a_wrong_adapter_is_found(name: str) -> None:
 
 
 def test_what_depends_on_a_problem_is_not_run() -> None:
-    """Without a setup nothing else can be told, and the results say so."""
+    """Without a setup no further check can run, and the results state it."""
     results = results_of("RaisesInSetup")
 
     assert [check for check in CHECKS if results[check].not_run] == [
@@ -108,7 +108,7 @@ def test_a_rank_that_dies() -> None:
 
 
 def test_an_adapter_that_cannot_be_loaded() -> None:
-    """That is no result but an error of the user's words."""
+    """This raises an error about the given name instead of returning results."""
     with pytest.raises(AdapterNotFound, match="has no class 'NoSuchAdapter'"):
         smoke(f"{wrong_adapters.__name__}:NoSuchAdapter")
 

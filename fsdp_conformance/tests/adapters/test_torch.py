@@ -226,7 +226,7 @@ class Placement(RankTestCase):
             self.run_training("torch-fsdp2", on_setup=lambda adapter: adapter.wrap_again())
 
     def test_model_without_parameters(self) -> None:
-        """There is nothing to optimise, and that is no error."""
+        """Nothing to optimise is not an error."""
         adapter = TorchFSDP2()
         adapter.setup(nn.Identity, self.fail, Plan())
         adapter.step()

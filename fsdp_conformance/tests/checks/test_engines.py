@@ -64,7 +64,7 @@ class TwoRanks(EngineTestCase):
     """FSDP1 and FSDP2 issue what the contract says."""
 
     def test_fsdp2(self) -> None:
-        """No check speaks up on FSDP2."""
+        """No check reports anything on FSDP2."""
         self._all_checks("torch-fsdp2")
 
     def test_fsdp1(self) -> None:
@@ -92,7 +92,7 @@ class TwoRanks(EngineTestCase):
         self.assertEqual([], self.witness(run, plan))
 
     def test_special_workloads(self) -> None:
-        """Deferred reduction, frozen units and an expert of its own group are silent; ignoring the deferral is not."""
+        """Deferred reduction, frozen units and an expert on its own group pass; ignoring the deferral does not."""
         accumulation, mixture, partly = probes.exact_accumulation(), experts.mixture_of_experts(), frozen.frozen_units()
         for spec in ("torch-fsdp2", "torch-fsdp1"):
             regime = Regime(micro_batches=2, reduced=(False, True))

@@ -63,7 +63,7 @@ def test_replicas_that_are_never_reduced_are_reported() -> None:
 
 
 def test_without_sub_groups_only_the_world() -> None:
-    """A sub-group that nobody asked for is reported."""
+    """A sub-group that was not requested is reported."""
     part = [replace(r, group=(0, 1)) for r in full_sharding(STAIRCASE, PLAN, group=(0, 1, 2, 3))]
 
     assert grouped(full_sharding(STAIRCASE, PLAN), PLAN).findings == []

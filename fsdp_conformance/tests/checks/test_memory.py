@@ -1,4 +1,4 @@
-"""The byte oracles: a right engine's figures pass, and each thing that may be held too long is told by its bytes."""
+"""The byte oracles: a correct engine's figures pass, and whatever is held too long shows in the bytes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parity speaks where a history differs, names the first divergence, and is silent on correct histories."""
+"""Parity reports the first divergence of a history that differs, and nothing for correct histories."""
 
 from __future__ import annotations
 
@@ -251,7 +251,7 @@ def test_norms_and_clipped_gradients() -> None:
 
 
 def test_outputs_are_compared_with_their_structure() -> None:
-    """A dataclass that became a dict, a tuple that became a list, and a wrong value are told by their path."""
+    """A dataclass that became a dict, a tuple that became a list, and a wrong value are reported with their path."""
     references = references_of(structures.structured(), Regime(keep_outputs=True))
     history = damaged(implementation_run(references))
     assert _findings(history, references) == []
@@ -279,7 +279,7 @@ def test_eval_outputs_are_compared() -> None:
 
 
 def test_what_is_not_exposed_is_noted() -> None:
-    """An implementation without gradients and buffers is compared by the rest, and the report says so."""
+    """An implementation without gradients and buffers is compared by the rest, with a note in the report."""
     references = references_of(transformer())
     history = damaged(implementation_run(references))
     for record in history.steps:
@@ -293,7 +293,7 @@ def test_what_is_not_exposed_is_noted() -> None:
 
 
 def test_comparing_nothing_is_an_error() -> None:
-    """Gradient parity of a history without gradients is no pass."""
+    """Gradient parity of a history without gradients does not pass."""
     references = references_of(probes.exact_long())
     history = damaged(implementation_run(references))
     for record in history.steps:
@@ -332,7 +332,7 @@ def test_a_bound_that_could_hide_a_fault_is_inconclusive() -> None:
 
 
 def test_requirements_can_be_replaced() -> None:
-    """A case names the requirement that a kind of comparison speaks for."""
+    """A case can replace the requirement of a kind of comparison."""
     references = references_of(probes.exact_long())
     history = damaged(implementation_run(references))
     _one_element(history)
@@ -421,7 +421,7 @@ likely: rank 2 missing: equals the sum over ranks 0, 1, 3, divided by 4""",
         )
 
     def test_the_last_row(self) -> None:
-        """A padded row that was dropped is told by its rows."""
+        """A dropped padded row is recognised by its rows."""
         references = references_of(probes.exact_mlp())
         history = damaged(implementation_run(references))
         gradient(history, 0, "0.weight")[12] = 0

@@ -180,7 +180,7 @@ def test_one_rank_has_nothing_to_show() -> None:
 
 
 def test_a_stateless_optimizer_shows_nothing() -> None:
-    """Plain SGD without momentum has no state; traffic still speaks, and so does a note."""
+    """Plain SGD without momentum has no state; traffic is still judged, and a note is added."""
     held = run(600, 600, 0)
     held.full_bytes["optim"] = 0
     result = witness(held)

@@ -1,4 +1,4 @@
-"""A check's result adds to a rank's report, and an empty comparison is no pass."""
+"""A check's result adds to a rank's report, and an empty comparison does not pass."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_nothing_compared_is_an_error() -> None:
 
 
 def test_a_finding_or_a_reason_is_enough() -> None:
-    """Without a comparison a finding speaks for itself, and so does a reason not to judge."""
+    """A finding, or a reason not to judge, is accepted without a comparison."""
     report = RankReport(rank=0)
     result(findings=[FINDING]).into(report)
     result(inconclusive="the references differ by 1").into(report)

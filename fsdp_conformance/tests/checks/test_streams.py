@@ -1,4 +1,4 @@
-"""Races become findings, each for its requirement; a run in which nothing was looked at is no clean run."""
+"""Races become findings for their requirements; a run in which nothing was checked is not clean."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_the_rounding_of_a_parameter_is_no_noise() -> None:
     """
     Two steps of 1e-3 on parameters of size 4: half an ulp per step is taken off the noise, and a whole one granted.
 
-    An ulp of 4 is 4 eps, so 8 eps on a scale of 1e-3 are 9.5e-4 of it: too wide to tell, and the bound says so.
+    An ulp of 4 is 4 eps, so 8 eps on a scale of 1e-3 are 9.5e-4 of it: too wide to judge, and the bound is marked as inconclusive.
     """
     eps = 2.0**-23
     quiet = calibrate(_EXPECTED, [_off(4 * eps, 0, 0, 0)], base=_EXPECTED - 1e-3, roundings=2, scale=1e-3, floor=1e-6)

@@ -44,7 +44,7 @@ def test_a_shared_parameter_counts_once() -> None:
 
 
 def test_local_units_are_apart() -> None:
-    """An expert is no unit of the data-parallel group."""
+    """An expert does not belong to the data-parallel group's units."""
     units = owning_units(experts.mixture_of_experts())
 
     assert {unit.fqn for unit in units.shared} == {"module.1", ""}

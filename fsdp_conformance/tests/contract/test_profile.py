@@ -79,7 +79,7 @@ def test_entries_are_in_the_order_of_ids() -> None:
 
 
 def test_a_selection_has_only_what_was_named() -> None:
-    """And says that it certifies nobody."""
+    """The profile states that it cannot certify."""
     profile = made({}, {"world_size": 3}, only=["R001/probe-ws3"], certifies=False)
 
     assert ([entry.id for entry in profile.entries], profile.certifies) == (["R001/probe-ws3"], False)
@@ -247,7 +247,7 @@ def test_each_difference_is_said(ours: Profile, theirs: Profile, words: str) -> 
 
 
 def test_a_profile_is_written_and_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """0 as long as the suites say the same, 1 with the difference when they do not."""
+    """0 if the profile matches the suites, 1 with the differences if not."""
     suite = mini_suite.write(tmp_path)
     written = tmp_path / "written.json"
     where = ["--suites", mini_suite.PACKAGE, "--output", str(written)]

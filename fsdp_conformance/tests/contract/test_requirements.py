@@ -1,4 +1,4 @@
-"""The contract as data: it loads, its lint is silent on it and speaks on what is wrong."""
+"""The contract as data: it loads, and its lint reports nothing but what is wrong."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_it_shards_cannot_be_declined() -> None:
 
 
 def test_every_requirement_says_where_to_look() -> None:
-    """A failure without a next step helps nobody."""
+    """Every requirement suggests a next step."""
     assert [item.id for item in contract.load().requirements.values() if not item.look_at] == []
 
 
@@ -99,7 +99,7 @@ def test_sentences_say_no_requirement_twice() -> None:
 
 
 def test_sources_are_public() -> None:
-    """No path of anybody's machine, no document that nobody has."""
+    """No paths of a machine, and no documents that are not public."""
     sources = [source for item in contract.load().requirements.values() for source in item.source]
 
     assert [source for source in sources if re.search(r"(^|\s)/|\.md\b|contract", source)] == []
