@@ -104,7 +104,7 @@ rank 1 counted twice: its gradient divided by 3 is added once more""",
         )
 
     def test_ranks_with_proportional_gradients(self) -> None:
-        """If a missing rank is also a factor, the rank is named instead of the factor; other factors are only reported."""
+        """If a missing rank is also a factor, the rank is named instead; other factors are only reported."""
         right = gradient(4, turned=False)
         seen = (right.expected * 13 / 15, right.expected * 17 / 15, right.expected * 0.9)
 
