@@ -1,10 +1,10 @@
 """
-What an implementation may decline: the flags, one sentence each, and who asks for them.
+The optional capabilities: one sentence for each flag, and how cases ask for them.
 
-A flag is asked for in one of three ways. By the *plan* or through a *method*: an adapter that does not declare it has
-no way to be asked, so the case is UNSUPPORTED without running. By the *model* (a frozen parameter inside a unit,
-say): then the case runs all the same. If the implementation raises, that is a refusal; if it trains to wrong numbers,
-it fails R000; if it trains rightly, it is under-declared, and the report says so.
+A case asks for a flag in one of three ways. Through the *plan* or a *method*: an adapter that does not declare the flag
+cannot be asked, so the case is UNSUPPORTED without running. Through the *model* (say, a frozen parameter inside a
+unit): then the case runs anyway. If the implementation raises, that counts as a refusal; if it trains to wrong numbers,
+it fails R000; if it trains correctly, it is under-declared, and the report mentions it.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ _ALL = [
             "zero1": "Optimizer state is sharded, parameters and gradients are not.",
             "zero2": "Gradients and optimizer state are sharded; parameters stay gathered from forward to backward.",
             "zero3": "Parameters, gradients and optimizer state are sharded; parameters are resharded after forward.",
-            "no_shard": "Replicated training through the same interface.",
+            "no_shard": "Replicated training is available through the same interface.",
             "reshard_after_forward": "The caller chooses whether a unit is resharded after its forward.",
             "reshard_int": "Parameters can be resharded to a smaller group after forward.",
-            "hsdp": "Sharded inside a group, replicated over groups.",
-            "subgroups": "A unit can live on a process group of its own.",
-            "ignored_modules": "Submodules can be left out of sharding.",
-            "shard_dim": "Parameters can be sharded along another dimension than the first.",
-            "multi_module_unit": "Several modules can be one unit.",
-            "auto_wrap": "Units can be chosen by a policy.",
-            "persist_small": "Small parameters can be kept full.",
+            "hsdp": "Parameters are sharded within groups and replicated across groups.",
+            "subgroups": "A unit can have its own process group.",
+            "ignored_modules": "Submodules can be excluded from sharding.",
+            "shard_dim": "Parameters can be sharded along a dimension other than the first.",
+            "multi_module_unit": "Several modules can form one unit.",
+            "auto_wrap": "A policy can choose the units.",
+            "persist_small": "Small parameters can stay unsharded.",
         },
     ),
     *_flags(
         "init",
         Asked.PLAN,
         {
-            "init_before": "The model may be on the compute device before it is wrapped.",
-            "init_after": "The model may be moved to the compute device after it was wrapped.",
-            "init_never": "The caller need not move the model at all.",
-            "device_id": "An explicit compute device can be named.",
-            "cpu_compute": "The CPU is a legal compute device.",
-            "any_accelerator": "Any accelerator that torch knows is a compute device, not only CUDA.",
+            "init_before": "The model may be on the compute device before wrapping.",
+            "init_after": "The model may be moved to the compute device after wrapping.",
+            "init_never": "The caller does not need to move the model.",
+            "device_id": "The caller can name the compute device.",
+            "cpu_compute": "The CPU is a valid compute device.",
+            "any_accelerator": "Any accelerator known to torch is a valid compute device, not only CUDA.",
             "sync_module_states": "Parameters and buffers can be broadcast from the group's first rank at init.",
         },
     ),
@@ -72,10 +72,10 @@ _ALL = [
         "init",
         Asked.METHOD,
         {
-            "cast_after_init": "The module may be cast to another dtype after it was wrapped.",
+            "cast_after_init": "The module may be cast to another dtype after wrapping.",
             "meta_init": "The model may be built on the meta device and materialised after wrapping.",
             "pg_sanity": "A group that contradicts the launcher's world size is reported.",
-            "structure_check": "A model structure that differs between ranks is reported at init.",
+            "structure_check": "A model that differs in structure between ranks is reported at init.",
         },
     ),
     *_flags(
@@ -86,11 +86,11 @@ _ALL = [
             "full_buffers": "Buffers can be read.",
             "full_optim_state": "Full optimizer state can be read.",
             "orig_params": "Parameters keep their names and objects for per-parameter hyper-parameters.",
-            "sharded_state": "Whether a unit holds full parameters can be asked.",
+            "sharded_state": "The adapter can tell whether a unit holds full parameters.",
             "write_params": "Parameters can be changed in place after wrapping and before the first forward.",
-            "manual_unshard": "A unit can be unsharded and resharded by hand.",
+            "manual_unshard": "A unit can be unsharded and resharded explicitly.",
             "async_unshard": "A unit can be unsharded asynchronously.",
-            "wrap_again": "A wrapped module can be handed to the wrap once more, so that its refusal can be seen.",
+            "wrap_again": "A wrapped module can be passed to the wrapper again, so that its refusal can be observed.",
         },
     ),
     *_flags(
@@ -99,14 +99,14 @@ _ALL = [
         {
             "shared_params": "One parameter may be used by two modules of one unit.",
             "shared_across_units": "One parameter may be used by modules of two units.",
-            "shared_module": "One module object may stand at two places of the model.",
+            "shared_module": "One module object may appear in two places of the model.",
             "frozen_mixed": "Frozen and trainable parameters may share a unit.",
-            "frozen_dynamic": "Parameters may be frozen and un-frozen between iterations.",
+            "frozen_dynamic": "Parameters may be frozen and unfrozen between iterations.",
             "unused_divergent": "Ranks may use different parameters in one step.",
             "scalar_params": "0-dim parameters are accepted.",
             "noncontiguous_params": "Non-contiguous parameters are accepted.",
-            "exec_order_divergent": "Units may run in another order on another rank.",
-            "nonroot_forward": "An inner unit may run forward before the root ever did.",
+            "exec_order_divergent": "Ranks may run units in different orders.",
+            "nonroot_forward": "An inner unit may run forward before the root does.",
             "custom_forward_methods": "Methods other than forward can be called on a unit.",
         },
     ),
@@ -114,9 +114,9 @@ _ALL = [
         "structure",
         Asked.METHOD,
         {
-            "unused_untouched": "The gradient of a parameter that no rank used is left as it was.",
+            "unused_untouched": "The gradient of a parameter that no rank used is left unchanged.",
             "zero_size_shard": "A rank without elements of a parameter holds an empty shard of it.",
-            "rewrap": "A trained unit can be wrapped again inside another.",
+            "rewrap": "A trained unit can be wrapped again inside another one.",
             "copyable": "The wrapped module can be deep-copied or pickled.",
             "move_inputs": "Inputs are moved to the compute device.",
         },
@@ -126,7 +126,7 @@ _ALL = [
         Asked.PLAN,
         {
             "no_sync": "The reduction of gradients can be deferred to the last micro-batch.",
-            "hsdp_defer_allreduce": "Under hybrid sharding the all-reduce alone can be deferred.",
+            "hsdp_defer_allreduce": "Under hybrid sharding, only the all-reduce can be deferred.",
             "clip_grad_norm": "Gradients can be clipped by their total norm.",
         },
     ),
@@ -134,7 +134,7 @@ _ALL = [
         "accumulation",
         Asked.METHOD,
         {
-            "clip_norm_type": "The total norm can be another one than the 2-norm.",
+            "clip_norm_type": "The total norm can be a norm other than the 2-norm.",
         },
     ),
     *_flags(
@@ -150,7 +150,7 @@ _ALL = [
         {
             "coll_counts": "One all-gather per unit and pass, one reduce-scatter per unit: collectives can be counted.",
             "coll_volume": "Bytes on the wire are the sharded bytes plus a declared padding.",
-            "ws1_fast": "At world size 1 no collective is issued.",
+            "ws1_fast": "No collective is issued at world size 1.",
             "exec_order_check": "An execution order that differs between ranks is reported.",
             "reshard_after_backward": "Parameters can stay gathered across micro-batches.",
         },
@@ -160,14 +160,14 @@ _ALL = [
         Asked.METHOD,
         {
             "mem_bounds": "Peak memory stays within the bounds of the schedule.",
-            "rate_limit": "The number of units that are unsharded at once is bounded.",
+            "rate_limit": "The number of simultaneously unsharded units is bounded.",
         },
     ),
     *_flags(
         "precision",
         Asked.PLAN,
         {
-            "mixed_precision": "Parameters can be computed in a lower precision than they are kept in.",
+            "mixed_precision": "Units can compute in a lower precision than their parameters are stored in.",
             "mp_per_unit": "Units can have different precision policies.",
             "mp_reduce": "The dtype of the gradient reduction can be chosen.",
             "mp_buffers": "Buffers can have a dtype policy.",
@@ -178,7 +178,7 @@ _ALL = [
         "schedule",
         Asked.PLAN,
         {
-            "prefetch_backward": "The order of the next unit's all-gather and this unit's gradients can be chosen.",
+            "prefetch_backward": "The next unit's all-gather can be issued before or after this unit's gradients.",
             "prefetch_explicit": "The units to prefetch can be listed.",
             "prefetch_forward": "The next unit's all-gather can be issued before this unit's forward.",
         },
@@ -187,18 +187,18 @@ _ALL = [
         "failure",
         Asked.METHOD,
         {
-            "exception_recovery": "After an exception raised on every rank training can go on.",
+            "exception_recovery": "Training can continue after an exception raised on every rank.",
         },
     ),
     *_flags(
         "components",
         Asked.METHOD,
         {
-            "reducer": "The component: a reducer that buckets and all-reduces gradients.",
-            "bucketing": "The component: a bucketer of reduce-scatters.",
-            "chunk_pool": "The component: chunks in a memory pool.",
-            "mesh": "The component: collectives along the axes of a mesh, and what they cost.",
-            "sim_ranks": "The component: ranks that are simulated in one process.",
+            "reducer": "Component: a reducer that buckets and all-reduces gradients.",
+            "bucketing": "Component: a bucketer of reduce-scatters.",
+            "chunk_pool": "Component: chunks in a memory pool.",
+            "mesh": "Component: collectives along the axes of a mesh, and their costs.",
+            "sim_ranks": "Component: ranks that are simulated in one process.",
         },
     ),
 ]
@@ -208,5 +208,5 @@ CAPABILITIES: dict[str, Capability] = {flag.name: flag for flag in _ALL}
 
 
 def unknown(names: frozenset[str] | tuple[str, ...]) -> list[str]:
-    """Those of `names` that are no flags, sorted."""
+    """The entries of `names` that are not flags, sorted."""
     return sorted(name for name in names if name not in CAPABILITIES)

@@ -1,7 +1,8 @@
 """
-What a case's body says about what it saw: checks against the references, single expectations, refusals.
+The checks that a case's body calls: comparisons with the references, single expectations, refusals.
 
-A mixin of `ConformanceTestCase`; everything here runs in a rank. Checks add to the rank's report and raise nothing.
+A mixin of `ConformanceTestCase`; everything here runs in a rank. Checks add findings to the rank's report; they do not
+raise.
 """
 
 from __future__ import annotations
@@ -19,14 +20,13 @@ from torch.utils._pytree import tree_map_only
 
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.watch import watch_for
-from fsdp_conformance.checks.communication import schedule_digests
-from fsdp_conformance.checks.equality import parameter_digests
+from fsdp_conformance.checks.equality import parameter_digests, schedule_digests
 from fsdp_conformance.checks.memory import Activations
 from fsdp_conformance.checks.parity import parity
 from fsdp_conformance.checks.reference_rounding import rounding_reference, rounds_alike
 from fsdp_conformance.checks.reference_single import single_process_reference
 from fsdp_conformance.checks.references import Kind, References, train_references
-from fsdp_conformance.checks.result import CheckResult
+from fsdp_conformance.checks.result import CheckResult, comparison
 from fsdp_conformance.config import SIMULATED, Plan
 from fsdp_conformance.errors import EnvironmentUnavailable, RequirementFailed, SuiteError
 from fsdp_conformance.harness.recording import process_group
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Refusal:
-    """What became of a block that should raise."""
+    """The outcome of a block that should raise."""
 
     error: Exception | None = None
     excused: bool = False
-    """Set by the case where going on rightly is as good as a refusal."""
+    """Set by the case if continuing correctly is as good as refusing."""
 
 
 class CaseChecks:
@@ -58,7 +58,7 @@ class CaseChecks:
     trained_references: dict[tuple[str, Regime], References]
     """By workload and regime, so that a case with several checks trains them once."""
     hazard_requirements: Mapping[str, str] = MappingProxyType({})
-    """Kinds of hazards (and "parameters") that speak for another requirement in this case: see `checks.streams`."""
+    """Kinds of hazards (and "parameters") that violate a different requirement in this case: see `checks.streams`."""
 
     if TYPE_CHECKING:
 
@@ -80,9 +80,9 @@ class CaseChecks:
     @property
     def reference_device(self) -> str:
         """
-        What references are trained on: this rank's kind of device, or the CPU for the simulated one.
+        The device that references are trained on: this rank's kind, or the CPU for the simulated accelerator.
 
-        Its operations are the CPU's, bit for bit, so a reference there is as good and owes nothing to the simulation.
+        The simulated operations are bitwise the CPU's, so such a reference is valid and independent of the simulation.
         """
         return "cpu" if self.device_type == SIMULATED else self.device_type
 
@@ -100,7 +100,7 @@ class CaseChecks:
         return self.trained_references[key]
 
     def check(self, result: CheckResult) -> None:
-        """Take a check's findings, counts and figures into the report."""
+        """Add a check's findings, counts and figures to the report."""
         result.into(self.report)
 
     def check_parity(
@@ -109,22 +109,25 @@ class CaseChecks:
         workload: Workload,
         regime: Regime | None = None,
         *,
+        requirement: str | None = None,
         requirements: Mapping[str, str] | None = None,
         none_or_zero: bool = False,
     ) -> None:
         """
-        Compare losses, gradients, parameters, buffers and what else the regime gives with the references.
+        Compare losses, gradients, parameters, buffers and whatever else the regime produces with the references.
 
-        `requirements` replaces the requirement that a kind of comparison speaks for ("loss", "gradient", "parameter",
-        "buffer", "norm", "eval", "output"); `none_or_zero` takes a gradient of zeros for none,
-        where the contract leaves the choice.
+        `requirement` replaces the requirements of losses, gradients and parameters, `requirements` those of single
+        kinds of comparison ("loss", "gradient", "parameter", "buffer", "norm", "eval", "output"). `none_or_zero` treats
+        a gradient of zeros like a missing one, where the contract leaves the choice.
         """
         references = self.references(workload, regime)
-        for result in parity(run, references, requirements=dict(requirements or {}), none_or_zero=none_or_zero):
+        replaced = {} if requirement is None else dict.fromkeys(("loss", "gradient", "parameter"), requirement)
+        replaced |= requirements or {}
+        for result in parity(run, references, requirements=replaced, none_or_zero=none_or_zero):
             self.check(result)
 
     def expect(self, holds: bool, requirement: str, message: str, **where: Any) -> None:
-        """Count one comparison, and make a finding unless it holds. `where` goes to the Finding."""
+        """Count one comparison, and add a finding if it does not hold. `where` are fields of the Finding."""
         check = where.pop("check", self.case.title)
         count = self.report.checks.setdefault(check, CheckCount())
         count.comparisons += 1
@@ -134,13 +137,21 @@ class CaseChecks:
                 Finding(requirement=requirement, check=check, message=message, **{"rank": self.rank, **where})
             )
 
+    def expect_equal(
+        self, requirement: str, what: str, got: object, expected: object, *, details: str = "", **where: Any
+    ) -> None:
+        """`expect` two plain values to be equal; the message names both."""
+        self.expect(
+            got == expected, requirement, comparison(what, expected=expected, got=got, details=details), **where
+        )
+
     @contextmanager
     def refusal(self, requirement: str, what: str) -> Iterator[Refusal]:
         """
         The implementation should raise inside, on every rank, because of `what`.
 
-        Adds a finding if it does not. The exception's text is kept as a note: a refusal that nobody can understand
-        is one too, but the reader of the report sees it.
+        Adds a finding if it does not. The exception's text becomes a note, because an incomprehensible message still
+        counts as a refusal, and the report's reader should see it.
         """
         outcome = Refusal()
         try:
@@ -153,31 +164,26 @@ class CaseChecks:
             self.report.notes.append(
                 f"refused ({what}): {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             )
-        self.expect(
-            outcome.error is not None or outcome.excused,
-            requirement,
-            f"no exception was raised, but should be: {what}",
-            check="refusal",
-        )
+        refused = outcome.error is not None or outcome.excused
+        self.expect(refused, requirement, comparison(what, expected="an exception", got="none"), check="refusal")
 
     def check_equal(self, requirement: str, got: Tensor | None, expected: Tensor, *, check: str, **where: Any) -> None:
-        """Bitwise equality of one tensor with a value that was worked out independently."""
+        """Bitwise equality of one tensor with a value that was computed independently."""
         if got is None:
-            self.expect(False, requirement, f"no tensor, but should be {tuple(expected.shape)}", check=check, **where)
+            message = comparison(check, expected=f"a tensor of {tuple(expected.shape)}", got="None")
+            self.expect(False, requirement, message, check=check, **where)
             return
         got = got.detach().cpu()
         same = got.shape == expected.shape and got.dtype == expected.dtype and torch.equal(got, expected.cpu())
-        message = (
-            f"got={got.tolist()}, but should be {expected.tolist()}"
-            if got.numel() <= 16
-            else "values differ, but should be equal"
-        )
+        message = comparison(check, expected="equal values", got="different ones")
+        if got.numel() <= 16:
+            message = comparison(check, expected=expected.tolist(), got=got.tolist())
         self.expect(same, requirement, message, check=check, bound="bitwise", **where)
 
     def check_bitwise(self, run: TrainingHistory, expected: TrainingHistory, requirement: str) -> None:
-        """Losses, gradients, parameters and buffers of every step equal those of another run, bit for bit."""
+        """Losses, gradients and parameters of every step equal those of another run, bit for bit."""
         if len(run.steps) != len(expected.steps):
-            raise SuiteError(f"{len(run.steps)} steps are compared with {len(expected.steps)} [{self.case.id}]")
+            raise SuiteError(f"steps: expected {len(expected.steps)}, got {len(run.steps)} [{self.case.id}]")
         for got, want in zip(run.steps, expected.steps, strict=True):
             for index, (loss, wanted) in enumerate(zip(got.losses, want.losses, strict=True)):
                 self._bitwise(
@@ -190,17 +196,17 @@ class CaseChecks:
                 self._bitwise(requirement, got.params.get(name), value, step=got.step, phase="step", fqn=name)
 
     def _bitwise(self, requirement: str, got: Tensor | None, want: Tensor | None, **where: Any) -> None:
+        what = "values"
         if got is None or want is None:
-            same, message = (
-                got is want,
-                f"got={'None' if got is None else 'a tensor'}, but should be {'None' if want is None else 'a tensor'}",
-            )
+            same = got is want
+            seen, wanted = ("None" if value is None else "a tensor" for value in (got, want))
+        elif got.shape != want.shape:
+            same, what, seen, wanted = False, "shape", str(tuple(got.shape)), str(tuple(want.shape))
         else:
-            same = got.shape == want.shape and torch.equal(got.to(want.dtype), want)
-            worst = (
-                "" if got.shape != want.shape else f" by up to {(got.double() - want.double()).abs().max().item():.3g}"
-            )
-            message = f"values differ{worst}, but should be bitwise equal"
+            same = torch.equal(got.to(want.dtype), want)
+            wanted = "bitwise equality"
+            seen = f"differences of up to {(got.double() - want.double()).abs().max().item():.3g}"
+        message = comparison(what, expected=wanted, got=seen)
         self.expect(same, requirement, message, check="bitwise equality", bound="bitwise", **where)
 
     def check_rounding(
@@ -213,7 +219,7 @@ class CaseChecks:
         requirement: str,
         kinds: Sequence[Kind] = (Kind.LOSS, Kind.GRADIENT, Kind.PARAMETER),
     ) -> None:
-        """Values of these kinds are those of the reference that rounds as the plan says, bit for bit."""
+        """Values of these kinds equal those of the reference that rounds as the plan says, bit for bit."""
         with self.blaming("suite"):
             expected = rounding_reference(
                 workload,
@@ -237,17 +243,18 @@ class CaseChecks:
         )
 
     def check_same_on_every_rank(self, run: TrainingHistory, requirement: str) -> None:
-        """Full parameters of every step are bitwise the same on all ranks: the controller compares the digests."""
-        self._digest(parameter_digests(run), "params", requirement, "cross-rank equality")
+        """Full parameters of every step are bitwise equal on all ranks: the controller compares the digests."""
+        self.check_digests(parameter_digests(run), "params", requirement, "cross-rank equality")
 
     def check_same_schedule(self, run: TrainingHistory, requirement: str) -> None:
         """Every rank issued the same sequence of collectives: the controller compares the digests."""
-        self._digest(schedule_digests(run), "schedule", requirement, "schedule equality")
+        self.check_digests(schedule_digests(run), "schedule", requirement, "schedule equality")
 
-    def _digest(self, digests: Mapping[str, str], prefix: str, requirement: str, check: str) -> None:
+    def check_digests(self, digests: Mapping[str, str], prefix: str, requirement: str, check: str) -> None:
+        """Each digest is the same on all ranks; labels begin with `prefix`."""
         strange = [label for label in digests if not label.startswith(prefix)]
         if strange:
-            raise SuiteError(f"digest labels {strange} do not begin with {prefix!r} [{self.case.id}]")
+            raise SuiteError(f"digest labels must begin with {prefix!r}, got {strange} [{self.case.id}]")
         self.report.digests.update(digests)
         self.report.digest_requirements[prefix] = requirement
         count = self.report.checks.setdefault(check, CheckCount())
@@ -261,59 +268,42 @@ class CaseChecks:
             tensors = [*module.named_parameters(), *module.named_buffers()]
         for name, tensor in tensors:
             right = tensor.device.type == device.type and device.index in (None, tensor.device.index)
-            self.expect(
-                right,
-                requirement,
-                f"device={tensor.device}, but should be {device}",
-                fqn=name,
-                phase="init",
-                check="placement",
-            )
+            message = comparison("device", expected=device, got=tensor.device)
+            self.expect(right, requirement, message, fqn=name, phase="init", check="placement")
 
     def check_resharded(self, adapter: Adapter, workload: Workload, requirement: str) -> None:
-        """No unit holds full parameters between steps, where the implementation can be asked; else this is noted."""
+        """No unit holds full parameters between steps, if the implementation can tell; otherwise adds a note."""
         if not self.declares("sharded_state"):
-            self.report.notes.append("whether a unit is unsharded cannot be asked: sharded_state is not declared")
+            self.report.notes.append("cannot check whether units are resharded: sharded_state is not declared")
             return
         with self.blaming("implementation"):
             unsharded = [unit for unit in ("", *workload.units) if adapter.unit_is_unsharded(unit)]
+        message = comparison("parameters after backward", expected="resharded", got="unsharded")
         for unit in ("", *workload.units):
-            self.expect(
-                unit not in unsharded,
-                requirement,
-                "the unit holds full parameters, but should be resharded after backward",
-                fqn=unit or "the root",
-                phase="reshard",
-                check="resharded",
-            )
+            holds, fqn = unit not in unsharded, unit or "the root"
+            self.expect(holds, requirement, message, fqn=fqn, phase="reshard", check="resharded")
 
     def check_flags(self, run: TrainingHistory, workload: Workload, requirement: str) -> None:
-        """`requires_grad` of every parameter is what the model said."""
-        wanted = {name: parameter.requires_grad for name, parameter in workload.build(self.rank).named_parameters()}
+        """`requires_grad` of every parameter is as in the model."""
         if not run.requires_grad:
-            self.report.notes.append("requires_grad cannot be read: the adapter shows no module")
+            self.report.notes.append("cannot read requires_grad: the adapter exposes no module")
             return
-        for name, flag in wanted.items():
-            self.expect(
-                run.requires_grad.get(name) == flag,
-                requirement,
-                f"requires_grad={run.requires_grad.get(name)}, but should be {flag}",
-                fqn=name,
-                phase="init",
-                check="flags",
-            )
+        for name, parameter in workload.build(self.rank).named_parameters():
+            got = run.requires_grad.get(name)
+            where: dict[str, Any] = {"fqn": name, "phase": "init", "check": "flags"}
+            self.expect_equal(requirement, "requires_grad", got, parameter.requires_grad, **where)
 
     # Bytes.
 
     def allocated_bytes(self) -> int:
-        """What this rank's accelerator has given out now."""
+        """Bytes allocated on this rank's accelerator now."""
         return watch_for(self.device).allocated_bytes()
 
     def activations(self, workload: Workload) -> Activations:
-        """What the unwrapped model takes on this rank's device for one forward, beside its parameters."""
+        """Bytes that one forward of the unwrapped model takes on this rank's device, beyond its parameters."""
         watch = watch_for(self.device)
         if not watch.counts_bytes:
-            raise SuiteError(f"nothing counts bytes on {self.device}, so the case should ask for an accelerator")
+            raise SuiteError(f"no allocator counts bytes on {self.device}, so the case must ask for an accelerator")
         model = workload.build(self.rank).to(self.device)
         batch = self.placed(workload.batch(BatchKey(step=0, rank=self.rank, world_size=self.world_size)))
         watch.reset_peak()
@@ -324,14 +314,14 @@ class CaseChecks:
         return Activations(kept=kept, forward_peak=peak)
 
     def drop(self, adapter: Adapter) -> None:
-        """The case is done with an adapter, and its engine with everything: the caller holds no reference either."""
+        """Close an adapter that the case has finished with. The caller must hold no reference to its engine."""
         with process_group.log().phase("close"), self.blaming("implementation"):
             adapter.close()
         self.subjects.remove(adapter)
 
     @contextmanager
     def no_garbage_collection(self) -> Iterator[None]:
-        """What is freed inside is freed because nobody refers to it, not because a cycle was found."""
+        """Disable garbage collection, so that memory is freed only when its last reference is dropped."""
         gc.collect()
         gc.disable()
         try:
@@ -357,20 +347,20 @@ class CaseChecks:
     @contextmanager
     def poisoned_allocations(self) -> Iterator[None]:
         """
-        Memory that torch allocates without writing holds NaN inside.
+        Fill memory that torch allocates without initialising with NaN.
 
-        The mechanism is torch's own: deterministic algorithms with `fill_uninitialized_memory`.
+        Uses torch's own mechanism: deterministic algorithms with `fill_uninitialized_memory`.
         """
         deterministic = torch.are_deterministic_algorithms_enabled()
         warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-        # Its module replaces itself by an object with this property, which type checkers do not see.
+        # The module replaces itself with an object that has this property, which type checkers do not see.
         memory: Any = torch.utils.deterministic
         filled = memory.fill_uninitialized_memory
         torch.use_deterministic_algorithms(True, warn_only=True)
         memory.fill_uninitialized_memory = True
         try:
             if not torch.empty(64).isnan().all():
-                raise SuiteError("torch.empty is not filled with NaN, so padding cannot be poisoned")
+                raise SuiteError("cannot poison padding: torch.empty is not filled with NaN")
             yield
         finally:
             memory.fill_uninitialized_memory = filled

@@ -25,7 +25,7 @@ class Finding:
     check: str
     """The oracle, e.g. "gradient parity"."""
     message: str
-    """What was seen, as in `gradient of 'fc.weight': expected 1, got 0`."""
+    """What was seen, as `WHAT: expected X, got Y; DETAILS`."""
     step: int | None = None
     phase: str | None = None
     """init, forward, backward, reduce, step, reshard, eval or checkpoint."""

@@ -1,9 +1,8 @@
 """
-The twelve things a run can say about a case, and the order in which they outrank each other.
+The twelve possible verdicts on a case, and which outranks which.
 
-PASS is the only verdict that says "the requirement was seen to hold". Everything that could not be told apart from a
-failure (a reference that disagrees with itself, a rank that never answered, a device that is not there) has a verdict
-of its own.
+PASS is the only verdict that means the requirement was seen to hold. Inconclusive runs never pass: references that
+disagree, a rank that never answered and a missing device each have their own verdict.
 """
 
 from __future__ import annotations
@@ -13,38 +12,38 @@ from enum import StrEnum
 
 
 class Verdict(StrEnum):
-    """What a run says about one case. Members are listed from best to worst."""
+    """The outcome of one case. Members are listed from best to worst."""
 
     PASS = "PASS"
     """The case ran on every rank, made comparisons, and each of them held."""
     XFAIL = "XFAIL"
-    """The case failed as the implementer's expectation file says it does."""
+    """The case failed as predicted by the implementer's expectation file."""
     UNSUPPORTED = "UNSUPPORTED"
-    """The implementation does not offer what the case needs, and refuses it loudly."""
+    """The implementation does not offer what the case needs, and rejects it with an error."""
     DISABLED = "DISABLED"
     """The user switched the case off."""
     NOT_RUN_ENV = "NOT_RUN_ENV"
-    """This machine cannot tell: a device, a backend or a compiler is absent."""
+    """The case cannot run on this machine: a device, a backend or a compiler is missing."""
     INCONCLUSIVE = "INCONCLUSIVE"
-    """The references disagree with each other, so nobody can be judged by them."""
+    """The references disagree with each other, so they cannot judge the implementation."""
     XPASS = "XPASS"
-    """The expectation file says that the case fails, and it passed: the entry is stale."""
+    """The expectation file predicts a failure, but the case passed: the entry is stale."""
     FAIL = "FAIL"
     """A comparison did not hold, or the implementation raised where it had to train."""
     HANG = "HANG"
     """A rank passed its deadline."""
     CRASH = "CRASH"
-    """A rank ended by a signal or with an exit code of its own, before its report was in."""
+    """A rank was ended by a signal, or exited before its report arrived."""
     ERROR_ADAPTER = "ERROR_ADAPTER"
     """The adapter broke the protocol: nothing is known about the implementation."""
     ERROR_SUITE = "ERROR_SUITE"
-    """The suite's own mistake: a case that compared nothing, a probe that is not exact, an oracle that raised."""
+    """A mistake in the suite: a case that compared nothing, a probe that is not exact, an oracle that raised."""
 
 
 _RANK = {verdict: index for index, verdict in enumerate(Verdict)}
 
-#: Verdicts that leave a certificate possible. NOT_RUN_ENV is allowed only for cases whose manifest entry names the
-#: missing environment, UNSUPPORTED only where the requirement's level admits it: `report.certificate` decides.
+#: Verdicts that do not rule out a certificate. NOT_RUN_ENV is allowed only for cases whose manifest entry names the
+#: missing environment, UNSUPPORTED only where the requirement's level permits it: `report.certificate` decides.
 CERTIFIABLE = frozenset({Verdict.PASS, Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV})
 
 #: Verdicts that need nobody's attention. `--fail-fast` stops at any other, and `--last-failed` runs the others again.
@@ -55,8 +54,8 @@ RAN = frozenset({Verdict.PASS, Verdict.XFAIL, Verdict.XPASS, Verdict.FAIL, Verdi
 
 
 def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """The verdict that outranks the others; PASS for none at all is a lie, so an empty iterable raises ValueError."""
+    """The verdict that outranks the others. Raises ValueError for no verdicts: PASS would claim what was not seen."""
     found = list(verdicts)
     if not found:
-        raise ValueError("worst() of no verdicts: a group without cases has no verdict")
+        raise ValueError("worst() needs at least one verdict: a group without cases has none")
     return max(found, key=_RANK.__getitem__)

@@ -1,7 +1,7 @@
 """
-What is trained: a model, its batches and its loss, as functions, so that every rank and every reference builds its own.
+What is trained: a model, its batches and its loss, as functions that every rank and every reference calls for itself.
 
-The words only; the models are in `fsdp_conformance.fixtures`.
+Only the types are here; the models are in `fsdp_conformance.fixtures`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch of one rank: what the model is called with, and what the loss needs beside its output."""
+    """One micro-batch of one rank: the arguments of the model, and what else the loss needs."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchKey:
-    """Which micro-batch: batches are pure functions of it, so any process can compute any rank's."""
+    """Identifies a micro-batch. Batches are pure functions of it, so any process can compute any rank's."""
 
     step: int
     micro: int = 0
@@ -39,20 +39,20 @@ class BatchKey:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
     """
-    A training problem. Everything is a pure function of its arguments and equal in every process.
+    A training problem. Everything is a pure function of its arguments and the same in every process.
 
     `dtype` arguments are floating dtypes: float32 for the implementation and the DDP reference, float64 for the twin.
     """
 
     name: str
     build: Callable[[int], nn.Module]
-    """build(rank): a new float32 model on the CPU. Equal on every rank but for `local_params`."""
+    """build(rank): a new float32 model on the CPU. Equal on every rank except for `local_params`."""
     batch: Callable[[BatchKey], Batch]
     """A rank-dependent micro-batch on the CPU; floating tensors are float32."""
     loss: Callable[[Any, Batch], Tensor]
     """loss(output, batch): a scalar. The data-parallel gradient is the mean over ranks of its gradient."""
     optimizers: dict[str, Callable[[Any], Optimizer]]
-    """By name ("sgd", "adam"): params (tensors or groups) to a stock torch optimizer."""
+    """By name ("sgd", "adam"): builds a stock torch optimizer from params (tensors or groups)."""
     units: tuple[str, ...] = ()
     """FQNs of submodules that are one unit each, innermost first, as `Plan.units`."""
     local_units: tuple[str, ...] = ()
@@ -67,16 +67,16 @@ class Workload:
     capabilities: frozenset[str] = frozenset()
     """Flags that the *model* needs (frozen_mixed, unused_divergent, ...). Undeclared ones are probed (R000)."""
     traits: frozenset[str] = frozenset()
-    """What the references must know: "batch_norm" (per-rank buffers), "unused" (find_unused_parameters for DDP)."""
+    """Facts for the references: "batch_norm" (per-rank buffers), "unused" (find_unused_parameters for DDP)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Regime:
     """
-    How a workload is trained: the loop that the implementation and every reference go through alike.
+    How a workload is trained, by the implementation and by every reference alike.
 
-    A step is `micro_batches` forwards and backwards, then clipping, then the optimizer. `reduced[i]` says whether
-    the gradients of micro-batch i are reduced at once or deferred; the last one is always reduced.
+    A step is `micro_batches` forwards and backwards, then clipping, then the optimizer. `reduced[i]` is whether the
+    gradients of micro-batch i are reduced immediately or deferred; the last one is always reduced.
     """
 
     optimizer: str = "sgd"
@@ -94,24 +94,24 @@ class Regime:
     idle_forwards: int = 0
     """Training-mode forwards without backward before each step's micro-batches."""
     backwards_per_forward: int = 1
-    """2: the loss is split in halves, each with a backward of its own (retain_graph)."""
+    """2: the loss is split in halves, each with its own backward (retain_graph)."""
     gradient_to_none: tuple[str, ...] = ()
-    """FQNs whose gradient is dropped before the optimizer step: freezing without the flag."""
+    """FQNs whose gradient is set to None before the optimizer step: freezing without the flag."""
     frozen_at: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """(step, FQNs): from that step on exactly these parameters have requires_grad=False."""
     keep_outputs: bool = False
-    """Note the model's outputs in the history."""
+    """Record the model's outputs in the history."""
     unused_parameters: bool = False
     """Some parameters take no part in the loss: DDP needs find_unused_parameters."""
 
     def __post_init__(self) -> None:
         problems = []
         if self.steps < 1:
-            problems.append(f"steps={self.steps}, but should be at least 1")
+            problems.append(f"steps must be at least 1, got {self.steps}")
         if self.reduced and (len(self.reduced) != self.micro_batches or not self.reduced[-1]):
-            problems.append(f"reduced={self.reduced}, but should have {self.micro_batches} entries, the last one True")
+            problems.append(f"reduced must have {self.micro_batches} entries, the last one True, got {self.reduced}")
         if self.backwards_per_forward not in (1, 2):
-            problems.append(f"backwards_per_forward={self.backwards_per_forward}, but should be 1 or 2")
+            problems.append(f"backwards_per_forward must be 1 or 2, got {self.backwards_per_forward}")
         if problems:
             raise ConfigError(problems, where="Regime")
 

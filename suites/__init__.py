@@ -1,21 +1,36 @@
 """
-The cases, one file a chapter of the contract. Imported by nobody; they see an implementation only through its adapter.
+The cases, by chapter of the contract. No other package imports them; they see an implementation only through its
+adapter.
 
-    test_a_parity            A  numerical parity with DDP
-    test_b_placement         B  init modes and device placement
-    test_f_misuse            F  state machine and misuse
-    test_g_communication     G  communication schedule and volume
-    test_h_delays            H  delays, prefetch: the matrix of init mode, offload, delay, sharding degree
-    test_j_accumulation      J  gradient accumulation
-    test_l_shared            L  shared (tied) parameters
-    test_m_frozen            M  frozen and ignored parameters
-    test_n_unused            N  unused parameters and rank-divergent graphs
-    test_o_uneven            O  uneven and padded shards
-    test_p_nesting           P  nesting and auto-wrap
-    test_q_buffers           Q  buffers and batch norm
-    test_w_reentry           W  multiple forwards and re-entrancy
-    test_x_structures        X  inputs and outputs
+    test_a_parity          numerical parity with DDP
+    test_b_placement       init modes and device placement
+    test_d_memory          parameter lifecycle and memory
+    test_f_misuse          state machine and misuse
+    test_g_communication   communication schedule and volume
+    test_h_delays          stream safety under delays: init mode x offload x delay x sharding degree
+    test_h_prefetch        prefetching and asynchronous unshard
+    test_h_streams         races between streams on the simulated accelerator
+    test_i_precision       mixed precision
+    test_j_accumulation    gradient accumulation
+    test_l_shared          shared (tied) parameters
+    test_m_frozen          frozen and ignored parameters
+    test_n_unused          unused parameters and rank-divergent graphs
+    test_o_uneven          uneven and padded shards
+    test_p_nesting         nesting and auto-wrap
+    test_q_buffers         buffers and batch norm
+    test_s_offload         parameter offload
+    test_v_hybrid          hybrid sharding
+    test_w_reentry         multiple forwards and re-entrancy
+    test_x_structures      inputs and outputs
 
-    test_ad_cost             AD a component: the cost model of redistributions on a mesh
-    test_ae_ranks            AE a component: simulated ranks
+Components, which have a separate profile:
+
+    test_aa_buckets        reducer: which gradients share a bucket
+    test_aa_reducer        reducer: reduction, unused parameters, layout, hooks, join
+    test_ab_bucketing      reduce-scatter bucketing
+    test_ac_blocks         chunks: fused chunks and pairs
+    test_ac_chunks         chunks: filling, states, round trips, statistics, the pool
+    test_ad_cost           mesh: the cost model of redistributions
+    test_ad_mesh           mesh: collectives along axes, and a check of metadata
+    test_ae_ranks          simulated ranks
 """

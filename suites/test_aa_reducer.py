@@ -1,4 +1,4 @@
-"""AA. The reducer: gradients put into buckets, and averaged while backward runs."""
+"""AA. The reducer: collects gradients in buckets and averages them while backward runs."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from fsdp_conformance.history.collective import Op
 from fsdp_conformance.testing import ConformanceTestCase
 
 MIB = 2**20
-#: A cap that gives each parameter a bucket of its own.
+#: A cap that gives each parameter its own bucket.
 EACH = 1
-#: The level of detail of messages: torch has its functions, and does not list them.
+#: torch.distributed has functions for the debug level, but its type stubs do not.
 _DEBUG: Any = dist
 
 
 class Reducing(ConformanceTestCase):
-    """What the cases below have in common."""
+    """What the cases below share."""
 
     def reducer(self, module: nn.Module, **options: Any) -> GradientReducer:
         """The implementation's reducer around a module on this rank's device."""
@@ -35,14 +35,14 @@ class Reducing(ConformanceTestCase):
             return adapter.reducer(module.to(self.device), ReducerOptions(**options))
 
     def step(self, reducer: GradientReducer, step: int = 0, use: Sequence[int] | None = None) -> list[int]:
-        """One forward and backward on this rank's code. Returns the bytes of the all-reduces, in their order."""
+        """One forward and backward on this rank's code. Returns the bytes of the all-reduces, in order."""
         begin = len(process_group.log().records)
         with self.blaming("implementation"):
             reducer(rank_code(self.rank, step), use).backward()
         return self.reduced_since(begin)
 
     def reduced_since(self, begin: int) -> list[int]:
-        """The bytes of the all-reduces of float32 tensors since a record."""
+        """The bytes of each all-reduce of float32 tensors since record `begin`."""
         records = process_group.log().records[begin:]
         return [record.nbytes for record in records if record.op is Op.ALL_REDUCE and record.dtype == "float32"]
 
@@ -59,13 +59,13 @@ class Reducing(ConformanceTestCase):
             self.check_mean(requirement, module, name, factor, step=step)
 
     def own_order(self, *, reverse_on_odd: bool) -> tuple[int, ...]:
-        """An order of use that is not the order of parameters; ranks can differ."""
+        """An order of use other than the parameters' order; ranks can differ."""
         order = (2, 0, 3, 1)
         return order[::-1] if reverse_on_odd and self.rank % 2 else order
 
 
 class Reductions(Reducing):
-    """What is reduced when, and once."""
+    """What is reduced, when, and only once."""
 
     @conformance_case(
         "R165",
@@ -77,8 +77,7 @@ class Reductions(Reducing):
     )
     def test_in_bucket_order(self, world_size: int) -> None:
         """
-        Buckets are reduced in one order on all ranks, each once, although gradients are ready in another order on
-        each.
+        All ranks reduce buckets in the same order, each once, although gradients become ready in different orders.
         """
         model = Coded()
         use = self.own_order(reverse_on_odd=True)
@@ -88,27 +87,27 @@ class Reductions(Reducing):
             ready.clear()
             sizes = self.step(reducer, step, use)
             if ready != list(use[::-1]):
-                raise SuiteError(f"gradients were ready in the order {ready}, but should be in {use[::-1]}")
+                raise SuiteError(f"order in which gradients become ready: expected {use[::-1]}, got {ready}")
             self.check_means("R165", model, step)
             total = 4 * sum(torch.Size(shape).numel() for shape in SHAPES)
-            self.expect(sum(sizes) == total, "R165", f"{sum(sizes)} bytes were reduced, but should be {total}")
-            self._digest({f"buckets of step {step}": str(sizes)}, "buckets", "R165", "bucket order")
+            self.expect_equal("R165", "bytes reduced", sum(sizes), total)
+            self.check_digests({f"buckets of step {step}": str(sizes)}, "buckets", "R165", "bucket order")
             model.zero_grad()
 
     @conformance_case("R165", chapter="AA", world_size=2, needs=("reducer",), kills=("first-bucket-large",))
     def test_first_bucket_is_small(self) -> None:
-        """By default the first bucket closes at 1 MiB, and what follows is reduced together."""
+        """By default the first bucket closes at 1 MiB, and the rest is reduced together."""
         model = Coded([(MIB // 8,)] * 6)  # half a MiB each
         reducer = self.reducer(model)
         for step in range(3):
             sizes = self.step(reducer, step)
             self.check_means("R165", model, step)
             model.zero_grad()
-        self.expect(sizes == [MIB, 2 * MIB], "R165", f"all-reduces of {sizes} bytes, but should be {[MIB, 2 * MIB]}")
+        self.expect_equal("R165", "bytes of each all-reduce", sizes, [MIB, 2 * MIB])
 
     @conformance_case("R164", chapter="AA", world_size=2, needs=("reducer",), kills=("averages-twice",))
     def test_sparse_gradients(self) -> None:
-        """Sparse gradients of different rows become the mean over ranks, as dense ones do."""
+        """Sparse gradients of different rows are averaged over ranks, as dense ones are."""
         model = nn.Embedding(4, 3, sparse=True)
         nn.init.zeros_(model.weight)
         reducer = self.reducer(model)
@@ -119,12 +118,13 @@ class Reductions(Reducing):
         for rank, touched in enumerate(rows):
             expected[touched] += rank_code(rank) / 2
         grad = model.weight.grad
-        self.expect(grad is not None and grad.is_sparse, "R164", "the gradient is not sparse, but should be")
+        layout = "none" if grad is None else "sparse" if grad.is_sparse else "dense"
+        self.expect_equal("R164", "gradient", layout, "sparse")
         self.check_equal("R164", None if grad is None else grad.to_dense(), expected, check="sparse gradient")
 
 
 class Misuse(Reducing):
-    """What cannot be reduced, and what is said of it."""
+    """What cannot be reduced, and the errors that it raises."""
 
     @conformance_case(
         "R166",
@@ -136,8 +136,8 @@ class Misuse(Reducing):
     )
     def test_ready_twice(self, others: str, world_size: int) -> None:
         """
-        A parameter that gets two gradients in one backward is refused, with its name or index, also where all others
-        were ready when the first one came.
+        A parameter that gets two gradients in one backward raises an error with its name or index, even if all others
+        were ready when the first one arrived.
         """
         model = _Twice(with_first=others == "pending")
         reducer = self.reducer(model, bucket_cap_bytes=EACH)
@@ -160,7 +160,8 @@ class Misuse(Reducing):
     )
     def test_unfinished_reduction(self, detail: str) -> None:
         """
-        A reduction that lacks gradients raises at the next forward and lists the parameters: by name, with detail.
+        A reduction with missing gradients raises at the next forward and lists the parameters, at higher debug levels
+        by name.
         """
         before = _DEBUG.get_debug_level()
         _DEBUG.set_debug_level(getattr(_DEBUG.DebugLevel, detail.upper()))
@@ -177,7 +178,7 @@ class Misuse(Reducing):
     def _expect_named(self, requirement: str, text: str, expected: dict[str, int], *, names: bool) -> None:
         for name, index in expected.items():
             said = name in text or (not names and f" {index}" in text)
-            self.expect(said, requirement, f"the message does not say {name} (index {index}): {text[:400]}")
+            self.expect(said, requirement, f"the error does not mention {name!r} (index {index}): {text[:400]}")
 
 
 class Unused(Reducing):
@@ -192,8 +193,8 @@ class Unused(Reducing):
     )
     def test_unused(self, world_size: int) -> None:
         """
-        Used on some ranks: the mean, with zeros for the others, on all. Used on none: None stays None, and an old value
-        stays.
+        A parameter that some ranks use gets the mean on all, with zeros for the others. If no rank uses it, its
+        gradient stays None or keeps its old value.
         """
         model = Coded()
         reducer = self.reducer(model, bucket_cap_bytes=EACH, find_unused=True)
@@ -204,14 +205,19 @@ class Unused(Reducing):
             self.step(reducer, step, (0, 1) if self.rank == 0 else (0,))
             self.check_mean("R167", model, "p0", mean_code(range(world_size), world_size, step), step=step)
             self.check_mean("R167", model, "p1", mean_code([0], world_size, step), step=step)
-            self.expect(model.p2.grad is None, "R167", "a gradient, but should be None: no rank used it", fqn="p2")
+            self.expect_no_gradient("R167", model, "p2")
             self.check_equal("R167", model.p3.grad, stale.cpu(), check="gradient left alone", fqn="p3", step=step)
+
+    def expect_no_gradient(self, requirement: str, module: nn.Module, name: str) -> None:
+        """A parameter that no rank used has no gradient."""
+        got = "None" if module.get_parameter(name).grad is None else "a tensor"
+        self.expect_equal(requirement, "gradient", got, "None", details="no rank used the parameter", fqn=name)
 
     @conformance_case(
         "R167", chapter="AA", world_size=2, needs=("reducer",), kills=("unused-marked-at-the-end",), timeout_s=30
     )
     def test_unused_are_ready_first(self) -> None:
-        """A bucket of unreachable parameters does not hold up the others: it is reduced with the first gradient."""
+        """A bucket of unreachable parameters does not delay the others: it is reduced with the first gradient."""
         model = _Chain()
         reducer = self.reducer(model, bucket_cap_bytes=EACH, find_unused=True)
         begin = len(process_group.log().records)
@@ -220,10 +226,10 @@ class Unused(Reducing):
         with self.blaming("implementation"):
             reducer(rank_code(self.rank)).backward()
         if len(seen) != 1:
-            raise SuiteError(f"the middle of backward was seen {len(seen)} times, but should be once")
-        # That of `unused`, which stands first, and that of `second`; `first` has no gradient yet.
-        self.expect(seen == [2], "R167", f"{seen[0]} buckets were reduced half-way, but should be 2")
-        self.expect(model.unused.grad is None, "R167", "a gradient, but should be None", fqn="unused")
+            raise SuiteError(f"hook calls in the middle of backward: expected 1, got {len(seen)}")
+        # That of `unused`, which is first, and that of `second`; `first` has no gradient yet.
+        self.expect_equal("R167", "buckets reduced halfway through backward", seen[0], 2)
+        self.expect_no_gradient("R167", model, "unused")
 
 
 class Rebuilding(Reducing):
@@ -239,8 +245,8 @@ class Rebuilding(Reducing):
     )
     def test_rebuilt_once(self, world_size: int) -> None:
         """
-        From the second iteration on buckets stand in the order in which rank 0 was ready in the first, whatever comes
-        later; gradients are the same.
+        From the second iteration on, buckets keep the order in which gradients became ready on rank 0 in the first;
+        gradients stay correct.
         """
         model = Coded()
         first = self.own_order(reverse_on_odd=True)
@@ -251,13 +257,12 @@ class Rebuilding(Reducing):
             sizes = self.step(reducer, step, use)
             self.check_means("R168", model, step)
             if step:
-                message = f"all-reduces of {sizes} bytes, but should be {expected}"
-                self.expect(sizes == expected, "R168", message, step=step)
+                self.expect_equal("R168", "bytes of each all-reduce", sizes, expected, step=step)
             model.zero_grad()
 
     @conformance_case("R168", chapter="AA", world_size=2, needs=("reducer",), kills=("rebuilds-with-unused-search",))
     def test_not_rebuilt_with_the_search(self) -> None:
-        """With the search for unused parameters buckets stay as they were."""
+        """With the search for unused parameters, buckets are not rebuilt."""
         model = Coded()
         reducer = self.reducer(model, bucket_cap_bytes=EACH, find_unused=True)
         all_sizes = []
@@ -266,8 +271,8 @@ class Rebuilding(Reducing):
             self.check_means("R168", model, step)
             model.zero_grad()
         for step, sizes in enumerate(all_sizes[1:], 1):
-            message = f"all-reduces of {sizes} bytes, but should be {all_sizes[0]} as in the first step"
-            self.expect(sizes == all_sizes[0], "R168", message, step=step)
+            details = "as in the first step"
+            self.expect_equal("R168", "bytes of each all-reduce", sizes, all_sizes[0], details=details, step=step)
 
 
 class Layout(Reducing):
@@ -281,7 +286,7 @@ class Layout(Reducing):
         kills=("gradients-contiguous",),
     )
     def test_layout(self, as_view: bool, world_size: int) -> None:
-        """A gradient has the strides of its parameter, channels_last included, and the mean's values."""
+        """A gradient has the strides of its parameter, also in channels_last, and holds the mean."""
         model = Coded([(2, 3, 2, 2), (5,)])
         weight = model.p0
         weight.data = weight.data.contiguous(memory_format=torch.channels_last)
@@ -289,7 +294,7 @@ class Layout(Reducing):
         for step in range(2):
             self.step(reducer, step)
             got = None if weight.grad is None else weight.grad.stride()
-            self.expect(got == weight.stride(), "R169", f"stride={got}, but should be {weight.stride()}", fqn="p0")
+            self.expect_equal("R169", "stride of the gradient", got, weight.stride(), fqn="p0")
             self.check_means("R169", model, step)
             model.zero_grad()
 
@@ -301,7 +306,7 @@ class Layout(Reducing):
         kills=("lost-after-none",),
     )
     def test_detach_and_none(self, as_view: bool, world_size: int) -> None:
-        """After gradients were detached, set to None or zeroed in place, the next ones are right."""
+        """After gradients are detached, set to None or zeroed in place, the next ones are correct."""
         model = Coded()
         reducer = self.reducer(model, gradient_as_bucket_view=as_view)
         for step in range(4):
@@ -318,7 +323,7 @@ class Layout(Reducing):
 
     @conformance_case("R169", chapter="AA", world_size=2, needs=("reducer",), kills=("writes-into-kept-gradients",))
     def test_kept_gradients(self) -> None:
-        """A gradient that is no view of a bucket can be detached in place, and stays as it was once it is kept."""
+        """A gradient that is not a view of a bucket can be detached in place, and later steps do not change it."""
         model = Coded()
         reducer = self.reducer(model)
         self.step(reducer)
@@ -347,7 +352,7 @@ class Hooks(Reducing):
         kills=("divides-after-hook", "divides-before-hook", "hook-result-dropped"),
     )
     def test_hook_replaces_the_average(self, world_size: int) -> None:
-        """A hook gets the rank's own gradients, undivided, and its result is the gradient, undivided."""
+        """A hook receives the rank's own undivided gradients, and its result becomes the gradient, undivided."""
         model = Coded([(5,)])
         reducer = self.reducer(model)
         given: list[Tensor] = []
@@ -356,9 +361,7 @@ class Hooks(Reducing):
             given.append(bucket.buffer().detach().cpu().clone())
             total = bucket.buffer().clone()
             dist.all_reduce(total)
-            future: torch.futures.Future[Tensor] = torch.futures.Future()
-            future.set_result(total * 3)
-            return future
+            return _done(total * 3)
 
         with self.blaming("implementation"):
             reducer.register_comm_hook(None, _unannotated(tripled_sum))
@@ -366,7 +369,7 @@ class Hooks(Reducing):
             given.clear()
             self.step(reducer, step)
             own = position_code((5,)) * rank_code(self.rank, step)
-            self.expect(len(given) == 1, "R170", f"the hook was called {len(given)} times, but should be once")
+            self.expect_equal("R170", "calls of the hook", len(given), 1)
             for buffer in given:
                 self.check_equal("R170", buffer, own, check="what the hook gets", step=step)
             self.check_mean("R170", model, "p0", 3 * mean_code(range(world_size), 1, step), step=step)
@@ -381,7 +384,7 @@ class Hooks(Reducing):
         kills=("any-hook-accepted",),
     )
     def test_hook_refused(self, mistake: str) -> None:
-        """A second hook, one that cannot be called, and one for another kind of bucket are refused."""
+        """A second hook, one that is not callable, and one for another kind of bucket are rejected."""
         reducer = self.reducer(Coded())
         wrong: dict[str, Any] = {"second": _right_hook, "not-callable": 3, "wrong-bucket": _wrong_hook}
         if mistake == "second":
@@ -390,9 +393,31 @@ class Hooks(Reducing):
         with self.refusal("R170", f"hook: {mistake}"), self.blaming("implementation"):
             reducer.register_comm_hook(None, wrong[mistake])
 
+    @conformance_case(
+        "R170",
+        chapter="AA",
+        axes={"result": ("no-future", "no-tensor", "other-size", "other-dtype")},
+        world_size=2,
+        needs=("reducer",),
+        kills=("any-hook-result-accepted",),
+    )
+    def test_hook_result_refused(self, result: str) -> None:
+        """A hook result that is not a future, not a tensor, or has the wrong size or dtype raises in backward."""
+
+        def hook(state: object, bucket: Any) -> Any:
+            buffer: Tensor = bucket.buffer()
+            value = {"no-tensor": 3, "other-size": buffer[1:], "other-dtype": buffer.double()}.get(result, buffer)
+            return buffer if result == "no-future" else _done(value)
+
+        reducer = self.reducer(Coded([(5,)]))
+        with self.blaming("implementation"):
+            reducer.register_comm_hook(None, _unannotated(hook))
+        with self.refusal("R170", f"a hook's result: {result}"), self.blaming("implementation"):
+            reducer(rank_code(self.rank)).backward()
+
 
 class UnevenInputs(Reducing):
-    """Ranks that have fewer inputs."""
+    """Ranks with fewer inputs than others."""
 
     @conformance_case(
         "R171",
@@ -407,8 +432,8 @@ class UnevenInputs(Reducing):
     )
     def test_join(self, divisor: str, world_size: int) -> None:
         """
-        Ranks that stop early take part in what the others reduce, the divisor is the one asked for, and at the end all
-        have the model of who went on longest.
+        Ranks that stop early take part in the others' reductions, the divisor is the requested one, and at the end all
+        ranks have the model of the rank that trained longest.
         """
         model = Coded()
         reducer = self.reducer(model, bucket_cap_bytes=EACH)
@@ -437,7 +462,7 @@ class UnevenInputs(Reducing):
 
 
 class _Twice(nn.Module):
-    """A linear layer in two reentrant checkpoints: its gradient comes in two pieces, and that of `first` is last."""
+    """A linear layer in two reentrant checkpoints: its gradient arrives in two parts, and that of `first` last."""
 
     def __init__(self, *, with_first: bool) -> None:
         super().__init__()
@@ -450,7 +475,7 @@ class _Twice(nn.Module):
 
 
 class _Chain(nn.Module):
-    """Two scalars in a row, and one that is not used; `on_middle` is called between their gradients."""
+    """Two scalars in sequence, and an unused one; `on_middle` is called between their gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -466,7 +491,7 @@ class _Chain(nn.Module):
 
 
 def _note_ready(model: Coded) -> list[int]:
-    """The indices of parameters, in the order in which their gradients come."""
+    """The indices of parameters, in the order in which their gradients arrive."""
     ready: list[int] = []
     for index in range(model.count):
         parameter = model.get_parameter(f"p{index}")
@@ -475,19 +500,23 @@ def _note_ready(model: Coded) -> list[int]:
 
 
 def _unannotated(hook: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """The hook as users write it: implementations look at annotations, and each has a bucket class of its own."""
+    """The hook without annotations, as users write it: implementations check them, and bucket classes differ."""
     hook.__annotations__ = {}
     return hook
 
 
-@_unannotated
-def _right_hook(state: object, bucket: Any) -> Any:
-    """A hook that would do: the rank's own gradients."""
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(bucket.buffer())
+def _done(value: Any) -> torch.futures.Future[Any]:
+    future: torch.futures.Future[Any] = torch.futures.Future()
+    future.set_result(value)
     return future
 
 
+@_unannotated
+def _right_hook(state: object, bucket: Any) -> Any:
+    """A valid hook: the rank's own gradients."""
+    return _done(bucket.buffer())
+
+
 def _wrong_hook(state: object, bucket: int) -> Any:
-    """A hook for a number."""
+    """A hook whose annotation is not a bucket."""
     return _right_hook(state, bucket)

@@ -1,4 +1,4 @@
-"""AB. Reduce-scatter bucketing: small inputs wait for each other, large ones do not."""
+"""AB. Reduce-scatter bucketing: small inputs are collected, large ones are sent immediately."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from fsdp_conformance.testing import ConformanceTestCase
 
 
 class Bucketing(ConformanceTestCase):
-    """What the cases below have in common: inputs that code rank, target, input and element, and who got what."""
+    """What the cases below share: inputs that encode rank, target, input and element, and a record of the results."""
 
     def start(self, row_numel: float, dtype: torch.dtype = torch.float32) -> Bucketer:
-        """A bucketer that holds `row_numel` elements for each rank."""
+        """A bucketer with room for `row_numel` elements per rank."""
         self.results: list[tuple[int, Tensor]] = []
         self.last_record = len(process_group.log().records)
         adapter = self.subject()
@@ -29,17 +29,17 @@ class Bucketing(ConformanceTestCase):
             return adapter.reduce_scatter_bucketer(row_numel * self.world_size * dtype.itemsize)
 
     def inputs(self, tag: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> list[Tensor]:
-        """What this rank gives to each: 2**rank times a code of tag, target and element."""
+        """This rank's input for each rank: 2**rank times a code of tag, target and element."""
         rows = [position_code(shape, first=1000 * tag + 100 * target + 1) for target in range(self.world_size)]
         return [(row * 2**self.rank).to(dtype).to(self.device) for row in rows]
 
     def sum_of(self, tag: int, shape: Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """The sum that this rank must get: every rank once."""
+        """The sum that this rank must receive: every rank counted once."""
         code = position_code(shape, first=1000 * tag + 100 * self.rank + 1)
         return torch.mul(code, 2**self.world_size - 1).to(dtype)
 
     def note(self, tag: int) -> Callable[[Tensor], None]:
-        """A callback that keeps its result, not a copy."""
+        """A callback that stores its result, not a copy."""
         return lambda result: self.results.append((tag, result))
 
     def give(
@@ -50,36 +50,33 @@ class Bucketing(ConformanceTestCase):
         dtype: torch.dtype = torch.float32,
         group: ProcessGroup | None = None,
     ) -> None:
-        """One input for each rank."""
+        """Pass one input for each rank."""
         with self.blaming("implementation"):
             bucketer.reduce_scatter(self.inputs(tag, shape, dtype), group, self.note(tag))
 
     def finish(self, bucketer: Bucketer, *, flush: bool = True) -> None:
-        """Everything that was given (without `flush`: that was issued) has its callback."""
+        """Wait until every input (without `flush`: every issued one) has had its callback."""
         with self.blaming("implementation"):
             if flush:
                 bucketer.flush()
             bucketer.wait()
 
     def expect_sent(self, requirement: str, *rows: int, itemsize: int = 4, when: str) -> None:
-        """Since it was asked last, reduce-scatters of that many elements for each rank were issued, in this order."""
+        """Since the last call, reduce-scatters of this many elements per rank were issued, in this order."""
         records = process_group.log().records
         got = [record.nbytes for record in records[self.last_record :] if record.op is Op.REDUCE_SCATTER]
         self.last_record = len(records)
         expected = [numel * self.world_size * itemsize for numel in rows]
-        self.expect(
-            got == expected, requirement, f"reduce-scatters of {got} bytes {when}, but should be {expected}", check=when
-        )
+        self.expect_equal(requirement, f"bytes of each reduce-scatter {when}", got, expected, check=when)
 
     def expect_called(self, requirement: str, *tags: int, when: str) -> None:
-        """The callbacks that have run so far are these, in this order."""
-        got = [tag for tag, _ in self.results]
-        self.expect(got == list(tags), requirement, f"callbacks={got} {when}, but should be {list(tags)}", check=when)
+        """Exactly these callbacks have run so far, in this order."""
+        self.expect_equal(requirement, f"callbacks {when}", [tag for tag, _ in self.results], list(tags), check=when)
 
     def check_sums(
         self, requirement: str, shapes: dict[int, tuple[int, ...]], dtype: torch.dtype = torch.float32
     ) -> None:
-        """Every callback got this rank's sum in the shape of its input, and the results still say so."""
+        """Every callback received this rank's sum in the shape of its input, and the results still hold it."""
         for tag, result in self.results:
             if tag in shapes:
                 expected = self.sum_of(tag, shapes[tag], dtype)
@@ -98,17 +95,17 @@ class Capacity(Bucketing):
     )
     def test_capacity(self, dtype: str, world_size: int) -> None:
         """
-        The capacity for one rank is the cap over the element's size over the group's size, rounded down: so many
-        elements wait, and one more do not.
+        The capacity per rank is the cap divided by element size and group size, rounded down: that many elements wait,
+        one more does not.
         """
         kind: torch.dtype = getattr(torch, dtype)
         bucketer = self.start(5.75, kind)  # rounded down: 5
         self.give(bucketer, 1, 5, dtype=kind)
-        self.expect_sent("R172", itemsize=kind.itemsize, when="for as much as a bucket holds")
+        self.expect_sent("R172", itemsize=kind.itemsize, when="when the bucket is exactly full")
         self.finish(bucketer)
         self.expect_sent("R172", 5, itemsize=kind.itemsize, when="at the flush")
         self.give(bucketer, 2, 6, dtype=kind)
-        self.expect_sent("R172", 6, itemsize=kind.itemsize, when="for one element more")
+        self.expect_sent("R172", 6, itemsize=kind.itemsize, when="for one more element")
         self.finish(bucketer)
         self.expect_called("R172", 1, 2, when="at the end")
         self.check_sums("R172", {1: (5,), 2: (6,)}, kind)
@@ -121,7 +118,7 @@ class Capacity(Bucketing):
         kills=("no-cap-for-zero",),
     )
     def test_nothing_waits(self, cap: str, world_size: int) -> None:
-        """With a capacity of nothing every input is reduced at once, by itself."""
+        """With a capacity of zero every input is reduced immediately and separately."""
         bucketer = self.start({"zero": 0, "negative": -4, "below-one-element": 0.75}[cap])
         self.give(bucketer, 1, 2)
         self.expect_sent("R172", 2, when="for the first input")
@@ -135,7 +132,7 @@ class Capacity(Bucketing):
 
 
 class Order(Bucketing):
-    """What goes when."""
+    """What is sent when."""
 
     @conformance_case(
         "R173",
@@ -145,7 +142,7 @@ class Order(Bucketing):
         kills=("large-input-flushes", "large-input-drops-pending", "large-input-waits"),
     )
     def test_large_input_overtakes(self, world_size: int) -> None:
-        """An input over the capacity is reduced at once and calls back, while smaller ones wait undisturbed."""
+        """An input larger than the capacity is reduced immediately and calls back, while smaller ones keep waiting."""
         bucketer = self.start(8)
         self.give(bucketer, 1, 3)
         self.give(bucketer, 2, 9)
@@ -168,15 +165,15 @@ class Order(Bucketing):
     )
     def test_flush_before_placing(self, world_size: int) -> None:
         """
-        What just fits is placed and waits until the next call; where there is not enough room, what waits is flushed
-        first and the input waits alone.
+        An input that just fits is stored and waits for the next call; if there is not enough room, what is waiting is
+        flushed first and the input waits alone.
         """
         bucketer = self.start(8)
         self.give(bucketer, 1, 5)
         self.give(bucketer, 2, 3)
         self.expect_sent("R174", when="when the bucket is exactly full")
         self.give(bucketer, 3, 1)
-        self.expect_sent("R174", 8, when="for one element more")
+        self.expect_sent("R174", 8, when="for one more element")
         self.give(bucketer, 4, 8)
         self.expect_sent("R174", 1, when="for an input that fills a bucket by itself")
         self.finish(bucketer)
@@ -186,7 +183,7 @@ class Order(Bucketing):
 
 
 class Separation(Bucketing):
-    """What is kept apart."""
+    """What is kept separate."""
 
     @conformance_case(
         "R175",
@@ -196,7 +193,7 @@ class Separation(Bucketing):
         kills=("one-bucket-for-equal-groups", "one-bucket-for-dtypes"),
     )
     def test_separate_buckets(self, world_size: int) -> None:
-        """Each dtype and each group, also of the same ranks, has a bucket of its own, in the order of first use."""
+        """Each dtype and each group, even of the same ranks, has its own bucket, in the order of first use."""
         other = dist.new_group(list(range(world_size)))
         bucketer = self.start(64)
         self.give(bucketer, 1, 3)
@@ -205,7 +202,7 @@ class Separation(Bucketing):
         self.give(bucketer, 4, 2)
         self.expect_sent("R175", when="while they wait")
         self.finish(bucketer)
-        self.expect_sent("R175", 5, 10, 7, when="at the flush")  # 5 of 8 bytes are as many as 10 of 4
+        self.expect_sent("R175", 5, 10, 7, when="at the flush")  # 5 elements of 8 bytes count as 10 of 4
         self.expect_called("R175", 1, 4, 2, 3, when="at the end")
         shapes = {1: (3,), 2: (5,), 3: (7,), 4: (2,)}
         for tag, result in self.results:
@@ -214,7 +211,7 @@ class Separation(Bucketing):
 
     @conformance_case("R175", chapter="AB", world_size=4, needs=("bucketing",), kills=("one-bucket-for-equal-groups",))
     def test_subgroups(self) -> None:
-        """An input for a subgroup is summed over that subgroup alone."""
+        """An input for a subgroup is summed over that subgroup only."""
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         crossed = [dist.new_group([0, 2]), dist.new_group([1, 3])]
         bucketer = self.start(64)
@@ -239,8 +236,8 @@ class Separation(Bucketing):
     )
     def test_results(self, world_size: int) -> None:
         """
-        Callbacks run once, first in, first out; each gets its own rank's shard in its input's shape, which stays valid
-        after later flushes and after teardown.
+        Callbacks run once each, first in, first out; each receives its rank's shard in the shape of its input, and the
+        shard stays valid after later flushes and teardown.
         """
         bucketer = self.start(16)
         shapes: dict[int, tuple[int, ...]] = {1: (3,), 2: (2, 2), 3: (), 4: (3, 7), 5: (3,), 6: (2, 2)}
@@ -258,19 +255,19 @@ class Separation(Bucketing):
 
     @conformance_case("R175", chapter="AB", world_size=2, needs=("bucketing",), kills=("rows-flattened-by-memory",))
     def test_strides(self) -> None:
-        """Inputs that are not contiguous are summed by their elements, not by their memory."""
+        """Non-contiguous inputs are summed by element, not by memory layout."""
         bucketer = self.start(16)
         for tag, shape in ((1, (2, 3)), (2, (5, 4))):
             rows = [row.t().contiguous().t() for row in self.inputs(tag, shape)]
             with self.blaming("implementation"):
                 bucketer.reduce_scatter(rows, None, self.note(tag))
         self.finish(bucketer)
-        self.expect(len(self.results) == 2, "R175", f"{len(self.results)} callbacks, but should be 2")
+        self.expect_equal("R175", "callbacks", len(self.results), 2)
         self.check_sums("R175", {1: (2, 3), 2: (5, 4)})
 
 
 class Edges(Bucketing):
-    """Misuse, and inputs at the edge."""
+    """Misuse, and edge cases of inputs."""
 
     @conformance_case(
         "R176",
@@ -280,7 +277,7 @@ class Edges(Bucketing):
         kills=("any-length-accepted",),
     )
     def test_wrong_length(self, length: str, world_size: int) -> None:
-        """A list with more or fewer inputs than ranks is refused."""
+        """A list with more or fewer inputs than ranks is rejected."""
         bucketer = self.start(16)
         inputs = self.inputs(1, (3,))
         wrong = inputs[:-1] if length == "short" else [*inputs, inputs[0]]
@@ -293,7 +290,7 @@ class Edges(Bucketing):
 
     @conformance_case("R176", chapter="AB", world_size=2, needs=("bucketing",), kills=("teardown-drops-pending",))
     def test_teardown_with_pending(self) -> None:
-        """Teardown is refused while something is pending, and what is pending is not lost."""
+        """Teardown raises while inputs are pending, and they are not lost."""
         bucketer = self.start(16)
         self.give(bucketer, 1, 3)
         with self.refusal("R176", "teardown with pending data"), self.blaming("implementation"):
@@ -310,10 +307,10 @@ class Edges(Bucketing):
         kills=("empty-flush-communicates", "teardown-is-final"),
     )
     def test_empty_flush_and_setup(self) -> None:
-        """A flush of nothing communicates nothing, and after teardown and setup the bucketer works as before."""
+        """An empty flush communicates nothing, and after teardown and setup the bucketer works as before."""
         bucketer = self.start(16)
         self.finish(bucketer)
-        self.expect_sent("R176", when="for a flush of nothing")
+        self.expect_sent("R176", when="for an empty flush")
         for tag in (1, 2):
             self.give(bucketer, tag, 3)
             self.finish(bucketer)
@@ -327,7 +324,7 @@ class Edges(Bucketing):
 
     @conformance_case("R176", chapter="AB", world_size=2, needs=("bucketing",), kills=("empty-input-forgotten",))
     def test_empty_input(self) -> None:
-        """An input without elements has its callback once, with an empty tensor of its shape."""
+        """An input without elements gets one callback with an empty tensor of its shape."""
         bucketer = self.start(16)
         self.give(bucketer, 1, 0, 3)
         self.finish(bucketer)
@@ -339,7 +336,7 @@ class Edges(Bucketing):
 
     @conformance_case("R176", chapter="AB", world_size=2, needs=("bucketing",), kills=("lost-from-callbacks",))
     def test_callback_enqueues(self) -> None:
-        """What a callback gives to the bucketer is reduced by the next flush, as anything else."""
+        """An input that a callback passes to the bucketer is reduced by the next flush, like any other."""
         bucketer = self.start(16)
 
         def enqueue(result: Tensor) -> None:

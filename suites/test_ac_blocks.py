@@ -1,4 +1,4 @@
-"""AC. Chunks with a block of their own, and chunks whose master values are another chunk's."""
+"""AC. Fused chunks, which own their block, and pairs of a low-precision chunk and its float32 master."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NUMBERS, NUMEL = (4, 3), 12
 
 
 class Blocks(ConformanceTestCase):
-    """What the cases below have in common."""
+    """What the cases below share."""
 
     def pool(self) -> ChunkPool:
         """A pool of one block on this rank's device."""
@@ -33,26 +33,26 @@ class Blocks(ConformanceTestCase):
         return chunk
 
     def tensors(self) -> list[Tensor]:
-        """1 to 4, and 5 to 7."""
+        """Two tensors: 1 to 4, and 5 to 7."""
         first, second = NUMBERS
         return [position_code((first,)).to(self.device), position_code((second,), first=first + 1).to(self.device)]
 
     def check_values(self, chunk: ChunkStorage, factor: float, *, when: str) -> None:
-        """Gathered, the tensors are the coded ones times `factor`."""
+        """The gathered tensors are the coded ones times `factor`."""
         with self.blaming("implementation"):
             values = [value.float() for value in chunk.values]
         for index, (got, expected) in enumerate(zip(values, self.tensors(), strict=True)):
             self.check_equal("R179", got, (expected * factor).cpu(), check=when, fqn=f"tensor {index}")
 
     def expect_use(self, pool: ChunkPool, free: int, used: int, *, when: str) -> None:
-        """So many blocks of the pool are free, and so many are not."""
+        """This many blocks of the pool are free and in use."""
         with self.blaming("implementation"):
             got = PoolUse(*pool.use())
-        self.expect(got == (free, used), "R179", f"{got} {when}, but should be {PoolUse(free, used)}", check=when)
+        self.expect_equal("R179", f"blocks {when}", got, PoolUse(free, used), check=when)
 
 
 class FusedChunks(Blocks):
-    """ZeRO-2: a chunk that stays gathered has a block of its own."""
+    """ZeRO-2: a chunk that stays gathered owns its block."""
 
     @conformance_case(
         "R179",
@@ -62,7 +62,7 @@ class FusedChunks(Blocks):
         kills=("fused-takes-a-pool-block", "fused-is-released"),
     )
     def test_fused(self, world_size: int) -> None:
-        """A fused chunk takes no block of the pool, is never released, and is there again after its reduction."""
+        """A fused chunk takes no block from the pool, cannot be released, and can be accessed after its reduction."""
         pool = self.pool()
         fused, plain = self.filled(pool, fused=True), self.filled(pool)
         with self.blaming("implementation"):
@@ -74,7 +74,7 @@ class FusedChunks(Blocks):
             fused.release()
         self.check_values(fused, 1, when="after a refused release")
         with self.blaming("implementation"):
-            # Coded by rank: their mean is the position code times 2**ranks - 1.
+            # Encoded by rank: their mean is the position code times 2**ranks - 1.
             fused.put_gradients([tensor * (world_size * 2**self.rank) for tensor in self.tensors()])
             for state in ("compute", "hold_after_bwd", "ready_for_reduce"):
                 for index in range(len(NUMBERS)):
@@ -89,7 +89,7 @@ class FusedChunks(Blocks):
 
 
 class Partners(Blocks):
-    """A chunk in bfloat16 whose master values are in float32, in another chunk."""
+    """A bfloat16 chunk whose master values are in another chunk, in float32."""
 
     @conformance_case(
         "R179",
@@ -99,19 +99,19 @@ class Partners(Blocks):
         kills=("partner-never-read", "pairs-anything"),
     )
     def test_partner(self, world_size: int) -> None:
-        """What was written to the master's shard is what the next gather brings, rounded; chunks pair by layout."""
+        """The next gather returns what was written to the master's shard, rounded; only chunks of equal layout pair."""
         pool = self.pool()
         low, master = self.filled(pool, torch.bfloat16, fused=True), self.filled(pool)
         with self.blaming("implementation"):
             other = pool.chunk(NUMEL, torch.float32)
             other.append(self.tensors()[0])
             other.close()
-        with self.refusal("R179", "a partner of another layout"), self.blaming("implementation"):
+        with self.refusal("R179", "a partner with a different layout"), self.blaming("implementation"):
             low.pair(other)
         with self.blaming("implementation"):
             low.pair(master)
             low.pair(master)  # again: no effect
-            # 1 + 2**-12 is no bfloat16: it comes as 1.
+            # bfloat16 cannot represent 1 + 2**-12: it arrives as 1.
             master.shard.mul_(-2 * (1 + 2.0**-12))
             low.update_from_partner()
             low.access()

@@ -1,4 +1,4 @@
-"""AD. The cost model: what redistributing a tensor over a mesh costs, in relation to other redistributions."""
+"""AD. The cost model: the cost of redistributing a tensor over a mesh, compared with other redistributions."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_conformance.adapters.components import TensorLayout
 from fsdp_conformance.case import conformance_case
+from fsdp_conformance.checks.result import comparison
 from fsdp_conformance.testing import ConformanceTestCase
 
-#: The last ranks' shards are as large as the first ones', at every world size here.
+#: All ranks' shards are equally large at every world size used here.
 SHAPE = (24, 8)
 
-#: By the letter that a layout is written with: "SR" is sharded along the first axis, replicated along the second.
+#: By letter: the layout "SR" is sharded along the first axis and replicated along the second.
 PLACEMENTS: dict[str, Placement] = {"R": Replicate(), "S": Shard(0), "P": Partial()}
 
 
 class Costs(ConformanceTestCase):
-    """Questions to a cost model; layouts are written as words."""
+    """Queries to a cost model; layouts are written as words."""
 
     def mesh(self, *shape: int) -> DeviceMesh:
         """A mesh of all ranks."""
@@ -49,16 +50,17 @@ class Costs(ConformanceTestCase):
             return float(adapter.redistribution_cost(shape, dtype, *layouts))
 
     def expect_cost(self, got: float, expected: float, what: str) -> None:
-        """A cost is this."""
-        self.expect(got == expected, "R184", f"cost={got} us, but should be {expected} [{what}]")
+        """A cost has this value."""
+        self.expect_equal("R184", f"cost of {what} in us", got, expected)
 
     def expect_less(self, less: float, more: float, what: str) -> None:
-        """One cost is below another one, and is one at all."""
-        self.expect(0 < less < more < math.inf, "R184", f"costs={less} and {more} us, but should rise [{what}]")
+        """One cost is positive and less than another finite one."""
+        message = comparison(f"cost of {what} in us", expected="0 < first < second < inf", got=f"{less}, {more}")
+        self.expect(0 < less < more < math.inf, "R184", message)
 
 
 class Extremes(Costs):
-    """What costs nothing, and what cannot be."""
+    """What costs nothing, and what is impossible."""
 
     @conformance_case(
         "R184",
@@ -68,21 +70,20 @@ class Extremes(Costs):
         kills=("charges-equal-layouts", "charges-slices"),
     )
     def test_costs_nothing(self, world_size: int) -> None:
-        """An equal layout costs nothing, nor does slicing what every rank has."""
+        """Keeping a layout costs nothing, and neither does slicing what every rank has."""
         mesh = self.mesh(world_size)
         for source, target in ("RR", "SS", "PP", "RS"):
             self.expect_cost(self.cost(mesh, source, target), 0.0, f"{source} to {target}")
 
     @conformance_case("R184", chapter="AD", world_size=4, needs=("mesh",), kills=("outsiders-pay",))
     def test_outside(self) -> None:
-        """A rank that is not in the mesh has no cost, and those that are in it have one."""
+        """The cost is zero on a rank outside the mesh, and positive on ranks in the mesh."""
         mesh = DeviceMesh(self.device_type, [0, 1])
         for source, target in ("SR", "PR", "PS"):
             cost = self.cost(mesh, source, target)
             if self.rank < 2:
-                self.expect(
-                    0 < cost < math.inf, "R184", f"cost={cost} us, but should be positive [{source} to {target}]"
-                )
+                what = f"cost of {source} to {target} in us"
+                self.expect(0 < cost < math.inf, "R184", comparison(what, expected="a positive one", got=cost))
             else:
                 self.expect_cost(cost, 0.0, f"{source} to {target}, outside the mesh")
 
@@ -94,7 +95,7 @@ class Extremes(Costs):
         kills=("shards-become-partial", "crosses-meshes"),
     )
     def test_cannot_be(self) -> None:
-        """Shards do not become partial sums, along any axis, and nothing goes to another mesh: the cost is infinite."""
+        """Turning shards into partial sums, or redistributing to another mesh, is impossible: the cost is infinite."""
         flat, square = self.mesh(4), self.mesh(2, 2)
         self.expect_cost(self.cost(flat, "S", "P"), math.inf, "S to P")
         for source, target in (("SR", "PR"), ("RS", "RP"), ("PS", "RP")):
@@ -106,7 +107,7 @@ class Extremes(Costs):
 
 
 class Relations(Costs):
-    """What costs more than what."""
+    """Which redistributions cost more than others."""
 
     @conformance_case(
         "R184",
@@ -117,8 +118,8 @@ class Relations(Costs):
     )
     def test_one_axis(self, world_size: int) -> None:
         """
-        All-gather and reduce-scatter cost the same; one all-reduce is cheaper than both by more than a microsecond,
-        because it starts once.
+        All-gather and reduce-scatter cost the same; one all-reduce is cheaper than both together by more than a
+        microsecond, because it starts only once.
         """
         mesh = self.mesh(world_size)
         gather, scatter, reduce = (self.cost(mesh, *pair) for pair in ("SR", "PS", "PR"))
@@ -134,7 +135,7 @@ class Relations(Costs):
         kills=("reduces-in-one-pass", "first-axis-only"),
     )
     def test_two_axes(self) -> None:
-        """Along two axes an all-reduce costs more than an all-gather, a reduce-scatter, and its part of either axis."""
+        """Along two axes an all-reduce costs more than an all-gather, a reduce-scatter, or itself along one axis."""
         mesh = self.mesh(2, 2)
         reduce = self.cost(mesh, "PP", "RR")
         self.expect_less(self.cost(mesh, "SS", "RR"), reduce, "all-gather and all-reduce over two axes")
@@ -150,7 +151,7 @@ class Relations(Costs):
         kills=("counts-elements", "every-tensor-alike"),
     )
     def test_bytes(self, world_size: int) -> None:
-        """More bytes cost more, be it by more elements or by a wider dtype."""
+        """More bytes cost more, whether through more elements or a wider dtype."""
         mesh = self.mesh(world_size)
         for source, target in ("SR", "PS", "PR"):
             by_size = [self.cost(mesh, source, target, shape=(24 * 4**power, 8)) for power in range(8)]

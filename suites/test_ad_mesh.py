@@ -1,4 +1,4 @@
-"""AD. Collectives along the axes of a mesh: each row by itself, shards of any sizes, and a check of metadata."""
+"""AD. Collectives along the axes of a mesh: each row separately, shards of any size, and a check of metadata."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SHAPES: tuple[tuple[tuple[int, ...], int], ...] = (
     ((2, 2, 6), -1),
 )
 
-#: Each axis of 2 x 2, and one of each larger mesh that has neighbours on both sides.
+#: Each axis of 2 x 2, and of each larger mesh one axis with neighbours on both sides.
 ROWS = {"mesh": tuple(MESHES), "axis": (0, 1)}
 
 
@@ -47,10 +47,10 @@ def _has_more_rows(values: dict[str, Any]) -> bool:
 
 
 class Mesh(ConformanceTestCase):
-    """What the cases below have in common: rows worked out by hand, and values that code rank and position."""
+    """What the cases below share: rows computed by hand, and values that encode rank and position."""
 
     def start(self, mesh: str = "4", axis: int = 0) -> MeshCollectives:
-        """The collectives, and a mesh of the world: `row` is this rank's along the axis, `place` its rank there."""
+        """The collectives, and a mesh of the world: `row` is this rank's along the axis, `place` its index in it."""
         shape, self.axis = MESHES[mesh], axis
         step = math.prod(shape[axis + 1 :])
         self.place = self.rank // step % shape[axis]
@@ -68,41 +68,39 @@ class Mesh(ConformanceTestCase):
 
     def ignored_list(self, *shape: int) -> list[Tensor] | None:
         """
-        What a rank passes that is not the source: nothing, a list of tensors that hold no number, or one that is of
-        another length, shape and dtype.
+        What a rank other than the source passes: a list of NaN tensors, one of the wrong shape and dtype, or None.
         """
         nothing = torch.full(shape, torch.nan, device=self.device)
         return [[nothing] * len(self.row), [nothing.flatten().double()], None][self.place % 3]
 
     def sizes(self, length: int) -> list[int]:
-        """How long the shards of the row are: as `torch.chunk`'s, then empty ones."""
+        """The lengths of the row's shards: those of `torch.chunk`, then empty ones."""
         sizes = [len(chunk) for chunk in torch.arange(length).chunk(len(self.row))]
         return sizes + [0] * (len(self.row) - len(sizes))
 
     def shard_of(self, whole: Tensor, dim: int) -> Tensor:
-        """This rank's, a view."""
+        """This rank's shard, as a view."""
         shards: tuple[Tensor, ...] = whole.split(self.sizes(whole.shape[dim]), dim)
         return shards[self.place]
 
     def strided(self, tensor: Tensor) -> Tensor:
-        """The same values in memory of another order, which is not the same on every rank of a row."""
+        """The same values with a different memory layout, which varies between the ranks of a row."""
         return tensor if self.place % 2 else tensor.transpose(0, -1).contiguous().transpose(0, -1)
 
     def groups(self) -> set[tuple[int, ...]]:
-        """The groups that this rank has communicated over since it was asked last."""
+        """The groups that this rank has communicated over since the last call."""
         records = process_group.log().records
         found = {record.group for record in records[self.last_record :]}
         self.last_record = len(records)
         return found
 
     def expect_row_alone(self, requirement: str) -> None:
-        """All that was sent since was sent over this rank's row."""
-        got = self.groups()
-        self.expect(got == {tuple(self.row)}, requirement, f"groups={got}, but should be the row {self.row}")
+        """Everything sent since the last call was sent over this rank's row."""
+        self.expect_equal(requirement, "groups used", self.groups(), {tuple(self.row)})
 
 
 class Sources(Mesh):
-    """From one rank of a row to all of it."""
+    """From one rank of a row to the whole row."""
 
     @conformance_case(
         "R182",
@@ -119,7 +117,7 @@ class Sources(Mesh):
         ],
     )
     def test_broadcast(self, mesh: str, axis: int) -> None:
-        """Each row gets, in place, the tensor of its own source: the rank of that number in the row."""
+        """Each row receives, in place, the tensor of its own source: the rank with that index in the row."""
         collectives = self.start(mesh, axis)
         for source, sender in enumerate(self.row):
             tensor = self.values(self.rank, (2, 3))
@@ -129,7 +127,7 @@ class Sources(Mesh):
 
     @conformance_case("R182", chapter="AD", world_size=4, needs=("mesh",), kills=("broadcast-by-memory",))
     def test_broadcast_strided(self) -> None:
-        """What is not contiguous gets the values of the source, although its strides are not the source's."""
+        """A non-contiguous tensor receives the source's values, even if its strides differ from the source's."""
         collectives = self.start()
         for source in range(4):
             tensor = self.strided(self.values(self.rank, (2, 3)))
@@ -137,15 +135,15 @@ class Sources(Mesh):
             with self.blaming("implementation"):
                 collectives.broadcast(tensor, self.mesh, 0, source)
             self.check_equal("R182", tensor, self.values(source, (2, 3)), check="broadcast", fqn=f"source {source}")
-            self.expect(tensor.stride() == strides, "R182", f"stride={tensor.stride()}, but should be {strides}")
+            self.expect_equal("R182", "stride", tensor.stride(), strides)
 
     @conformance_case("R182", chapter="AD", world_size=8, needs=("mesh",), kills=("first-axis-always",))
     def test_broadcast_axis_by_axis(self) -> None:
-        """Along one axis after the other, the first rank of 2 x 2 x 2 reaches all."""
+        """Along one axis after another, the first rank of 2 x 2 x 2 reaches all ranks."""
         collectives = self.start("2x2x2")
         tensor = self.values(self.rank, (3,))
         for axis in range(3):
-            # By then the source has what the first rank of all axes before gave to it.
+            # By then the source holds what the first rank along the earlier axes sent it.
             sender = self.rank % 2 ** (2 - axis)
             with self.blaming("implementation"):
                 collectives.broadcast(tensor, self.mesh, axis)
@@ -168,7 +166,7 @@ class Sources(Mesh):
         ],
     )
     def test_scatter(self, mesh: str, axis: int) -> None:
-        """Each rank gets its entry of the list of its row's source, in place; the lists of others are ignored."""
+        """Each rank receives its entry of the list of its row's source, in place; other ranks' lists are ignored."""
         collectives = self.start(mesh, axis)
         for source, sender in enumerate(self.row):
             whole = self.values(self.rank, (len(self.row), 2, 3))
@@ -203,7 +201,7 @@ class Sources(Mesh):
 
     @conformance_case("R182", chapter="AD", world_size=4, needs=("mesh",), kills=("scatter-by-memory",))
     def test_scatter_strided(self) -> None:
-        """Columns of one tensor are scattered by their values, not by their memory."""
+        """Columns of one tensor are scattered by value, not by memory layout."""
         collectives = self.start()
         whole = self.values(self.row[1], (3, 8))
         output = torch.full((3, 2), torch.nan, device=self.device)
@@ -214,7 +212,7 @@ class Sources(Mesh):
 
 
 class Shards(Mesh):
-    """Cutting, padding and cutting back; nothing is sent."""
+    """Splitting, padding and unpadding; nothing is sent."""
 
     @conformance_case(
         "R182",
@@ -224,13 +222,13 @@ class Shards(Mesh):
         kills=("balanced-shards", "empty-shards-missing", "empty-shards-flat"),
     )
     def test_shards(self, dim: int, world_size: int) -> None:
-        """As `torch.chunk` cuts, and as many as ranks: an empty shard is as long as the others in other dims."""
+        """Splits like `torch.chunk`, but into one shard per rank: empty shards keep their other dims."""
         adapter = self.subject()
         for length, sizes in ((5, [2, 2, 1, 0]), (4, [1, 1, 1, 1]), (2, [1, 1, 0, 0]), (0, [0, 0, 0, 0])):
             whole = self.values(0, (length, 3) if dim == 0 else (3, length))
             with self.blaming("implementation"):
                 got = list(adapter.mesh_collectives().shards(whole, 4, dim))
-            self.expect(len(got) == 4, "R182", f"{len(got)} shards of {length}, but should be 4")
+            self.expect_equal("R182", f"shards of {length} rows", len(got), 4)
             for index, (mine, expected) in enumerate(zip(got, whole.split(sizes, dim), strict=False)):
                 self.check_equal("R182", mine, expected, check="shards", fqn=f"shard {index} of {length}")
 
@@ -242,7 +240,7 @@ class Shards(Mesh):
         kills=("padding-not-zero", "padding-copies", "unpads-the-front"),
     )
     def test_padding(self, dim: int, world_size: int) -> None:
-        """Zeros are appended and cut off again; by nothing, the same object comes back."""
+        """Padding appends zeros and unpadding removes them; padding by zero returns the same object."""
         adapter = self.subject()
         tensor = self.values(0, (2, 3))
         zeros = torch.zeros((2, 3) if dim == 0 else (2, 2), device=self.device)
@@ -253,11 +251,11 @@ class Shards(Mesh):
             same = [collectives.pad(tensor, dim, 0) is tensor, collectives.unpad(tensor, dim, 0) is tensor]
         self.check_equal("R182", padded, torch.cat([tensor, zeros], dim), check="padded")
         self.check_equal("R182", unpadded, tensor, check="unpadded")
-        self.expect(all(same), "R182", f"padded and unpadded by nothing is the same object: {same}, but should be both")
+        self.expect_equal("R182", "same object after padding and unpadding by zero", same, [True, True])
 
 
 class Wholes(Mesh):
-    """All ranks of a row to all."""
+    """From all ranks of a row to all of them."""
 
     @conformance_case(
         "R183",
@@ -274,7 +272,7 @@ class Wholes(Mesh):
         ],
     )
     def test_all_gather(self, mesh: str, axis: int) -> None:
-        """Shards of each row, also uneven and empty ones, are joined along any dim, without padding."""
+        """Shards of each row, including uneven and empty ones, are concatenated along any dim without padding."""
         collectives = self.start(mesh, axis)
         for shape, dim in SHAPES:
             whole = self.values(self.row[0], shape)
@@ -302,8 +300,8 @@ class Wholes(Mesh):
     )
     def test_reduce_scatter(self, mesh: str, axis: int) -> None:
         """
-        Each rank gets its shard of the sum over its row, in which every rank counts once and no other does, without
-        padding.
+        Each rank receives its shard of the sum over its row, in which each rank of the row counts once and no other
+        rank counts, without padding.
         """
         collectives = self.start(mesh, axis)
         for shape, dim in SHAPES:
@@ -329,7 +327,7 @@ class Wholes(Mesh):
         ],
     )
     def test_all_to_all(self, mesh: str, axis: int) -> None:
-        """From sharded along one dim to sharded along another is gathering and chunking, and contiguous."""
+        """Resharding from one dim to another equals gathering and chunking, and is contiguous."""
         collectives = self.start(mesh, axis)
         for shape, gather_dim, shard_dim in (
             ((8, 4), 0, 1),
@@ -345,11 +343,12 @@ class Wholes(Mesh):
                 )
             where = f"{shape} from {gather_dim} to {shard_dim}"
             self.check_equal("R183", got, self.shard_of(whole, shard_dim), check="all-to-all", fqn=where)
-            self.expect(got.is_contiguous(), "R183", f"stride={got.stride()} of {where}, but should be contiguous")
+            details = f"stride {got.stride()}"
+            self.expect_equal("R183", "is_contiguous", got.is_contiguous(), True, details=details, fqn=where)
 
     @conformance_case("R183", chapter="AD", world_size=4, needs=("mesh",), kills=("meta-communicates",))
     def test_meta(self) -> None:
-        """Tensors on meta send nothing, in any of the collectives."""
+        """Collectives on meta tensors send nothing."""
         collectives = self.start("2x2", 1)
         tensor = torch.empty(4, 4, device="meta")
         for name, call in {
@@ -361,15 +360,14 @@ class Wholes(Mesh):
         }.items():
             with self.blaming("implementation"):
                 call()
-            got = self.groups()
-            self.expect(not got, "R183", f"{name} of a tensor on meta over {got}, but should send nothing")
+            self.expect_equal("R183", f"groups used by {name} on meta", self.groups(), set())
 
 
 class Metadata(Mesh):
-    """Whether the tensors of a row differ in more than values."""
+    """Whether the tensors of a row differ in anything but their values."""
 
     def tensor(self, difference: str, *, different: bool) -> Tensor:
-        """A tensor with values of this rank, which may differ from the others in one more thing."""
+        """A tensor with this rank's values, which may also differ from the others in one property."""
         tensor = self.values(self.rank, (2, 3))
         if not different:
             return tensor
@@ -396,13 +394,13 @@ class Metadata(Mesh):
         ],
     )
     def test_difference(self, difference: str, mesh: str, axis: int) -> None:
-        """Where one rank differs, every rank of its row is told so, and the other rows are neither told nor asked."""
+        """If one rank differs, every rank of its row raises; other rows neither raise nor communicate."""
         collectives = self.start(mesh, axis)
         odd = self.world_size - 1
         tensor = self.tensor(difference, different=self.rank == odd)
         asked = {name: True for name in ("shape", "stride") if name == difference}
         if odd in self.row:
-            with self.refusal("R185", f"another {difference} on rank {odd}"), self.blaming("implementation"):
+            with self.refusal("R185", f"a different {difference} on rank {odd}"), self.blaming("implementation"):
                 collectives.check_meta(tensor, self.mesh, axis, **asked)
         else:
             with self.blaming("implementation"):
@@ -417,7 +415,7 @@ class Metadata(Mesh):
         kills=lambda values: [f"{values['difference']}-always-compared"],
     )
     def test_not_asked_for(self, difference: str, world_size: int) -> None:
-        """Values never count, shapes and strides only on request."""
+        """Values are never compared, shapes and strides only on request."""
         collectives = self.start("2x2", 1)
         tensor = self.tensor(difference, different=self.rank == 3)
         with self.blaming("implementation"):
@@ -429,13 +427,12 @@ class Metadata(Mesh):
         "R185", chapter="AD", world_size=4, needs=("mesh",), kills=("raises-where-different", "dtype-ignored")
     )
     def test_row_alone(self) -> None:
-        """One row can ask while the other does not."""
+        """One row can run the check while the other does not."""
         collectives = self.start("2x2", 1)
         if self.rank >= 2:
             tensor = self.tensor("dtype", different=self.rank == 3)
-            with self.refusal("R185", "another dtype on rank 3"), self.blaming("implementation"):
+            with self.refusal("R185", "a different dtype on rank 3"), self.blaming("implementation"):
                 collectives.check_meta(tensor, self.mesh, 1)
             self.expect_row_alone("R185")
         else:
-            got = self.groups()
-            self.expect(not got, "R185", f"groups={got} of a row that asks nothing, but should be none")
+            self.expect_equal("R185", "groups used by a row that runs no check", self.groups(), set())

@@ -1,4 +1,4 @@
-"""AE. Simulated ranks: what they communicate and what is their own, beside ranks that are processes."""
+"""AE. Simulated ranks: their collectives and their private state, compared with ranks that are processes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from torch import Tensor, nn
 
 from fsdp_conformance.adapters.components import ReducerOptions
 from fsdp_conformance.case import conformance_case
+from fsdp_conformance.checks.result import comparison
 from fsdp_conformance.testing import ConformanceTestCase
 
-#: Of the cases below: they start simulated ranks themselves.
-PROCESSES = "simulated ranks are what is looked at, and they cannot be nested"
+#: Why the cases below run on processes: they start simulated ranks themselves.
+PROCESSES = "the case starts simulated ranks, which cannot be nested"
 
-#: Reductions whose result is exact for whole numbers, on any number of ranks that is a power of two.
+#: Reductions whose result is exact for whole numbers if the number of ranks is a power of two.
 REDUCTIONS = {
     "sum": dist.ReduceOp.SUM,
     "max": dist.ReduceOp.MAX,
@@ -28,7 +29,7 @@ REDUCTIONS = {
 
 
 def coded(rank: int, *shape: int) -> Tensor:
-    """Whole numbers that name the rank and the position."""
+    """Whole numbers that encode rank and position."""
     numel = int(torch.Size(shape).numel())
     return (torch.arange(numel, dtype=torch.float32) + 100 * (rank + 1)).reshape(shape)
 
@@ -44,7 +45,7 @@ def all_reduce(rank: int, size: int) -> list[Tensor]:
 
 
 def reduce_scatter(rank: int, size: int) -> list[Tensor]:
-    """Every reduction, of lists."""
+    """Every reduction of a list."""
     results = []
     for op in REDUCTIONS.values():
         output = torch.empty(3)
@@ -54,7 +55,7 @@ def reduce_scatter(rank: int, size: int) -> list[Tensor]:
 
 
 def all_gather(rank: int, size: int) -> list[Tensor]:
-    """Of tensors, and of objects."""
+    """All-gather of tensors and of objects."""
     parts = [torch.empty(3) for _ in range(size)]
     dist.all_gather(parts, coded(rank, 3))
     objects: list[Any] = [None] * size
@@ -79,7 +80,7 @@ def from_each_root(rank: int, size: int) -> list[Tensor]:
 
 
 def all_to_all(rank: int, size: int) -> list[Tensor]:
-    """Of equal parts, and of parts whose sizes are each rank's own."""
+    """All-to-all of equal parts, and of parts whose sizes differ between ranks."""
     output = torch.empty(size)
     dist.all_to_all_single(output, coded(rank, size))
     # Rank r sends r + 1 elements to each.
@@ -91,7 +92,7 @@ def all_to_all(rank: int, size: int) -> list[Tensor]:
 
 
 def sub_groups(rank: int, size: int) -> list[Tensor]:
-    """Two groups that interleave, each with all-reduce, broadcast and all-gather."""
+    """Two interleaved groups, each with all-reduce, broadcast and all-gather."""
     groups = [dist.new_group(list(range(first, size, 2))) for first in range(2)]
     group = groups[rank % 2]
     mine = coded(rank, 3)
@@ -106,13 +107,13 @@ def sub_groups(rank: int, size: int) -> list[Tensor]:
 
 
 def asynchronous(rank: int, size: int) -> list[Tensor]:
-    """Works that are waited for in another order than they were issued, and messages around the ring."""
+    """Works waited for in reverse order, and messages around the ring."""
     tensors = [coded(rank, 3) + step for step in range(3)]
     works = [dist.all_reduce(tensor, async_op=True) for tensor in tensors]
     for work in reversed(works):
         if work is not None:
             work.wait()
-    # As they are at that moment: what comes later comes too late.
+    # Copy the values now, so that a result that arrives later counts as late.
     results = [tensor.clone() for tensor in tensors]
     received = torch.empty(3)
     sent = dist.isend(coded(rank, 3), (rank + 1) % size)
@@ -132,7 +133,7 @@ PROGRAMS: dict[str, Callable[[int, int], list[Tensor]]] = {
     "asynchronous": asynchronous,
 }
 
-#: What each program kills.
+#: The mutant that each program kills.
 _WRONG = {
     "all-reduce": "averages-by-two",
     "reduce-scatter": "first-part-for-all",
@@ -145,14 +146,14 @@ _WRONG = {
 
 
 class Collectives(ConformanceTestCase):
-    """Beside processes that do the same."""
+    """Compared with processes that do the same."""
 
     def failure_of(self, world_size: int, body: Callable[[int], object]) -> str:
-        """What simulated ranks raise that run `body`; empty if nothing."""
+        """The error that simulated ranks raise when running `body`; empty if none."""
         adapter = self.subject()
         try:
             adapter.run_ranks(world_size, body)
-        except Exception as error:  # noqa: BLE001 - any exception will do; its text is what counts
+        except Exception as error:  # noqa: BLE001 - any exception will do; only its text is judged
             return str(error)
         return ""
 
@@ -166,14 +167,14 @@ class Collectives(ConformanceTestCase):
         processes=PROCESSES,
     )
     def test_as_between_processes(self, program: str) -> None:
-        """Each collective gives each simulated rank what it gives the process of that rank, to the last bit."""
+        """Each collective gives each simulated rank bitwise the same result as the process with that rank."""
         run = PROGRAMS[program]
         expected = run(self.rank, self.world_size)
         adapter = self.subject()
         with self.blaming("implementation"):
             simulated = adapter.run_ranks(self.world_size, lambda rank: run(rank, self.world_size))
         got = simulated[self.rank]
-        self.expect(len(got) == len(expected), "R186", f"results={len(got)}, but should be {len(expected)}")
+        self.expect_equal("R186", "results", len(got), len(expected))
         for index, (mine, want) in enumerate(zip(got, expected, strict=False)):
             self.check_equal("R186", mine, want, check=program, fqn=f"result {index}")
 
@@ -181,7 +182,7 @@ class Collectives(ConformanceTestCase):
         "R186", chapter="AE", world_size=1, needs=("sim_ranks",), kills=("common-random-numbers",), processes=PROCESSES
     )
     def test_random_numbers(self) -> None:
-        """Torch's and Python's random numbers are a rank's own, whatever the others draw in between."""
+        """Each rank has its own torch and Python random numbers, whatever other ranks draw in between."""
 
         def draw(rank: int) -> list[float]:
             torch.manual_seed(rank)
@@ -206,7 +207,7 @@ class Collectives(ConformanceTestCase):
         "R186", chapter="AE", world_size=1, needs=("sim_ranks",), kills=("mismatch-unnoticed",), processes=PROCESSES
     )
     def test_different_calls(self) -> None:
-        """Ranks that call different collectives are told so, with both calls, and do not wait for ever."""
+        """Ranks that call different collectives raise an error that names both calls, instead of waiting forever."""
 
         def body(rank: int) -> None:
             if rank == 1:
@@ -215,17 +216,14 @@ class Collectives(ConformanceTestCase):
                 dist.all_reduce(torch.ones(3))
 
         text = self.failure_of(2, body)
-        self.expect(
-            "all_gather" in text and "all_reduce" in text,
-            "R186",
-            f"error={text!r}, but should name both calls: all_gather on rank 1, all_reduce on rank 0",
-        )
+        message = comparison("error", expected="both calls, all_gather on rank 1 and all_reduce on rank 0", got=text)
+        self.expect("all_gather" in text and "all_reduce" in text, "R186", message)
 
     @conformance_case(
         "R186", chapter="AE", world_size=1, needs=("sim_ranks",), kills=("failure-unnoticed",), processes=PROCESSES
     )
     def test_a_rank_that_fails(self) -> None:
-        """The exception of one rank ends those that wait for it, and is raised."""
+        """An exception on one rank ends the ranks that wait for it, and is raised to the caller."""
 
         def body(rank: int) -> None:
             if rank == 2:
@@ -233,11 +231,12 @@ class Collectives(ConformanceTestCase):
             dist.barrier()
 
         text = self.failure_of(4, body)
-        self.expect("no more shards" in text, "R186", f"error={text!r}, but should be rank 2's: no more shards")
+        message = comparison("error", expected="rank 2's: no more shards", got=text)
+        self.expect("no more shards" in text, "R186", message)
 
 
 class Bodies(ConformanceTestCase):
-    """One body on both kinds of ranks."""
+    """The same body on both kinds of ranks."""
 
     @conformance_case(
         "R187",
@@ -248,7 +247,7 @@ class Bodies(ConformanceTestCase):
         processes=PROCESSES,
     )
     def test_same_verdict(self, world_size: int) -> None:
-        """A body that trains, and compares, finds the same on both kinds of ranks, whether it trains right or wrong."""
+        """A body that trains and compares finds the same on both kinds of ranks, whether training is right or wrong."""
         adapter = self.subject()
 
         def wrong_parameters(rank: int, faulty: bool) -> list[str]:
@@ -272,9 +271,6 @@ class Bodies(ConformanceTestCase):
             with self.blaming("implementation"):
                 expected = wrong_parameters(self.rank, faulty)
                 simulated = adapter.run_ranks(world_size, partial(wrong_parameters, faulty=faulty))
-            self.expect(bool(expected) == faulty, "R187", f"processes find {expected}, faulty={faulty}")
-            self.expect(
-                simulated[self.rank] == expected,
-                "R187",
-                f"simulated ranks find {simulated[self.rank]}, but should find what processes do: {expected}",
-            )
+            what = f"wrong parameters found with faulty={faulty}"
+            self.expect_equal("R187", f"{what} by processes", expected, ["weight"] if faulty else [])
+            self.expect_equal("R187", f"{what} by simulated ranks", simulated[self.rank], expected)

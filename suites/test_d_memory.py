@@ -1,4 +1,4 @@
-"""D. Parameter lifecycle and memory: what is held, when, and that it is given back. Bytes are counted exactly."""
+"""D. Parameter lifecycle and memory: what is held when, and that it is freed. Bytes are counted exactly."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.checks import memory
+from fsdp_conformance.checks.result import comparison
 from fsdp_conformance.config import Offload, Sharding
 from fsdp_conformance.fixtures import deep, probes
 from fsdp_conformance.testing import ConformanceTestCase
@@ -22,7 +23,7 @@ from fsdp_conformance.workload import Regime, Workload
 
 
 class Bytes(ConformanceTestCase):
-    """What the accelerator's allocator has given out at the borders of the training step."""
+    """What the accelerator's allocator holds at the boundaries of the phases of a step."""
 
     @conformance_case(
         "R033",
@@ -32,7 +33,7 @@ class Bytes(ConformanceTestCase):
         kills=("keeps-full-parameters",),
     )
     def test_shards_alone(self, world_size: int) -> None:
-        """After the wrap a rank holds its shard of the parameters, its buffers, and nothing else."""
+        """After wrapping, a rank holds its shard of the parameters, its buffers, and nothing else."""
         workload = deep.deep_4()
         plan = self.plan(workload)
         run = self.train(workload, plan)
@@ -48,7 +49,7 @@ class Bytes(ConformanceTestCase):
         kills=lambda values: ["keeps-parameters-after-forward" if values["reshard"] else "ignores-reshard"],
     )
     def test_freed_after_forward(self, world_size: int, reshard: bool) -> None:
-        """A unit that is resharded after its forward holds nothing full at the loss; one that is not, everything."""
+        """At the loss, a unit that is resharded after forward holds no full parameters; one that is not holds all."""
         workload = deep.deep_4()
         plan = self.plan(
             workload, sharding=Sharding.FULL if reshard else Sharding.GRAD_OPTIM, reshard_after_forward=reshard
@@ -60,16 +61,8 @@ class Bytes(ConformanceTestCase):
 
     def _expect_state(self, workload: Workload, reshard: bool, adapter: Adapter, step: int) -> None:
         for unit in workload.units:
-            unsharded = adapter.unit_is_unsharded(unit)
-            self.expect(
-                unsharded != reshard,
-                "R034",
-                f"unsharded={unsharded}, but should be {not reshard} when the loss is there",
-                fqn=unit,
-                step=step,
-                phase="forward",
-                check="unit state at the loss",
-            )
+            where: dict[str, Any] = {"fqn": unit, "step": step, "phase": "forward", "check": "unit state at the loss"}
+            self.expect_equal("R034", "unsharded at the loss", adapter.unit_is_unsharded(unit), not reshard, **where)
 
     @conformance_case(
         "R035",
@@ -79,7 +72,7 @@ class Bytes(ConformanceTestCase):
         kills=("keeps-full-gradients",),
     )
     def test_nothing_full_after_backward(self, world_size: int) -> None:
-        """When backward returns, a rank holds shards of parameters and of gradients, and no unit is gathered."""
+        """When backward returns, a rank holds shards of parameters and gradients, and no unit is unsharded."""
         workload = deep.deep_4()
         plan = self.plan(workload)
         adapter = self.subject()
@@ -98,7 +91,7 @@ class Bytes(ConformanceTestCase):
         kills=("keeps-unused-unsharded",),
     )
     def test_unused_unit_is_resharded(self) -> None:
-        """A unit whose output the loss does not see is resharded when backward returns, like the others."""
+        """A unit whose output does not reach the loss is resharded when backward returns, like the others."""
         workload = probes.exact_unused()
         adapter = self.subject()
         run = self.train(workload, adapter=adapter, regime=Regime(unused_parameters=True))
@@ -114,7 +107,7 @@ class Bytes(ConformanceTestCase):
         kills=lambda values: ["gathers-everything-first" if values["reshard"] else "keeps-full-gradients"],
     )
     def test_peaks(self, world_size: int, reshard: bool) -> None:
-        """The most that is held at once is a few units, whatever the depth; or the whole model, if it is kept."""
+        """Peak memory is a few units, whatever the depth, or the whole model if parameters are kept."""
         workload = deep.deep_8()
         plan = self.plan(workload, sharding=Sharding.FULL if reshard else Sharding.GRAD_OPTIM)
         run = self.train(workload, plan)
@@ -130,7 +123,7 @@ class Bytes(ConformanceTestCase):
         kills=("leaks-every-step",),
     )
     def test_no_growth(self, world_size: int, optimizer: str, micro_batches: int) -> None:
-        """After the second, third, fourth and fifth step as many bytes are held, to the last one."""
+        """Exactly as many bytes are held after the third, fourth and fifth step as after the second."""
         workload = deep.deep_4()
         regime = Regime(optimizer=optimizer, steps=5, micro_batches=micro_batches)
         run = self.train(workload, self.plan(workload), regime)
@@ -145,7 +138,7 @@ class Bytes(ConformanceTestCase):
         kills=("leaks-every-step",),
     )
     def test_no_growth_with_offload(self) -> None:
-        """With parameters offloaded to pinned memory nothing more is held on the device after each step."""
+        """With parameters offloaded to pinned memory, the bytes held on the device do not grow from step to step."""
         workload = deep.deep_4()
         run = self.train(workload, self.plan(workload, offload=Offload.CPU_PINNED), Regime(steps=5))
         self.check(memory.no_growth(run))
@@ -158,18 +151,18 @@ class Bytes(ConformanceTestCase):
         kills=("survives-its-owner",),
     )
     def test_given_back(self, world_size: int, at_once: bool) -> None:
-        """When the model is dropped, what it took is given back: at once, or by the garbage collector at last."""
+        """When the model is dropped, its memory is freed: immediately, and at the latest by the garbage collector."""
         workload = deep.deep_4()
         plan = self.plan(workload)
         adapter = self.subject()
         run = self.train(workload, plan, adapter=adapter)
-        self.check(memory.gradients_given_back(run, workload, plan, world_size=world_size))
+        self.check(memory.gradients_freed(run, workload, plan, world_size=world_size))
         with self.no_garbage_collection():
             self.drop(adapter)
             del adapter
             if not at_once:
                 gc.collect()
-            self.check(memory.given_back(run, self.allocated_bytes()))
+            self.check(memory.all_freed(run, self.allocated_bytes()))
 
     @conformance_case(
         "R042",
@@ -180,7 +173,7 @@ class Bytes(ConformanceTestCase):
         kills=("gathers-everything-first",),
     )
     def test_bounded_number_of_units(self, world_size: int, depth: int) -> None:
-        """While a unit computes, at most the declared number of units is gathered, whatever the depth."""
+        """While a unit computes, at most the declared number of units is unsharded, whatever the depth."""
         workload = {4: deep.deep_4, 8: deep.deep_8}[depth]()
         adapter = self.subject()
         counts: list[tuple[str, int]] = []
@@ -191,20 +184,12 @@ class Bytes(ConformanceTestCase):
         plan = self.plan(workload, sharding=Sharding.FULL)
         run = self.train(workload, plan, adapter=adapter, on_setup=lambda subject: deep.visit(subject.module(), count))
         self.check_parity(run, workload)
-        self.expect(
-            len(counts) == 2 * depth * len(run.steps),
-            "R042",
-            f"visits={len(counts)}, but should be {2 * depth * len(run.steps)}: two for each unit and step",
-            check="visits",
-        )
+        self.expect_equal("R042", "visits", len(counts), 2 * depth * len(run.steps), check="visits")
         for moment, unsharded in counts:
-            self.expect(
-                1 <= unsharded <= adapter.max_unsharded,
-                "R042",
-                f"unsharded={unsharded} units in {moment}, but should be 1 to {adapter.max_unsharded} as declared",
-                phase=moment,
-                check="units gathered at once",
-            )
+            expected = f"1 to {adapter.max_unsharded} as declared"
+            message = comparison(f"units unsharded in {moment}", expected=expected, got=unsharded)
+            bounded = 1 <= unsharded <= adapter.max_unsharded
+            self.expect(bounded, "R042", message, phase=moment, check="units gathered at once")
 
 
 class Lifecycle(ConformanceTestCase):
@@ -212,7 +197,7 @@ class Lifecycle(ConformanceTestCase):
 
     @conformance_case("R036", chapter="D", axes={"world_size": (2, 3)}, kills=("shows-its-own-parameters",))
     def test_parameters_that_user_code_sees(self, world_size: int) -> None:
-        """A unit's own code finds its parameters in full: as attributes in forward and backward, by name in forward."""
+        """A unit's own code sees full parameters: as attributes in forward and backward, by name in forward."""
         workload = deep.deep_4()
         reference = workload.build(self.rank).get_submodule(workload.units[0])
         wanted = {name: _look(parameter) for name, parameter in reference.named_parameters()}
@@ -225,16 +210,10 @@ class Lifecycle(ConformanceTestCase):
 
         run = self.train(workload, on_setup=lambda adapter: deep.visit(adapter.module(), look))
         self.check_parity(run, workload)
-        visits = 3 * len(workload.units) * len(run.steps)
-        self.expect(len(seen) == visits, "R036", f"visits={len(seen)}, but should be {visits}", check="visits")
+        self.expect_equal("R036", "visits", len(seen), 3 * len(workload.units) * len(run.steps), check="visits")
         for moment, found in seen:
-            self.expect(
-                found == wanted,
-                "R036",
-                f"parameters={_listed(found)}, but should be {_listed(wanted)}",
-                phase=moment,
-                check="parameters in user code",
-            )
+            message = comparison("parameters", expected=_listed(wanted), got=_listed(found))
+            self.expect(found == wanted, "R036", message, phase=moment, check="parameters in user code")
 
     @conformance_case(
         "R037",
@@ -244,7 +223,7 @@ class Lifecycle(ConformanceTestCase):
         kills=("replicated-gradients",),
     )
     def test_gradients_match_parameters(self, world_size: int, accumulation: str) -> None:
-        """After backward a gradient has shape, dtype, device and placement of the parameter that is stepped."""
+        """After backward, a gradient has the shape, dtype, device and placement of its parameter."""
         workload = probes.exact_accumulation()
         reduced = (False, True) if accumulation == "deferred" else ()
         regime = Regime(micro_batches=2, reduced=reduced)
@@ -261,7 +240,7 @@ class Lifecycle(ConformanceTestCase):
         kills=("replicated-gradients",),
     )
     def test_offloaded_gradients_match_parameters(self, offload: str) -> None:
-        """With offload both are on the CPU."""
+        """With offload, gradients are on the CPU like their parameters."""
         workload = probes.exact_nested()
         plan = self.plan(workload, offload=Offload(offload))
         run = self.train(workload, plan, on_gradients=self._expect_alike)
@@ -273,16 +252,10 @@ class Lifecycle(ConformanceTestCase):
             if grad is None:
                 self.expect(True, "R037", "", check="gradients and parameters")
                 continue
-            for what, of in _LOOKS.items():
-                got, expected = of(grad), of(parameter)
-                self.expect(
-                    got == expected,
-                    "R037",
-                    f"{what}={got} of the gradient, but should be {expected} as of the parameter",
-                    fqn=name,
-                    step=step,
-                    phase="reduce",
-                    check="gradients and parameters",
+            where: dict[str, Any] = {"fqn": name, "step": step, "phase": "reduce", "check": "gradients and parameters"}
+            for what, of in _PROPERTIES.items():
+                self.expect_equal(
+                    "R037", f"{what} of the gradient", of(grad), of(parameter), details="the parameter's", **where
                 )
 
     @conformance_case(
@@ -293,7 +266,7 @@ class Lifecycle(ConformanceTestCase):
         kills=("manual-reshard-does-nothing",),
     )
     def test_unshard_and_reshard_by_hand(self, world_size: int) -> None:
-        """Both are idempotent; a unit kept for backward and resharded by hand is gathered again, at parity."""
+        """Both are idempotent; a unit kept for backward but resharded explicitly is gathered again, at parity."""
         workload = probes.exact_nested()
         unit = workload.units[-1]
 
@@ -310,11 +283,11 @@ class Lifecycle(ConformanceTestCase):
 
         plan = self.plan(workload, sharding=Sharding.GRAD_OPTIM)
         run = self.train(workload, plan, on_setup=twice, on_loss=between)
-        self.check_parity(run, workload, requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R041"))
+        self.check_parity(run, workload, requirement="R041")
 
     def _expect_unsharded(self, adapter: Adapter, unit: str, expected: bool) -> None:
         got = adapter.unit_is_unsharded(unit)
-        self.expect(got == expected, "R041", f"unsharded={got}, but should be {expected}", fqn=unit, check="unit state")
+        self.expect_equal("R041", "unsharded", got, expected, fqn=unit, check="unit state")
 
     @conformance_case(
         "R043",
@@ -326,15 +299,15 @@ class Lifecycle(ConformanceTestCase):
         kills=("persistent-not-reduced",),
     )
     def test_small_parameters_stay_full(self, world_size: int) -> None:
-        """Parameters below a threshold that stay full on every rank train at parity with the others."""
+        """Parameters below a threshold, which stay unsharded on every rank, train at parity like the others."""
         workload = probes.exact_nested()
         run = self.train(workload, self.plan(workload, persist_numel=13))
-        self.check_parity(run, workload, requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R043"))
+        self.check_parity(run, workload, requirement="R043")
         self.check_same_on_every_rank(run, "R043")
 
 
 #: What a gradient and its parameter have in common.
-_LOOKS: dict[str, Callable[[Tensor], Any]] = {
+_PROPERTIES: dict[str, Callable[[Tensor], Any]] = {
     "shape": lambda tensor: tuple(tensor.shape),
     "dtype": lambda tensor: tensor.dtype,
     "device": lambda tensor: tensor.device,

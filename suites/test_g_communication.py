@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fsdp_conformance.case import conformance_case
-from fsdp_conformance.checks import communication
+from fsdp_conformance.checks import communication, groups, order
 from fsdp_conformance.config import Sharding
 from fsdp_conformance.fixtures import experts, frozen, models, probes, workload_by_name
 from fsdp_conformance.testing import ConformanceTestCase
@@ -11,7 +11,7 @@ from fsdp_conformance.workload import Regime
 
 
 class CommunicationSchedule(ConformanceTestCase):
-    """What goes over the wire: which collectives, how many, how large, on which groups, in which order."""
+    """What goes over the wire: which collectives, how many, how large, over which groups, in which order."""
 
     @conformance_case(
         "R062",
@@ -22,8 +22,8 @@ class CommunicationSchedule(ConformanceTestCase):
     )
     def test_full_sharding(self, world_size: int) -> None:
         """
-        A ZeRO-3 step gathers each unit once in forward and at most once in backward, reduce-scatters each once, and
-        no more.
+        A ZeRO-3 step gathers each unit once in forward and at most once in backward, reduce-scatters each unit once,
+        and sends nothing else.
         """
         workload = probes.exact_nested()
         plan = self.plan(workload, sharding=Sharding.FULL)
@@ -56,7 +56,7 @@ class CommunicationSchedule(ConformanceTestCase):
 
     @conformance_case("R065", chapter="G", axes={"world_size": (2, 4)}, needs=("no_sync",), kills=("ignores-no-sync",))
     def test_deferred_reduction(self, world_size: int) -> None:
-        """Deferred micro-batches reduce nothing: the step reduces each unit as often as one without accumulation."""
+        """Deferred micro-batches reduce nothing: the step reduces each unit as often as without accumulation."""
         workload = probes.exact_accumulation()
         regime = Regime(micro_batches=3, reduced=(False, False, True))
         plan = self.plan(workload, micro_batches=3, defer_reduction=True)
@@ -79,8 +79,7 @@ class CommunicationSchedule(ConformanceTestCase):
     )
     def test_same_sequence_on_every_rank(self, workload: str, world_size: int) -> None:
         """
-        Every rank issues the same sequence of collectives, also with empty shards, frozen, unused or repeated
-        units.
+        Every rank issues the same sequence of collectives, even with empty shards and frozen, unused or repeated units.
         """
         problem = workload_by_name(workload)
         run = self.train(problem)
@@ -94,7 +93,7 @@ class CommunicationSchedule(ConformanceTestCase):
         kills=("all-reduce-and-slice", "gathers-twice-the-bytes"),
     )
     def test_volume(self, world_size: int) -> None:
-        """All-gathers receive and reduce-scatters send the parameters' bytes plus no more than the declared padding."""
+        """All-gathers receive and reduce-scatters send the parameters' bytes plus at most the declared padding."""
         workload = models.wide_mlp()
         plan = self.plan(workload, sharding=Sharding.FULL)
         run = self.train(workload, plan)
@@ -106,41 +105,41 @@ class CommunicationSchedule(ConformanceTestCase):
 
     @conformance_case("R069", chapter="G", world_size=4, needs=("hsdp",), kills=("world-instead-of-subgroup",))
     def test_hybrid_groups(self) -> None:
-        """Under hybrid sharding all-gathers and reduce-scatters stay in shard groups, all-reduces in replica groups."""
+        """Under hybrid sharding, gathers and reduce-scatters stay in shard groups, all-reduces in replica groups."""
         workload = probes.exact_nested()
         plan = self.plan(workload, sharding=Sharding.HYBRID, replicas=2)
         run = self.train(workload, plan)
-        self.check(communication.groups_used(run, workload, plan, requirement="R069"))
+        self.check(groups.groups_used(run, workload, plan, requirement="R069"))
 
     @conformance_case(
         "R069", chapter="G", axes={"world_size": (2, 3)}, needs=("subgroups",), kills=("world-instead-of-subgroup",)
     )
     def test_expert_groups(self, world_size: int) -> None:
-        """A unit on a group of its own is never communicated over the world, and trains at parity."""
+        """A unit with its own group is never communicated over the world, and trains at parity."""
         workload = experts.mixture_of_experts()
         plan = self.plan(workload)
         run = self.train(workload, plan)
-        self.check(communication.groups_used(run, workload, plan, requirement="R069"))
+        self.check(groups.groups_used(run, workload, plan, requirement="R069"))
         self.check_parity(run, workload, requirements={"parameter": "R069", "gradient": "R069"})
 
     @conformance_case("R070", chapter="G", world_size=2, needs=("zero3", "coll_counts"), kills=("reversed-gathers",))
     def test_order(self) -> None:
-        """All-gathers of a forward follow the order of execution, reduce-scatters of a backward the reverse."""
+        """All-gathers of a forward follow the order of execution, reduce-scatters of a backward its reverse."""
         workload = models.staircase()
         plan = self.plan(workload, sharding=Sharding.FULL)
         run = self.train(workload, plan)
-        self.check(communication.execution_order(run, workload, plan, requirement="R070"))
+        self.check(order.execution_order(run, workload, plan, requirement="R070"))
 
     @conformance_case("R071", chapter="G", axes={"world_size": (2, 4)}, kills=("extra-collective-in-first-step",))
     def test_first_iteration(self, world_size: int) -> None:
-        """The first step issues the collectives of every later one, and steps do not grow."""
+        """Every step issues the same collectives, including the first."""
         workload = probes.exact_nested()
         run = self.train(workload)
-        self.check(communication.steady_schedule(run, requirement="R071"))
+        self.check(order.steady_schedule(run, requirement="R071"))
 
     @conformance_case("R072", chapter="G", axes={"world_size": (2, 4)}, kills=("frozen-reduced",))
     def test_frozen_unit(self, world_size: int) -> None:
-        """A frozen unit reduces nothing."""
+        """The gradients of a frozen unit are not reduced."""
         workload = frozen.frozen_units()
         plan = self.plan(workload)
         run = self.train(workload, plan)

@@ -1,9 +1,9 @@
 """
 H. Delays and prefetch: init mode x offload x sharding degree x prefetch x delay, at parity bit for bit.
 
-On an accelerator, simulated or not, that is 282 combinations, of which COVERED has 42: every pair of values that can
-stand together stands together in one of them at least, and so it does in the 19 that leave out what not every engine
-offers (backward prefetch by policy, no sharding). On the CPU, where init mode and offload mean nothing, all 47 run.
+On an accelerator, simulated or real, there are 282 combinations. COVERED has 42 of them, in which every compatible pair
+of values occurs; so it does in the 19 without features that not every engine offers (backward prefetch by policy, no
+sharding). Init mode and offload cannot be exercised on a CPU, so there all 47 remaining combinations run.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ COVERED = frozenset(
     """.strip().splitlines()
 )
 
-#: Long against a collective of a probe (well below a millisecond), short against a case.
+#: Long compared with a collective of a probe (well below a millisecond), short compared with a case.
 _DELAY_MS = 15.0
 
 _DELAYS = ("none", "all-gather", "reduction", "after-loss", "before-step", "before-free")
@@ -79,8 +79,10 @@ _DEGREE_FLAG = {"full": "zero3", "grad-optim": "zero2", "no-shard": "no_shard"}
 
 def stands_together(values: dict[str, Any]) -> bool:
     """
-    Without a gather there is nothing to prefetch and none to delay; gradient sharding gathers in forward only. What is
-    offloaded must not be moved to the device after the wrap (R015).
+    Whether values are compatible.
+
+    Without gathers there is nothing to prefetch and none to delay; gradient sharding gathers in forward only. Offloaded
+    parameters must not be moved to the device after wrapping (R015).
     """
     if values["init"] == "after" and values["offload"] != "off":
         return False
@@ -118,15 +120,15 @@ def _environment(values: dict[str, Any]) -> list[str]:
 
 
 def _kills(values: dict[str, Any]) -> list[str]:
-    # Which race an engine has must not depend on the delay: one that the checker sees is seen in each.
+    # The races of an engine must not depend on the delay: the checker sees them in every case.
     races = ["scales-without-waiting"] if "accelerator" in _environment(values) and values["offload"] == "off" else []
     return ["no-reduction", "reads-before-wait", *races]
 
 
 class Delays(ConformanceTestCase):
-    """One rank is late at one place of the step; nobody's numbers change, and nobody reads too early."""
+    """One rank is late at one point of the step; no rank's numbers change, and no rank reads too early."""
 
-    # A race is what a delay would show, on hardware and with luck.
+    # On hardware, a delay reveals a race only by luck.
     hazard_requirements = every_race("R073", parameters="R074")
 
     @conformance_case(
@@ -149,7 +151,7 @@ class Delays(ConformanceTestCase):
         kills=_kills,
     )
     def test_matrix(self, init: str, offload: str, degree: str, prefetch: str, delay: str) -> None:
-        """A rank that is late leaves losses, gradients and parameters as they were, in every mode."""
+        """A late rank does not change losses, gradients or parameters, in any mode."""
         workload = probes.exact_nested()
         fault = self._fault(delay)
         plan = self.plan(
@@ -161,7 +163,7 @@ class Delays(ConformanceTestCase):
             forward_prefetch=prefetch == "forward",
         )
         run = self.check_stream_safety(workload, plan, faults=[fault] if fault else [])
-        self.check_parity(run, workload, requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R073"))
+        self.check_parity(run, workload, requirement="R073")
 
     @conformance_case(
         "R073",
@@ -175,7 +177,7 @@ class Delays(ConformanceTestCase):
         kills=("no-reduction",),
     )
     def test_everything_late(self, degree: str) -> None:
-        """Delays at every place of the step at once, each on another rank, change nothing."""
+        """Simultaneous delays at every point of the step, each on a different rank, change nothing."""
         workload = probes.exact_nested()
         faults: list[Fault] = [
             CollectiveDelay(op=Op.ALL_GATHER, ranks=(0,), milliseconds=_DELAY_MS),
@@ -186,10 +188,10 @@ class Delays(ConformanceTestCase):
         if degree == "no-shard":
             del faults[0]
         run = self.train(workload, self.plan(workload, sharding=_DEGREES.get(degree, Sharding.DEFAULT)), faults=faults)
-        self.check_parity(run, workload, requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R073"))
+        self.check_parity(run, workload, requirement="R073")
 
     def _fault(self, delay: str) -> Fault | None:
-        """The delay by its name, on rank 1."""
+        """The delay of that name, on rank 1."""
         faults = {
             "all-gather": CollectiveDelay(op=Op.ALL_GATHER, ranks=(1,), milliseconds=_DELAY_MS),
             "reduction": ReductionDelay(ranks=(1,), milliseconds=_DELAY_MS),

@@ -1,8 +1,9 @@
-"""H. Prefetch: the order of gathers and of computation is the one that was asked for; gathers that the user starts."""
+"""H. Prefetch: gathers and computation run in the requested order; gathers that the user starts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 
@@ -15,12 +16,12 @@ from fsdp_conformance.history.collective import Op
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Workload
 
-#: The root's gather is smaller than a unit's by far.
+#: Tells units' gathers from the root's, which is much smaller.
 _UNIT_BYTES = deep.WIDTH * deep.WIDTH * 4
 
 
 class Prefetch(ConformanceTestCase):
-    """Four equal units, one after the other: each computes when so many gathers have been issued, no more, no fewer."""
+    """Four equal units in sequence: when each computes, exactly the expected number of gathers has been issued."""
 
     @conformance_case(
         "R076",
@@ -30,7 +31,7 @@ class Prefetch(ConformanceTestCase):
         kills=("swaps-prefetch",),
     )
     def test_order_of_events(self, world_size: int, policy: str) -> None:
-        """With "pre" the next unit's gather is issued before this unit's gradients are computed, else after."""
+        """With "pre", the next unit's gather is issued before this unit's gradients are computed, otherwise after."""
         plan = self.plan(deep.deep_4(), sharding=Sharding.FULL, backward_prefetch=BackwardPrefetch(policy))
         ahead = 1 if policy == "pre" else 0
         self._expect_gathers("R076", plan, {"backward": lambda index: index + 1 + ahead})
@@ -43,13 +44,13 @@ class Prefetch(ConformanceTestCase):
         kills=("prefetches-fewer",),
     )
     def test_lists_are_followed(self, world_size: int, length: int) -> None:
-        """With a list of one or two units so many gathers are ahead of the computation, in forward and in backward."""
+        """With a list of one or two units, that many gathers run ahead of computation, in forward and in backward."""
         plan = self.plan(deep.deep_4(), sharding=Sharding.FULL, explicit_prefetch=length)
         ahead: Callable[[int], int] = lambda index: index + 1 + length  # noqa: E731 - two phases share it
         self._expect_gathers("R077", plan, {"forward": ahead, "backward": ahead})
 
     def _expect_gathers(self, requirement: str, plan: Plan, wanted: dict[str, Callable[[int], int]]) -> None:
-        """Train; `wanted` gives the gathers that are issued when the unit number `index` of a phase computes."""
+        """Train; `wanted` maps a phase to the gathers issued when its unit number `index` computes."""
         workload = deep.deep_4()
         depth = len(workload.units)
         log = process_group.log()
@@ -69,28 +70,17 @@ class Prefetch(ConformanceTestCase):
         for step in range(len(run.steps)):
             for phase, expected_at in wanted.items():
                 moments = [at for of, moment, at in visits if (of, moment) == (step, phase)]
-                where = {"step": step, "phase": phase}
-                self.expect(
-                    len(moments) == depth,
-                    requirement,
-                    f"visits={len(moments)}, but should be {depth}",
-                    check="visits",
-                    **where,
-                )
+                where: dict[str, Any] = {"step": step, "phase": phase}
+                self.expect_equal(requirement, "visits", len(moments), depth, check="visits", **where)
                 for index, moment in enumerate(moments):
                     issued = sum((of, part) == (step, phase) and at < moment for of, part, at in gathers)
+                    what = f"gathers issued when unit {index + 1} of the {phase} computes"
                     expected = min(expected_at(index), depth)
-                    self.expect(
-                        issued == expected,
-                        requirement,
-                        f"gathers={issued} when unit {index + 1} of the {phase} computes, but should be {expected}",
-                        check="order of gathers",
-                        **where,
-                    )
+                    self.expect_equal(requirement, what, issued, expected, check="order of gathers", **where)
 
 
 class AsyncUnshard(ConformanceTestCase):
-    """A user starts the gather of a unit, and waits for its handle later or never."""
+    """A user starts a unit's gather, and waits for its handle later or never."""
 
     @conformance_case(
         "R079",
@@ -103,8 +93,8 @@ class AsyncUnshard(ConformanceTestCase):
     )  # fmt: skip
     def test_unshard_by_hand(self, world_size: int, waited: str) -> None:
         """
-        Before the first forward the wait gives whole parameters; without a wait, or for a unit without parameters,
-        training is as it was, and everything is resharded at the end.
+        Waiting before the first forward gives full parameters; without a wait, or for a unit without parameters,
+        training is unaffected, and every unit is resharded at the end.
         """
         workload = shapes.parameterless_units()
         adapter = self.subject()
@@ -122,11 +112,11 @@ class AsyncUnshard(ConformanceTestCase):
             on_setup=begin,
             on_loss=lambda adapter, step: adapter.unshard_async(workload.units[0]),
         )
-        self.check_parity(run, workload, requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R079"))
+        self.check_parity(run, workload, requirement="R079")
         self.check_resharded(adapter, workload, "R079")
 
     def _expect_whole(self, adapter: Adapter, workload: Workload) -> None:
-        """User code sees every parameter as it was built."""
+        """User code sees every parameter with its initial values."""
         seen = adapter.parameters()
         for name, wanted in workload.build(self.rank).named_parameters():
             got = seen.get(name)

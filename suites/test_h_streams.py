@@ -1,9 +1,9 @@
 """
-H. Stream safety: no access is unordered with one that it depends on.
+H. Stream safety: every memory access is ordered after those that it depends on.
 
-On the simulated accelerator every access to memory is checked against the order that streams, events and waits
-establish, so a race is found whether or not it happens; each configuration is run once more with every wait dropped, to
-show that its races would be seen. On a real accelerator these cases compare numbers.
+The simulated accelerator checks every access against the order that streams, events and waits establish, so a race is
+found whether or not it occurs. Each configuration runs once more with every wait dropped, to show that its races would
+be found. On a real accelerator these cases compare numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fsdp_conformance.fixtures import deep, frozen, models, probes, reuse, shape
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Regime, Workload
 
-#: Configuration to workload, regime, fields of the plan, and the flags that they need.
+#: Workload, regime, fields of the plan, and the flags they need.
 _Configuration = tuple[Callable[[], Workload], Regime, dict[str, Any], tuple[str, ...]]
 
 CONFIGURATIONS: dict[str, _Configuration] = {
@@ -56,7 +56,7 @@ CONFIGURATIONS: dict[str, _Configuration] = {
     ),
 }  # fmt: skip
 
-#: The same on four ranks, in two replica groups.
+#: On four ranks, in two replica groups.
 HYBRID: dict[str, _Configuration] = {
     "plain": (probes.exact_nested, Regime(), {}, ()),
     "accumulation": (probes.exact_accumulation, Regime(micro_batches=2), {}, ()),
@@ -66,7 +66,7 @@ HYBRID: dict[str, _Configuration] = {
     "bfloat16": (deep.deep_4, Regime(), {"param_dtype": "bfloat16"}, ("mixed_precision",)),
 }
 
-#: bfloat16 has no reference that rounds alike: there the order is judged alone.
+#: bfloat16 has no reference with the same rounding, so only the order is judged.
 _WITHOUT_PARITY = frozenset({"bfloat16"})
 
 
@@ -86,7 +86,7 @@ class StreamSafety(ConformanceTestCase):
         kills=lambda values: ["frees-in-flight", *([] if values["configuration"] == "bfloat16" else ["no-reduction"])],
     )
     def test_two_ranks(self, configuration: str) -> None:
-        """Every access waits for those that it depends on, and the numbers are the reference's."""
+        """Every access waits for those that it depends on, and training is at parity."""
         self._check(configuration, *CONFIGURATIONS[configuration][:3])
 
     @conformance_case(
@@ -102,7 +102,7 @@ class StreamSafety(ConformanceTestCase):
         kills=("frees-in-flight", "scales-without-waiting"),
     )
     def test_hybrid(self, configuration: str) -> None:
-        """So they do where gradients are reduced over shards and then over replicas."""
+        """The same holds if gradients are reduced over shards and then over replicas."""
         workload, regime, plan, _ = HYBRID[configuration]
         self._check(configuration, workload, regime, {**plan, "sharding": Sharding.HYBRID, "replicas": 2})
 
@@ -132,7 +132,7 @@ class StreamSafety(ConformanceTestCase):
 
 
 class UpdatedParameters(ConformanceTestCase):
-    """What stands between the optimizer's writes and the gathers of the next forward."""
+    """The order of the optimizer's writes and the gathers of the next forward."""
 
     @conformance_case(
         "R074",
@@ -162,14 +162,14 @@ class UpdatedParameters(ConformanceTestCase):
         kills=("steps-on-a-side-stream", "prefetches-before-the-step"),
     )
     def test_hybrid(self) -> None:
-        """So they do on every replica."""
+        """The gathers of the next forward wait for the optimizer's last write on every replica."""
         workload = probes.exact_nested()
         run = self.check_stream_safety(workload, self.plan(workload, sharding=Sharding.HYBRID, replicas=2))
         self.check_parity(run, workload)
 
 
 class WrongPrefetch(ConformanceTestCase):
-    """What was learnt of the order of execution does not hold, or a unit that was gathered ahead is never reached."""
+    """The recorded order of execution no longer holds, or a prefetched unit is never reached."""
 
     hazard_requirements = every_race("R078")
 
@@ -190,7 +190,7 @@ class WrongPrefetch(ConformanceTestCase):
         kills=lambda values: ["frees-in-flight"] + ["keeps-unused-unsharded"] * (values["scenario"] == "unused"),
     )  # fmt: skip
     def test_harmless(self, world_size: int, scenario: str, prefetch: str) -> None:
-        """Units in another order than before, never used, or gathered already: parity, and all resharded at the end."""
+        """Units that run in a new order, never, or repeatedly stay at parity, and all are resharded at the end."""
         workload = {
             "reordered": probes.exact_reordered,
             "unused": probes.exact_unused,
@@ -204,18 +204,12 @@ class WrongPrefetch(ConformanceTestCase):
             backward_prefetch=BackwardPrefetch.DEFAULT if prefetch == "forward" else BackwardPrefetch(prefetch),
         )
         run = self.check_stream_safety(workload, plan, regime, adapter=adapter)
-        self.check_parity(
-            run,
-            workload,
-            regime,
-            requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R078"),
-            none_or_zero=scenario == "unused",
-        )
+        self.check_parity(run, workload, regime, requirement="R078", none_or_zero=scenario == "unused")
         self.check_resharded(adapter, workload, "R078")
 
 
 class ChangedSizes(ConformanceTestCase):
-    """What is handed to a collective is another size from step to step, so that memory is reused in another order."""
+    """Collectives' sizes change from step to step, so that memory is reused in a different order."""
 
     @conformance_case(
         "R075",
@@ -229,7 +223,7 @@ class ChangedSizes(ConformanceTestCase):
         kills=("frees-in-flight",),
     )
     def test_batches(self, offload: str) -> None:
-        """Batches of changing size, with and without offload: nothing is given out before its last user is done."""
+        """With batches of changing size, with and without offload, no memory is reused before its last use ends."""
         workload = deep.deep_ragged()
         regime = Regime(steps=5)
         plan = self.plan(workload, offload=Offload(offload))

@@ -1,6 +1,8 @@
-"""I. Mixed precision: where values are rounded, what low-precision copies take, and when there are none."""
+"""I. Mixed precision: where values are rounded, and how long low-precision copies live."""
 
 from __future__ import annotations
+
+import torch
 
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.checks import memory
@@ -23,7 +25,7 @@ class LowPrecision(ConformanceTestCase):
         kills=("keeps-low-precision-copies",),
     )
     def test_copies_live_while_gathered(self, world_size: int) -> None:
-        """Between steps and after each backward as many bytes are held as without the low-precision copies."""
+        """Between steps and after each backward, as many bytes are held as without low-precision copies."""
         workload = deep.deep_4()
         plain = self.train(workload, self.plan(workload), observe=False)
         lower = self.train(workload, self.plan(workload, param_dtype="bfloat16"), observe=False)
@@ -40,7 +42,7 @@ class LowPrecision(ConformanceTestCase):
         kills=lambda values: ["ignores-param-dtype", *["ignores-reduce-dtype"] * (values["reduce"] == "float32")],
     )
     def test_rounds_as_the_reference(self, reduce: str) -> None:
-        """Losses, gradients and parameters are those of a reference that rounds at the same points, bit for bit."""
+        """Losses, gradients and parameters equal those of a reference that rounds at the same points, bit for bit."""
         workload = precision.scaled()
         plan = self.plan(workload, param_dtype="bfloat16", reduce_dtype="float32" if reduce == "float32" else None)
         run = self.train(workload, plan)
@@ -57,7 +59,7 @@ class LowPrecision(ConformanceTestCase):
         kills=lambda values: ["ignores-param-dtype" if values["reduce"] == "default" else "ignores-reduce-dtype"],
     )  # fmt: skip
     def test_dtype_on_the_wire(self, world_size: int, compute: str, reduce: str) -> None:
-        """Gradients travel in the reduce dtype, else in the one that is computed in."""
+        """Gradients are reduced in the reduce dtype, or in the compute dtype if there is none."""
         workload = precision.scaled()
         asked = {
             "param_dtype": None if compute == "own" else compute,
@@ -75,7 +77,7 @@ class LowPrecision(ConformanceTestCase):
         kills=("ignores-reduce-dtype",),
     )
     def test_accumulates_in_the_reduce_dtype(self, micro_batches: int) -> None:
-        """Gradients of deferred micro-batches, computed in bfloat16, are added up in float32."""
+        """Gradients of deferred micro-batches, computed in bfloat16, are accumulated in float32."""
         workload = precision.scaled()
         regime = Regime(micro_batches=micro_batches, reduced=(*[False] * (micro_batches - 1), True))
         plan = self.plan(workload, param_dtype="bfloat16", reduce_dtype="float32", defer_reduction=True)
@@ -86,7 +88,7 @@ class LowPrecision(ConformanceTestCase):
         "R088", chapter="I", world_size=2, needs=("mixed_precision",), kills=("rounds-inputs-outside-of-autograd",)
     )
     def test_gradients_of_inputs(self) -> None:
-        """An input in float32 gets its gradient in float32, from a forward in bfloat16."""
+        """A float32 input receives a float32 gradient from a forward in bfloat16."""
         workload = precision.scaled()
         batch = self.placed(workload.batch(BatchKey(step=0, rank=self.rank, world_size=self.world_size)))
         x = batch.args[0].requires_grad_()
@@ -98,18 +100,14 @@ class LowPrecision(ConformanceTestCase):
                 self.plan(workload, param_dtype="bfloat16"),
             )
             adapter.backward(workload.loss(adapter.forward(*batch.args), batch))
-        got = "None" if x.grad is None else f"{x.grad.dtype}"
-        self.expect(got == "torch.float32", "R088", f"gradient={got}, but should be torch.float32", phase="backward")
-        self.expect(
-            x.grad is not None and bool(x.grad.any()),
-            "R088",
-            "the gradient of the input is zero, but should not be",
-            phase="backward",
-        )
+        got = None if x.grad is None else x.grad.dtype
+        self.expect_equal("R088", "dtype of the input's gradient", got, torch.float32, phase="backward")
+        nonzero = x.grad is not None and bool(x.grad.any())
+        self.expect(nonzero, "R088", "the gradient of the input is zero", phase="backward")
 
 
 class PrecisionByUnit(ConformanceTestCase):
-    """Policies that differ from unit to unit."""
+    """Units with different precision policies."""
 
     @conformance_case(
         "R087",
@@ -121,12 +119,12 @@ class PrecisionByUnit(ConformanceTestCase):
         kills=("one-policy-for-all-units",),
     )
     def test_policies_differ(self, low: str) -> None:
-        """Each unit computes and reduces in its own dtype, and casts all of its inputs, those from outside, too."""
+        """Each unit computes and reduces in its own dtype, and casts all of its inputs, also those from outside."""
         workload = precision.scaled()
         dtypes = {
             "first": ("bfloat16", "float32"), "second": ("float32", "bfloat16"), "both": ("bfloat16", "float16")
         }[low]  # fmt: skip
-        # The root takes what the last unit gives.
+        # The root receives the last unit's output.
         root = None if low == "first" else "bfloat16" if low == "second" else "float16"
         plan = self.plan(workload, param_dtype=root, unit_dtypes=tuple(zip(workload.units, dtypes, strict=True)))
         run = self.train(workload, plan)
@@ -145,7 +143,7 @@ class PrecisionInEval(ConformanceTestCase):
         kills=("low-precision-in-eval",),
     )
     def test_evaluates_in_full_precision(self, when: str) -> None:
-        """Outputs in eval mode are those of float32 parameters, and training goes on in bfloat16 as without them."""
+        """Outputs in eval mode are those of float32 parameters, and training continues unaffected in bfloat16."""
         workload = precision.scaled()
         regime = Regime(eval_before=(1, 2)) if when == "before" else Regime(eval_between=(0, 2))
         plan = self.plan(workload, param_dtype="bfloat16", full_precision_in_eval=True)

@@ -1,4 +1,4 @@
-"""L. Shared (tied) parameters: the core of it."""
+"""L. Shared (tied) parameters."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class SharedParameters(ConformanceTestCase):
     )
     def test_transformer_under_adam(self, world_size: int) -> None:
         """
-        A transformer with tied embedding and projection is at parity under Adam, which hides a doubled gradient in
-        the loss.
+        A transformer with tied embedding and projection is at parity under Adam, although Adam hides a doubled gradient
+        in the loss.
         """
         workload = transformer.transformer()
         regime = Regime(optimizer="adam", steps=5)
@@ -43,7 +43,7 @@ class SharedParameters(ConformanceTestCase):
         kills=("tied-gradient-doubled",),
     )
     def test_across_units(self, world_size: int) -> None:
-        """A parameter used by two units is at parity with uneven shards too, or is refused by name."""
+        """A parameter used by two units is at parity, even with uneven shards, or is rejected by name."""
         workload = reuse.tied_across_units()
         run = self.train(workload)
         self.check_parity(run, workload, requirements={"gradient": "R107", "parameter": "R107"})
@@ -52,7 +52,7 @@ class SharedParameters(ConformanceTestCase):
         "R110", "R002", "R003", chapter="L", axes={"world_size": (2, 4)}, kills=("multi-forward-loses-gradient",)
     )
     def test_shared_module(self, world_size: int) -> None:
-        """One module object at two places of the model trains as under DDP."""
+        """A module object that appears in two places of the model trains as under DDP."""
         workload = reuse.shared_module()
         run = self.train(workload)
         self.check_parity(run, workload, requirements={"gradient": "R110"})

@@ -1,4 +1,4 @@
-"""M. Frozen and ignored parameters: the core of it."""
+"""M. Frozen and ignored parameters."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fsdp_conformance.workload import Regime
 
 
 class FrozenParameters(ConformanceTestCase):
-    """Parameters that are not trained, by flag, by a dropped gradient, or because they are ignored."""
+    """Parameters that do not train, because they are frozen, ignored, or have their gradient dropped."""
 
     @conformance_case(
         "R111", "R002", "R003", chapter="M", axes={"world_size": (2, 3, 4)}, kills=("frozen-gets-gradient",)
     )
     def test_frozen_unit(self, world_size: int) -> None:
-        """A fully frozen unit keeps its values and its flag, has no gradient, and the others are at parity."""
+        """A fully frozen unit keeps its values and flags and has no gradient, and the other units are at parity."""
         workload = probes.exact_frozen()
         run = self.train(workload)
         self.check_parity(run, workload, requirements={"gradient": "R111", "parameter": "R111"})
@@ -33,7 +33,7 @@ class FrozenParameters(ConformanceTestCase):
         kills=("frozen-gets-gradient",),
     )
     def test_mixed_inside_a_unit(self, world_size: int) -> None:
-        """Frozen and trainable parameters in one unit are at parity, or the layout refuses them."""
+        """Frozen and trainable parameters in one unit are at parity, or are rejected."""
         workload = frozen.non_uniform()
         run = self.train(workload)
         self.check_parity(run, workload, requirements={"gradient": "R112", "parameter": "R112"})
@@ -49,7 +49,7 @@ class FrozenParameters(ConformanceTestCase):
         kills=("frozen-gets-gradient",),
     )
     def test_frozen_and_thawed(self, world_size: int) -> None:
-        """A unit that is frozen after one step and thawed after the next is at parity in every step."""
+        """A unit that is frozen after one step and unfrozen after the next is at parity in every step."""
         workload = models.nested()
         names = self.unit_parameters(workload, workload.units[-1])
         regime = Regime(steps=4, frozen_at=((1, names), (3, ())), unused_parameters=True)
@@ -58,7 +58,7 @@ class FrozenParameters(ConformanceTestCase):
 
     @conformance_case("R114", "R002", chapter="M", axes={"world_size": (2, 3)}, kills=("steps-dropped-gradients",))
     def test_dropped_gradient(self, world_size: int) -> None:
-        """A parameter whose gradient is set to None before the step is not moved."""
+        """A parameter whose gradient is set to None before the optimizer step does not change."""
         workload = probes.exact_nested()
         names = self.unit_parameters(workload, workload.units[0])
         regime = Regime(gradient_to_none=names)
@@ -68,7 +68,7 @@ class FrozenParameters(ConformanceTestCase):
     @conformance_case("R115", "R002", "R003", chapter="M", axes={"world_size": (2, 3)}, kills=("frozen-gets-gradient",))
     def test_input_without_gradient(self, world_size: int) -> None:
         """
-        Units behind a frozen first unit, whose input needs no gradient, are at parity and resharded after backward.
+        Units after a frozen first unit, whose input needs no gradient, are at parity and resharded after backward.
         """
         workload = frozen.frozen_units()
         adapter = self.subject()
@@ -86,7 +86,7 @@ class FrozenParameters(ConformanceTestCase):
         kills=("shards-ignored",),
     )
     def test_ignored_module(self, world_size: int) -> None:
-        """An ignored module is neither sharded nor communicated: it trains on this rank's gradient alone."""
+        """An ignored module is neither sharded nor communicated: it trains with this rank's gradient alone."""
         workload = models.wide_mlp()
         name = workload.units[0]
         local = self.unit_parameters(workload, name)

@@ -10,15 +10,15 @@ from fsdp_conformance.workload import Regime
 
 
 class UnevenShards(ConformanceTestCase):
-    """Sizes that the number of ranks does not divide."""
+    """Sizes that are not multiples of the number of ranks."""
 
     @conformance_case(
         "R122", "R002", "R003", chapter="O", axes={"world_size": (2, 3, 4, 5)}, kills=("last-padded-row-dropped",)
     )
     def test_fewer_elements_than_ranks(self, world_size: int) -> None:
         """
-        Parameters of one element, of fewer rows than ranks, and of rows that do not divide are at parity bit for
-        bit.
+        Parameters with one element, fewer rows than ranks, or a number of rows that does not divide are at parity bit
+        for bit.
         """
         workload = probes.exact_tiny()
         run = self.train(workload)
@@ -42,7 +42,7 @@ class UnevenShards(ConformanceTestCase):
         "R123", "R002", "R003", chapter="O", axes={"world_size": (2, 3, 4)}, kills=("uninitialised-padding",)
     )
     def test_poisoned_padding(self, world_size: int) -> None:
-        """With NaN in all memory that is allocated and not written, padding reaches no value that a user can see."""
+        """With NaN in all uninitialised memory, padding never reaches a value that a user can see."""
         workload = probes.exact_tiny()
         with self.poisoned_allocations():
             run = self.train(workload)
@@ -52,21 +52,19 @@ class UnevenShards(ConformanceTestCase):
         "R123", chapter="O", axes={"world_size": (2, 3)}, needs=("clip_grad_norm",), kills=("padding-in-the-norm",)
     )
     def test_padding_in_the_norm(self, world_size: int) -> None:
-        """With NaN in memory that is not written the total norm of uneven gradients is that of the full gradients."""
+        """With NaN in all uninitialised memory, the total norm of uneven gradients is that of the full gradients."""
         workload = workload_by_name("uneven")
         regime = Regime(max_norm=0.25)
         with self.poisoned_allocations():
             run = self.train(workload, self.plan(workload, max_norm=0.25), regime)
         expected = self.references(workload, regime).expected.steps[0].grad_norm
         if expected is None or float(expected) <= 0.25:
-            raise SuiteError(
-                f"the reference's norm is {expected}, but should exceed 0.25: otherwise nothing is clipped"
-            )
+            raise SuiteError(f"the reference's norm must exceed 0.25, or nothing is clipped: got {expected}")
         self.check_parity(run, workload, regime, requirements={"norm": "R123", "parameter": "R123"})
 
     @conformance_case("R124", "R002", chapter="O", axes={"world_size": (3, 4)}, kills=("empty-shard-missing",))
     def test_empty_shard(self, world_size: int) -> None:
-        """Optimizers that walk lists of tensors accept the shards of a rank that owns nothing of a parameter."""
+        """Optimizers that iterate over lists of tensors accept a rank that owns no elements of a parameter."""
         workload = workload_by_name("tiny")
         regime = Regime(optimizer="adam")
         run = self.train(workload, regime=regime)
@@ -83,8 +81,7 @@ class UnevenShards(ConformanceTestCase):
     )
     def test_other_dimension(self, workload: str, world_size: int) -> None:
         """
-        Sharding along the second dimension is at parity where it divides, and at parity or refused where it does
-        not.
+        Sharding along the second dimension is at parity if its size divides, and otherwise at parity or rejected.
         """
         problem = workload_by_name(workload)
         plan = self.plan(problem, shard_dim=1)

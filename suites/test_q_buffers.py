@@ -1,4 +1,4 @@
-"""Q. Buffers and batch norm: the core of it."""
+"""Q. Buffers and batch norm."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fsdp_conformance.testing import ConformanceTestCase
 
 
 class Buffers(ConformanceTestCase):
-    """State that is not trained stays whole, and forward can write it."""
+    """Buffers are never sharded, and forward can write them."""
 
     @conformance_case(
         "R130",
@@ -21,7 +21,7 @@ class Buffers(ConformanceTestCase):
         kills=("buffer-not-updated",),
     )
     def test_written_in_forward(self, world_size: int) -> None:
-        """Float, integer and non-persistent buffers, and batch norm's statistics, are those of a rank's own batches."""
+        """Float, integer and non-persistent buffers, and batch norm statistics, reflect the rank's own batches."""
         workload = buffers.batch_norm()
         run = self.train(workload)
         self.check_parity(run, workload, requirements={"buffer": "R130", "parameter": "R133", "gradient": "R133"})
@@ -30,7 +30,7 @@ class Buffers(ConformanceTestCase):
         "R132", chapter="Q", world_size=2, needs=("mixed_precision", "mp_buffers"), kills=("buffers-not-cast",)
     )
     def test_in_low_precision(self) -> None:
-        """Floating-point buffers are computed with in the policy's dtype; integers are what they were."""
+        """Floating-point buffers have the policy's dtype in computations; integer buffers are unchanged."""
         workload = precision.scaled()
         plan = self.plan(workload, param_dtype="bfloat16", buffer_dtype="bfloat16")
         run = self.train(workload, plan)

@@ -14,7 +14,7 @@ from fsdp_conformance.fixtures import deep, probes
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Regime
 
-#: Numbers that are wrong here were read before they were there, or overwritten before they were read.
+#: Wrong numbers here were read before they had arrived, or overwritten before they were read.
 _COMPLETE = dict.fromkeys(("loss", "gradient", "parameter", "norm"), "R138")
 
 
@@ -37,7 +37,7 @@ class ParameterOffload(ConformanceTestCase):
         kills=("ignores-offload",),
     )
     def test_lives_on_the_cpu(self, world_size: int, offload: str) -> None:
-        """Between steps parameters and gradients are on the CPU; units compute on the device; parity holds."""
+        """Between steps, parameters and gradients are on the CPU; units compute on the device; parity holds."""
         workload = deep.deep_4()
         adapter = self.subject()
         run = self.check_stream_safety(
@@ -52,28 +52,16 @@ class ParameterOffload(ConformanceTestCase):
 
     def _expect_on_device(self, moment: str, module: nn.Module) -> None:
         for name, parameter in module.named_parameters():
-            self.expect(
-                parameter.device.type == self.device.type,
-                "R137",
-                f"device={parameter.device}, but should be {self.device} while the unit computes",
-                fqn=name,
-                phase=moment,
-                check="placement while computing",
-            )
+            where: dict[str, Any] = {"fqn": name, "phase": moment, "check": "placement while computing"}
+            self.expect_equal("R137", "device while computing", parameter.device.type, self.device.type, **where)
 
     def _expect_on_cpu(self, adapter: Adapter, step: int) -> None:
         for name, parameter in adapter.parameters().items():
             for what, tensor in (("parameter", parameter), ("gradient", parameter.grad)):
                 if tensor is not None:
-                    self.expect(
-                        tensor.device.type == "cpu",
-                        "R137",
-                        f"device={tensor.device} of the {what}, but should be the CPU when backward has returned",
-                        fqn=name,
-                        step=step,
-                        phase="backward",
-                        check="placement after backward",
-                    )
+                    where: dict[str, Any] = {"fqn": name, "step": step, "phase": "backward"}
+                    where |= {"check": "placement after backward"}
+                    self.expect_equal("R137", f"{what}'s device after backward", tensor.device.type, "cpu", **where)
 
     @conformance_case(
         "R138",
@@ -90,7 +78,7 @@ class ParameterOffload(ConformanceTestCase):
         kills=("reads-offloaded-gradients-early", "overwrites-parameters-in-flight"),
     )
     def test_copies_are_complete(self, scenario: str) -> None:
-        """The host steps on gradients whose copies have been waited for, and overwrites nothing that is being read."""
+        """The host waits for copied gradients before it steps, and overwrites nothing that is still being read."""
         workload = deep.deep_4()
         regime = {
             "plain": Regime(),
@@ -117,7 +105,7 @@ class ParameterOffload(ConformanceTestCase):
         ],
     )
     def test_hybrid(self, offload: str) -> None:
-        """Under hybrid sharding the buffer that is reduced over replicas is not reused before its copy is done."""
+        """Under hybrid sharding, the buffer that is reduced over replicas is not reused before its copy is complete."""
         workload = probes.exact_nested()
         plan = self.plan(workload, offload=Offload(offload), sharding=Sharding.HYBRID, replicas=2)
         run = self.check_stream_safety(workload, plan)

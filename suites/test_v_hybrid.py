@@ -1,4 +1,4 @@
-"""V. Hybrid sharding: sharded inside a group, replicated over groups; meshes are written replicas x shards."""
+"""V. Hybrid sharding: sharded within groups, replicated across groups. Meshes are written as replicas x shards."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import math
 from dataclasses import replace
 
 from fsdp_conformance.case import conformance_case
-from fsdp_conformance.checks import communication, hybrid
+from fsdp_conformance.checks import communication, groups
 from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.fixtures import buffers, probes
 from fsdp_conformance.fixtures.recipes import with_values
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Regime, Workload
 
-#: Both groups of one size, and each of them the larger one.
+#: Both groups of equal size, and each of them larger than the other.
 MESHES = ("2x2", "2x4", "4x2")
 
-#: Of eight processes on two cores.
+#: For eight processes on two cores.
 TIMEOUT_S = 180.0
 
 
 def axis_sizes(mesh: str) -> tuple[int, int]:
-    """Replica groups, and ranks in a shard group: (2, 4) for "2x4"."""
+    """Number of replicas and ranks in a shard group: (2, 4) for "2x4"."""
     replicas, shards = map(int, mesh.split("x"))
     return replicas, shards
 
 
 def num_ranks(values: dict[str, str]) -> int:
-    """The world size of a case by its mesh."""
+    """The world size of a case, from its mesh."""
     return math.prod(axis_sizes(values["mesh"]))
 
 
@@ -51,10 +51,10 @@ class HybridSharding(ConformanceTestCase):
         timeout_s=TIMEOUT_S,
     )
     def test_parity(self, mesh: str) -> None:
-        """With data of its own on every rank, losses, gradients and parameters equal the reference bit for bit."""
+        """With different data on every rank, losses, gradients and parameters equal the reference bit for bit."""
         workload = probes.exact_nested()
         run = self.train(workload, self.hybrid_plan(workload, mesh))
-        self.check_parity(run, workload, requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R151"))
+        self.check_parity(run, workload, requirement="R151")
         self.check_same_on_every_rank(run, "R151")
 
     @conformance_case(
@@ -76,14 +76,14 @@ class HybridSharding(ConformanceTestCase):
     def test_collectives(self, mesh: str) -> None:
         """
         Each unit is gathered and reduce-scattered in the shard group, its shard is all-reduced once in the replica
-        group, and nothing else is on the wire.
+        group, and nothing else is sent.
         """
         workload = probes.exact_nested()
         plan = self.hybrid_plan(workload, mesh)
         run = self.train(workload, plan)
         self.check(communication.collective_counts(run, workload, plan, requirement="R151"))
-        self.check(communication.groups_used(run, workload, plan, requirement="R151"))
-        self.check(hybrid.unit_traffic(run, workload, plan, padding=self.padding, requirement="R151"))
+        self.check(groups.groups_used(run, workload, plan, requirement="R151"))
+        self.check(groups.unit_traffic(run, workload, plan, padding=self.padding, requirement="R151"))
 
     @conformance_case(
         "R151",
@@ -96,13 +96,13 @@ class HybridSharding(ConformanceTestCase):
         timeout_s=TIMEOUT_S,
     )
     def test_deferred_reduction(self, mesh: str) -> None:
-        """Deferred micro-batches send nothing to either group; the last one reduces the sum, each unit once in each."""
+        """Deferred micro-batches send nothing in either group; the last one reduces each unit's sum once in each."""
         workload = probes.exact_accumulation()
         regime = Regime(micro_batches=3, reduced=(False, False, True))
         plan = self.hybrid_plan(workload, mesh, micro_batches=3, defer_reduction=True)
         run = self.train(workload, plan, regime)
         self.check_parity(run, workload, regime, requirements={"gradient": "R093", "parameter": "R093"})
-        self.check(hybrid.unit_traffic(run, workload, plan, padding=self.padding, requirement="R151"))
+        self.check(groups.unit_traffic(run, workload, plan, padding=self.padding, requirement="R151"))
 
     @conformance_case(
         "R152",
@@ -114,7 +114,7 @@ class HybridSharding(ConformanceTestCase):
         timeout_s=TIMEOUT_S,
     )
     def test_replicas_start_equal(self, mesh: str) -> None:
-        """With sync-at-init parameters and buffers of every rank of every replica are those of the first rank."""
+        """With sync at init, parameters and buffers on every rank of every replica equal those of the first rank."""
         workload = buffers.batch_norm()
         divergent = with_values(workload, lambda value: value + self.rank)
         run = self.train(divergent, self.hybrid_plan(workload, mesh, sync_module_states=True))
@@ -124,6 +124,6 @@ class HybridSharding(ConformanceTestCase):
         self.check_same_on_every_rank(run, "R152")
 
     def hybrid_plan(self, workload: Workload, mesh: str, **changes: object) -> Plan:
-        """Full sharding inside of the shard groups of the mesh."""
+        """Full sharding within the mesh's shard groups."""
         replicas, _ = axis_sizes(mesh)
         return self.plan(workload, sharding=Sharding.HYBRID, replicas=replicas, **changes)

@@ -14,7 +14,7 @@ from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
 
 
 class Reentry(ConformanceTestCase):
-    """A unit runs more often than once, or its backward does."""
+    """A unit's forward or backward runs more than once."""
 
     @conformance_case(
         "R155",
@@ -25,7 +25,7 @@ class Reentry(ConformanceTestCase):
         kills=("multi-forward-loses-gradient",),
     )
     def test_called_three_times(self, world_size: int) -> None:
-        """A unit called three times in one forward has its gradients summed once each, bit for bit."""
+        """A unit called three times in one forward accumulates each gradient exactly once, bit for bit."""
         workload = probes.exact_multi_forward()
         run = self.train(workload)
         self.check_parity(run, workload, requirements={"gradient": "R155"})
@@ -40,14 +40,14 @@ class Reentry(ConformanceTestCase):
         kills=("multi-forward-loses-gradient",),
     )
     def test_called_with_others_between(self, reshard: bool, world_size: int) -> None:
-        """A unit called twice with another between is at parity, resharded after forward or not."""
+        """A unit called twice with another in between is at parity, whether or not it is resharded after forward."""
         workload = reuse.called_twice()
         run = self.train(workload, self.plan(workload, reshard_after_forward=reshard))
         self.check_parity(run, workload, requirements={"gradient": "R155"})
 
     @conformance_case("R156", "R002", "R003", chapter="W", axes={"world_size": (2, 3)}, kills=("second-backward-lost",))
     def test_two_backwards(self, world_size: int) -> None:
-        """Two losses of one forward, each with its own backward, add up as without sharding, or are refused."""
+        """Two losses of one forward, each with its own backward, accumulate as without sharding or are rejected."""
         workload = probes.exact_accumulation()
         regime = Regime(steps=2, backwards_per_forward=2)
         with self.refusal("R156", "a second backward through one forward") as outcome:
@@ -66,14 +66,14 @@ class Reentry(ConformanceTestCase):
         kills=("sum-instead-of-mean",),
     )
     def test_other_method(self) -> None:
-        """A method other than forward that is called on a unit sees full parameters, or is refused."""
+        """A method other than forward sees a unit's full parameters when called, or the call raises."""
         workload = _called_by_another_name()
         run = self.train(workload)
         self.check_parity(run, workload, requirements={"gradient": "R156", "parameter": "R156"})
 
 
 class _Encoder(nn.Module):
-    """A unit whose work is done by a method of another name."""
+    """A unit whose work is done by a method other than forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class _Encoder(nn.Module):
 
 
 class _Caller(nn.Module):
-    """A root that calls `encode` of its unit."""
+    """A root that calls its unit's `encode`."""
 
     def __init__(self) -> None:
         super().__init__()

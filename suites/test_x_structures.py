@@ -9,15 +9,15 @@ from fsdp_conformance.workload import Regime
 
 
 class Structures(ConformanceTestCase):
-    """What goes through a unit keeps its structure and carries gradients."""
+    """A unit's inputs and outputs keep their structure and carry gradients."""
 
     @conformance_case(
         "R157", "R002", "R003", chapter="X", axes={"world_size": (2, 3)}, kills=("output-structure-changed",)
     )
     def test_structures(self, world_size: int) -> None:
         """
-        Keyword arguments, tuples, dicts, named tuples, dataclasses and packed sequences pass unchanged and carry
-        gradients.
+        Keyword arguments, tuples, dicts, named tuples, dataclasses and packed sequences pass through unchanged and
+        carry gradients.
         """
         workload = structures.structured()
         regime = Regime(keep_outputs=True)
@@ -33,7 +33,7 @@ class Structures(ConformanceTestCase):
         kills=("moves-flat-inputs-only",),
     )
     def test_inputs_are_moved(self) -> None:
-        """Inputs on the CPU, nested ones too, are moved to the compute device by the root."""
+        """The root moves inputs on the CPU, including nested ones, to the compute device."""
         workload = structures.structured()
         run = self.train(workload, inputs_on_cpu=True)
         self.check_parity(run, workload, requirements={"gradient": "R157"})

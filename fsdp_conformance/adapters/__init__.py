@@ -1,0 +1,32 @@
+"""
+Adapters: the protocol through which the suite drives an implementation, and those for bundled and known engines.
+
+The protocol and its tools:
+
+    base                Adapter: every method and class variable of the protocol
+    components          protocols of the components that an adapter may provide
+    torch_like          TorchAdapter: the base class for engines with a torch-like API
+    names               original names of parameters and buffers below wrappers
+    sharded             full tensors from shards and back
+    registry            finds and describes the adapter for a name
+    validator           checks a class against the protocol
+    smoke               tries an adapter out on two ranks
+
+The training loop of the implementation under test:
+
+    session             trains a workload through an adapter and records its history
+    structures          tensors inside models' inputs and outputs
+    watch               allocator statistics and the simulated accelerator's checker
+
+Adapters:
+
+    reference           the reference engine, fully sharded
+    reference_data_parallel
+                        the reference engine's data-parallel mode
+    reference_components
+                        the reference engine's components
+    torch_ddp           torch's DistributedDataParallel
+    torch_fsdp1         torch's FullyShardedDataParallel and its sharding strategies
+    torch_fsdp2         torch's fully_shard
+    deepspeed_zero      DeepSpeed ZeRO-1, 2 and 3
+"""

@@ -1,13 +1,13 @@
 """
-The seam: what the suite asks of an implementation.
+The adapter protocol: the interface between the suite and an implementation.
 
-An adapter lives in each rank's fresh process, with the default process group up. It gets functions, not objects: meta
-initialisation and DeepSpeed's `zero.Init` need the model's factory, and engines disagree on whether the optimizer is
-made before or after the wrap.
+An adapter lives in each rank's fresh process, after the default process group is initialised. It receives functions,
+not objects: meta initialisation and DeepSpeed's `zero.Init` need the model's factory, and engines disagree on whether
+the optimizer is created before or after wrapping.
 
-`Adapter` is the protocol with its optional methods; overriding an optional method (or naming a flag in `capabilities`)
-declares a capability, which the suite then probes. Engines with a torch-like API subclass `TorchAdapter` and write
-`wrap`.
+`Adapter` is the protocol with its optional methods. Overriding an optional method, or naming a flag in `capabilities`,
+declares a capability, which the suite then probes. For engines with a torch-like API, subclass `TorchAdapter` and
+implement `wrap`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fsdp_conformance.errors import Unsupported
 ModelFn = Callable[[], nn.Module]
 """Builds the model on the CPU, in float32, with this rank's initial values."""
 OptimFn = Callable[[Any], Optimizer]
-"""Parameters, or parameter groups, to a stock torch optimizer."""
+"""Builds a stock torch optimizer from parameters or parameter groups."""
 
 
 class Adapter(ABC):
@@ -45,29 +45,29 @@ class Adapter(ABC):
     An implementation of sharded data-parallel training, as the suite sees it.
 
     One instance trains one model. Methods marked collective are called on every rank in the same order. Import the
-    engine inside methods, not at the top of the file: then `environment` is applied first.
+    engine inside methods, not at the top of the file, so that `environment` is applied first.
     """
 
     name: ClassVar[str] = ""
-    """How reports call the implementation; empty: the class's name."""
+    """The implementation's name in reports; empty: the class's name."""
     capabilities: ClassVar[frozenset[str]] = frozenset()
-    """Flags declared beside those of the base classes and those that overridden methods declare."""
+    """Flags declared in addition to those of the base classes and of overridden methods."""
     declines: ClassVar[frozenset[str]] = frozenset()
     """Flags of the base classes, or of inherited methods, that this implementation does not offer."""
     declines_on: ClassVar[Mapping[str, frozenset[str]]] = {}
-    """Flags that are not offered on a device type ("cpu"), although they are on others."""
+    """Device type ("cpu") to flags that are not offered there, although they are on others."""
     environment: ClassVar[Mapping[str, str]] = {}
-    """Variables that must be set before the engine is imported; applied first thing in every rank."""
+    """Environment variables that must be set before the engine is imported; every rank sets them first."""
     shims: ClassVar[tuple[str, ...]] = ()
-    """What the adapter changes in the engine or in torch so that it runs here; printed on the certificate."""
+    """What the adapter changes in the engine or in torch to make it run here; printed on the certificate."""
     padding: ClassVar[float] = 0.15
-    """Declared overhead on the wire over the ideal, as a fraction, beside the padding of uneven shards."""
+    """Declared overhead on the wire as a fraction of the ideal, in addition to the padding of uneven shards."""
     grad_reduction_of_accumulation: ClassVar[str] = "local"
     """"local": micro-batches are summed on the rank, then reduced; "reduced": each is reduced, then added."""
     max_unsharded: ClassVar[int] = 0
-    """How many units below the root hold full parameters at once at most; promised by whoever declares `rate_limit`."""
+    """The most units below the root that hold full parameters at once. Required with `rate_limit`."""
     preload: ClassVar[tuple[str, ...]] = ()
-    """Modules that the warm process may import before it forks ranks: none that touches a device."""
+    """Modules that the warm process may import before it forks ranks. They must not touch a device."""
     optional: ClassVar[Mapping[str, str]] = {
         "full_grads": "full_grads",
         "full_buffers": "full_buffers",
@@ -84,20 +84,20 @@ class Adapter(ABC):
         "redistribution_cost": "mesh",
         "run_ranks": "sim_ranks",
     }
-    """Optional method to the flag that overriding it declares. A base class for adapters adds its own hooks."""
+    """Optional method to the flag that overriding it declares. Base classes for adapters add their own hooks."""
 
     @classmethod
     def declared(cls) -> frozenset[str]:
         """
         Every flag that the class declares on some device: see `declines_on`.
 
-        From the oldest base class to itself, each adds its methods and `capabilities` and takes away its `declines`.
+        From the oldest base class down, each class adds its methods and `capabilities` and removes its `declines`.
         """
         flags: set[str] = set()
         methods: dict[str, str] = {}
         for base in reversed(cls.__mro__):
             flags.update(flag for method, flag in methods.items() if method in vars(base))
-            # Its own hooks count from the next class on: here they are introduced, not overridden.
+            # A class's own hooks count from its subclasses on: here they are introduced, not overridden.
             methods.update(vars(base).get("optional", {}))
             flags.update(vars(base).get("capabilities", ()))
             flags.difference_update(vars(base).get("declines", ()))
@@ -108,7 +108,7 @@ class Adapter(ABC):
         """
         Raise Unsupported if the plan needs flags that are not declared; the message names all of them.
 
-        What is not offered on this device alone is left to the engine, whose own words say more.
+        What is not offered only on this device is left to the engine, whose own error is more informative.
         """
         missing = sorted(plan.capabilities() - cls.declared())
         if missing:
@@ -120,12 +120,12 @@ class Adapter(ABC):
 
     @classmethod
     def display_name(cls) -> str:
-        """`name`, or the class's name where there is none."""
+        """`name`, or the class's name if it is empty."""
         return cls.name or cls.__name__
 
     @classmethod
     def version(cls) -> str:
-        """The version of the implementation. Must not need a device."""
+        """The implementation's version. Must not require a device."""
         return ""
 
     @abstractmethod
@@ -133,13 +133,13 @@ class Adapter(ABC):
         """
         Build the model, wrap it, build the optimizer. Collective.
 
-        Raises Unsupported for a plan that the implementation cannot carry out; any other exception is the
-        implementation's refusal, or its failure if the plan needs only what is mandatory or declared.
+        Raises Unsupported for a plan that the implementation does not support. Any other exception counts as a
+        refusal, or as a failure if the plan needs only what is mandatory or declared.
         """
 
     def microbatch(self, last: bool, *, reduced: bool = True) -> AbstractContextManager[Any]:
         """
-        Entered before the forward of each micro-batch and left after its backward.
+        The context for a micro-batch: entered before its forward and left after its backward.
 
         `last` marks the last micro-batch of the step. `reduced` is False only for plans with `defer_reduction`: then
         the gradients of this micro-batch must not be reduced yet. The last micro-batch is always reduced.
@@ -148,53 +148,53 @@ class Adapter(ABC):
 
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward, in training or eval mode as `train` said last."""
+        """The model's forward, in the mode last set by `train`."""
 
     @abstractmethod
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         """
         The backward pass of a scalar loss; the gradient is the mean over the data-parallel ranks.
 
-        The gradients of several micro-batches add up: they are not divided by the number of micro-batches.
+        Gradients of micro-batches accumulate: they are not divided by the number of micro-batches.
         """
 
     @abstractmethod
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
         """
-        Clip if asked, step the optimizer, drop the gradients. Collective.
+        Clip if `max_norm` is given, step the optimizer, drop the gradients. Collective.
 
-        Returns the total norm before clipping if it is known; a lazily reduced one (DTensor) is reduced by the caller.
+        Returns the total norm before clipping if known; the caller reduces a lazily reduced one (DTensor).
         """
 
     @abstractmethod
     def full_params(self) -> dict[str, Tensor]:
         """
-        Every parameter in full, under its original name, on the CPU, cloned. Collective.
+        Full clones of all parameters on the CPU, by original name. Collective.
 
-        A tied parameter is listed once, under the name `model.named_parameters()` gives it; frozen ones are included.
+        A tied parameter is listed once, under its name in `model.named_parameters()`; frozen ones are included.
         """
 
     @abstractmethod
     def local_tensors(self) -> dict[str, list[Tensor]]:
         """
-        What this rank holds between steps: {"params": [...], "optim": [...]}, live storage, not clones.
+        The tensors this rank stores between steps: {"params": [...], "optim": [...]}, live storage, not clones.
 
-        This is the sharding witness: bytes are counted, each storage once. "optim" has tensors of the optimizer's state
-        with more than one element. Other kinds ("grads", "master") may be listed beside these. Not collective.
+        The sharding witness counts their bytes, each storage once. "optim" lists tensors of the optimizer's state with
+        more than one element. Other kinds ("grads", "master") may be added. Not collective.
         """
 
-    # Optional: overriding one declares the flag beside it in `optional`.
+    # Optional: overriding one declares its flag in `optional`.
 
     def full_grads(self) -> dict[str, Tensor | None]:
-        """Every gradient in full, as `full_params`; None where there is none. Collective. Called before `step`."""
+        """Full gradients, in the form of `full_params`; None for no gradient. Collective. Called before `step`."""
         raise NotImplementedError
 
     def full_buffers(self) -> dict[str, Tensor]:
-        """Every buffer of this rank under its original name, on the CPU, cloned."""
+        """Clones of this rank's buffers on the CPU, by original name."""
         raise NotImplementedError
 
     def full_optim_state(self) -> dict[str, dict[str, Tensor]]:
-        """Optimizer state in full: parameter name to state name to tensor. Collective."""
+        """Full optimizer state: parameter name to state name to tensor. Collective."""
         raise NotImplementedError
 
     def write_params(self, values: Mapping[str, Tensor]) -> None:
@@ -202,29 +202,29 @@ class Adapter(ABC):
         raise NotImplementedError
 
     def unit_is_unsharded(self, fqn: str) -> bool:
-        """True while the unit (root: "") holds full parameters. Declares `sharded_state`."""
+        """Whether the unit (root: "") currently holds full parameters. Declares `sharded_state`."""
         raise NotImplementedError
 
     def unshard(self, fqn: str) -> None:
-        """Gather a unit's full parameters now. Collective. Comes with `reshard`."""
+        """Gather a unit's full parameters now. Collective. Implemented together with `reshard`."""
         raise NotImplementedError
 
     def reshard(self, fqn: str) -> None:
-        """Free a unit's full parameters now, wherever the training step is. Declares `manual_unshard`."""
+        """Free a unit's full parameters now, at any point of the step. Declares `manual_unshard`."""
         raise NotImplementedError
 
     def unshard_async(self, fqn: str) -> Any:
-        """Begin to gather a unit's full parameters; returns what has a `wait`. Collective. Declares `async_unshard`."""
+        """Start gathering a unit's parameters; returns a handle with `wait`. Collective. Declares `async_unshard`."""
         raise NotImplementedError
 
     def wrap_again(self) -> None:
-        """Wrap the wrapped module once more, as a careless caller would: an implementation refuses."""
+        """Wrap the wrapped module again, as a careless caller might. An implementation should raise."""
         raise NotImplementedError
 
-    # Components, each driven by itself, without `setup`: see `adapters.components`.
+    # Components, each used separately, without `setup`: see `adapters.components`.
 
     def reducer(self, module: nn.Module, options: ReducerOptions) -> GradientReducer:
-        """`module`, on its device, with a reducer around it. Collective. Comes with `bucket_assignment`."""
+        """Wrap `module`, on its device, in a reducer. Collective. Implemented together with `bucket_assignment`."""
         raise NotImplementedError
 
     def bucket_assignment(
@@ -235,9 +235,9 @@ class Adapter(ABC):
         order: Sequence[int] = (),
     ) -> Assignment:
         """
-        How the reducer puts tensors into buckets of `limits` bytes, the first, second, ...; the last repeats.
+        How the reducer assigns tensors to buckets. Each bucket has the next limit in bytes; the last limit repeats.
 
-        `sparse_flags[i]`: the gradient of tensor i will be sparse. `order[k]`: the index that tensors[k] is known by.
+        `sparse_flags[i]`: the gradient of tensor i will be sparse. `order[k]`: the original index of tensors[k].
         """
         raise NotImplementedError
 
@@ -257,7 +257,7 @@ class Adapter(ABC):
         self, shape: Sequence[int], dtype: torch.dtype, source: TensorLayout, target: TensorLayout
     ) -> float:
         """
-        What bringing a tensor of that (full) shape to another layout takes, in microseconds, infinite if it cannot be.
+        The cost of redistributing a tensor of that (full) shape, in microseconds; infinite if impossible.
 
         Not collective. Declares `mesh`.
         """
@@ -265,17 +265,17 @@ class Adapter(ABC):
 
     def run_ranks(self, world_size: int, function: Callable[[int], Any]) -> list[Any]:
         """
-        What `function(rank)` returns on each of `world_size` ranks that are simulated in this process, in order.
+        The results of `function(rank)` on `world_size` ranks that are simulated in this process, in order.
 
-        Each has a default group whose backend is for CPU tensors, and random numbers of its own. An exception of a rank
-        ends all, and is raised. Not collective. Declares `sim_ranks`.
+        Each rank has a default group with a backend for CPU tensors, and its own random numbers. An exception on one
+        rank ends all ranks, and is raised. Not collective. Declares `sim_ranks`.
         """
         raise NotImplementedError
 
-    # What a user does with the module in hand.
+    # Access to the wrapped module.
 
     def module(self) -> nn.Module:
-        """The module that user code holds after the wrap. Needed for hooks, attributes and `train`."""
+        """The module that user code holds after wrapping. Needed for hooks, attributes and `train`."""
         raise NotImplementedError
 
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -283,20 +283,20 @@ class Adapter(ABC):
         return cleaned_parameters(self.module())
 
     def set_requires_grad(self, frozen: Iterable[str]) -> None:
-        """From now on exactly the parameters named have `requires_grad=False`."""
+        """From now on exactly the named parameters have `requires_grad=False`."""
         names = set(frozen)
         for name, parameter in self.parameters().items():
             parameter.requires_grad_(name not in names)
 
     def drop_grads(self, names: Iterable[str]) -> None:
-        """Set the gradients of the parameters named to None, as a user does who freezes without the flag."""
+        """Set the gradients of the named parameters to None, which freezes them without the flag."""
         parameters = self.parameters()
         for name in names:
             parameters[name].grad = None
 
     def train(self, mode: bool = True) -> None:
-        """Training or eval mode."""
+        """Set training or eval mode."""
         self.module().train(mode)
 
     def close(self) -> None:
-        """Release what the engine holds, before the process group goes away. Collective."""
+        """Release the engine's resources, before the process group is destroyed. Collective."""

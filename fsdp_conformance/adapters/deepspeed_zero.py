@@ -1,8 +1,8 @@
 """
-DeepSpeed ZeRO-1, 2 and 3: an engine that owns its backward and its step.
+DeepSpeed ZeRO-1, 2 and 3: an engine with its own backward and step.
 
-Micro-batches end with the engine's accumulation boundary, clipping is configured at construction, gradients and
-optimizer state are read through DeepSpeed's own accessors. Needs `deepspeed`, which is an extra of this package.
+Micro-batches end at the engine's accumulation boundary, clipping is configured at construction, and gradients and
+optimizer state are read through DeepSpeed's accessors. Requires `deepspeed`, an extra of this package.
 """
 
 from __future__ import annotations
@@ -28,38 +28,28 @@ from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 
 class DeepSpeedZeRO(Adapter):
     """
-    What the three stages share. A stage is a subclass.
+    What the three stages share. Each stage is a subclass.
 
-    Small parameters are sharded like large ones (`stage3_param_persistence_threshold=0`): with DeepSpeed's default,
-    models of a test's size would stay whole.
+    Small parameters are sharded like large ones (`stage3_param_persistence_threshold=0`): DeepSpeed's default would
+    leave models of a test's size unsharded.
     """
 
-    capabilities: ClassVar[frozenset[str]] = frozenset(
-        {
-            "cpu_compute",
-            "init_before",
-            "init_never",
-            "clip_grad_norm",
-            "orig_params",
-            "shared_params",
-            "shared_across_units",
-            "shared_module",
-            "frozen_mixed",
-            "zero_size_shard",
-        }
-    )
+    capabilities: ClassVar[frozenset[str]] = frozenset({
+        "cpu_compute", "init_before", "init_never", "clip_grad_norm", "orig_params", "shared_params",
+        "shared_across_units", "shared_module", "frozen_mixed", "zero_size_shard",
+    })  # fmt: skip
     environment: ClassVar[Mapping[str, str]] = {
-        # DeepSpeed chooses its accelerator at import, by what it finds on the machine.
+        # DeepSpeed chooses its accelerator at import, depending on the machine.
         "DS_ACCELERATOR": "cpu",
         "DS_SKIP_CUDA_CHECK": "1",
         "DEEPSPEED_LOG_LEVEL": "error",
-        # Otherwise the import of inductor starts a pool of processes, which a warm process must not have.
+        # Otherwise importing inductor starts a pool of processes, which a warm process must not have.
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
     }
-    # DeepSpeed compiles functions with inductor while it is set up; importing that in every rank takes seconds.
+    # DeepSpeed compiles functions with inductor during setup; importing it in every rank takes seconds.
     preload: ClassVar[tuple[str, ...]] = ("deepspeed", "torch._inductor.compile_fx")
     shims: ClassVar[tuple[str, ...]] = (
-        "deepspeed_shm_comm is switched off: it is a C++ extension that would be compiled at first use",
+        "deepspeed_shm_comm is disabled: it is a C++ extension that would be compiled at first use",
     )
     stage: ClassVar[int]
 
@@ -76,11 +66,10 @@ class DeepSpeedZeRO(Adapter):
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         self.refuse_undeclared(plan)
         if plan.device != "cpu":
-            raise Unsupported("init_before", f"the adapter sets DeepSpeed up for the CPU, not for {plan.device}")
+            raise Unsupported("init_before", f"the adapter supports DeepSpeed on the CPU only, not on {plan.device}")
         if rank_scheduler.current() is not None:
             raise EnvironmentUnavailable(
-                "DeepSpeed keeps its groups once per process, so that simulated ranks would share them: "
-                "use --ranks processes"
+                "DeepSpeed stores process groups globally, so simulated ranks would share them: use --ranks processes"
             )
         import deepspeed
 
@@ -93,7 +82,7 @@ class DeepSpeedZeRO(Adapter):
         if plan.init_mode is InitMode.BEFORE:
             model.to(self.device)
         parameters = list(model.parameters())
-        # Stock optimizers refuse an empty list; what DeepSpeed does without an optimizer is for DeepSpeed to say.
+        # Stock optimizers reject an empty list. Whether to run without an optimizer is up to DeepSpeed.
         optimizer = optim_fn(parameters) if parameters else None
         self.engine, *_ = deepspeed.initialize(
             model=model, optimizer=optimizer, config=self.config(plan), dist_init_required=False
@@ -116,7 +105,7 @@ class DeepSpeedZeRO(Adapter):
             "gradient_clipping": plan.max_norm or 0.0,
             "steps_per_print": 10**9,
             "zero_allow_untested_optimizer": True,
-            # Offloading would otherwise insist on DeepSpeed's own Adam.
+            # Otherwise offloading requires DeepSpeed's own Adam.
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": zero,
         }
@@ -128,7 +117,7 @@ class DeepSpeedZeRO(Adapter):
             yield
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """DeepSpeed's own context, which stages 2 and 3 refuse."""
+        """DeepSpeed's own context, which stages 2 and 3 reject."""
         context: AbstractContextManager[Any] = self.engine.no_sync()
         return context
 
@@ -136,7 +125,7 @@ class DeepSpeedZeRO(Adapter):
         return self.engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        # The graph is kept for another backward of the same micro-batch, so this one is not the step's last.
+        # A retained graph means another backward of the same micro-batch, so this one is not the step's last.
         self.engine.set_gradient_accumulation_boundary(self._last and not retain_graph)
         # DeepSpeed would divide by the number of micro-batches.
         self.engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
@@ -144,7 +133,7 @@ class DeepSpeedZeRO(Adapter):
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
         if max_norm != self.plan.max_norm:
             raise Unsupported(
-                "clip_grad_norm", f"max_norm={max_norm}, but was configured as {self.plan.max_norm} at construction"
+                "clip_grad_norm", f"max_norm must be {self.plan.max_norm} as at construction, got {max_norm}"
             )
         self.engine.step()
         norm = self.engine.get_global_grad_norm() if max_norm is not None else None
@@ -190,7 +179,7 @@ class DeepSpeedZeRO(Adapter):
     def write_params(self, values: Mapping[str, Tensor]) -> None:
         parameters = self.parameters()
         for name, value in values.items():
-            # The master is what the next step starts from, the parameter what the next forward computes with.
+            # The next step starts from the master, the next forward uses the parameter.
             self._overwrite_master(parameters[name], value.to(self.device))
             self._overwrite(parameters[name], value)
 
@@ -250,7 +239,7 @@ class DeepSpeedZeRO2(DeepSpeedZeRO):
 
 
 class DeepSpeedZeRO3(DeepSpeedZeRO):
-    """Stage 3: parameters too."""
+    """Stage 3: parameters, gradients and optimizer state are sharded."""
 
     name: ClassVar[str] = "deepspeed-zero3"
     capabilities: ClassVar[frozenset[str]] = frozenset({"zero3", "cpu_offload_params"})
@@ -265,14 +254,14 @@ class DeepSpeedZeRO3(DeepSpeedZeRO):
 
     def local_tensors(self) -> dict[str, list[Tensor]]:
         held = super().local_tensors()
-        # Between steps the parameters themselves are empty, unless the engine kept them gathered.
+        # Between steps the parameters themselves are empty, unless the engine keeps them gathered.
         held["params"] += [_partition(parameter).detach() for parameter in self.parameters().values()]
         return held
 
     def _overwrite_master(self, parameter: nn.Parameter, value: Tensor) -> None:
         from deepspeed.utils import safe_set_local_fp32_param
 
-        # Not safe_set_full_fp32_param: in 0.19.8 it raises where the elements do not divide by the ranks.
+        # Not safe_set_full_fp32_param: in 0.19.8 it raises if the elements do not divide evenly over the ranks.
         length = _partition(parameter).numel()
         padded = torch.nn.functional.pad(value.flatten(), (0, length * dist.get_world_size() - value.numel()))
         safe_set_local_fp32_param(parameter, padded.narrow(0, length * dist.get_rank(), length))

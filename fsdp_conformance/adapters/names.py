@@ -1,9 +1,9 @@
 """
 Original names of parameters and buffers, whatever an engine wraps around the model.
 
-Wrappers put components into names (`_fsdp_wrapped_module.`, DDP's `module.`), and users call their own submodules
-`module` too. So names are taken from the module *objects*, which were noted before the wrap: an object keeps its name
-wherever the engine hangs it. Only what hangs on unknown modules is named by text.
+Wrappers add components to names (`_fsdp_wrapped_module.`, DDP's `module.`), but users also call their own submodules
+`module`. So names are taken from the module *objects*, which are recorded before wrapping: an object keeps its name
+wherever the engine moves it. Only tensors of unknown modules are named by text.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-#: Components that wrappers put into names and no user does.
+#: Components that only wrappers add to names.
 _MARKED = frozenset(
     {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module", "_fpw_module"}
 )
-#: The component that wrappers and users alike put into names.
+#: A component that both wrappers and users add to names.
 _AMBIGUOUS = "module"
 
 
@@ -27,19 +27,19 @@ class OriginalNames:
     """
     The names a model had before it was wrapped.
 
-    Holds its modules weakly: it keeps no storage of the engine alive. Parts of the model may be wrapped already; their
-    names are the ones from before that.
+    Holds modules weakly, so it keeps no storage of the engine alive. Parts of the model may already be wrapped; their
+    names are those from before wrapping.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.modules: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
-        """Every submodule by every name it has; the root is ""."""
+        """Every submodule by each of its names; the root is ""."""
         self._fqn: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.numel: dict[str, int] = {}
-        """Elements of every parameter, under the name it is listed under."""
+        """Elements of every parameter, by its listed name."""
         first: dict[int, str] = {}
         self._first: dict[str, str] = {}
-        """Every name of a parameter to the one it is listed under: the first."""
+        """Each name of a parameter to its listed name, which is the first one."""
         buffers = []
         for fqn, module in _walk(model):
             self.modules[fqn] = module
@@ -51,7 +51,7 @@ class OriginalNames:
                     self.numel[self._first[name]] = parameter.numel()
             buffers += [_join(fqn, key) for key, buffer in module._buffers.items() if buffer is not None]
         self.parameters = tuple(name for name, listed in self._first.items() if name == listed)
-        """Every parameter once, under the name that `named_parameters()` gives it."""
+        """Every parameter once, by its name in `named_parameters()`."""
         self.buffers = tuple(buffers)
 
     def name_of(self, module: nn.Module) -> str:
@@ -59,21 +59,21 @@ class OriginalNames:
         return self._fqn[module]
 
     def listed_name(self, name: str) -> str:
-        """The name that a parameter is listed under: another one for a tied parameter's second name."""
+        """The name under which a parameter is listed, which for a tied parameter may be its other name."""
         return self._first.get(name, name)
 
     def is_tied(self, name: str) -> bool:
-        """Whether the parameter has another name beside the one it is listed under."""
+        """Whether the parameter has other names than its listed one."""
         return sum(listed == name for listed in self._first.values()) > 1
 
     def parameters_of(self, wrapped: nn.Module) -> dict[str, nn.Parameter]:
-        """The parameters of the wrapped model by original name, in the original order; foreign ones last."""
+        """The parameters of the wrapped model by original name, in the original order; the engine's own come last."""
         found: dict[str, nn.Parameter] = {}
         aliases: dict[str, nn.Parameter] = {}
         for name, parameter in self._tensors(wrapped, "_parameters", self._first):
             listed = self._first.get(name, name)
             (found if listed == name else aliases).setdefault(listed, parameter)
-        # A tie that the engine registers only under its second name.
+        # A tied parameter that the engine registers only under its second name.
         for name, parameter in aliases.items():
             found.setdefault(name, parameter)
         ordered = [name for name in self.parameters if name in found]
@@ -82,7 +82,7 @@ class OriginalNames:
         return {name: found[name] for name in [*ordered, *foreign]}
 
     def buffers_of(self, wrapped: nn.Module) -> dict[str, Tensor]:
-        """The buffers of the wrapped model by original name; those that the engine added are left out."""
+        """The buffers of the wrapped model by original name, without those that the engine added."""
         found = dict(self._tensors(wrapped, "_buffers", self.buffers))
         return {name: found[name] for name in self.buffers if name in found}
 
@@ -97,7 +97,7 @@ class OriginalNames:
 
 
 def _walk(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Every module under every one of its names, without the components of known wrappers."""
+    """Every module with each of its names, without the components of known wrappers."""
     yield path, root
     for key, child in root._modules.items():
         if child is not None:
@@ -109,8 +109,7 @@ def clean_name(name: str, known: Collection[str]) -> str:
     """
     `name` without the components that wrappers add.
 
-    A name in `known` is left alone, and a component `module` is dropped only where the rest is in `known`: it may be
-    the user's.
+    A name in `known` is kept, and a component `module` is dropped only if the rest is in `known`: it may be the user's.
     """
     if name in known:
         return name
@@ -124,7 +123,7 @@ def clean_name(name: str, known: Collection[str]) -> str:
 
 
 def cleaned_parameters(wrapped: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters below a wrapped module by name, without known wrappers: where nobody noted the names before."""
+    """The parameters of a wrapped module by name, without known wrappers: for modules whose names were not recorded."""
     found: dict[str, nn.Parameter] = {}
     seen: set[int] = set()
     for path, module in _walk(wrapped):

@@ -1,4 +1,4 @@
-"""The reference engine as a subject: the fully sharded module, with everything that it offers."""
+"""The reference engine as a subject: the fully sharded module with all of its features."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _STRATEGIES = {
     Sharding.NONE: engine.ShardingStrategy.NO_SHARD,
     Sharding.HYBRID: engine.ShardingStrategy.HYBRID_SHARD,
 }
-#: The same degree with parameters kept from forward to backward, and freed in between.
+#: The same degree with parameters kept from forward to backward instead of freed in between.
 _KEPT = {
     engine.ShardingStrategy.FULL_SHARD: engine.ShardingStrategy.SHARD_GRAD_OP,
     engine.ShardingStrategy.HYBRID_SHARD: engine.ShardingStrategy.HYBRID_SHARD_ZERO2,
@@ -99,7 +99,7 @@ class Reference(TorchAdapter):
             "rate_limit",
         }
     )
-    #: The one that computes, and the one that is gathered ahead.
+    #: The unit that computes, and the one that is prefetched.
     max_unsharded: ClassVar[int] = 2
 
     @classmethod
@@ -139,7 +139,7 @@ class Reference(TorchAdapter):
         parameters = self.parameters()
         here = [parameter.grad is not None and parameter.grad.numel() > 0 for parameter in parameters.values()]
         somewhere = anywhere(here, self.device)
-        # A rank without elements of a parameter cannot tell whether it was used.
+        # A rank without elements of a parameter cannot know whether it was used.
         present = {
             name: parameter.grad is not None if parameter.numel() else there
             for (name, parameter), there in zip(parameters.items(), somewhere, strict=True)
@@ -213,7 +213,7 @@ class Reference(TorchAdapter):
             ),
         }
         if plan.device_id is not None or (self.device.type != "cpu" and plan.init_mode is InitMode.NEVER):
-            # How a model that nobody moves gets to its device.
+            # Moves a model that the caller does not move.
             options["device_id"] = self.device
         if strategy.is_hybrid:
             shape = hybrid_shape(plan, dist.get_world_size())
@@ -221,18 +221,18 @@ class Reference(TorchAdapter):
         return options
 
     def _local(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a unit on a group of this rank alone."""
+        """The options of a unit whose group is this rank alone."""
         group, _ = dist.new_subgroups(group_size=1)  # type: ignore[no-untyped-call]
         kept = {key: value for key, value in options.items() if key != "device_mesh"}
         return kept | {"process_group": group, "sharding_strategy": engine.ShardingStrategy.SHARD_GRAD_OP}
 
     def _wrap_unit(self, model: nn.Module, fqn: str, options: Mapping[str, Any]) -> None:
-        """Put one submodule's wrapper at every place where the submodule stands."""
+        """Replace a submodule with its wrapper wherever the submodule appears."""
         (module,) = submodules(model, [fqn])
         wrapped = FullyShardedDataParallel(module, **options)
         for parent in list(model.modules()):
             if parent is not wrapped:
-                # Not named_children(): it shows a module that stands at two places once.
+                # Not named_children(), which lists a module that appears twice only once.
                 for key, child in list(parent._modules.items()):
                     if child is module:
                         setattr(parent, key, wrapped)
@@ -259,7 +259,7 @@ def auto_wrap_policy(model: nn.Module, plan: Plan) -> WrapPolicy | None:
 
 
 def _prefetch_listed(root: FullyShardedDataParallel, count: int) -> None:
-    """Each unit below the root lists the next `count` ones for its forward, and those before it for its backward."""
+    """Let each unit below the root prefetch the next `count` units in forward and the preceding ones in backward."""
     wrappers = [each for each in root.modules() if isinstance(each, FullyShardedDataParallel) and each is not root]
     for index, wrapper in enumerate(wrappers):
         wrapper.set_forward_prefetch(wrappers[index + 1 : index + 1 + count])

@@ -1,11 +1,11 @@
 """
-From a name to an adapter.
+Finds the adapter for a name.
 
-An implementation is named by an entry point of the group `fsdp_conformance.adapters` (`torch-fsdp2`), by module path
-(`package.module:Class`), or by file (`path/to/file.py:Class`; `:Class` may be left out where the file has one adapter).
+An implementation is named by an entry point in the group `fsdp_conformance.adapters` (`torch-fsdp2`), by module path
+(`package.module:Class`), or by file (`path/to/file.py:Class`; `:Class` is optional if the file has one adapter).
 
-Controllers call `describe`, which loads the adapter in a process of its own: an engine may set up a device, patch torch
-or die while it is imported. Only ranks call `load`. This module imports no torch.
+Controllers call `describe`, which loads the adapter in a separate process: importing an engine may initialise a device,
+patch torch or crash. Only ranks call `load`. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 #: The entry point group that names implementations.
 ENTRY_POINTS = "fsdp_conformance.adapters"
 
-_FORMS = "an entry point's name, package.module:Class, or path/to/file.py:Class"
+_FORMS = "the name of an entry point, package.module:Class, or path/to/file.py:Class"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterDescription:
-    """What a controller must know of an adapter without importing it."""
+    """What a controller must know about an adapter, without importing it."""
 
     spec: str
     name: str
@@ -48,15 +48,15 @@ class AdapterDescription:
     capabilities: tuple[str, ...] = ()
     """Declared flags, sorted."""
     declines_on: dict[str, list[str]] = field(default_factory=dict)
-    """Flags that are not offered on a device type, sorted."""
+    """Device type to the flags that are not offered there, sorted."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables that every rank sets first thing."""
+    """Environment variables that every rank sets first."""
     shims: tuple[str, ...] = ()
     padding: float = 0.0
     accumulation: str = "local"
     """`Adapter.grad_reduction_of_accumulation`."""
     source: str = ""
-    """File that the class is written in."""
+    """The file that defines the class."""
     preload: tuple[str, ...] = ()
     """Modules that the warm process may import."""
 
@@ -77,7 +77,7 @@ def description_from_json(data: Mapping[str, Any]) -> AdapterDescription:
 
 
 def names() -> list[str]:
-    """The implementations installed here, by entry point's name."""
+    """The installed implementations, by entry point name."""
     return sorted({point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS)})
 
 
@@ -85,7 +85,7 @@ def load(spec: str) -> type[Adapter]:
     """
     The adapter class that `spec` names. Imports its module.
 
-    Raises AdapterNotFound if there is none, and AdapterError if what is there is not an adapter.
+    Raises AdapterNotFound if it does not exist, and AdapterError if it is not an adapter.
     """
     module, attribute = _module_of(spec)
     if attribute is None:
@@ -96,17 +96,17 @@ def load(spec: str) -> type[Adapter]:
     if found is None:
         classes = [cls.__name__ for cls in _adapters_in(module)]
         raise AdapterNotFound(
-            f"{attribute!r} is not in {_place(module)}, but should be the adapter's class [implementation {spec!r}]. "
-            + _suggest(attribute, classes, f"The adapters there: {', '.join(classes) or 'none'}.")
+            f"{_place(module)} has no class {attribute!r} [implementation {spec!r}]. "
+            + _suggest(attribute, classes, f"Its adapters: {', '.join(classes) or 'none'}.")
         )
     return _checked(found, spec)
 
 
 def describe(spec: str, *, timeout_s: float = 120.0) -> AdapterDescription:
     """
-    What a controller must know of the adapter, from a process of its own.
+    What a controller must know about the adapter, determined in a separate process.
 
-    Raises AdapterNotFound or AdapterError as `load` does.
+    Raises AdapterNotFound or AdapterError like `load`.
     """
     from fsdp_conformance.harness.probe import run_in_child
 
@@ -115,9 +115,7 @@ def describe(spec: str, *, timeout_s: float = 120.0) -> AdapterDescription:
 
 def describe_once(spec: str) -> AdapterDescription:
     """
-    `describe`, asked at most once per process.
-
-    Not asked at all where the controller has handed the answer over.
+    `describe`, at most once per process; not at all if the controller has passed the description on.
     """
     known = settings.description()
     if known is not None and known.get("spec") == spec:
@@ -131,7 +129,7 @@ def _described(spec: str) -> AdapterDescription:
 
 
 def describe_here(spec: str) -> AdapterDescription:
-    """The description, in this process: applies the adapter's environment and imports its module."""
+    """The description, determined in this process: applies the adapter's environment and imports its module."""
     adapter = load(spec)
     os.environ.update(adapter.environment)
     try:
@@ -139,9 +137,9 @@ def describe_here(spec: str) -> AdapterDescription:
     except (ImportError, importlib.metadata.PackageNotFoundError) as error:
         raise AdapterNotFound(
             f"the engine of {adapter.display_name()!r} cannot be imported: {_words(error)} [implementation {spec!r}]. "
-            f"Install it into this environment ({sys.prefix}) and try again."
+            f"Install it in this environment ({sys.prefix}) and try again."
         ) from error
-    # Somebody else's module may import its engine at once, which a warm process must not do: see `Adapter.preload`.
+    # A third party's module may import its engine immediately, which a warm process must not do: see `Adapter.preload`.
     bundled = adapter.__module__ if adapter.__module__.startswith("fsdp_conformance.") else None
     return AdapterDescription(
         spec=spec,
@@ -159,7 +157,7 @@ def describe_here(spec: str) -> AdapterDescription:
 
 
 def description_from_answer(answer: Mapping[str, Any]) -> AdapterDescription:
-    """What a child said, as a description or as the error that it met."""
+    """The child's answer, as a description or as the error that it encountered."""
     if "description" in answer:
         return description_from_json(answer["description"])
     if answer["error"] == "AdapterError":
@@ -168,7 +166,7 @@ def description_from_answer(answer: Mapping[str, Any]) -> AdapterDescription:
 
 
 def _answer(spec: str) -> dict[str, Any]:
-    """`describe_here` as JSON, errors included: what the child of `describe` runs."""
+    """`describe_here` as JSON, including errors: the function that the child of `describe` runs."""
     try:
         return {"description": describe_here(spec).to_json()}
     except AdapterError as error:
@@ -178,9 +176,9 @@ def _answer(spec: str) -> dict[str, Any]:
 
 
 def _module_of(spec: str) -> tuple[ModuleType, str | None]:
-    """The imported module, and the name inside it where `spec` has one."""
+    """The imported module, and the name within it if `spec` has one."""
     if not spec.strip():
-        raise AdapterNotFound(f"implementation={spec!r}, but should be {_FORMS}. Installed: {', '.join(names())}.")
+        raise AdapterNotFound(f"implementation must be {_FORMS}, got {spec!r}. Installed: {', '.join(names())}.")
     head, separator, attribute = spec.rpartition(":")
     # A Windows drive ("C:\\adapter.py") has its colon before the path, not after it.
     if not separator or attribute.endswith(".py"):
@@ -193,34 +191,34 @@ def _module_of(spec: str) -> tuple[ModuleType, str | None]:
     if spec in points:
         return _import_module(points[spec].module, spec), points[spec].attr
     if os.sep in spec:
-        raise AdapterNotFound(f"implementation={spec!r}, but a file's name should end in .py [path {spec!r}]")
+        raise AdapterNotFound(f"the implementation's file name must end in .py, got {spec!r}")
     if "." in spec:
         return _import_module(spec, spec), None
     raise AdapterNotFound(
-        f"implementation={spec!r}, but should be {_FORMS} [entry points of {ENTRY_POINTS}]. "
+        f"implementation must be {_FORMS}, got {spec!r} [entry points of {ENTRY_POINTS}]. "
         + _suggest(spec, list(points), f"Installed: {', '.join(sorted(points)) or 'none'}.")
     )
 
 
 def _import_module(name: str, spec: str) -> ModuleType:
-    # A project's own adapter is usually named from its root, as `python -m` does it.
+    # A project's own adapter is usually named relative to its root, as with `python -m`.
     if "" not in sys.path and os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
         return importlib.import_module(name)
-    except Exception as error:  # whatever a user's module raises is the reason why it cannot be imported
+    except Exception as error:  # a user's module may raise anything
         raise _not_importable(f"module {name!r}", error, spec) from error
 
 
 def _import_file(path: str, spec: str) -> ModuleType:
-    """Import a file under a name of its own; the directory joins the path last, so that it shadows nothing."""
+    """Import a file under a unique name; its directory goes to the end of the path, so that it shadows nothing."""
     file = Path(path).expanduser().resolve()
     if not file.is_file():
         siblings = sorted(item.name for item in file.parent.glob("*.py")) if file.parent.is_dir() else []
-        what = f"Python files there: {', '.join(siblings[:8])}." if siblings else f"{file.parent} has no Python file."
+        what = f"Python files there: {', '.join(siblings[:8])}." if siblings else f"{file.parent} has no Python files."
         raise AdapterNotFound(
-            f"{path!r} does not exist, but should be the adapter's file [implementation {spec!r}, "
-            f"looked for {file}]. {_suggest(file.name, siblings, what)}"
+            f"the adapter's file {path!r} does not exist [implementation {spec!r}, looked for {file}]. "
+            + _suggest(file.name, siblings, what)
         )
     name = f"fsdp_conformance_adapter_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
@@ -242,11 +240,11 @@ def _import_file(path: str, spec: str) -> ModuleType:
 
 def _not_importable(what: str, error: Exception, spec: str) -> AdapterNotFound:
     frames = traceback.extract_tb(error.__traceback__)
-    # The last frame of the user's own code says more than importlib's.
+    # The last frame of the user's own code is more useful than importlib's.
     own = [frame for frame in frames if "importlib" not in frame.filename and frame.filename != __file__]
     where = f", {own[-1].filename}:{own[-1].lineno}" if own else ""
     advice = (
-        f" Install {error.name.partition('.')[0]!r} into this environment ({sys.prefix}), or correct the name."
+        f" Install {error.name.partition('.')[0]!r} in this environment ({sys.prefix}), or correct the name."
         if isinstance(error, ModuleNotFoundError) and error.name
         else ""
     )
@@ -259,15 +257,15 @@ def _only_adapter(module: ModuleType, spec: str) -> type[Adapter]:
         return found[0]
     if not found:
         raise AdapterNotFound(
-            f"{_place(module)} has no adapter, but should have a class derived from "
-            f"fsdp_conformance.adapters.base.Adapter with its abstract methods written [implementation {spec!r}]"
+            f"{_place(module)} defines no adapter: none of its classes derives from "
+            f"fsdp_conformance.adapters.base.Adapter and implements its abstract methods [implementation {spec!r}]"
         )
     choices = ", ".join(f"{spec}:{cls.__name__}" for cls in found)
-    raise AdapterNotFound(f"{_place(module)} has {len(found)} adapters, but should be told which one: {choices}")
+    raise AdapterNotFound(f"{_place(module)} defines {len(found)} adapters; choose one: {choices}")
 
 
 def _adapters_in(module: ModuleType) -> list[type[Adapter]]:
-    """The concrete adapters written in a module, not those it imports."""
+    """The concrete adapters defined in a module, not those it imports."""
     from fsdp_conformance.adapters.base import Adapter
 
     return [
@@ -284,18 +282,16 @@ def _checked(found: Any, spec: str) -> type[Adapter]:
     from fsdp_conformance.adapters.base import Adapter
 
     if not inspect.isclass(found):
-        raise AdapterError(f"{spec} is {type(found).__name__}, but should be a class derived from Adapter")
+        raise AdapterError(f"{spec} must be a class derived from Adapter, got {type(found).__name__}")
     if not issubclass(found, Adapter):
         bases = ", ".join(base.__name__ for base in found.__bases__)
         raise AdapterError(
-            f"{spec} derives from {bases}, but should derive from fsdp_conformance.adapters.base.Adapter "
-            "(or TorchAdapter, for engines with a torch-like API)"
+            f"{spec} must derive from fsdp_conformance.adapters.base.Adapter (or TorchAdapter, for engines with a "
+            f"torch-like API), got {bases}"
         )
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
-        raise AdapterError(
-            [f"{spec} does not write {method}(), but should: the protocol needs it" for method in missing]
-        )
+        raise AdapterError([f"{spec} does not implement {method}(), which the protocol requires" for method in missing])
     return found
 
 

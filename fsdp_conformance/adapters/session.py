@@ -1,10 +1,10 @@
 """
-Training an implementation through its adapter, by the regime, and noting what is seen: the subject's history.
+Trains an implementation through its adapter according to the regime, and records what happens: the subject's history.
 
-The loop is written here for the subject alone; the references have loops of their own (`checks`), so that a mistake in
-one does not hide itself in both.
+This loop is for the subject only; the references have a separate one (`checks.loop`), so that a mistake cannot hide in
+both.
 
-A step, with the labels that its collectives get in the log:
+A step, with the labels of its collectives in the log:
 
     frozen_at            requires_grad is set
     eval_before          "eval"      eval-mode forward under no_grad
@@ -17,9 +17,9 @@ A step, with the labels that its collectives get in the log:
     optimizer            "step"      clipping, update, zero_grad
     parameters           "observe"   losses, full parameters and buffers are read
 
-On an accelerator nothing of a step makes the host wait: inputs are there before the setup, losses and outputs stay on
-the device until the step's observation. A wait orders everything before it, so a loop that waits hides the races that
-it should find. On the simulated accelerator observations are suspended: they order nothing.
+On an accelerator nothing within a step makes the host wait: inputs are on the device before setup, and losses and
+outputs stay there until the step's observation. A wait orders everything before it, so a loop that waits would hide
+races. On the simulated accelerator, observations are suspended: they order nothing.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ from fsdp_conformance.history.memory import MemoryMark, Point
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
 from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
 
-#: Kinds of `Adapter.local_tensors` whose bytes are counted while gradients are alive.
+#: Kinds of `Adapter.local_tensors` whose bytes are counted while gradients exist.
 _BEFORE_STEP = frozenset({"grads"})
 
 
 def plan_for(workload: Workload, regime: Regime, plan: Plan | None = None) -> Plan:
     """
-    The plan that tells an engine beforehand what the workload and the regime will ask of it.
+    The plan that tells an engine in advance what the workload and the regime require.
 
-    Units, local units and ignored submodules are the workload's where the plan names none.
+    Units, local units and ignored submodules come from the workload if the plan names none.
     """
     plan = plan or Plan()
     structure: dict[str, Any] = {
@@ -82,16 +82,16 @@ def train(
     inputs_on_cpu: bool = False,
 ) -> TrainingHistory:
     """
-    Set the adapter up and train the workload by the regime. Collective.
+    Set the adapter up and train the workload according to the regime. Collective.
 
-    What the regime says of micro-batches, clipping and deferred reduction is put into the plan. The adapter must be
-    new; it is left open, so that the caller can look at what it holds. Faults are prepared with the model, installed
-    after the setup and removed at the end. With `observe=False` only losses, and the parameters at the end, are read.
-    `on_setup` is called after the setup and before initial values are noted; `on_loss`, with the step, between a loss
-    and its backward, as a user's own code would be; `on_gradients` when the gradients of a step are there, as an
-    observer. With `inputs_on_cpu` batches are left there for the engine to move.
+    The regime's micro-batches, clipping and deferred reduction go into the plan. The adapter must be new; it stays
+    open, so that the caller can inspect it. Faults are prepared with the model, installed after setup and removed at
+    the end. With `observe=False`, only losses and the final parameters are read. `on_setup` is called after setup and
+    before initial values are recorded; `on_loss`, with the step, between a loss and its backward, like a user's own
+    code; `on_gradients` after a step's gradients are complete, as an observer. With `inputs_on_cpu`, batches stay on
+    the CPU for the engine to move.
 
-    Raises Unsupported for a plan with undeclared flags, or a regime that the adapter has no way to follow.
+    Raises Unsupported for a plan with undeclared flags, or for a regime that the adapter cannot follow.
     """
     plan = _with_regime(plan, workload, regime)
     adapter.refuse_undeclared(plan)
@@ -122,7 +122,7 @@ def train(
                 run.step(step)
         run.finish()
     finally:
-        # Kept up to the end of a run that raised, too: a failure's report quotes it.
+        # Recorded even if the run raised: a failure's report quotes it.
         run.note_order()
         run.history.collectives = [record for record in log.records[begin:] if record.phase != "observe"]
     return run.history
@@ -217,7 +217,7 @@ class _Run:
                 record.buffers = self._buffers()
 
     def finish(self) -> None:
-        """Count what this rank holds, and what an unsharded run would."""
+        """Count the bytes this rank holds, and those that an unsharded run would hold."""
         with self._observing():
             self._weigh(lambda kind: kind not in _BEFORE_STEP)
         self.history.full_bytes = self._unsharded_bytes()
@@ -254,18 +254,18 @@ class _Run:
             self.adapter.train(True)
 
     def _fetch(self, record: StepRecord) -> None:
-        """Losses and outputs that were left on the device come to the host."""
+        """Copy losses and outputs from the device to the host."""
         record.losses = _fetched(self._kept)
         record.outputs = _fetched(record.outputs)
         self.history.eval_outputs += _fetched(self._evaluated)
         self._kept, self._evaluated = [], []
 
     def _place_batches(self) -> None:
-        """Put the inputs of the whole run on the device: copies of pageable memory make the host wait."""
+        """Put the whole run's inputs on the device in advance: copying pageable memory makes the host wait."""
         with self.watch.suspended():
             for step in range(self.regime.steps):
                 for micro in range(self.regime.micro_batches):
-                    # A batch of its own for each use, as on the CPU: a model may write into its inputs.
+                    # A separate batch for each use, as on the CPU: a model may write into its inputs.
                     others = (step in self.regime.eval_before) + (step in self.regime.eval_between)
                     uses = 1 if micro else 1 + self.regime.idle_forwards + others
                     self._batches[step, micro] = [self._new_batch(step, micro) for _ in range(uses)]
@@ -274,7 +274,7 @@ class _Run:
         waiting = self._batches.get((step, micro))
         if not waiting:
             return self._new_batch(step, micro)
-        # Held to the end of the run: whatever the loop holds on the device is the same at every mark.
+        # Held until the end of the run, so that the loop holds the same bytes at every mark.
         self._spent.append(waiting.pop())
         return self._spent[-1]
 
@@ -283,7 +283,7 @@ class _Run:
         return self._placed(self.workload.batch(key))
 
     def _placed(self, batch: Batch) -> Batch:
-        """Inputs where the run wants them, the target where the loss is computed."""
+        """The batch with its inputs on the run's input device, and its target where the loss is computed."""
         return Batch(
             args=_moved(batch.args, self.input_device),
             kwargs=_moved(batch.kwargs, self.input_device),
@@ -307,19 +307,19 @@ class _Run:
             yield
         finally:
             if self.observe or step == self.regime.steps - 1:
-                # An observation follows, which waits anyway.
+                # The observation that follows waits anyway.
                 self.watch.synchronise()
             self.history.seconds += time.perf_counter() - begin
 
     @contextmanager
     def _phase(self, name: str, step: int | None = None) -> Iterator[None]:
-        """Collectives, and accesses on the simulated accelerator, are labelled."""
+        """Label collectives, and accesses on the simulated accelerator."""
         with self.log.phase(name, step), self.watch.label(name):
             yield
 
     @contextmanager
     def _observing(self, step: int | None = None) -> Iterator[None]:
-        """What is read inside is read for the history: it neither counts as training nor orders it."""
+        """Reads inside are for the history only: they neither count as training nor order it."""
         with self.log.phase("observe", step), self.watch.suspended():
             yield
         if self.watch.counts_bytes:
@@ -328,13 +328,13 @@ class _Run:
     def _mark(self, point: Point, step: int | None = None) -> None:
         if not self.watch.counts_bytes:
             return
-        gc.collect()  # Garbage is not held; when it goes by itself is an accident of how much Python ran before.
+        gc.collect()  # Otherwise the count would depend on when Python happened to collect garbage last.
         allocated, peak = self.watch.allocated_bytes(), self.watch.peak_bytes()
         self.history.memory.append(MemoryMark(point=point, step=step, allocated=allocated, peak=peak))
         self.watch.reset_peak()
 
     def note_order(self) -> None:
-        """Take over what the checker of the simulated accelerator has seen."""
+        """Record what the simulated accelerator's checker has seen."""
         if self.watch.checks_order:
             self.history.hazards = self.watch.hazards()
             self.history.checked_accesses = self.watch.accesses()
@@ -346,7 +346,7 @@ class _Run:
         try:
             parameters = self.adapter.parameters()
         except NotImplementedError:
-            # An adapter may have no module to show; then nothing is said about its flags.
+            # An adapter may expose no module; then its flags are unknown.
             return {}
         return {name: parameter.requires_grad for name, parameter in parameters.items()}
 
@@ -356,7 +356,7 @@ class _Run:
                 self.history.held_bytes[kind] = storage_bytes(tensors)
 
     def _unsharded_bytes(self) -> dict[str, int]:
-        """Bytes of parameters, gradients and optimizer state of one unsharded copy, all of it trained."""
+        """Bytes of parameters, gradients and optimizer state of one unsharded, trained copy."""
         model = self.workload.build(self.rank)
         parameters = list(model.parameters())
         trained = [parameter for parameter in parameters if parameter.requires_grad]
@@ -380,11 +380,11 @@ class _Run:
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of the storages behind `tensors`, each storage once: views of one buffer do not add up."""
+    """Bytes of the storages behind `tensors`, counting a storage once however many views it has."""
     storages = {}
     for tensor in tensors:
         storage = tensor.detach().untyped_storage()
-        # An empty storage has no address of its own.
+        # An empty storage has no unique address.
         if storage.nbytes():
             storages[storage.data_ptr()] = storage.nbytes()
     return sum(storages.values())
@@ -394,7 +394,7 @@ def _with_regime(plan: Plan, workload: Workload, regime: Regime) -> Plan:
     known = sorted(workload.optimizers)
     if regime.optimizer not in known:
         raise ConfigError(
-            [f"optimizer={regime.optimizer!r}, but should be one of {', '.join(known)}"],
+            [f"optimizer must be one of {', '.join(known)}, got {regime.optimizer!r}"],
             where=f"workload {workload.name}",
         )
     return replace(
@@ -411,10 +411,10 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _kept(value: Any) -> Any:
-    """A loss or an output with every tensor detached and copied where it is; its structure and its types stay."""
+    """A loss or an output with every tensor detached and copied on its device; structure and types are unchanged."""
     return map_tensors(value, lambda tensor: tensor.detach().clone())
 
 
 def _fetched(value: Any) -> Any:
-    """The same on the CPU."""
+    """A copy of `value` with all tensors on the CPU."""
     return map_tensors(value, lambda tensor: tensor.to("cpu"))

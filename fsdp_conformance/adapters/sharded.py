@@ -1,11 +1,11 @@
 """
-Full tensors from shards and back, for engines whose shards are DTensors (or plain tensors, which are full already).
+Converts shards to full tensors and back, for engines whose shards are DTensors (or plain tensors, which are full).
 
-    full_copy           DTensor or plain tensor to a full clone on the CPU; collective for a DTensor
-    full_gradients      the same for gradients, safe where ranks disagree on which parameters have one; collective
-    anywhere            which flags are set on some rank; collective
-    write_full          a full value into a parameter, in place; no communication
-    materialise_norm    a lazily reduced total norm to a plain scalar on the CPU; collective for a DTensor
+    full_copy           a full clone of a DTensor or plain tensor on the CPU; collective for a DTensor
+    full_gradients      full clones of gradients, even if ranks disagree on which parameters have one; collective
+    anywhere            which flags are set on any rank; collective
+    write_full          writes a full value into a parameter, in place; no communication
+    materialise_norm    a lazily reduced total norm as a plain scalar on the CPU; collective for a DTensor
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ def full_copy(tensor: Tensor) -> Tensor:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank stores of a tensor: live storage, no copy."""
+    """The part of a tensor that this rank stores: live storage, not a copy."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local.detach()
 
 
 def full_gradients(parameters: Mapping[str, nn.Parameter], device: torch.device) -> dict[str, Tensor | None]:
     """
-    Every gradient in full, None where this rank has none. Collective if any parameter is sharded.
+    Full gradients, None where this rank has none. Collective if any parameter is sharded.
 
-    Ranks may disagree on which parameters have a gradient (that is what some implementations get wrong). Gathering a
-    shard that others do not offer would hang, so the ranks first agree on who has what; one without a gradient then
-    offers zeros and still reports None.
+    Ranks may disagree on which parameters have a gradient (some implementations get this wrong). Gathering a shard that
+    other ranks do not provide would hang, so the ranks first exchange which gradients exist; a rank without one then
+    provides zeros and still reports None.
     """
     wanted = [parameter.grad is not None for parameter in parameters.values()]
     if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
@@ -57,7 +57,7 @@ def full_gradients(parameters: Mapping[str, nn.Parameter], device: torch.device)
 
 
 def anywhere(flags: Sequence[bool], device: torch.device) -> list[bool]:
-    """Which of the flags are set on some rank. Collective; every rank gives as many."""
+    """Which of the flags are set on any rank. Collective; all ranks must pass equally many."""
     if not flags:
         return []
     tensor = torch.tensor(flags, dtype=torch.int32, device=device)
@@ -67,7 +67,7 @@ def anywhere(flags: Sequence[bool], device: torch.device) -> list[bool]:
 
 @torch.no_grad()
 def write_full(parameter: nn.Parameter, value: Tensor) -> None:
-    """Write a full value into a parameter in place; a sharded one takes its own part of it."""
+    """Write a full value into a parameter in place; a sharded parameter takes its own part."""
     if not isinstance(parameter, DTensor):
         parameter.copy_(value)
         return
@@ -84,7 +84,7 @@ def materialise_norm(norm: Tensor) -> Tensor:
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """What this rank stores of the optimizer's state, step counters left out."""
+    """The optimizer state that this rank stores, without step counters."""
     for state in optimizer.state.values():
         for value in _tensors(state):
             if value.numel() > 1:
@@ -104,7 +104,7 @@ def _tensors(state: Any) -> Iterator[Tensor]:
 
 def _on_mesh_device(tensor: DTensor) -> DTensor:
     """
-    An offloaded DTensor as one on its mesh's device: its collectives run there.
+    An offloaded DTensor, moved to its mesh's device, where its collectives run.
 
     Source: torch's CPUOffloadPolicy keeps the shard on the CPU and the mesh on the accelerator.
     """

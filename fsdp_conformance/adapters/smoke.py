@@ -1,39 +1,63 @@
 """
-An adapter at work on two ranks, before anybody judges the implementation behind it.
+Tests an adapter on two ranks, before the suite judges the implementation behind it.
 
-A small model of odd sizes is set up, read, trained for two steps, and read again. What goes wrong is said about the
-adapter, and all of it at once: a name that is missing, a shard where the full tensor was asked, live storage where a
-clone was asked, a step that steps nothing.
+A small model of odd sizes is set up, read, trained for two steps, and read again. All problems are reported at once,
+and in terms of the adapter: a missing name, a shard instead of the full tensor, live storage instead of a clone, a step
+that changes nothing. Where adapter and engine cannot be told apart (gradients that differ between ranks), the message
+states the requirement.
 
-    smoke          the controller's side: ranks are started, their results merged
+    smoke          the controller's side: starts ranks and merges their results
     smoke_rank     a rank's side: one dict for each of CHECKS
 """
 
 from __future__ import annotations
 
+import hashlib
+import inspect
+import traceback
 import unittest
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD
+
 from fsdp_conformance.adapters import registry
-from fsdp_conformance.adapters.smoke_checks import CHECKS, SmokeRun
-from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.adapters.base import Adapter
+from fsdp_conformance.adapters.sharded import local_part
+from fsdp_conformance.adapters.torch_like import compute_device
+from fsdp_conformance.adapters.validator import validate
+from fsdp_conformance.config import InitMode, Plan
+from fsdp_conformance.errors import SuiteError, Unsupported
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.judge.endings import attribute
 from fsdp_conformance.outcome import RankExit, RankReport
 
+#: The checks, in order. A check does not run if an earlier one that it needs has found problems.
+CHECKS = {
+    "ADAPTER-01": "the class follows the protocol",
+    "ADAPTER-02": "setup, module and parameters",
+    "ADAPTER-03": "full parameters and buffers are full, named, cloned and equal on all ranks",
+    "ADAPTER-04": "forward, backward and full gradients",
+    "ADAPTER-05": "step updates the parameters and drops the gradients",
+    "ADAPTER-06": "local tensors are those that this rank stores",
+}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SmokeResult:
-    """What one check found, over all ranks."""
+    """The findings of one check, over all ranks."""
 
     check: str
     title: str
     problems: tuple[str, ...] = ()
     not_run: str = ""
-    """Why it was not run; empty if it was."""
+    """Why the check did not run; empty if it did."""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping."""
@@ -44,7 +68,7 @@ def smoke(spec: str, *, world_size: int = 2, device: str = "cpu", timeout_s: flo
     """
     The results of CHECKS for an adapter, from `world_size` fresh ranks.
 
-    Raises AdapterNotFound or AdapterError where it cannot even be loaded.
+    Raises AdapterNotFound or AdapterError if the adapter cannot be loaded.
     """
     description = registry.describe_once(spec)
     case = _SmokeCase("test_adapter")
@@ -55,19 +79,19 @@ def smoke(spec: str, *, world_size: int = 2, device: str = "cpu", timeout_s: flo
     case.rank_environment = case.preload_environment = dict(description.environment)
     outcome = unittest.TestResult()
     unittest.TestSuite([case]).run(outcome)
-    said = [text for _, text in [*outcome.errors, *outcome.failures]]
-    if case.reports is None or said:
-        raise SuiteError("the smoke run could not be started:\n" + "\n".join(said))
+    errors = [text for _, text in [*outcome.errors, *outcome.failures]]
+    if case.reports is None or errors:
+        raise SuiteError("cannot start the smoke run:\n" + "\n".join(errors))
     return merge(case.reports, case.exits)
 
 
 def merge(reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> list[SmokeResult]:
     """
-    One result for each check; a problem that not every rank has says whose it is.
+    One result per check; a problem that not all ranks have names its ranks.
 
-    How the ranks ended, if not well, is a problem of the first check that no rank has finished.
+    If the ranks failed, that is a problem of the first check that no rank has finished.
     """
-    said = {
+    found = {
         report.rank: {result["check"]: result for result in report.measurements.get("smoke", ())}
         for report in reports
         if report is not None
@@ -76,7 +100,7 @@ def merge(reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> li
     ended = False
     results = []
     for check, title in CHECKS.items():
-        mine = {rank: checks[check] for rank, checks in said.items() if check in checks}
+        mine = {rank: checks[check] for rank, checks in found.items() if check in checks}
         problems = [
             problem if len(ranks) == len(reports) else f"{problem} [rank {', '.join(map(str, ranks))}]"
             for problem, ranks in _by_problem(mine).items()
@@ -86,7 +110,7 @@ def merge(reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> li
         if ended:
             not_run = "the ranks had ended"
         elif not done and end.first is not None:
-            # First: what the others say of it ("connection closed by peer") follows from it.
+            # First, because what other ranks report ("connection closed by peer") is a consequence.
             problems.insert(0, end.headline)
             ended = True
         results.append(SmokeResult(check=check, title=title, problems=tuple(problems), not_run=not_run))
@@ -106,10 +130,11 @@ def smoke_rank(
     spec: str, *, rank: int, world_size: int, device: str = "cpu", results: list[dict[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
     """
-    Run CHECKS in a rank whose default process group is up: a dict of check, title, problems, not_run
-    and done for each.
+    Run CHECKS in a rank whose default process group is initialised: a dict of check, title, problems, not_run and done
+    for each.
 
-    Exceptions of the adapter become problems. `results` is filled as checks end: they are known if the ranks part.
+    Exceptions of the adapter become problems. `results` is filled as checks finish, so that they are known if the ranks
+    diverge.
     """
     results = [] if results is None else results
     SmokeRun(adapter=registry.load(spec), rank=rank, world_size=world_size, device=device).run(results)
@@ -124,7 +149,7 @@ class _Order:
 
 
 class _SmokeCase(ShardedTrainingTestCase):
-    """The ranks of a smoke run; not collected by anybody."""
+    """The ranks of a smoke run. No test runner collects it."""
 
     reports: Sequence[RankReport | None] | None = None
     exits: Sequence[RankExit] = ()
@@ -151,3 +176,333 @@ class _SmokeCase(ShardedTrainingTestCase):
         results: list[dict[str, Any]] = []
         self.report.measurements["smoke"] = results
         smoke_rank(order.spec, rank=self.rank, world_size=order.world_size, device=order.device, results=results)
+
+
+class _Model(nn.Module):
+    """5-7-7-3: no dimension is even, and forward writes a buffer."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 7))
+        self.head = nn.Linear(7, 3)
+        self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor, *, scale: float) -> Tensor:
+        if self.training:
+            self.count += 1
+        output: Tensor = self.head(torch.tanh(self.body(x))) * scale
+        return output
+
+
+def _build() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return _Model()
+
+
+@dataclass(kw_only=True)
+class SmokeRun:
+    """A smoke run in one rank."""
+
+    adapter: type[Adapter]
+    rank: int
+    world_size: int
+    device: str
+    subject: Any = field(init=False)
+    """The adapter in use. Not typed, because the checks judge whether it returns what the protocol requires."""
+    problems: list[str] = field(default_factory=list)
+
+    def run(self, results: list[dict[str, Any]]) -> None:
+        """Append one dict per entry of CHECKS to `results`, with check, title, problems, not_run and done."""
+        steps: tuple[Callable[[], None], ...] = (
+            self._protocol, self._setup, self._parameters, self._gradients, self._step, self._local
+        )  # fmt: skip
+        stopped = ""
+        for (check, title), body in zip(CHECKS.items(), steps, strict=True):
+            self.problems = []
+            result = {"check": check, "title": title, "problems": self.problems, "not_run": stopped, "done": False}
+            # Appended before it is done, so that its findings survive if the ranks diverge in the middle of it.
+            results.append(result)
+            if not stopped:
+                self._guarded(body)
+                if self._anywhere(bool(self.problems)) and check in ("ADAPTER-01", "ADAPTER-02", "ADAPTER-04"):
+                    stopped = f"{check} found problems, and this check depends on it"
+            result["done"] = True
+
+    # The checks.
+
+    def _protocol(self) -> None:
+        self.problems += validate(self.adapter)
+
+    def _setup(self) -> None:
+        plan = Plan(device=self.device, init_mode=InitMode.BEFORE, units=("body.0", "body.2"), micro_batch_size=4)
+        self.device_object = compute_device(plan)
+        self.declared = self.adapter.declared()
+        needed = [flag for flag in sorted(plan.capabilities()) if flag not in self.declared]
+        if needed:
+            self._problem(f"{', '.join(needed)} must be declared, because the ranks compute on {self.device}")
+            return
+        self.subject = self.adapter()
+        self.subject.setup(_build, lambda params: SGD(params, lr=0.5, momentum=0.9), plan)
+        module = self.subject.module()
+        if not isinstance(module, nn.Module):
+            self._returned("module()", "the wrapped nn.Module", module)
+        names = {name for name, _ in _build().named_parameters()}
+        self._names("parameters()", set(self.subject.parameters()), names)
+        for mode in (False, True):
+            self.subject.train(mode)
+            if isinstance(module, nn.Module) and module.training != mode:
+                self._problem(f"module().training after train({mode}): expected {mode}, got {module.training}")
+
+    def _parameters(self) -> None:
+        initial = {name: parameter.detach() for name, parameter in _build().named_parameters()}
+        got = self._full("full_params()", self.subject.full_params(), initial)
+        for name, tensor in got.items():
+            if tensor.shape == initial[name].shape and not torch.equal(tensor, initial[name]):
+                self._problem(f"full_params()[{name!r}] differs from the model's initial value before any step")
+        self._clones("full_params()", got, self.subject.full_params)
+        self._equal_on_ranks("full_params()", got)
+        if "full_buffers" in self.declared:
+            buffers = {name: buffer.detach() for name, buffer in _build().named_buffers()}
+            self._full("full_buffers()", self.subject.full_buffers(), buffers)
+        if "write_params" in self.declared:
+            self._written(initial)
+
+    def _written(self, initial: Mapping[str, Tensor]) -> None:
+        doubled = {name: value * 2 for name, value in initial.items()}
+        self.subject.write_params(doubled)
+        for name, tensor in self.subject.full_params().items():
+            if name in doubled and not _same(tensor, doubled[name]):
+                self._problem(f"write_params() did not change {name!r}: full_params() does not return what was written")
+        self.subject.write_params(initial)
+
+    def _gradients(self) -> None:
+        shapes = {name: parameter.detach() for name, parameter in _build().named_parameters()}
+        self._microbatch(step=0)
+        if "full_grads" not in self.declared:
+            return
+        grads = self.subject.full_grads()
+        if not isinstance(grads, dict):
+            self._returned("full_grads()", "a dict of names to tensors or None", grads)
+            return
+        self._names("full_grads()", set(grads), set(shapes), "the names of full_params(), None for no gradient")
+        present = {name: grad for name, grad in grads.items() if grad is not None and name in shapes}
+        if not present:
+            self._problem("full_grads() contains no gradients after a backward")
+        present = self._full("full_grads()", present, {name: shapes[name] for name in present})
+        for name, grad in present.items():
+            if not grad.isfinite().all():
+                self._problem(f"full_grads()[{name!r}] has non-finite values")
+        self._clones("full_grads()", present, lambda: self.subject.full_grads() or {})
+        self._equal_on_ranks("full_grads()", present, why="; return the reduced gradient, not this rank's own")
+
+    def _step(self) -> None:
+        before = self.subject.full_params()
+        kept = {name: tensor.clone() for name, tensor in before.items()}
+        moved = self._steps()
+        after = self.subject.full_params()
+        self._unchanged("full_params()", before, kept, "after step()")
+        still = [name for name in moved if name in after and name in kept and _same(after[name], kept[name])]
+        if moved and len(still) == len(moved):
+            self._problem(
+                "step() must step the optimizer, but changed no parameter; does the optimizer hold the parameters of "
+                "the wrapped model?"
+            )
+        elif still:
+            self._problem(f"step() did not change {_listed(still)}, although the gradients are not zero")
+        grads = {name: parameter.grad for name, parameter in self.subject.parameters().items()}
+        left = [name for name, grad in grads.items() if grad is not None and local_part(grad).any()]
+        if left:
+            self._problem(f"step() must drop the gradients, but kept those of {_listed(left)}")
+        self._microbatch(step=1)
+        self.subject.step()
+
+    def _steps(self) -> list[str]:
+        """Step once; returns the names of parameters that should have changed."""
+        moved = [name for name, parameter in self.subject.parameters().items() if parameter.requires_grad]
+        if "full_grads" in self.declared:
+            moved = [name for name, grad in self.subject.full_grads().items() if grad is not None and grad.any()]
+        norm = self.subject.step()
+        if norm is not None and not (isinstance(norm, int | float | Tensor) and torch.as_tensor(norm).numel() == 1):
+            self._returned("step()", "a scalar tensor or None", norm)
+        return moved
+
+    def _local(self) -> None:
+        held = self.subject.local_tensors()
+        if not isinstance(held, dict):
+            self._returned("local_tensors()", "a dict of lists", held)
+            return
+        for kind in ("params", "optim"):
+            if kind not in held:
+                self._problem(f"local_tensors() must have 'params' and 'optim', but has no {kind!r}")
+        usable: dict[str, list[Tensor]] = {}
+        for kind, tensors in held.items():
+            if not isinstance(tensors, list) or not all(isinstance(tensor, Tensor) for tensor in tensors):
+                self._problem(f"local_tensors()[{kind!r}] must be a list of tensors, got {_kind(tensors)}")
+            elif any(isinstance(tensor, DTensor) for tensor in tensors):
+                self._problem(f"local_tensors()[{kind!r}] must contain plain tensors, got DTensors: use to_local()")
+            else:
+                usable[kind] = tensors
+        # One rank's shards may all be empty, but not those of all ranks.
+        if not self._anywhere("optim" not in usable or any(tensor.numel() for tensor in usable["optim"])):
+            self._problem("local_tensors()['optim'] must have the momentum buffers after two steps, but is empty")
+        again = self.subject.local_tensors()
+        for kind in ("params", "optim"):
+            first = {_address(tensor) for tensor in usable.get(kind, ()) if tensor.numel()}
+            second = {_address(tensor) for tensor in again.get(kind, ()) if tensor.numel()}
+            if first and not first & second:
+                self._problem(
+                    f"local_tensors()[{kind!r}] must return the rank's own storage, but returns clones: its storage is "
+                    "new in every call"
+                )
+
+    # What the checks share.
+
+    def _microbatch(self, step: int) -> None:
+        """One forward and backward, as the suite runs them."""
+        context = self.subject.microbatch(True, reduced=True)
+        if not (hasattr(context, "__enter__") and hasattr(context, "__exit__")):
+            self._returned("microbatch()", "a context manager", context)
+            return
+        generator = torch.Generator().manual_seed(10 * step + self.rank)
+        x = torch.randn(4, 5, generator=generator).to(self.device_object)
+        with context:
+            output = self.subject.forward(x, scale=2.0)
+            if not isinstance(output, Tensor) or output.shape != (4, 3):
+                self._returned("forward()", "the model's output of shape (4, 3)", output)
+                return
+            loss = output.pow(2).mean()
+            if not loss.requires_grad:
+                self._problem("forward() must run the model with gradients enabled, but its output has no graph")
+                return
+            self.subject.backward(loss)
+
+    def _full(self, call: str, got: Any, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Check names, types, shapes, dtypes and devices; returns the tensors that later checks can use."""
+        if not isinstance(got, dict):
+            self._returned(call, "a dict of names to tensors", got)
+            return {}
+        self._names(call, set(got), set(wanted))
+        usable = {}
+        for name in [name for name in wanted if name in got]:
+            tensor, expected, what = got[name], wanted[name], f"{call}[{name!r}]"
+            if not isinstance(tensor, Tensor):
+                self._problem(f"{what} must be a tensor, got {_kind(tensor)}")
+            elif isinstance(tensor, DTensor):
+                self._problem(f"{what} must be a plain tensor, got a DTensor: use full_tensor()")
+            else:
+                if tensor.requires_grad:
+                    self._problem(f"{what} must be detached, but requires a gradient")
+                if tensor.device.type != "cpu":
+                    self._problem(f"{what} must be on the CPU, got {tensor.device}")
+                if tensor.dtype != expected.dtype:
+                    self._problem(f"{what} must have dtype {expected.dtype}, got {tensor.dtype}")
+                if tensor.shape != expected.shape:
+                    self._problem(
+                        f"{what} must have the full shape {tuple(expected.shape)}, got {tuple(tensor.shape)}"
+                        + _looks_like(tensor.detach().cpu(), expected)
+                    )
+                usable[name] = tensor.detach()
+        return usable
+
+    def _names(
+        self, call: str, got: set[str], wanted: set[str],
+        expected: str = "the names that named_parameters() had before wrapping",
+    ) -> None:  # fmt: skip
+        missing, extra = sorted(wanted - got), sorted(got - wanted)
+        if not missing and not extra:
+            return
+        parts = [f"lacks {_listed(missing)}"] if missing else []
+        parts += [f"has {_listed(extra)}"] if extra else []
+        prefixed = sorted(name for name in extra if any(name.endswith(f".{other}") for other in missing))
+        hint = f"; {prefixed[0]!r} seems to have a wrapper's prefix" if prefixed else ""
+        self._problem(f"{call} must have {expected}, but {' and '.join(parts)}{hint}")
+
+    def _clones(self, call: str, got: Mapping[str, Tensor], read: Callable[[], Mapping[str, Tensor | None]]) -> None:
+        """Writing into the returned tensors must not affect the engine."""
+        originals = {name: tensor.clone() for name, tensor in got.items()}
+        for tensor in got.values():
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+        again = read()
+        changed = [
+            name for name, value in originals.items() if again.get(name) is not None and not _same(again[name], value)
+        ]
+        with torch.no_grad():
+            for name, tensor in got.items():
+                tensor.copy_(originals[name])
+        if changed:
+            self._problem(f"{call} must return clones, but writing into {_listed(changed)} changed the model")
+
+    def _unchanged(self, call: str, held: Mapping[str, Tensor], kept: Mapping[str, Tensor], when: str) -> None:
+        changed = [name for name, value in kept.items() if not _same(held[name], value)]
+        if changed:
+            self._problem(f"{call} must return clones, but earlier results changed {when}: {_listed(changed)}")
+
+    def _equal_on_ranks(self, call: str, got: Mapping[str, Tensor], why: str = "") -> None:
+        mine = {name: hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest() for name, tensor in got.items()}
+        every: list[Any] = [None] * self.world_size
+        dist.all_gather_object(every, mine)
+        differing = sorted({name for name in mine if any(other.get(name) != mine[name] for other in every)})
+        if differing:
+            self._problem(f"{call} must be equal on all ranks, but differs in {_listed(differing)}{why}")
+
+    def _guarded(self, body: Callable[[], None]) -> None:
+        """Run a check; an exception from the adapter becomes a problem."""
+        try:
+            body()
+        except Unsupported as refused:
+            self._problem(f"the adapter rejected the plan of the smoke run: {refused}")
+        except Exception as error:  # noqa: BLE001 - any exception from an adapter is a finding about it
+            frames = traceback.extract_tb(error.__traceback__)
+            source = inspect.getsourcefile(self.adapter)
+            own = [frame for frame in frames if frame.filename == source] or frames[-1:]
+            calls = [frame.name for frame in frames if frame.filename == source][:1]
+            what = f"{calls[0]}()" if calls else body.__name__.strip("_")
+            self._problem(f"{what} raised {type(error).__name__}: {error} [{own[-1].filename}:{own[-1].lineno}]")
+
+    def _anywhere(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank, so that either all ranks continue or none."""
+        flags: list[Any] = [None] * self.world_size
+        dist.all_gather_object(flags, flag)
+        return any(flags)
+
+    def _problem(self, sentence: str) -> None:
+        self.problems.append(sentence)
+
+    def _returned(self, call: str, expected: str, got: object) -> None:
+        self._problem(f"{call} must return {expected}, got {_kind(got)}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
+
+
+def _same(got: Tensor | None, expected: Tensor) -> bool:
+    return got is not None and got.shape == expected.shape and torch.equal(got.detach().cpu(), expected.detach().cpu())
+
+
+def _kind(value: object) -> str:
+    shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+    return f"{type(value).__name__}{shape}"
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _looks_like(part: Tensor, full: Tensor) -> str:
+    """Describes which part of the full tensor this is, if it is one."""
+    rows = part.shape[0] if part.dim() else 0
+    if rows and part.dim() == full.dim() and part.shape[1:] == full.shape[1:] and rows < full.shape[0]:
+        for begin in range(full.shape[0] - rows + 1):
+            if torch.equal(part, full[begin : begin + rows]):
+                return f"; these are rows {begin} to {begin + rows - 1}: this rank's shard?"
+        return f"; {rows} of {full.shape[0]} rows: this rank's shard?"
+    if part.dim() == 1 and part.numel() <= full.numel():
+        flat = full.flatten()
+        for begin in range(flat.numel() - part.numel() + 1):
+            if part.numel() and torch.equal(part, flat[begin : begin + part.numel()]):
+                return f"; these are elements {begin} to {begin + part.numel() - 1} of the flattened one: a flat shard?"
+    return "; empty: this rank's shard?" if not part.numel() else ""

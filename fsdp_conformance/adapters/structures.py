@@ -1,4 +1,4 @@
-"""Tensors inside what models take and give: nested containers, named tuples, dataclasses, packed sequences."""
+"""Tensors inside models' inputs and outputs: nested containers, named tuples, dataclasses, packed sequences."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with every tensor in it changed; structure and types stay."""
+    """`value` with `change` applied to every tensor; structure and types are unchanged."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, PackedSequence):
-        # `batch_sizes` stays where it is: torch wants it on the CPU.
+        # `batch_sizes` is unchanged: torch requires it on the CPU.
         moved = [map_tensors(part, change) for part in (value.data, value.sorted_indices, value.unsorted_indices)]
         return PackedSequence(moved[0], value.batch_sizes, moved[1], moved[2])
     if isinstance(value, dict):
@@ -30,7 +30,7 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         twin = copy.copy(value)
         for field in dataclasses.fields(value):
-            # A frozen dataclass refuses assignment, and its constructor may compute fields anew.
+            # A frozen dataclass rejects assignment, and its constructor might recompute fields.
             object.__setattr__(twin, field.name, map_tensors(getattr(value, field.name), change))
         return twin
     return value

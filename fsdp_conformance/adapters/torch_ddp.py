@@ -1,7 +1,7 @@
 """
 torch's DistributedDataParallel as a subject.
 
-It trains rightly and does not shard: a suite that certifies it has compared numbers only.
+It trains correctly but does not shard: a suite that certified it would be comparing numbers only.
 """
 
 from __future__ import annotations
@@ -21,29 +21,14 @@ from fsdp_conformance.config import Plan
 
 
 class TorchDDP(TorchAdapter):
-    """DistributedDataParallel, told to look for unused parameters and to leave buffers alone."""
+    """DistributedDataParallel, configured to find unused parameters and not to broadcast buffers in forward."""
 
     name: ClassVar[str] = "torch-ddp"
-    capabilities: ClassVar[frozenset[str]] = frozenset(
-        {
-            "no_shard",
-            "any_accelerator",
-            "move_inputs",
-            "device_id",
-            "sync_module_states",
-            "structure_check",
-            "copyable",
-            "shared_params",
-            "shared_across_units",
-            "shared_module",
-            "frozen_mixed",
-            "frozen_dynamic",
-            "unused_divergent",
-            "unused_untouched",
-            "scalar_params",
-            "noncontiguous_params",
-        }
-    )
+    capabilities: ClassVar[frozenset[str]] = frozenset({
+        "no_shard", "any_accelerator", "move_inputs", "device_id", "sync_module_states", "structure_check", "copyable",
+        "shared_params", "shared_across_units", "shared_module", "frozen_mixed", "frozen_dynamic", "unused_divergent",
+        "unused_untouched", "scalar_params", "noncontiguous_params",
+    })  # fmt: skip
 
     @classmethod
     def version(cls) -> str:
@@ -51,9 +36,9 @@ class TorchDDP(TorchAdapter):
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            # DistributedDataParallel refuses a module without trainable parameters: "is not needed".
+            # DistributedDataParallel rejects a module without trainable parameters: "is not needed".
             return model
-        # Renamed in torch 2.13; either way buffers are broadcast at init, and not at each forward.
+        # Renamed in torch 2.13. Either way, buffers are broadcast at init but not in each forward.
         known = inspect.signature(DistributedDataParallel).parameters
         option = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
         options: dict[str, Any] = {option: False}
@@ -84,7 +69,7 @@ class TorchDDP(TorchAdapter):
         sparse_flags: Sequence[bool] = (),
         order: Sequence[int] = (),
     ) -> Assignment:
-        distributed: Any = torch.distributed  # It has the function, and does not list it.
+        distributed: Any = torch.distributed  # The type stubs lack the function.
         buckets, filled_under = distributed._compute_bucket_assignment_by_size(
             list(tensors), list(limits), list(sparse_flags), list(order)
         )

@@ -1,11 +1,11 @@
 """
-torch's FullyShardedDataParallel (FSDP1), with one variant for each sharding strategy.
+torch's FullyShardedDataParallel (FSDP1), with a variant for each sharding strategy.
 
-`TorchFSDP1` is the engine with its default strategy, FULL_SHARD, and takes every sharding degree that a plan asks for.
-A variant is the same engine with another default, and declares that degree alone: it certifies one strategy throughout.
+`TorchFSDP1` uses the default strategy, FULL_SHARD, and supports every sharding degree that a plan may request. Each
+variant has a different default and declares only that degree, so that it certifies one strategy throughout.
 
-On the CPU torch refuses options that it offers on accelerators (broadcast at init, parameter offload): there they are
-not declared, and its own error shows as Unsupported.
+On the CPU torch rejects options that it offers on accelerators (broadcast at init, parameter offload): they are not
+declared there, and its own error shows as Unsupported.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from fsdp_conformance.adapters.torch_like import (
 )
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
 
-#: Read by torch when a module is wrapped; there is no argument for it.
+#: torch reads this variable when a module is wrapped; there is no argument for it.
 _FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 
 _STRATEGIES = {
@@ -51,7 +51,7 @@ _KEPT = {
     ShardingStrategy.FULL_SHARD: ShardingStrategy.SHARD_GRAD_OP,
     ShardingStrategy.HYBRID_SHARD: ShardingStrategy._HYBRID_SHARD_ZERO2,
 }
-#: What a hybrid strategy is on a single group.
+#: The equivalent of a hybrid strategy on a single group.
 _UNREPLICATED = {
     ShardingStrategy.HYBRID_SHARD: ShardingStrategy.FULL_SHARD,
     ShardingStrategy._HYBRID_SHARD_ZERO2: ShardingStrategy.SHARD_GRAD_OP,
@@ -69,45 +69,16 @@ class TorchFSDP1(TorchAdapter):
 
     name: ClassVar[str] = "torch-fsdp1"
     preload: ClassVar[tuple[str, ...]] = ("torch.distributed.fsdp",)
-    capabilities: ClassVar[frozenset[str]] = frozenset(
-        {
-            "zero3",
-            "zero2",
-            "no_shard",
-            "hsdp",
-            "reshard_after_forward",
-            "subgroups",
-            "ignored_modules",
-            "auto_wrap",
-            "any_accelerator",
-            "move_inputs",
-            "init_after",
-            "init_never",
-            "device_id",
-            "sync_module_states",
-            "cpu_offload_params",
-            "mixed_precision",
-            "mp_per_unit",
-            "mp_reduce",
-            "mp_buffers",
-            "mp_eval_full",
-            "prefetch_backward",
-            "prefetch_forward",
-            "shared_params",
-            "shared_module",
-            "frozen_mixed",
-            "frozen_dynamic",
-            "zero_size_shard",
-            "noncontiguous_params",
-            "coll_counts",
-            "coll_volume",
-            "mem_bounds",
-            "rate_limit",
-        }
-    )
-    #: The one that computes, and the one that is prefetched in backward.
+    capabilities: ClassVar[frozenset[str]] = frozenset({
+        "zero3", "zero2", "no_shard", "hsdp", "reshard_after_forward", "subgroups", "ignored_modules", "auto_wrap",
+        "any_accelerator", "move_inputs", "init_after", "init_never", "device_id", "sync_module_states",
+        "cpu_offload_params", "mixed_precision", "mp_per_unit", "mp_reduce", "mp_buffers", "mp_eval_full",
+        "prefetch_backward", "prefetch_forward", "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic",
+        "zero_size_shard", "noncontiguous_params", "coll_counts", "coll_volume", "mem_bounds", "rate_limit",
+    })  # fmt: skip
+    #: The unit that computes, and the one that is prefetched in backward.
     max_unsharded: ClassVar[int] = 2
-    #: Broadcast at init and pinned offload want an accelerator in torch, whatever `device_id` says.
+    #: In torch, broadcast at init and pinned offload require an accelerator, whatever `device_id` is.
     declines_on: ClassVar[Mapping[str, frozenset[str]]] = {
         "cpu": frozenset({"sync_module_states", "cpu_offload_params"})
     }
@@ -128,7 +99,7 @@ class TorchFSDP1(TorchAdapter):
 
         super().setup(build, optim_fn, plan)
         if plan.offload is not Offload.OFF:
-            # Pinned memory is asked for at lazy initialisation, which reading the parameters brings about.
+            # Pinned memory is allocated at lazy initialisation, which reading the parameters triggers.
             with (
                 refusal("cpu_offload_params", RuntimeError, when=self.device.type == "cpu"),
                 FullyShardedDataParallel.summon_full_params(self.model, writeback=False),
@@ -159,17 +130,17 @@ class TorchFSDP1(TorchAdapter):
             return {name: full_copy(parameter) for name, parameter in self.parameters().items()}
 
     def full_grads(self) -> dict[str, Tensor | None]:
-        # Inside the context every parameter of a flat one has a gradient; what the optimizer will see is known outside.
+        # Inside the context every parameter of a flat one has a gradient; only outside is it known which ones are real.
         present = anywhere([parameter.grad is not None for parameter in self.parameters().values()], self.device)
         if self.plan.offload is not Offload.OFF:
-            # Inside the context FSDP1 would gather gradients that are on the CPU with the device's backend.
+            # Inside the context, FSDP1 would gather gradients on the CPU with the device's backend.
             return self._joined_grads(present)
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False, with_grads=True):
             grads = full_gradients(self.parameters(), self.device)
         return {name: grad if there else None for (name, grad), there in zip(grads.items(), present, strict=True)}
 
     def _joined_grads(self, present: Sequence[bool]) -> dict[str, Tensor | None]:
-        """Full gradients from what users see of them: on each rank a piece of the flat one, in the order of ranks."""
+        """Full gradients, joined from the pieces of the flat gradient that users see on each rank, in rank order."""
         pieces = {
             name: parameter.grad.detach().flatten() if parameter.grad is not None else parameter.detach().new_zeros(0)
             for name, parameter in self.parameters().items()
@@ -198,13 +169,13 @@ class TorchFSDP1(TorchAdapter):
 
     def unit_is_unsharded(self, fqn: str) -> bool:
         own = [name for name, unit in self._owners.items() if unit == fqn]
-        # By attribute: in backward they are no parameters but tensors. After a reshard they are the views of this
-        # rank's part of the flat parameter.
+        # Read as attributes, because in backward they are tensors instead of parameters. After a reshard they are views
+        # of this rank's part of the flat parameter.
         numel = sum(self._attribute(name).numel() for name in own)
         return bool(own) and numel == sum(self.names.numel[name] for name in own)
 
     def _attribute(self, name: str) -> Tensor:
-        """What user code finds under a parameter's name."""
+        """The tensor that user code finds under a parameter's name."""
         module, _, key = name.rpartition(".")
         tensor: Tensor = getattr(self.names.modules[module], key)
         return tensor
@@ -216,7 +187,7 @@ class TorchFSDP1(TorchAdapter):
         return max(around, key=lambda unit: len(self._prefix(unit)))
 
     def _prefix(self, unit: FullyShardedDataParallel) -> str:
-        """What the names of a wrapper's parameters begin with."""
+        """The prefix of the names of a wrapper's parameters."""
         fqn = self.names.name_of(unit.module)
         return f"{fqn}." if fqn else ""
 
@@ -227,7 +198,7 @@ class TorchFSDP1(TorchAdapter):
         return self.model
 
     def _options(self, model: nn.Module, plan: Plan) -> dict[str, Any]:
-        """The root's arguments. But for the precision all units of the tree share them: FSDP1 demands equal ones."""
+        """The root's arguments. Except for precision, all units share them: FSDP1 requires them to be equal."""
         strategy = _STRATEGIES.get(plan.sharding, self.strategy)
         if plan.reshard_after_forward is False:
             strategy = _KEPT.get(strategy, strategy)
@@ -242,7 +213,7 @@ class TorchFSDP1(TorchAdapter):
             "ignored_modules": submodules(model, plan.ignored) or None,
         }
         if self.device.type == "cpu" or plan.device_id is not None or plan.init_mode is InitMode.NEVER:
-            # On the CPU FSDP1 insists on an accelerator otherwise; and it is how a model that nobody moves gets there.
+            # Without it FSDP1 requires an accelerator on the CPU; it also moves a model that the caller does not move.
             options["device_id"] = self.device
         if strategy in (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2):
             world_size = dist.get_world_size()
@@ -254,14 +225,14 @@ class TorchFSDP1(TorchAdapter):
         return options
 
     def _own_group(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The options of a unit on a group of this rank alone."""
+        """The options of a unit whose group is this rank alone."""
         group, _ = dist.new_subgroups(group_size=1)  # type: ignore[no-untyped-call]
         strategy = options["sharding_strategy"]
         kept = {key: value for key, value in options.items() if key != "device_mesh"}
         return kept | {"process_group": group, "sharding_strategy": _UNREPLICATED.get(strategy, strategy)}
 
     def _wrap_unit(self, model: nn.Module, fqn: str, options: Mapping[str, Any], *, local: bool) -> None:
-        """Put one submodule's wrapper at every place where the submodule stands."""
+        """Replace a submodule with its wrapper wherever the submodule appears."""
         (module,) = submodules(model, [fqn])
         if local:
             options = self._own_group(options)
@@ -269,14 +240,14 @@ class TorchFSDP1(TorchAdapter):
         for parent in list(model.modules()):
             if parent is wrapped:
                 continue
-            # Not named_children(): it shows a module that stands at two places once.
+            # Not named_children(), which lists a module that appears twice only once.
             for key, child in list(parent._modules.items()):
                 if child is module:
                     setattr(parent, key, wrapped)
 
     @functools.cached_property
     def _owners(self) -> dict[str, str]:
-        """Parameter to the unit that has it, inner units before outer ones; "" is the root."""
+        """Parameter to the innermost unit that contains it; "" is the root."""
         owner = dict.fromkeys(self.names.parameters, "")
         for unit in sorted(self.plan.units, key=lambda fqn: fqn.count(".")):
             owner.update({name: unit for name in self.names.parameters if name.startswith(f"{unit}.")})
@@ -292,7 +263,7 @@ class TorchFSDP1ShardGradOp(TorchFSDP1):
 
 
 class TorchFSDP1NoShard(TorchFSDP1):
-    """NO_SHARD: replicated; like DistributedDataParallel it is no sharding implementation."""
+    """NO_SHARD: parameters are replicated, as in DistributedDataParallel, so it does not shard."""
 
     name: ClassVar[str] = "torch-fsdp1-no-shard"
     strategy: ClassVar[ShardingStrategy] = ShardingStrategy.NO_SHARD
@@ -300,7 +271,7 @@ class TorchFSDP1NoShard(TorchFSDP1):
 
 
 class TorchFSDP1HybridShard(TorchFSDP1):
-    """HYBRID_SHARD: two replica groups where the world size allows, else one."""
+    """HYBRID_SHARD: two replica groups if the world size permits, otherwise one."""
 
     name: ClassVar[str] = "torch-fsdp1-hybrid-shard"
     strategy: ClassVar[ShardingStrategy] = ShardingStrategy.HYBRID_SHARD
@@ -320,7 +291,7 @@ def _precision(plan: Plan, unit: str) -> MixedPrecision | None:
 
 
 def default_replicas(world_size: int) -> int:
-    """Replica groups of a hybrid run that names none: two if shard groups of two ranks or more remain."""
+    """Replica groups of a hybrid run that does not specify them: two if shard groups keep at least two ranks."""
     return 2 if world_size >= 4 and world_size % 2 == 0 else 1
 
 

@@ -28,45 +28,17 @@ from fsdp_conformance.errors import Unsupported
 
 
 class TorchFSDP2(TorchAdapter):
-    """`fully_shard` on each unit, innermost first, then on the root, with its defaults where the plan says nothing."""
+    """`fully_shard` on each unit, innermost first, then on the root, with its defaults for whatever the plan omits."""
 
     name: ClassVar[str] = "torch-fsdp2"
     preload: ClassVar[tuple[str, ...]] = ("torch.distributed.fsdp", "torch.distributed.tensor")
-    capabilities: ClassVar[frozenset[str]] = frozenset(
-        {
-            "zero3",
-            "zero2",
-            "hsdp",
-            "reshard_after_forward",
-            "reshard_int",
-            "subgroups",
-            "ignored_modules",
-            "shard_dim",
-            "multi_module_unit",
-            "any_accelerator",
-            "move_inputs",
-            "init_after",
-            "init_never",
-            "mixed_precision",
-            "mp_per_unit",
-            "mp_reduce",
-            "cast_after_init",
-            "cpu_offload_params",
-            "prefetch_explicit",
-            "prefetch_forward",
-            "shared_params",
-            "shared_module",
-            "frozen_mixed",
-            "frozen_dynamic",
-            "unused_untouched",
-            "zero_size_shard",
-            "coll_counts",
-            "coll_volume",
-            "ws1_fast",
-            "mem_bounds",
-            "rate_limit",
-        }
-    )
+    capabilities: ClassVar[frozenset[str]] = frozenset({
+        "zero3", "zero2", "hsdp", "reshard_after_forward", "reshard_int", "subgroups", "ignored_modules", "shard_dim",
+        "multi_module_unit", "any_accelerator", "move_inputs", "init_after", "init_never", "mixed_precision",
+        "mp_per_unit", "mp_reduce", "cast_after_init", "cpu_offload_params", "prefetch_explicit", "prefetch_forward",
+        "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic", "unused_untouched", "zero_size_shard",
+        "coll_counts", "coll_volume", "ws1_fast", "mem_bounds", "rate_limit",
+    })  # fmt: skip
     max_unsharded: ClassVar[int] = 1
 
     @classmethod
@@ -137,7 +109,7 @@ class TorchFSDP2(TorchAdapter):
         return init_device_mesh(self.device.type, hybrid_shape(plan, world_size), mesh_dim_names=("replicate", "shard"))
 
     def _own_mesh(self) -> DeviceMesh:
-        """A mesh of this rank alone."""
+        """A mesh that contains only this rank."""
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(), 1), mesh_dim_names=("others", "own"))
         return mesh["own"]
 
@@ -150,9 +122,9 @@ def _precision(plan: Plan, unit: str) -> MixedPrecisionPolicy:
 
 def reshard_after_forward(plan: Plan) -> bool | int | None:
     """
-    What to pass to `fully_shard`.
+    The argument for `fully_shard`.
 
-    None is its default: every unit but the root is resharded. A plan that asks for full sharding means the root too.
+    None is its default: every unit except the root is resharded. A plan for full sharding includes the root.
     """
     if plan.reshard_after_forward is not None:
         return plan.reshard_after_forward
@@ -161,7 +133,7 @@ def reshard_after_forward(plan: Plan) -> bool | int | None:
 
 @contextmanager
 def _deferred(root: FSDPModule) -> Iterator[None]:
-    """Gradients are kept on the rank until a backward outside."""
+    """Gradients stay on the rank until a backward outside the context."""
     root.set_requires_gradient_sync(False)
     try:
         yield
@@ -171,7 +143,7 @@ def _deferred(root: FSDPModule) -> Iterator[None]:
 
 @contextmanager
 def _replicas_deferred(root: FSDPModule) -> Iterator[None]:
-    """Gradients are reduced over the shard group alone until a backward outside."""
+    """Gradients are reduced only over the shard group until a backward outside the context."""
     root.set_requires_all_reduce(False)
     try:
         yield
@@ -184,14 +156,14 @@ def _placement(parameter: nn.Parameter, dim: int) -> Shard | None:
 
 
 def _prefetch_in_order(model: nn.Module) -> None:
-    """Each unit gathers the next one, in the order of registration, which the fixtures keep equal to the forward's."""
+    """Let each unit prefetch the next one in registration order, which in the fixtures is the forward's order."""
     units: Sequence[FSDPModule] = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for unit, following in itertools.pairwise(units):
         unit.set_modules_to_forward_prefetch([following])
 
 
 def _prefetch_listed(model: nn.Module, count: int) -> None:
-    """Each unit below the root lists the next `count` ones for its forward, and those before it for its backward."""
+    """Let each unit below the root prefetch the next `count` units in forward and the preceding ones in backward."""
     units: list[FSDPModule] = [
         module for module in model.modules() if isinstance(module, FSDPModule) and module is not model
     ]
@@ -201,7 +173,7 @@ def _prefetch_listed(model: nn.Module, count: int) -> None:
 
 
 def _own_parameters(unit: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters of a unit, those of units inside it left out."""
+    """The parameters of a unit, without those of units inside it."""
     yield from unit.parameters(recurse=False)
     for child in unit.children():
         if not isinstance(child, FSDPModule):

@@ -1,5 +1,5 @@
 """
-The base class for engines with a torch-like API: one writes `wrap`, and what differs from stock behaviour.
+The base class for engines with a torch-like API: implement `wrap`, and whatever differs from stock behaviour.
 
     class MyFSDP(TorchAdapter):
         name = "my-fsdp"
@@ -7,7 +7,7 @@ The base class for engines with a torch-like API: one writes `wrap`, and what di
         def wrap(self, model, plan):
             return my_engine.shard(model, [model.get_submodule(unit) for unit in plan.units])
 
-Everything else is what a user of stock torch writes: the optimizer is made from `wrapped.parameters()`, the backward is
+Everything else works as in stock torch: the optimizer is built from `wrapped.parameters()`, the backward is
 `loss.backward()`, full parameters come from `DTensor.full_tensor()` or are plain clones.
 """
 
@@ -33,8 +33,8 @@ class TorchAdapter(Adapter):
     """
     An engine that wraps a module, leaves gradients in `.grad`, and is stepped by a stock torch optimizer.
 
-    Declares what stock torch offers on the CPU and with the model moved before the wrap; subclasses add flags to
-    `capabilities`, or take away inherited ones with `declines`.
+    Declares what stock torch offers on the CPU and with the model moved before wrapping; subclasses add flags to
+    `capabilities`, or remove inherited ones with `declines`.
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"cpu_compute", "init_before", "clip_grad_norm", "orig_params"})
@@ -43,7 +43,7 @@ class TorchAdapter(Adapter):
     model: nn.Module
     """The wrapped module."""
     optimizer: Optimizer | None
-    """None for a model without parameters: stock optimizers refuse an empty list."""
+    """None for a model without parameters: stock optimizers reject an empty list."""
     names: OriginalNames
     plan: Plan
     device: torch.device
@@ -53,15 +53,15 @@ class TorchAdapter(Adapter):
         """
         The wrapped model. Collective.
 
-        `model` is where `plan.init_mode` says; `plan` holds no option that the class does not declare.
+        `model` is on the device that `plan.init_mode` implies; `plan` uses only options that the class declares.
         """
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        """Entered around micro-batches whose gradients must not be reduced yet. Declares `no_sync`."""
+        """The context for micro-batches whose gradients must not be reduced yet. Declares `no_sync`."""
         raise NotImplementedError
 
     def no_all_reduce(self) -> AbstractContextManager[Any]:
-        """Entered around micro-batches that must not be reduced over the replicas. Declares `hsdp_defer_allreduce`."""
+        """The context for micro-batches that must not be reduced over replicas. Declares `hsdp_defer_allreduce`."""
         raise NotImplementedError
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
@@ -79,7 +79,7 @@ class TorchAdapter(Adapter):
         wrapped: object = self.wrap(model, plan)
         if not isinstance(wrapped, nn.Module):
             raise AdapterError(
-                f"{self.display_name()}.wrap returned {type(wrapped).__name__}, but should return the wrapped nn.Module"
+                f"{self.display_name()}.wrap() must return the wrapped nn.Module, got {type(wrapped).__name__}"
             )
         if plan.init_mode is InitMode.AFTER:
             wrapped.to(self.device)
@@ -152,9 +152,9 @@ class TorchAdapter(Adapter):
 
 def compute_device(plan: Plan) -> torch.device:
     """
-    The device that the plan computes on, with an index where the type has several devices.
+    The device that the plan computes on, with an index if its type has several devices.
 
-    Without an explicit one it is the current device of its type: the harness gives each rank its own.
+    Without an explicit index it is the current device of its type: the harness assigns each rank its own.
     """
     device = torch.device(plan.device_id or plan.device)
     index: int | None = device.index
@@ -164,33 +164,33 @@ def compute_device(plan: Plan) -> torch.device:
 
 
 def torch_dtype(name: str | None) -> torch.dtype | None:
-    """The dtype that a plan names."""
+    """The dtype with the name used in a plan."""
     found: torch.dtype | None = None if name is None else getattr(torch, name)
     return found
 
 
 def hybrid_shape(plan: Plan, world_size: int) -> tuple[int, int]:
-    """Replica groups and ranks in each. Raises ConfigError where the one does not divide the world."""
+    """Number of replica groups and of ranks in each. Raises ConfigError if they do not divide the world size."""
     if world_size % plan.replicas:
         raise ConfigError(
-            [f"replicas={plan.replicas}, but should divide the world size {world_size}"], where="hybrid sharding"
+            [f"replicas must divide the world size {world_size}, got {plan.replicas}"], where="hybrid sharding"
         )
     return plan.replicas, world_size // plan.replicas
 
 
 def all_units(plan: Plan) -> list[str]:
-    """The units below the root, innermost first, those on a group of their own included."""
+    """The units below the root, innermost first, including local units."""
     return [*(unit for unit in plan.local_units if unit and unit not in plan.units), *plan.units]
 
 
 def submodules(model: nn.Module, fqns: Iterable[str]) -> list[nn.Module]:
-    """The submodules named, in order. Raises AdapterError naming every one that does not exist."""
+    """The named submodules, in order. Raises AdapterError that lists every one that does not exist."""
     found, missing = [], []
     for fqn in fqns:
         try:
             found.append(model.get_submodule(fqn))
         except AttributeError:
-            missing.append(f"unit {fqn!r} is not a submodule of {type(model).__name__}, but the plan names it")
+            missing.append(f"the plan names unit {fqn!r}, which is not a submodule of {type(model).__name__}")
     if missing:
         raise AdapterError(missing)
     return found
@@ -199,11 +199,10 @@ def submodules(model: nn.Module, fqns: Iterable[str]) -> list[nn.Module]:
 @contextmanager
 def refusal(capability: str, *errors: type[Exception], when: bool = True) -> Iterator[None]:
     """
-    Let the engine's own refusal of an option show as Unsupported, with its words.
+    Report the engine's own rejection of an option as Unsupported, with the engine's message.
 
-    For options that an engine offers on some devices only: nothing is decided here, and where the engine does not
-    raise, nothing happens. `when` is the condition under which its refusal is known to be one; otherwise the error
-    passes.
+    For options that an engine offers only on some devices: if the engine does not raise, nothing happens. `when` is the
+    condition under which its error is known to be a rejection; otherwise the error passes through.
     """
     try:
         yield

@@ -1,8 +1,8 @@
 """
-Does a class keep to the adapter protocol? Read from the class alone: nothing is set up, no engine is imported.
+Checks whether a class follows the adapter protocol, from the class alone: nothing is set up, no engine is imported.
 
-Every problem is reported at once, as a sentence about the adapter: nothing here says anything about an implementation.
-`smoke` goes on from here and watches an adapter at work.
+All problems are reported at once, and in terms of the adapter: nothing here judges an implementation. `smoke` continues
+from here by running the adapter.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from typing import Any
 
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.capability import CAPABILITIES, unknown
-from fsdp_conformance.errors import AdapterError
 
-#: How the suite calls each method, `self` left out: positional arguments, keyword arguments.
+#: How the suite calls each method, without `self`: positional arguments, keyword arguments.
 _CALLS: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]] = {
     "setup": (((None, None, None), {}),),
     "microbatch": (((True,), {"reduced": True}),),
@@ -40,12 +39,12 @@ _CALLS: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]] = {
     "train": (((True,), {}),),
     "close": (((), {}),),
 }
-#: Class variables: what they should be, in words, and the check.
+#: Class variables: the expected value in words, and the check.
 _VARIABLES: dict[str, tuple[str, Any]] = {
     "name": ("a str", lambda value: isinstance(value, str)),
     "capabilities": ("a frozenset of flags", lambda value: _is_collection(value, set | frozenset)),
     "declines_on": (
-        "a dict of device type to a frozenset of flags",
+        "a dict of device types to frozensets of flags",
         lambda value: (
             isinstance(value, Mapping)
             and all(isinstance(key, str) and _is_collection(flags, set | frozenset) for key, flags in value.items())
@@ -60,14 +59,14 @@ _VARIABLES: dict[str, tuple[str, Any]] = {
     ),
     "shims": ("a tuple of sentences", lambda value: _is_collection(value, tuple | list)),
     "preload": ("a tuple of module names", lambda value: _is_collection(value, tuple | list)),
-    "padding": ("a number, at least 0", lambda value: isinstance(value, int | float) and value >= 0),
-    "max_unsharded": ("an int, at least 0", lambda value: isinstance(value, int) and value >= 0),
+    "padding": ("a non-negative number", lambda value: isinstance(value, int | float) and value >= 0),
+    "max_unsharded": ("a non-negative int", lambda value: isinstance(value, int) and value >= 0),
     "grad_reduction_of_accumulation": ('"local" or "reduced"', lambda value: value in ("local", "reduced")),
 }
 
 
 def validate(adapter: type[Adapter]) -> list[str]:
-    """Everything about the class that breaks the protocol, one sentence each; empty if nothing does."""
+    """Every violation of the protocol in the class, one sentence each."""
     return [
         *_variables(adapter),
         *_flags(adapter),
@@ -77,18 +76,11 @@ def validate(adapter: type[Adapter]) -> list[str]:
     ]
 
 
-def demand_valid(adapter: type[Adapter]) -> None:
-    """Raise AdapterError with everything that `validate` finds."""
-    problems = validate(adapter)
-    if problems:
-        raise AdapterError(problems)
-
-
 def _variables(adapter: type[Adapter]) -> Iterator[str]:
     for variable, (wanted, holds) in _VARIABLES.items():
         value = getattr(adapter, variable)
         if not holds(value):
-            yield f"{adapter.__name__}.{variable}={value!r}, but should be {wanted}"
+            yield f"{adapter.__name__}.{variable} must be {wanted}, got {value!r}"
 
 
 def _flags(adapter: type[Adapter]) -> Iterator[str]:
@@ -101,21 +93,18 @@ def _flags(adapter: type[Adapter]) -> Iterator[str]:
         for flag in unknown(frozenset(flags)):
             close = difflib.get_close_matches(flag, CAPABILITIES, n=2)
             hint = f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
-            yield f"{adapter.__name__}.{variable} names {flag!r}, but should name flags of capability.py only{hint}"
+            yield f"{adapter.__name__}.{variable} must contain only flags of capability.py, got {flag!r}{hint}"
     if "rate_limit" in adapter.declared() and not adapter.max_unsharded:
-        yield f"{adapter.__name__} declares 'rate_limit', but should then say in max_unsharded how many units it means"
+        yield f"{adapter.__name__} declares 'rate_limit', so it must set max_unsharded to the number of units"
     methods = {flag: method for base in adapter.__mro__ for method, flag in vars(base).get("optional", {}).items()}
     for flag in sorted(set(methods) & adapter.declared()):
         if not _is_written(adapter, methods[flag]):
-            yield (
-                f"{adapter.__name__} declares {flag!r}, but should then write {methods[flag]}(), "
-                "through which the suite asks for it"
-            )
+            yield f"{adapter.__name__} declares {flag!r}, so it must implement {methods[flag]}(), which the suite calls"
 
 
 def _abstract(adapter: type[Adapter]) -> Iterator[str]:
     for method in sorted(getattr(adapter, "__abstractmethods__", ())):
-        yield f"{adapter.__name__} does not write {method}(), but should: the protocol needs it"
+        yield f"{adapter.__name__} does not implement {method}(), which the protocol requires"
 
 
 def _signatures(adapter: type[Adapter]) -> Iterator[str]:
@@ -123,26 +112,26 @@ def _signatures(adapter: type[Adapter]) -> Iterator[str]:
         written = inspect.getattr_static(adapter, name)
         where = _place(written)
         if not inspect.isfunction(written):
-            yield f"{adapter.__name__}.{name} is a {type(written).__name__}, but should be a method{where}"
+            yield f"{adapter.__name__}.{name} must be a method, got a {type(written).__name__}{where}"
             continue
         if inspect.iscoroutinefunction(written) or inspect.isasyncgenfunction(written):
-            yield f"{adapter.__name__}.{name} is async, but should be a plain method{where}"
+            yield f"{adapter.__name__}.{name} must be a plain method, but is async{where}"
         elif inspect.isgeneratorfunction(written):
             hint = "; decorate it with contextlib.contextmanager" if name == "microbatch" else ""
-            yield f"{adapter.__name__}.{name} is a generator, but should be a plain method{hint}{where}"
+            yield f"{adapter.__name__}.{name} must be a plain method, but is a generator{hint}{where}"
         for positional, keyword in calls:
             try:
                 inspect.signature(written).bind(None, *positional, **keyword)
             except TypeError as error:
                 yield (
-                    f"{adapter.__name__}.{name}{inspect.signature(written)}, but should take the call "
+                    f"{adapter.__name__}.{name}{inspect.signature(written)} must accept the call "
                     f"{name}({_arguments(positional, keyword)}): {error}{where}"
                 )
                 break
 
 
 def _misspelt(adapter: type[Adapter]) -> Iterator[str]:
-    """Public methods whose names are close to one of the protocol's that was not written."""
+    """Public methods whose names resemble a protocol method that is not implemented."""
     for base in adapter.__mro__:
         if base.__module__.startswith("fsdp_conformance.adapters.") or not issubclass(base, Adapter):
             continue
@@ -151,11 +140,11 @@ def _misspelt(adapter: type[Adapter]) -> Iterator[str]:
                 continue
             for close in difflib.get_close_matches(name, _CALLS, n=1, cutoff=0.8):
                 if not _is_written(adapter, close):
-                    yield f"{base.__name__}.{name}() is never called; if it is the protocol's {close}(), rename it"
+                    yield f"{base.__name__}.{name}() is never called; if it implements {close}(), rename it"
 
 
 def _is_written(adapter: type[Adapter], method: str) -> bool:
-    """Whether a class below the one that introduces the method writes it."""
+    """Whether a subclass of the class that introduces the method implements it."""
     introduced = next(base for base in reversed(adapter.__mro__) if method in vars(base))
     return inspect.getattr_static(adapter, method) is not vars(introduced)[method]
 

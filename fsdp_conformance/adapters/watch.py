@@ -1,11 +1,11 @@
 """
-What the training loop needs of a device beside tensors: its allocator's figures, the checker of the simulated one.
+What the training loop needs from a device besides tensors: allocator statistics and the simulated one's checker.
 
     watch_for(device)   a CPU that counts nothing, an accelerator that counts bytes, or the simulated one
 
-On an accelerator whoever reads a tensor on the host waits for the device, and a wait orders everything that was issued
-before it: a loop that reads losses between forward and backward hides the races that it should find. On the simulated
-accelerator what is read inside `suspended()` waits for nothing; on a real one the loop reads at the end of a step.
+On an accelerator, reading a tensor on the host waits for the device, and a wait orders everything issued before it: a
+loop that reads losses between forward and backward hides races. On the simulated accelerator, reads inside
+`suspended()` do not wait; on a real one, the loop reads at the end of a step.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ from fsdp_conformance.history.hazard import HazardRecord
 
 
 class Watch:
-    """The CPU: nothing is counted, nothing is checked."""
+    """The CPU: counts and checks nothing."""
 
     counts_bytes = False
     checks_order = False
-    """Whether races are looked for."""
+    """Whether races are detected."""
 
     def suspended(self) -> AbstractContextManager[Any]:
-        """What this thread does inside is no part of what is tested."""
+        """A context in which this thread's accesses are not part of the test."""
         return nullcontext()
 
     def label(self, text: str) -> AbstractContextManager[Any]:
-        """Accesses inside are said to belong to `text`."""
+        """A context whose accesses are labelled with `text`."""
         return nullcontext()
 
     def synchronise(self) -> None:
         """Wait for the device."""
 
     def begin(self) -> None:
-        """Forget what was seen before."""
+        """Discard everything recorded so far."""
 
     def hazards(self) -> list[HazardRecord]:
         """The races seen since `begin`."""
@@ -49,19 +49,19 @@ class Watch:
         return 0
 
     def allocated_bytes(self) -> int:
-        """Bytes given out now."""
+        """Bytes allocated now."""
         return 0
 
     def peak_bytes(self) -> int:
-        """The most that was given out at once since the last `reset_peak`."""
+        """The most bytes allocated at once since the last `reset_peak`."""
         return 0
 
     def reset_peak(self) -> None:
-        """Let the peak begin at what is given out now."""
+        """Restart the peak at the bytes allocated now."""
 
 
 class AcceleratorWatch(Watch):
-    """An accelerator whose allocator counts, as CUDA's does."""
+    """An accelerator whose allocator counts bytes, like CUDA's."""
 
     counts_bytes = True
 
@@ -87,7 +87,7 @@ class AcceleratorWatch(Watch):
 
 
 class SimulatedWatch(AcceleratorWatch):
-    """The simulated accelerator, and its checker."""
+    """The simulated accelerator and its checker."""
 
     checks_order = True
 
@@ -105,10 +105,10 @@ class SimulatedWatch(AcceleratorWatch):
         return self._checker.label(text)
 
     def synchronise(self) -> None:
-        """Operations are carried out when they are issued: there is nothing to wait for, and waits hide races."""
+        """Does nothing: operations run when they are issued, and a wait would hide races."""
 
     def begin(self) -> None:
-        # Ranks that are threads share a checker, and have a device each.
+        # Ranks that are threads share a checker, but each has its own device.
         self._checker.clear(self.device.index)
         self._accesses = self._checker.accesses()
 

@@ -1,4 +1,4 @@
-"""One tensor against another: how many elements differ, where the first one is, by how much."""
+"""One tensor against another: how many elements differ, where the first one is, and by how much."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fsdp_conformance.checks.tolerance import Bound
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """What is told of two tensors that differ by more than they may."""
+    """How two tensors differ, beyond the allowed bound."""
 
     element: tuple[int, ...]
     """The first element that differs; empty for a 0-dim tensor."""
@@ -27,12 +27,10 @@ class Difference:
     worst: float
     """The largest distance of any element."""
 
-    def fields(self) -> dict[str, Any]:
-        """For `Finding`."""
+    def place(self) -> dict[str, Any]:
+        """Where and by how much they differ, as fields of a `Finding`."""
         return {
             "element": self.element or None,
-            "got": number(self.got),
-            "expected": number(self.expected),
             "ratio": self.ratio,
             "ulps": self.ulps,
             "differing": self.differing,
@@ -41,7 +39,7 @@ class Difference:
 
 
 def compare(got: Tensor, expected: Tensor, bound: Bound) -> Difference | None:
-    """The difference of two tensors of one shape, or None if every element is within the bound. NaN is never within."""
+    """The difference of two tensors of equal shape, or None if every element is within the bound. NaN never is."""
     if not expected.numel():
         return None
     wide_got, wide_expected = got.double(), expected.double()
@@ -67,23 +65,23 @@ def compare(got: Tensor, expected: Tensor, bound: Bound) -> Difference | None:
 
 
 def number(value: float) -> str:
-    """Enough digits to tell two float32 apart."""
+    """Enough digits to distinguish any two float32 values."""
     return f"{value:.9g}"
 
 
 def _ratio(got: float, expected: float) -> float | None:
-    # Adding 0.0 makes a plain zero of -0.0.
+    # Adding 0.0 turns -0.0 into 0.0.
     return got / expected + 0.0 if expected != 0 and math.isfinite(got) else None
 
 
 def _ulps(got: float, expected: float, dtype: torch.dtype) -> float | None:
     """
-    The distance in steps of the dtype at the expected value; None for integers, at zero, and for what is not finite.
+    The distance in units in the last place of the expected value; None for integers, near zero, and if not finite.
     """
     if not dtype.is_floating_point or not (math.isfinite(got) and math.isfinite(expected)):
         return None
     info = torch.finfo(dtype)
     if abs(expected) < info.tiny:
-        # A step there is 1e-45: no figure that says anything.
+        # One ulp is 1e-45 there, so the count would be meaningless.
         return None
     return abs(got - expected) / (info.eps * 2.0 ** math.floor(math.log2(abs(expected))))

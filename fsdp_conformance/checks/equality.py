@@ -1,7 +1,7 @@
 """
-Digests: what must be bitwise the same on every rank, as hashes that the controller compares.
+Digests: what must be identical on every rank, as hashes that the controller compares.
 
-Each rank hashes what it reads itself; nothing is gathered, so a wrong gather cannot hide a difference.
+Each rank hashes what it reads itself. Nothing is gathered, so a wrong gather cannot hide a difference.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
+from fsdp_conformance.checks.traffic import TRAINING, in_step
 from fsdp_conformance.history.training import TrainingHistory
 
 
@@ -27,14 +28,31 @@ def parameter_digests(history: TrainingHistory, *, exclude: Collection[str] = ()
     """
     Label to hash of every full parameter: "params init 0.weight", "params step 2 0.weight".
 
-    `exclude` are the parameters that differ between ranks by design: experts, and those of ignored modules.
+    `exclude` lists the parameters that differ between ranks by design: experts, and those of ignored modules.
     """
     return _digests("params", history.initial_params, [record.params for record in history.steps], exclude)
 
 
 def buffer_digests(history: TrainingHistory, *, exclude: Collection[str] = ()) -> dict[str, str]:
-    """The same of buffers: "buffers init norm.running_mean". Only where buffers are synchronised."""
+    """The same for buffers: "buffers init norm.running_mean". Only where buffers are synchronised."""
     return _digests("buffers", history.initial_buffers, [record.buffers for record in history.steps], exclude)
+
+
+def schedule_digests(history: TrainingHistory) -> dict[str, str]:
+    """
+    {"schedule step 0": digest} over phase, op, bytes, dtype and group size of the collectives of training and eval.
+
+    Equal on all ranks if all ranks issue the same sequence (R067). Collectives over one rank are left out, because no
+    other rank takes part in them.
+    """
+    digests = {}
+    for step in history.steps:
+        hashed = hashlib.sha256()
+        for record in in_step(history, step.step, *TRAINING, "eval"):
+            entry = (record.phase, record.op.value, record.nbytes, record.dtype, len(record.group))
+            hashed.update(f"{entry}\n".encode())
+        digests[f"schedule step {step.step}"] = hashed.hexdigest()
+    return digests
 
 
 def _digests(

@@ -1,8 +1,8 @@
 """
-Proof that a probe is exact, before it demands bitwise equality of anybody.
+Proof that a probe is exact, required before it demands bitwise equality of an implementation.
 
 The workload is trained in one process in float64 and in float32, with ranks added in every order that a correct
-implementation may choose. Unless all runs agree bit for bit the probe judges nobody: NotExact.
+implementation may choose. Unless all runs agree bit for bit, the probe is unusable: NotExact.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fsdp_conformance.errors import NotExact
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.workload import Regime, Workload
 
-#: World sizes whose reciprocal is rounded so far that (W * k) * fl(1/W) is not k: 21 * fl(1/7) is not 3.
+#: World sizes whose rounded reciprocal gives (W * k) * fl(1/W) != k: 21 * fl(1/7) is not 3.
 INEXACT_WORLD_SIZES = frozenset({7})
 
 
@@ -25,7 +25,7 @@ def demands_bitwise(workload: Workload, regime: Regime, world_size: int = 1) -> 
     """
     True if every correct implementation must equal the reference bit for bit.
 
-    Adam's square roots and divisions, and clipping by a norm, round; so do more steps than the workload vouches for.
+    Adam's square roots and divisions round, as do clipping by a norm and more than `exact_steps` steps.
     """
     return (
         workload.exact
@@ -44,7 +44,7 @@ def assert_exact(workload: Workload, regime: Regime, world_size: int) -> int:
     """
     where = f"{workload.name}, world size {world_size}"
     if not demands_bitwise(workload, regime, world_size):
-        raise NotExact(f"exact=False, but should be a workload, a regime and a world size that are exact [{where}]")
+        raise NotExact(f"this combination of workload, regime and world size is not exact [{where}]")
     twins = single_process_histories(workload, regime, world_size=world_size, dtype=torch.float64)
     compared = 0
     for order in Order:
@@ -55,17 +55,17 @@ def assert_exact(workload: Workload, regime: Regime, world_size: int) -> int:
                 if not torch.equal(got.double(), expected.double()):
                     worst = (got.double() - expected.double()).abs().max().item()
                     raise NotExact(
-                        f"{label} in float32 differs from float64 by {worst:.3g}, but should be bitwise equal "
-                        f"[{where}, rank {run.rank}, order {order}]. Take fewer steps, or fewer bits in the data."
+                        f"{label} in float32: expected bitwise equality with float64, got a difference of {worst:.3g} "
+                        f"[{where}, rank {run.rank}, order {order}]. Use fewer steps or fewer bits in the data."
                     )
     return compared
 
 
 def values(history: TrainingHistory) -> Iterator[tuple[str, Tensor]]:
-    """Everything numeric in a history, with a label each: losses, gradients, parameters, buffers."""
+    """Everything numeric in a history, with a label: losses, gradients, parameters, buffers."""
     for record in history.steps:
         for micro, loss in enumerate(record.losses):
-            yield f"loss of step {record.step}, micro-batch {micro},", loss
+            yield f"loss of step {record.step}, micro-batch {micro}", loss
         for name, grad in (record.grads or {}).items():
             if grad is not None:
                 yield f"gradient of {name!r} in step {record.step}", grad

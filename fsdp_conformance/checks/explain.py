@@ -1,11 +1,11 @@
 """
-From the shape of a difference to its likely cause: summed and not averaged, a rank missing, rows dropped, stale.
+From the pattern of a difference to its likely cause: summed instead of averaged, a missing rank, dropped rows, stale.
 
-Every answer begins with the cause and quotes the numbers that it stands on. A signature must fit every element of the
-tensor that it speaks of; where none does, nothing is said.
+Every answer begins with the cause and quotes the numbers that support it. A signature must fit every element of the
+tensor; if none fits, there is no answer.
 
 The signatures come from 180 defects of real engines: scale, contributions of ranks and micro-batches, layout, time,
-precision. `Evidence.contributions` are the gradients of single ranks, from which sums that leave one out can be made.
+precision. `Evidence.contributions` holds the gradients of single ranks, from which sums without a rank are formed.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 
 from fsdp_conformance.checks.tolerance import magnitude
 
-#: How near a tensor must come to what a signature predicts, relative to its largest element.
+#: How close a tensor must be to what a signature predicts, relative to its largest element.
 _NEAR = 1e-4
-#: Ranks up to which every subset is tried.
+#: Largest number of ranks for which every subset is tried.
 _MAX_SUBSET_RANKS = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
-    """What is known of a tensor that differs. Tensors are of one shape, `expected` in float64."""
+    """What is known about a tensor that differs. All tensors have the same shape; `expected` is float64."""
 
     kind: str
     """"gradient", "parameter", "loss", ..."""
@@ -41,7 +41,7 @@ class Evidence:
     previous: Tensor | None = None
     """What was expected one step earlier."""
     contributions: Sequence[Sequence[Tensor | None]] | None = None
-    """By rank and micro-batch: the gradient of that rank's loss alone, not divided by anything."""
+    """By rank and micro-batch: the undivided gradient of that rank's loss alone."""
     others: Mapping[str, Tensor] = field(default_factory=dict)
     """Other expected tensors of the same kind, step and shape."""
 
@@ -58,32 +58,28 @@ def likely(evidence: Evidence) -> str | None:
     return None
 
 
-def likely_none(got: Tensor | None, expected: Tensor | None, world_size: int) -> str | None:
-    """The likely cause of a gradient that is None on one side alone."""
+def likely_none(got: Tensor | None, expected: Tensor | None) -> str | None:
+    """The likely cause of a gradient that is None on one side only."""
     if got is None and expected is not None:
-        return "the parameter was left out of the reduction on this rank, which did not use it itself"
+        return "this rank did not use the parameter and left it out of the reduction"
     if got is not None and not bool(got.any()):
-        return "a gradient of zeros was made for a parameter that no rank used"
+        return "a gradient of zeros was created for a parameter that no rank used"
     if got is not None:
-        return "a gradient of an earlier step was kept, or a frozen parameter was given one"
+        return "an earlier step's gradient was kept, or a frozen parameter received one"
     return None
 
 
 def _not_finite(got: Tensor) -> str:
     bad = int((~got.isfinite()).sum())
     if bad == got.numel():
-        return f"uninitialised or freed storage, or an overflow: none of {bad} elements is finite"
+        return f"uninitialised or freed storage, or overflow: none of the {bad} elements is finite"
     tail = got.flatten().isfinite().logical_not().nonzero().flatten()
     at_end = int(tail[0]) == got.numel() - bad
-    where = (
-        "the last elements, so padding was read"
-        if at_end
-        else "some elements, so storage was read before it was written"
-    )
-    return f"{where}: {bad} of {got.numel()} are not finite"
+    cause = "padding was read" if at_end else "storage was read before it was written"
+    return f"{cause}: {'the last ' if at_end else ''}{bad} of {got.numel()} elements are not finite"
 
 
-# --- signatures: each takes the evidence, what was seen and what was expected, both in float64 ------------------------
+# --- signatures: each takes the evidence and the actual and expected tensors in float64 -------------------------------
 
 
 def _unchanged(evidence: Evidence, got: Tensor, expected: Tensor) -> str | None:
@@ -91,7 +87,7 @@ def _unchanged(evidence: Evidence, got: Tensor, expected: Tensor) -> str | None:
     if evidence.kind != "parameter" or previous is None or not _moved(expected, previous.double()):
         return None
     if _same(got, previous.double(), exactly=True):
-        return "no update: the parameter is what it was before the step"
+        return "no update: the parameter has its value from before the step"
     return None
 
 
@@ -102,17 +98,17 @@ def _update_scaled(evidence: Evidence, got: Tensor, expected: Tensor) -> str | N
     ratio = _uniform_ratio(got - before, expected - before, spread=1e-3)
     if ratio is None:
         return None
-    return f"an update that is {_figure(ratio)} times too large at every element{_ratio_of(ratio, evidence.world_size)}"
+    return f"update scaled by {_figure(ratio)} at every element{_ratio_of(ratio, evidence.world_size)}"
 
 
 def _scaled(evidence: Evidence, got: Tensor, expected: Tensor) -> str | None:
-    """By a factor that has a cause of its own."""
+    """By a factor with a known cause."""
     ratio, at = _factor(evidence, got, expected)
     if ratio is None:
         return None
     world_size, micro = evidence.world_size, evidence.micro_batches
     if world_size > 1 and _close(ratio, world_size):
-        return f"summed over the ranks, not averaged: {at}, which is the world size"
+        return f"summed over ranks instead of averaged: {at}, which is the world size"
     if world_size > 1 and _close(ratio, 1 / world_size):
         return f"averaged twice: {at}, which is 1 / world size"
     if micro > 1 and _close(ratio, 1 / micro):
@@ -122,23 +118,23 @@ def _scaled(evidence: Evidence, got: Tensor, expected: Tensor) -> str | None:
     if _close(ratio, 2):
         return f"counted twice: {at}"
     if _close(ratio, -1):
-        return f"of the wrong sign: {at}"
+        return f"wrong sign: {at}"
     return None
 
 
 def _scaled_otherwise(evidence: Evidence, got: Tensor, expected: Tensor) -> str | None:
-    """By any other factor. Comes late: where ranks have proportional gradients, a missing one is a factor, too."""
+    """By any other factor. Tried late, because a missing rank is also a factor if ranks' gradients are proportional."""
     ratio, at = _factor(evidence, got, expected)
     if ratio is None:
         return None
     divisor = evidence.world_size / ratio
     if 1 <= round(divisor) <= 2 * evidence.world_size and _close(divisor, round(divisor)):
-        return f"divided by {round(divisor)} where the world size is {evidence.world_size}: {at}"
+        return f"divided by {round(divisor)}, but the world size is {evidence.world_size}: {at}"
     return f"scaled: {at}"
 
 
 def _factor(evidence: Evidence, got: Tensor, expected: Tensor) -> tuple[float | None, str]:
-    """got / expected where it is one number other than 1, and its text; only for what is linear in the gradients."""
+    """got / expected if it is one number other than 1, and its text; only for values linear in the gradients."""
     if evidence.kind not in ("gradient", "norm", "clipped gradient"):
         return None, ""
     ratio = _uniform_ratio(got, expected)
@@ -152,7 +148,7 @@ def _other_step(evidence: Evidence, got: Tensor, expected: Tensor) -> str | None
     if previous is None or evidence.kind == "parameter" or previous.shape != got.shape:
         return None
     if magnitude(previous) > 0 and not _same(previous.double(), expected) and _same(got, previous.double()):
-        return f"stale by one step: every element is the {evidence.kind} of the step before"
+        return f"stale by one step: every element equals the previous step's {evidence.kind}"
     return None
 
 
@@ -164,9 +160,9 @@ def _local(evidence: Evidence, got: Tensor, expected: Tensor) -> str | None:
         if total is None or not magnitude(total):
             continue
         if _same(got, total):
-            return f"not reduced: it is {owner} own gradient"
+            return f"not reduced: equals {owner} own gradient"
         if _same(got, total / evidence.world_size):
-            return f"not reduced: it is {owner} own gradient divided by the world size"
+            return f"not reduced: equals {owner} own gradient divided by the world size"
     return None
 
 
@@ -182,12 +178,12 @@ def _ranks_missing(evidence: Evidence, got: Tensor, expected: Tensor) -> str | N
             if not any(magnitude(totals[rank]) for rank in absent):
                 continue
             if _same(got, total / world_size):
-                return f"without {_ranks(absent)}: it is the sum over {_ranks(ranks)}, divided by {world_size}"
+                return f"{_ranks(absent)} missing: equals the sum over {_ranks(ranks)}, divided by {world_size}"
             if size > 1 and _same(got, total / size):
-                return f"averaged over {_ranks(ranks)} only, as over a group of {size}: {_ranks(absent)} left out"
+                return f"averaged over {_ranks(ranks)} only, as in a group of {size}: {_ranks(absent)} left out"
     for rank, total in enumerate(totals):
         if magnitude(total) and _same(got, expected + total / world_size):
-            return f"rank {rank} counted twice: its gradient divided by {world_size} is in the mean once more"
+            return f"rank {rank} counted twice: its gradient divided by {world_size} is added once more"
     return None
 
 
@@ -196,20 +192,20 @@ def _micro_batches(evidence: Evidence, got: Tensor, expected: Tensor) -> str | N
     if contributions is None or evidence.micro_batches < 2:
         return None
     means = [_mean([rank[micro] for rank in contributions]) for micro in range(evidence.micro_batches)]
-    # Of two micro-batches, one alone is the other missing: overwriting is the commoner mistake, so it is asked first.
+    # With two micro-batches, "only one" and "the other missing" look alike: overwriting is more common, so it is first.
     for micro, mean in enumerate(means):
         if mean is not None and magnitude(mean) and _same(got, mean):
-            return f"overwritten instead of added: it is the gradient of micro-batch {micro} alone"
+            return f"overwritten instead of accumulated: equals the gradient of micro-batch {micro} alone"
     for micro, mean in enumerate(means):
         if mean is None or not magnitude(mean):
             continue
         own = contributions[evidence.rank][micro]
         if _same(got, expected - mean):
-            return f"without micro-batch {micro}: the others are there"
+            return f"micro-batch {micro} missing: the others are included"
         if _same(got, expected + mean):
             return f"micro-batch {micro} counted twice"
         if own is not None and _same(got, expected - mean + own):
-            return f"micro-batch {micro} not reduced: this rank's own gradient stands in its place"
+            return f"micro-batch {micro} not reduced: this rank's own gradient is in its place"
     return None
 
 
@@ -221,9 +217,9 @@ def _swapped(evidence: Evidence, got: Tensor, expected: Tensor) -> str | None:
         if not magnitude(wide) or _same(wide, expected):
             continue
         if _same(got, wide):
-            return f"mixed up with {name!r}: every element is that {evidence.kind}"
+            return f"mixed up with {name!r}: every element equals that {evidence.kind}"
         if evidence.kind == "gradient" and _same(got, expected + wide):
-            return f"mixed up with {name!r}, which has the same shape: it is the sum of both gradients"
+            return f"mixed up with {name!r}, which has the same shape: equals the sum of both gradients"
     return None
 
 
@@ -245,11 +241,10 @@ def _rows(evidence: Evidence, got: Tensor, expected: Tensor) -> str | None:
     which = f"row {bad[0]}" if len(bad) == 1 else f"rows {bad[0]} to {bad[-1]}"
     shard = _shard_of(bad, num_rows, evidence.world_size)
     if bad[-1] == num_rows - 1 and num_rows % evidence.world_size:
-        whose = f", the shard of rank {shard}," if shard is not None else ""
-        return f"the last padded rows dropped: {which} of {num_rows}{whose} {_are(bad)} {missing}, the others are right"
-    if shard is not None:
-        return f"the shard of rank {shard} lost: {which} of {num_rows} {_are(bad)} {missing}, the others are right"
-    return f"rows lost: {which} of {num_rows} {_are(bad)} {missing}, the others are right"
+        cause = "last padded rows dropped" + (f" (rank {shard}'s shard)" if shard is not None else "")
+    else:
+        cause = f"rank {shard}'s shard lost" if shard is not None else "rows lost"
+    return f"{cause}: {which} of {num_rows} {'is' if len(bad) == 1 else 'are'} {missing}, the others are correct"
 
 
 def _all_zero(evidence: Evidence, got: Tensor, expected: Tensor) -> str | None:
@@ -259,7 +254,7 @@ def _all_zero(evidence: Evidence, got: Tensor, expected: Tensor) -> str | None:
 
 
 def _moved_elements(evidence: Evidence, got: Tensor, expected: Tensor) -> str | None:
-    """The right values at the wrong places."""
+    """The right values in the wrong places."""
     flat_got, flat_expected = got.flatten(), expected.flatten()
     if flat_got.numel() < 3 or not _same(flat_got.sort().values, flat_expected.sort().values):
         return None
@@ -268,17 +263,21 @@ def _moved_elements(evidence: Evidence, got: Tensor, expected: Tensor) -> str | 
         for turn in range(1, len(chunks)):
             rotated = torch.cat([*chunks[turn:], *chunks[:turn]])
             if _same(got, rotated):
-                return f"the shards of the ranks rotated by {turn}: every value is right, in another rank's place"
+                return f"shards rotated by {turn} ranks: every value is right but in another rank's place"
     for offset in (1, -1):
         if _same(flat_got, flat_expected.roll(offset)):
-            return f"a flat offset wrong by one: element i has the value of element i {'-' if offset > 0 else '+'} 1"
+            return _off_by_one("-" if offset > 0 else "+")
     if got.dim() == 2 and got.size(0) == got.size(1) and _same(got, expected.t()):
         return f"transposed: element [i, j] has the value of element [j, i] in all {got.size(0)} rows"
-    return "elements permuted: every value is right, at another place"
+    return "elements permuted: every value is right but in the wrong place"
+
+
+def _off_by_one(sign: str) -> str:
+    return f"flat offset off by one: element i has the value of element i {sign} 1"
 
 
 def _exchanged_shards(evidence: Evidence, got: Tensor, expected: Tensor) -> str | None:
-    """Every shard along dim 0 that is wrong holds the rows of another rank's."""
+    """Every wrong shard along dim 0 holds the rows of another rank's."""
     if expected.dim() == 0 or evidence.world_size < 2:
         return None
     shards, held = torch.chunk(expected, evidence.world_size), torch.chunk(got, evidence.world_size)
@@ -289,8 +288,8 @@ def _exchanged_shards(evidence: Evidence, got: Tensor, expected: Tensor) -> str 
         sources = [other for other, shard in enumerate(shards) if magnitude(rows) and _same(rows, shard[: len(rows)])]
         if not sources:
             return None
-        taken.append(f"rank {rank}'s holds rank {sources[0]}'s")
-    return f"shards in another rank's place: {', '.join(taken)} ({len(shards[0])} rows each)" if taken else None
+        taken.append(f"rank {rank} has rank {sources[0]}'s")
+    return f"shards in the wrong place: {', '.join(taken)} ({len(shards[0])} rows each)" if taken else None
 
 
 def _shifted(evidence: Evidence, got: Tensor, expected: Tensor) -> str | None:
@@ -299,25 +298,24 @@ def _shifted(evidence: Evidence, got: Tensor, expected: Tensor) -> str | None:
     if flat_got.numel() < 4 or not _moved(flat_expected[1:], flat_expected[:-1]):
         return None
     if _same(flat_got[1:], flat_expected[:-1]):
-        return "a flat offset wrong by one: element i has the value of element i - 1"
+        return _off_by_one("-")
     if _same(flat_got[:-1], flat_expected[1:]):
-        return "a flat offset wrong by one: element i has the value of element i + 1"
+        return _off_by_one("+")
     return None
 
 
 def _low_precision(evidence: Evidence, got: Tensor, expected: Tensor) -> str | None:
-    """Every element is the expected one, less exactly."""
+    """Every element is the expected one at lower precision."""
     if not magnitude(expected) or evidence.kind == "loss":
         return None
     for dtype in (torch.bfloat16, torch.float16):
-        eps = torch.finfo(dtype).eps
+        eps, name = torch.finfo(dtype).eps, str(dtype).removeprefix("torch.")
         distance = magnitude(got - expected) / magnitude(expected)
         representable = torch.equal(got.to(dtype).double(), got)
         if representable and distance <= eps and not torch.equal(expected.to(dtype).double(), expected):
-            return f"rounded to {str(dtype).removeprefix('torch.')}: every element is representable in it"
+            return f"rounded to {name}: every element is representable in it"
         if evidence.kind == "gradient" and eps / 16 <= distance <= eps and not representable:
-            name = str(dtype).removeprefix("torch.")
-            return f"computed or reduced in {name}: off by {distance:.1e} of the largest element, its eps is {eps:.1e}"
+            return f"computed or reduced in {name}: off by {distance:.1e} of the largest element (eps is {eps:.1e})"
     return None
 
 
@@ -358,7 +356,7 @@ def _moved(after: Tensor, before: Tensor) -> bool:
 
 
 def _uniform_ratio(got: Tensor, expected: Tensor, *, spread: float = _NEAR) -> float | None:
-    """got / expected where it is the same at every element, weighed by the largest."""
+    """got / expected if it is the same at every element, relative to the largest one."""
     index = int(expected.abs().argmax()) if expected.numel() else 0
     if not expected.numel() or expected.flatten()[index] == 0:
         return None
@@ -381,7 +379,7 @@ def _ratio_of(ratio: float, world_size: int) -> str:
 
 
 def _figure(ratio: float) -> str:
-    """Six digits, without the noise of the last ones."""
+    """Rounded, without the noise of the last digits."""
     return f"{round(ratio, 4):g}"
 
 
@@ -393,7 +391,7 @@ def _totals(evidence: Evidence) -> Iterator[Tensor | None]:
 
 
 def _present(evidence: Evidence) -> list[Tensor] | None:
-    """`_totals` with zeros for ranks that have none; None where nothing is known."""
+    """`_totals` with zeros for ranks without a gradient; None if contributions are unknown."""
     if evidence.contributions is None:
         return None
     zeros = torch.zeros_like(evidence.expected, dtype=torch.float64)
@@ -420,10 +418,6 @@ def _shard_of(rows: list[int], num_rows: int, world_size: int) -> int | None:
         if shard.tolist() == rows:
             return rank
     return None
-
-
-def _are(rows: list[int]) -> str:
-    return "is" if len(rows) == 1 else "are"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,15 +1,25 @@
 """
-Over which ranks collectives run.
+Over which ranks collectives run, and what each unit sends to which of them under hybrid sharding.
 
-Under hybrid sharding with r replica groups, world size W and shard size s = W / r: shard groups are blocks of s
-consecutive ranks, replica groups hold the ranks with equal place in their block.
+With r replica groups, world size W and shard size s = W / r, shard groups are blocks of s consecutive ranks, and a
+replica group holds the ranks at the same position in their blocks.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from fsdp_conformance.checks.result import CheckResult, Tally
-from fsdp_conformance.checks.sizes import padded_bytes, parameter_bytes, sized_units
-from fsdp_conformance.checks.traffic import REDUCING, in_step, nbytes, of, sites
+from fsdp_conformance.checks.traffic import (
+    REDUCING,
+    expect_bytes,
+    expect_count,
+    in_step,
+    of,
+    sites,
+    steady_steps,
+)
+from fsdp_conformance.checks.units import Unit, owning_units, padded_bytes, parameter_bytes
 from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord, Op
@@ -20,14 +30,14 @@ Group = tuple[int, ...]
 
 
 def shard_group(rank: int, world_size: int, replicas: int) -> Group:
-    """The block of consecutive ranks that `rank` shards with: rank 2 of 4 in 2 replicas shards with 3."""
+    """The block of consecutive ranks that `rank` shards with: of 4 ranks in 2 replicas, 2 and 3 share a block."""
     size = world_size // replicas
     first = rank // size * size
     return tuple(range(first, first + size))
 
 
 def replica_group(rank: int, world_size: int, replicas: int) -> Group:
-    """The ranks that hold the same shard: rank 2 of 4 in 2 replicas, and rank 0."""
+    """The ranks that hold the same shard: of 4 ranks in 2 replicas, 0 and 2 do."""
     size = world_size // replicas
     return tuple(range(rank % size, world_size, size))
 
@@ -36,14 +46,14 @@ def groups_used(history: TrainingHistory, workload: Workload, plan: Plan, *, req
     """
     Collectives of forward and backward run over the declared groups only (R069).
 
-    Hybrid: gathers and scatters in the shard group, all-reduces in the replica group, and both are seen. Local units:
-    what goes over more than one rank is too small to contain their parameters. Neither: the world.
+    Hybrid: gathers and scatters in the shard group, all-reduces in the replica group, and both occur. Local units:
+    what goes over more than one rank is too small to include their parameters. Otherwise: the world.
     """
     if history.world_size % plan.replicas:
-        raise SuiteError(f"replicas={plan.replicas}, but should divide {history.world_size} ranks [groups_used]")
+        raise SuiteError(f"replicas must divide {history.world_size} ranks, got {plan.replicas} [groups_used]")
     tally = Tally("groups", requirement, rank=history.rank)
     for step in history.steps:
-        # Over one rank, too: that is how a replica group that is never reduced over shows itself.
+        # Including those over one rank: that is how a replica group that is never reduced over shows.
         records = [
             record
             for record in history.collectives
@@ -58,41 +68,71 @@ def groups_used(history: TrainingHistory, workload: Workload, plan: Plan, *, req
     return tally.result()
 
 
+def unit_traffic(
+    history: TrainingHistory, workload: Workload, plan: Plan, *, padding: float, requirement: str
+) -> CheckResult:
+    """
+    Each trainable unit is reduce-scattered in the shard group, then its shard is all-reduced across replicas (R151).
+
+    This happens once per micro-batch that is reduced. A reduce-scatter sends the unit's bytes, with dim 0 of each
+    parameter padded to a multiple of the shard group and at most `padding` more; its all-reduce follows and carries
+    what the reduce-scatter left on the rank. Collectives are matched with units by bytes, because the units of a model
+    differ in size.
+    """
+    world, rank = history.world_size, history.rank
+    if world % plan.replicas or not 1 < plan.replicas < world:
+        raise SuiteError(
+            f"replicas must split {world} ranks into at least 2 groups of at least 2, got {plan.replicas} "
+            "[unit_traffic]"
+        )
+    tally = Tally("hybrid sharding by unit", requirement, rank=rank)
+    units = sorted(owning_units(workload, plan).trainable, key=_least_bytes)
+    shard, replica = shard_group(rank, world, plan.replicas), replica_group(rank, world, plan.replicas)
+    for step in steady_steps(history):
+        records = in_step(history, step.step, "forward", "backward")
+        reductions = 1 if plan.defer_reduction else len(step.losses)
+        expected = [unit for unit in units for _ in range(reductions)]
+        scattered = _by_bytes(record for record in of(records, Op.REDUCE_SCATTER) if record.group == shard)
+        reduced = _by_bytes(record for record in of(records, Op.ALL_REDUCE) if record.group == replica)
+        _judge_scattered(tally, step, expected, scattered, group_size=len(shard), padding=padding)
+        _judge_reduced(tally, step, scattered, reduced, group_size=len(shard))
+    return tally.result()
+
+
 def _allowed(history: TrainingHistory, plan: Plan, op: Op) -> set[Group]:
     """The groups that an op may run over on this rank. Ops that neither gather nor reduce may use any of them."""
     rank, world = history.rank, history.world_size
     shards = {shard_group(rank, world, plan.replicas)}
     reduced = {replica_group(rank, world, plan.replicas) if plan.replicas > 1 else tuple(range(world))}
-    own: set[Group] = {(rank,)} if plan.local_units else set()
-    gathered = shards | own
+    alone: set[Group] = {(rank,)} if plan.local_units else set()
+    gathered = shards | alone
     size = plan.reshard_after_forward
     if isinstance(size, int) and not isinstance(size, bool):
         gathered.add(shard_group(rank, world, world // size))
     if op is Op.ALL_GATHER:
         return gathered
     if op is Op.REDUCE_SCATTER:
-        return shards | own
+        return shards | alone
     if op is Op.ALL_REDUCE:
-        return reduced | own
+        return reduced | alone
     return {tuple(range(world))} | gathered | reduced
 
 
 def _judge_groups(tally: Tally, step: StepRecord, records: list[CollectiveRecord], allowed: set[Group]) -> None:
     wrong = [record for record in records if record.group not in allowed]
-    op, wanted = records[0].op, " or ".join(_text(group) for group in sorted(allowed, key=len, reverse=True))
-    got = " and ".join(_text(group) for group in dict.fromkeys(record.group for record in wrong))
-    tally.expect(
-        not wrong,
-        f"{len(wrong)} of {len(records)} {op.value} run over {got}, but should be over {wanted}",
-        elements=len(records), step=step.step, phase=wrong[0].phase if wrong else None, got=got, expected=wanted,
-        call=sites(wrong),
+    tally.compare(
+        not wrong, f"ranks of {records[0].op.value}",
+        expected=" or ".join(_text(group) for group in sorted(allowed, key=len, reverse=True)),
+        got=" and ".join(_text(group) for group in dict.fromkeys(record.group for record in wrong)),
+        details=f"{len(wrong)} of {len(records)} collectives",
+        elements=len(records), step=step.step, phase=wrong[0].phase if wrong else None, call=sites(wrong),
     )  # fmt: skip
 
 
 def _judge_presence(
     tally: Tally, step: StepRecord, records: list[CollectiveRecord], history: TrainingHistory, plan: Plan
 ) -> None:
-    """Gradients are reduced inside the shard group and between replicas; one of them alone leaves ranks apart."""
+    """Gradients are reduced inside the shard group and across replicas; with one of them alone, ranks diverge."""
     rank, world = history.rank, history.world_size
     whole = tuple(range(world))
     for group, what in (
@@ -100,31 +140,75 @@ def _judge_presence(
         (replica_group(rank, world, plan.replicas), "replica group"),
     ):
         seen = [record for record in of(records, *REDUCING) if record.group in (group, whole)]
-        tally.expect(
-            bool(seen) or len(group) == 1,
-            f"no gradient is reduced over the {what} {_text(group)}, but every one should be",
-            step=step.step, phase="reduce", got="0", expected=_text(group),
-            likely=f"ranks of the {what} train apart",
+        tally.compare(
+            bool(seen) or len(group) == 1, f"gradients reduced over the {what} {_text(group)}",
+            expected="all", got="none", step=step.step, phase="reduce",
+            likely=f"ranks of the {what} train independently",
         )  # fmt: skip
 
 
 def _judge_local(tally: Tally, step: StepRecord, history: TrainingHistory, workload: Workload, plan: Plan) -> None:
-    """By bytes: a pass over the shared parameters, padded, leaves no room for half of the local ones."""
-    units = sized_units(workload, plan)
-    local = parameter_bytes(units.local)
+    """By bytes: a padded pass over the shared parameters leaves no room for half of the local ones."""
+    units = owning_units(workload, plan)
+    local, names = parameter_bytes(units.local), ", ".join(plan.local_units)
     if not local:
-        raise SuiteError(f"local units own 0 B, but should own parameters [groups_used, workload {workload.name}]")
+        raise SuiteError(f"local units must own parameters, got 0 B [groups_used, workload {workload.name}]")
     most = (padded_bytes(units.shared, history.world_size) + local // 2) * len(step.losses)
     for phase, ops in (("forward", {Op.ALL_GATHER}), ("backward", {Op.ALL_GATHER}), ("backward", REDUCING)):
-        seen = of(in_step(history, step.step, phase), *ops)
-        what = "gathered" if Op.ALL_GATHER in ops else "reduced"
-        tally.expect(
-            nbytes(seen) <= most,
-            f"{nbytes(seen)} B {what} over more than one rank, but should be at most {most} B: "
-            f"without the {local} B of {', '.join(plan.local_units)}",
-            elements=max(len(seen), 1), step=step.step, phase=phase, got=f"{nbytes(seen)} B", expected=f"{most} B",
-            call=sites(seen), likely=f"{', '.join(plan.local_units)} is communicated over the world",
+        verb = "gathered" if Op.ALL_GATHER in ops else "reduced"
+        expect_bytes(
+            tally, f"{verb} over more than one rank", of(in_step(history, step.step, phase), *ops), most=most,
+            details=f"the {local} B of {names} should stay on their rank", step=step.step, phase=phase,
+            likely=f"{names} is communicated over the world",
         )  # fmt: skip
+
+
+def _judge_scattered(
+    tally: Tally, step: StepRecord, units: list[Unit], scattered: list[CollectiveRecord], *, group_size: int,
+    padding: float,
+) -> None:  # fmt: skip
+    expect_count(
+        tally, "reduce_scatter in the shard group", scattered, least=len(units), most=len(units),
+        details="one per trainable unit", step=step.step, phase="reduce",
+    )  # fmt: skip
+    for unit, record in zip(units, scattered, strict=False):
+        most = int(padded_bytes([unit], group_size, trainable_only=True) * (1 + padding))
+        expect_bytes(
+            tally, f"reduce_scatter of {unit.label()}", [record], least=_least_bytes(unit), most=most, step=step.step,
+            phase="reduce",
+        )  # fmt: skip
+
+
+def _judge_reduced(
+    tally: Tally, step: StepRecord, scattered: list[CollectiveRecord], reduced: list[CollectiveRecord], *,
+    group_size: int,
+) -> None:  # fmt: skip
+    expect_count(
+        tally, "all_reduce in the replica group", reduced, least=len(scattered), most=len(scattered),
+        details="one per reduce_scatter", step=step.step, phase="reduce",
+        likely="replicas train independently" if not reduced else None,
+    )  # fmt: skip
+    for before, after in zip(scattered, reduced, strict=False):
+        shard = before.nbytes // group_size
+        tally.compare(
+            after.nbytes == shard, "all_reduce", expected=f"{shard} B", got=f"{after.nbytes} B",
+            details=f"the shard that a reduce_scatter of {before.nbytes} B leaves on each of {group_size} ranks",
+            step=step.step, phase="reduce", call=after.site,
+            likely="the full gradient is all-reduced" if after.nbytes == before.nbytes else None,
+        )  # fmt: skip
+        tally.compare(
+            after.seq > before.seq, "position of the all_reduce", expected=f"after reduce_scatter #{before.seq}",
+            got=f"#{after.seq}", step=step.step, phase="reduce", call=after.site,
+        )  # fmt: skip
+
+
+def _least_bytes(unit: Unit) -> int:
+    return parameter_bytes([unit], trainable_only=True)
+
+
+def _by_bytes(records: Iterable[CollectiveRecord]) -> list[CollectiveRecord]:
+    """In the order of the units; of equal size, in the order in which they were issued."""
+    return sorted(records, key=lambda record: (record.nbytes, record.seq))
 
 
 def _text(group: Group) -> str:

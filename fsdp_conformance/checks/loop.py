@@ -1,12 +1,12 @@
 """
-The training loop of the references: a regime, followed word for word, for one rank or for all ranks in one process.
+The training loop of the references: runs a regime for one rank, or for all ranks in one process.
 
-A *replica* is the model of one rank with its optimizer and its history. A distributed reference holds one replica, the
-single-process reference one per virtual rank. What differs between references is how gradients meet: `Reference.call`,
+A *replica* is one rank's model with its optimizer and its history. A distributed reference holds one replica, the
+single-process reference one per virtual rank. References differ in how they reduce gradients: `Reference.call`,
 `Reference.accumulate` and `Reference.reduce`.
 
-The implementation under test goes through a loop that is written separately (`adapters.session`): a shared mistake
-would judge itself right.
+The implementation under test runs a separately written loop (`adapters.session`): a mistake in shared code would be
+judged correct.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.history.training import Gradients, StepRecord, TrainingHistory
 from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
 
-#: What torch adds to the total norm before it divides (torch.nn.utils.clip_grad_norm_).
+#: What torch adds to the total norm before dividing by it (torch.nn.utils.clip_grad_norm_).
 CLIP_EPSILON = 1e-6
 
 
 @dataclass(slots=True)
 class Replica:
-    """One rank's model while it is trained."""
+    """One rank's model during training."""
 
     rank: int
     module: nn.Module
     params: dict[str, nn.Parameter]
     local: frozenset[str]
-    """FQNs of parameters that are this rank's alone."""
+    """FQNs of parameters that only this rank has."""
     optimizer: Optimizer
     history: TrainingHistory
     contributions: list[list[Gradients]] = field(default_factory=list)
-    """By step and micro-batch: the gradient of this rank's loss alone, where it was asked for."""
+    """By step and micro-batch: the gradient of this rank's loss alone, if requested."""
 
 
 class Reference(ABC):
-    """One way to train replicated models. `name` is how histories and reports call it."""
+    """One way to train replicated models. `name` appears in histories and reports."""
 
     name: ClassVar[str]
 
@@ -64,7 +64,7 @@ class Reference(ABC):
     ) -> None:
         if regime.optimizer not in workload.optimizers:
             known = ", ".join(sorted(workload.optimizers))
-            raise ConfigError([f"optimizer={regime.optimizer!r}, but should be one of {known}"], where=workload.name)
+            raise ConfigError([f"optimizer must be one of {known}, got {regime.optimizer!r}"], where=workload.name)
         self.workload = workload
         self.regime = regime
         self.world_size = world_size
@@ -86,23 +86,23 @@ class Reference(ABC):
     # What differs between references.
 
     def call(self, replica: Replica) -> Callable[..., Any]:
-        """What a training forward that is followed by a backward goes through."""
+        """The callable for a training forward that is followed by a backward."""
         return replica.module
 
     def call_in_eval(self, replica: Replica) -> Callable[..., Any]:
-        """What a forward in eval mode goes through."""
+        """The callable for a forward in eval mode."""
         return replica.module
 
     def accumulate(self, replica: Replica, reduced: bool) -> AbstractContextManager[Any]:
-        """Entered around forward and backward of a micro-batch."""
+        """The context around forward and backward of a micro-batch."""
         return nullcontext()
 
     @abstractmethod
     def reduce(self, micro: int, reduced: bool) -> None:
-        """After the backward of a micro-batch on every replica: the gradients meet, if `reduced`."""
+        """Called after the backward of a micro-batch on every replica; averages the gradients if `reduced`."""
 
     def refrozen(self) -> None:
-        """requires_grad of some parameters has changed."""
+        """Called after requires_grad of some parameters has changed."""
 
     def total_norm(self, replica: Replica) -> Tensor:
         """The norm of all gradients as one vector, from full gradients in float64."""
@@ -112,7 +112,7 @@ class Reference(ABC):
         return total
 
     def clip(self, replica: Replica, max_norm: float) -> Tensor:
-        """Scale gradients down to `max_norm`; the total norm before."""
+        """Scale gradients down to `max_norm`; returns the total norm before scaling."""
         norm = self.total_norm(replica)
         coefficient = float(torch.clamp(max_norm / (norm + CLIP_EPSILON), max=1.0))
         for param in replica.params.values():
@@ -148,7 +148,7 @@ class Reference(ABC):
             if step in self.regime.eval_before:
                 self._evaluate(replica, step)
             for _ in range(self.regime.idle_forwards):
-                # Around DDP, not through it: its reducer would wait for a backward that does not come.
+                # Bypasses DDP, whose reducer would wait for a backward that never comes.
                 batch = self._batch(replica, step, 0)
                 replica.module(*batch.args, **batch.kwargs)
         for micro in range(self.regime.micro_batches):
@@ -208,11 +208,11 @@ class Reference(ABC):
 
 
 def noted_gradients(params: dict[str, nn.Parameter]) -> Gradients:
-    """Copies of the gradients on the CPU, None where there is none."""
+    """Copies of the gradients on the CPU; None for a parameter without one."""
     return {name: None if param.grad is None else note(param.grad) for name, param in params.items()}
 
 
 def local_names(workload: Workload, params: Iterable[str]) -> frozenset[str]:
-    """Parameters that are not averaged: experts, and those of ignored modules."""
+    """Parameters that are not averaged over ranks: experts, and those of ignored modules."""
     ignored = tuple(f"{name}." for name in workload.ignored)
     return frozenset(name for name in params if name in workload.local_params or name.startswith(ignored))

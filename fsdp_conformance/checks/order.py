@@ -1,4 +1,4 @@
-"""The order of collectives inside a step, and their sameness from step to step."""
+"""The order of collectives within a step, and whether every step issues the same ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fsdp_conformance.checks.result import CheckResult, Tally
-from fsdp_conformance.checks.sizes import Unit, sized_units
 from fsdp_conformance.checks.traffic import in_step, of, sites, steady_steps
+from fsdp_conformance.checks.units import Unit, owning_units
 from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord, Op
@@ -25,13 +25,13 @@ _SLACK = 1.2
 
 def execution_order(history: TrainingHistory, workload: Workload, plan: Plan, *, requirement: str) -> CheckResult:
     """
-    All-gathers of a forward come in the order in which units run, reduce-scatters of a backward in the reverse (R070).
+    All-gathers of a forward come in the order in which units run, reduce-scatters of a backward in reverse (R070).
 
-    Whose a collective is, is told by its number of elements. The root is left out: it runs around all others, so its
+    The number of elements identifies a collective's unit. The root is left out: it runs around all others, so its
     place is the engine's choice. Raises SuiteError if two units cannot be told apart.
     """
     tally = Tally("execution order", requirement, rank=history.rank)
-    units = sized_units(workload, plan).shared
+    units = owning_units(workload, plan).shared
     _require_distinct(units, history.world_size, workload)
     owning = {unit.fqn for unit in units}
     entered = run_order(workload, plan, rank=history.rank, world_size=history.world_size)
@@ -45,21 +45,19 @@ def execution_order(history: TrainingHistory, workload: Workload, plan: Plan, *,
             what = "all-gathers" if phase == "forward" else "reduce-scatters"
             seen = _owners(records, units, history.world_size)
             got = [name for name in dict.fromkeys(seen) if name]
-            tally.expect(
-                got == expected,
-                f"order of {what}={_text(got)}, but should be {_text(expected)}",
-                elements=max(len(records), 1), step=step.step, phase=phase, got=_text(got), expected=_text(expected),
-                call=sites(records),
+            tally.compare(
+                got == expected, f"order of {what}", expected=_text(expected), got=_text(got),
+                elements=max(len(records), 1), step=step.step, phase=phase, call=sites(records),
             )  # fmt: skip
     return tally.result()
 
 
 def steady_schedule(history: TrainingHistory, *, requirement: str, validation: bool = False) -> CheckResult:
     """
-    All steps but the first issue the same collectives, and the first no more of any op (R071).
+    All steps after the first issue the same collectives, and the first issues no more of any op (R071).
 
-    `validation`: the engine declares a check in its first iteration, whose collectives are then not counted against it.
-    Sizes of the first step are not compared: engines with buckets may arrange them by what they see there.
+    `validation`: the engine declares a check in its first iteration, so additional collectives there are allowed.
+    Sizes in the first step are not compared: engines with buckets may rearrange them by what they see there.
     """
     tally = Tally("steady schedule", requirement, rank=history.rank)
     steps = steady_steps(history)
@@ -68,36 +66,33 @@ def steady_schedule(history: TrainingHistory, *, requirement: str, validation: b
         records = in_step(history, step.step)
         more, less = Counter(map(_kind, records)), Counter(map(_kind, usual))
         changed = {kind: more[kind] - less[kind] for kind in more | less if more[kind] != less[kind]}
-        tally.expect(
-            not changed,
-            f"{len(records)} collectives, but should be the {len(usual)} of step {steps[0].step}: {_changes(changed)}",
-            elements=len(records), step=step.step, got=str(len(records)), expected=str(len(usual)),
+        tally.compare(
+            not changed, "collectives", expected=f"the {len(usual)} of step {steps[0].step}", got=len(records),
+            details=_changes(changed), elements=len(records), step=step.step,
         )  # fmt: skip
     first = history.steps[0]
     records = in_step(history, first.step)
     counts, wanted = Counter(map(_place, records)), Counter(map(_place, usual))
     extra = counts - wanted
     extras = [record for record in records if _place(record) in extra]
-    tally.expect(
-        not extra or validation,
-        f"{len(records)} collectives in the first step, but should be {len(usual)} as in step {steps[0].step}: "
-        f"{_changes(dict(extra))}",
-        elements=len(records), step=first.step, phase=extras[0].phase if extras else None, got=str(len(records)),
-        expected=str(len(usual)), call=sites(extras),
+    tally.compare(
+        not extra or validation, "collectives in the first step",
+        expected=f"the {len(usual)} of step {steps[0].step}", got=len(records), details=_changes(dict(extra)),
+        elements=len(records), step=first.step, phase=extras[0].phase if extras else None, call=sites(extras),
     )  # fmt: skip
-    notes = [f"the first step issues {extra.total()} collectives more, as declared"] if extra and validation else []
+    notes = [f"the first step issues {extra.total()} more collectives, as declared"] if extra and validation else []
     return tally.result(notes=notes)
 
 
 def run_order(workload: Workload, plan: Plan, *, rank: int, world_size: int) -> list[str]:
-    """The units in the order in which a forward of the plain model enters them first, outer before inner."""
+    """The units in the order in which a forward of the plain model first enters them, outer before inner."""
     model = workload.build(rank)
     entered: list[str] = []
     for unit in plan.units or workload.units:
         for fqn in unit.split("+"):
             model.get_submodule(fqn).register_forward_pre_hook(partial(_enter, entered, unit))
     batch = workload.batch(BatchKey(step=0, rank=rank, world_size=world_size))
-    # The model may have dropout: what this forward draws must not be missing elsewhere.
+    # The model may have dropout: the numbers that this forward draws must not be missing later.
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         model(*batch.args, **batch.kwargs)
     return list(dict.fromkeys(entered))
@@ -117,8 +112,8 @@ def _require_distinct(units: Sequence[Unit], world_size: int, workload: Workload
     ]
     if close:
         raise SuiteError(
-            f"units {'; '.join(close)} have sizes that overlap when padded for {world_size} ranks, but should be told "
-            f"apart by them [execution_order, workload {workload.name}]"
+            f"cannot tell units apart by size once padded for {world_size} ranks: {'; '.join(close)} "
+            f"[execution_order, workload {workload.name}]"
         )
 
 
@@ -127,11 +122,11 @@ def _owners(records: Iterable[CollectiveRecord], units: Sequence[Unit], world_si
 
 
 def _owner(record: CollectiveRecord, units: Sequence[Unit], world_size: int) -> str:
-    """The unit that a collective belongs to ("" for the root), or its size where it is no single unit's."""
+    """The unit that a collective belongs to ("" for the root), or its size if it fits no unit."""
     dtype = getattr(torch, record.dtype, None)
     elements = record.nbytes // dtype.itemsize if isinstance(dtype, torch.dtype) else 0
     fitting = [unit for unit in units if unit.numel <= elements <= unit.padded_numel(world_size) * _SLACK]
-    return max(fitting, key=lambda unit: unit.numel).fqn if fitting else f"({record.nbytes} B of no unit)"
+    return max(fitting, key=lambda unit: unit.numel).fqn if fitting else f"({record.nbytes} B, no unit's)"
 
 
 def _kind(record: CollectiveRecord) -> str:

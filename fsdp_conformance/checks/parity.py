@@ -1,14 +1,14 @@
 """
-Parity: what an implementation did, step by step, against what replicated training does.
+Parity: what an implementation computed in each step, against replicated training.
 
-Every function compares one kind of value of one rank's history with the references and returns a CheckResult.
-Comparisons are bitwise on exact workloads and within calibrated bounds elsewhere. After the first step at which a
-kind diverges, later steps are counted but not told: they are consequences.
+Each kind of value of one rank's history is compared with the references and gives one CheckResult. Comparisons are
+bitwise on exact workloads and within calibrated bounds elsewhere. After the first step at which a kind diverges, later
+steps are counted but not reported: they are consequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -17,14 +17,17 @@ from torch import Tensor
 from fsdp_conformance.checks import explain
 from fsdp_conformance.checks.comparison import Difference, compare, number
 from fsdp_conformance.checks.references import Kind, References, values
-from fsdp_conformance.checks.result import CheckResult
+from fsdp_conformance.checks.result import CheckResult, comparison
 from fsdp_conformance.checks.tolerance import CEILING, Bound
-from fsdp_conformance.checks.writer import last_writer
+from fsdp_conformance.checks.traffic import REDUCING, of
+from fsdp_conformance.checks.units import Unit, owner, owning_units, parameter_bytes
 from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.history.collective import CollectiveRecord
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.outcome import Finding
+from fsdp_conformance.workload import Workload
 
-#: Requirement of each kind where a case names no other.
+#: Requirement of each kind unless a case names another.
 REQUIREMENTS: dict[Kind, str] = {
     Kind.INITIAL: "R001",
     Kind.LOSS: "R001",
@@ -49,7 +52,7 @@ _PHASE: dict[Kind, str] = {
     Kind.EVAL: "eval",
 }
 
-#: Within a step. A loss diverges before the gradient that it makes, buffers are read last.
+#: Order within a step. A loss diverges before the gradient it produces; buffers are read last.
 _ORDER = (
     Kind.INITIAL,
     Kind.EVAL,
@@ -62,8 +65,11 @@ _ORDER = (
     Kind.BUFFER,
 )
 
-#: Findings of one kind; the rest of the first diverging step becomes a note.
+#: Findings per kind; the rest of the first diverging step becomes a note.
 MAX_FINDINGS = 8
+
+#: Padding that implementations have been seen to add to a unit: up to a sixth, plus a row per rank.
+_SLACK = 1.25
 
 
 def parity(
@@ -76,9 +82,8 @@ def parity(
     """
     Every comparison that the history and the regime allow; results in the order of a step.
 
-    `requirements` replaces the requirement of a kind, by the kind's name. With `none_or_zero` a gradient of zeros
-    stands for none and the other way round. What the implementation does not show (gradients, buffers, norms) is a
-    note.
+    `requirements` replaces the requirement of a kind, by the kind's name. With `none_or_zero` a missing gradient and a
+    gradient of zeros count as equal. What the implementation does not expose (gradients, buffers, norms) is a note.
     """
     replaced = {Kind(kind): requirement for kind, requirement in (requirements or {}).items()}
     results: list[CheckResult] = []
@@ -97,83 +102,54 @@ def parity(
     return results
 
 
-def initial_parity(history: TrainingHistory, references: References, *, requirement: str | None = None) -> CheckResult:
-    """Parameters after setup are the model's, under its names, in full shape, bit for bit."""
-    return _judged(Kind.INITIAL, history, references, requirement)
-
-
-def loss_parity(history: TrainingHistory, references: References, *, requirement: str | None = None) -> CheckResult:
-    """This rank's loss of every micro-batch."""
-    return _judged(Kind.LOSS, history, references, requirement)
-
-
-def gradient_parity(
-    history: TrainingHistory, references: References, *, requirement: str | None = None, none_or_zero: bool = False
+def kind_parity(
+    kind: Kind,
+    history: TrainingHistory,
+    references: References,
+    *,
+    requirement: str | None = None,
+    none_or_zero: bool = False,
 ) -> CheckResult:
-    """Full gradients before the optimizer: the mean over ranks, None where nobody has one."""
-    return _judged(Kind.GRADIENT, history, references, requirement, none_or_zero)
-
-
-def parameter_parity(
-    history: TrainingHistory, references: References, *, requirement: str | None = None
-) -> CheckResult:
-    """Full parameters after the optimizer, relative to how far they have moved."""
-    return _judged(Kind.PARAMETER, history, references, requirement)
-
-
-def buffer_parity(history: TrainingHistory, references: References, *, requirement: str | None = None) -> CheckResult:
-    """This rank's buffers after each step."""
-    return _judged(Kind.BUFFER, history, references, requirement)
-
-
-def norm_parity(history: TrainingHistory, references: References, *, requirement: str | None = None) -> CheckResult:
-    """The total norm that clipping returned."""
-    return _judged(Kind.NORM, history, references, requirement)
-
-
-def clipped_gradient_parity(
-    history: TrainingHistory, references: References, *, requirement: str | None = None
-) -> CheckResult:
-    """Full gradients after clipping."""
-    return _judged(Kind.CLIPPED, history, references, requirement)
-
-
-def output_parity(history: TrainingHistory, references: References, *, requirement: str | None = None) -> CheckResult:
-    """Outputs of training forwards: structure, types and values."""
-    return _judged(Kind.OUTPUT, history, references, requirement)
-
-
-def eval_parity(history: TrainingHistory, references: References, *, requirement: str | None = None) -> CheckResult:
-    """Outputs of forwards in eval mode."""
-    return _judged(Kind.EVAL, history, references, requirement)
-
-
-def first_divergence(results: Iterable[CheckResult]) -> list[Finding]:
-    """All findings in the order in which things happen: by step, then by what a step does first."""
-    phases = ("init", "eval", "forward", "backward", "reduce", "step")
-
-    def place(finding: Finding) -> tuple[int, int]:
-        phase = phases.index(finding.phase) if finding.phase in phases else len(phases)
-        return (-1 if finding.step is None else finding.step, phase)
-
-    return sorted((finding for result in results for finding in result.findings), key=place)
-
-
-def _judged(
-    kind: Kind, history: TrainingHistory, references: References, requirement: str | None, none_or_zero: bool = False
-) -> CheckResult:
+    """One of the comparisons of `parity`. Raises NothingCompared if neither side has a value of the kind."""
     result = _Judge(kind, history, references, requirement, none_or_zero=none_or_zero).result()
     return result.demand_comparisons(f"{references.workload.name}, rank {history.rank}")
 
 
+def last_writer(history: TrainingHistory, kind: Kind, step: int, workload: Workload, name: str) -> str | None:
+    """
+    The collective that reduced a gradient, on one line, or None if none fits or several do.
+
+    It is recognised by its size: between the bytes of the parameter's unit and a quarter more.
+    """
+    if kind is not Kind.GRADIENT:
+        return None
+    backward = [record for record in history.collectives if record.step == step and record.phase == "backward"]
+    reduced = of(backward, *REDUCING)
+    if len(reduced) > 1:
+        fqn = owner(name, workload.units)
+        sizes = [_reduced_bytes(unit, history.world_size) for unit in owning_units(workload).shared if unit.fqn == fqn]
+        reduced = [record for record in reduced for least, most in sizes if least <= record.nbytes <= most]
+    return _reference_to(reduced[0]) if len(reduced) == 1 else None
+
+
+def _reduced_bytes(unit: Unit, world_size: int) -> tuple[int, float]:
+    least = parameter_bytes([unit], trainable_only=True)
+    row_per_rank = sum(world_size * p.row_numel * p.itemsize for p in unit.parameters if p.shape)
+    return least, least * _SLACK + row_per_rank
+
+
+def _reference_to(record: CollectiveRecord) -> str:
+    return f"#{record.seq} {record.line()}" + (f" at {record.site}" if record.site else "")
+
+
 def _applies(kind: Kind, history: TrainingHistory, references: References) -> bool:
     """
-    Whether both sides have values of the kind. Names that are missing on one side alone are findings, not a reason.
+    Whether both sides have values of the kind. A name that only one side has is a finding, not a reason to skip.
     """
     if kind is Kind.LOSS:
         return True
     if kind in (Kind.INITIAL, Kind.PARAMETER):
-        # A model without parameters has nothing to compare; names on one side alone have.
+        # A model without parameters has nothing to compare, unless one side has names that the other lacks.
         return any(
             values(side, kind, step) for side in (history, references.expected) for step in range(len(side.steps))
         )
@@ -210,7 +186,7 @@ class _Judge:
     ) -> None:
         if len(history.steps) != len(references.expected.steps):
             raise SuiteError(
-                f"steps={len(history.steps)}, but should be {len(references.expected.steps)} as in the references "
+                f"steps: expected {len(references.expected.steps)} as in the references, got {len(history.steps)} "
                 f"[{kind} parity, {references.workload.name}, rank {history.rank}]"
             )
         self.kind = kind
@@ -225,17 +201,17 @@ class _Judge:
         """Compare every step."""
         once = self.kind in (Kind.INITIAL, Kind.EVAL)
         for step in range(1 if once else len(self.history.steps)):
-            told = self._step(step)
-            if not self.found.findings and told:
-                self.found.findings = told[:MAX_FINDINGS]
-                if len(told) > MAX_FINDINGS:
-                    rest = len(told) - MAX_FINDINGS
+            findings = self._step(step)
+            if not self.found.findings and findings:
+                self.found.findings = findings[:MAX_FINDINGS]
+                if len(findings) > MAX_FINDINGS:
+                    rest = len(findings) - MAX_FINDINGS
                     self.found.notes.append(
                         f"{rest} more {self.kind}s differ at step {step} on rank {self.history.rank}"
                     )
         if self.unclear and not self.found.findings:
             where = f"{self.found.check}, {self.references.workload.name}"
-            self.found.inconclusive = f"{self.unclear[0]}, above {CEILING:g}: a weak fault could hide [{where}]"
+            self.found.inconclusive = f"{self.unclear[0]}, above {CEILING:g}: a weak fault could hide in it [{where}]"
         self.found.measurements = self.references.measurements(self.kind)
         return self.found
 
@@ -244,30 +220,24 @@ class _Judge:
         expected = values(self.references.expected, self.kind, step)
         if self.kind is Kind.INITIAL:
             # An adapter may not expose buffers; their names are judged where it does.
-            expected = {name: value for name, value in expected.items() if name in got or not self._is_buffer(name)}
-        told = self._names(step, got, expected)
+            buffers = self.references.expected.initial_buffers
+            expected = {name: value for name, value in expected.items() if name in got or name not in buffers}
+        findings = self._names(step, got, expected)
         for name in (name for name in expected if name in got):
             finding = self._one(step, name, got[name], expected[name])
             if finding is not None:
-                told.append(finding)
-        return told
-
-    def _is_buffer(self, name: str) -> bool:
-        return name in self.references.expected.initial_buffers
+                findings.append(finding)
+        return findings
 
     def _names(self, step: int, got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Finding]:
-        """Names that are on one side alone."""
+        """Names that only one side has."""
         if got or expected:
             self.found.counted(elements=len(expected))
-        missing, added = (
-            [name for name in mine if name not in theirs] for mine, theirs in ((expected, got), (got, expected))
-        )
+        missing = [name for name in expected if name not in got]
+        added = [name for name in got if name not in expected]
         return [
-            *(self._finding(step, name, f"{self.kind} {name!r} is missing, but should be there") for name in missing),
-            *(
-                self._finding(step, name, f"{self.kind} {name!r} is there, but should not: no such name")
-                for name in added
-            ),
+            *(self._finding(step, name, f"{self.kind} {name!r} is missing") for name in missing),
+            *(self._finding(step, name, f"unexpected {self.kind} {name!r}: the model has none") for name in added),
         ]
 
     def _one(self, step: int, name: str, got: Any, expected: Any) -> Finding | None:
@@ -275,12 +245,13 @@ class _Judge:
             return self._none(step, name, got, expected)
         self.found.counted(elements=expected.numel())
         if got.shape != expected.shape:
-            message = f"shape={tuple(got.shape)}, but should be {tuple(expected.shape)}: the full tensor"
-            return self._finding(step, name, message)
+            return self._differs(
+                step, name, "shape", tuple(got.shape), tuple(expected.shape), details="must be the full tensor"
+            )
         dtype = self._dtype(name, expected)
         # A norm may be in the widest dtype of the gradients, or in float64.
         if got.dtype != dtype and self.kind is not Kind.NORM:
-            return self._finding(step, name, f"dtype={got.dtype}, but should be {dtype}")
+            return self._differs(step, name, "dtype", got.dtype, dtype)
         bound = self.references.bound(self.kind, step, name)
         difference = compare(got, expected, bound)
         if difference is None:
@@ -290,25 +261,19 @@ class _Judge:
         return self._difference(step, name, got, expected, bound, difference)
 
     def _none(self, step: int, name: str, got: Any, expected: Any) -> Finding | None:
-        """Values of which one is no tensor: gradients that are None, leaves of outputs."""
+        """Values at least one of which is not a tensor: gradients that are None, leaves of outputs."""
         self.found.counted(elements=1)
         if not isinstance(got, Tensor) and not isinstance(expected, Tensor):
             if type(got) is type(expected) and got == expected:
                 return None
-            return self._finding(step, name, f"{self.kind}={got!r}, but should be {expected!r}")
+            return self._differs(step, name, self.kind, repr(got), repr(expected))
         if self.none_or_zero and all(value is None or not bool(value.any()) for value in (got, expected)):
             return None
-        seen = [_described(value) for value in (got, expected)]
-        message = f"{self.kind}={seen[0]}, but should be {seen[1]}"
-        likely = explain.likely_none(got, expected, self.world_size) if self.kind is Kind.GRADIENT else None
-        return self._finding(step, name, message, likely=likely)
-
-    @property
-    def world_size(self) -> int:
-        return self.references.world_size
+        likely = explain.likely_none(got, expected) if self.kind is Kind.GRADIENT else None
+        return self._differs(step, name, self.kind, _described(got), _described(expected), likely=likely)
 
     def _dtype(self, name: str, expected: Tensor) -> torch.dtype:
-        """The model's dtype: the expected value is a float64 twin."""
+        """The model's dtype, since the expected value is a float64 twin."""
         if not expected.is_floating_point():
             return expected.dtype
         return self.references.dtypes.get(name, torch.float32)
@@ -316,16 +281,15 @@ class _Judge:
     def _difference(
         self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound, difference: Difference
     ) -> Finding:
-        told = f"{self.kind}={number(difference.got)}, but should be {number(difference.expected)}"
-        if difference.elements > 1:
-            told += f"; {difference.differing} of {difference.elements} elements differ"
+        counted = f"{difference.differing} of {difference.elements} elements differ" if difference.elements > 1 else ""
         if self.diverged.get(name, step + 1) <= step and self.kind in (Kind.PARAMETER, Kind.CLIPPED):
-            likely: str | None = f"follows from the gradient of step {self.diverged[name]}"
+            likely: str | None = f"a consequence of the wrong gradient in step {self.diverged[name]}"
         else:
             likely = explain.likely(self._evidence(step, name, got, expected, bound))
-        return self._finding(
-            step, name, told, bound=bound.text(), likely=likely,
-            call=last_writer(self.history, self.kind, step, self.references.workload, name), **difference.fields(),
+        return self._differs(
+            step, name, self.kind, number(difference.got), number(difference.expected), details=counted,
+            bound=bound.text(), likely=likely,
+            call=last_writer(self.history, self.kind, step, self.references.workload, name), **difference.place(),
         )  # fmt: skip
 
     def _evidence(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> explain.Evidence:
@@ -352,6 +316,12 @@ class _Judge:
             },
         )
 
+    def _differs(
+        self, step: int, name: str, what: str, got: object, expected: object, *, details: str = "", **fields: Any
+    ) -> Finding:
+        message = comparison(what, expected=expected, got=got, details=details)
+        return self._finding(step, name, message, got=str(got), expected=str(expected), **fields)
+
     def _finding(self, step: int, name: str, message: str, **fields: Any) -> Finding:
         init = self.kind in (Kind.INITIAL, Kind.EVAL)
         return Finding(
@@ -367,7 +337,7 @@ class _Judge:
 
 
 def _by_rank(references: References, step: int, name: str) -> list[list[Tensor | None]]:
-    """By rank and micro-batch: that rank's own gradient."""
+    """By rank and micro-batch: the gradient of that rank alone."""
     return [[micro.get(name) for micro in rank[step]] for rank in references.contributions()]
 
 

@@ -1,8 +1,8 @@
 """
-The sharding witness: bytes held and traffic seen tell sharded from replicated training.
+The sharding witness: tells sharded from replicated training by the bytes each rank holds and the traffic it sees.
 
-Parity cannot: an engine that silently falls back to replicated training is at parity in every step. What a rank holds
-cannot lie in the same way, because optimizer state that is not sharded has the size of the whole model's.
+Parity cannot do this: an engine that silently falls back to replicated training is at parity in every step. The bytes
+give it away, because unsharded optimizer state has the size of the whole model's.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from math import prod
 
 from fsdp_conformance.checks.result import CheckResult, Tally
-from fsdp_conformance.checks.traffic import GATHERING, gradient_reductions, in_step, nbytes, of
+from fsdp_conformance.checks.traffic import GATHERING, expect_bytes, gradient_reductions, in_step, nbytes, of
 from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.history.training import TrainingHistory
 
-#: What a plan promises to be sharded. An engine's default must shard its optimizer state at least.
+#: What a plan promises to shard. An engine's default must shard at least its optimizer state.
 SHARDED_KINDS = {
     Sharding.FULL: ("params", "grads", "optim"),
     Sharding.HYBRID: ("params", "grads", "optim"),
@@ -33,36 +33,37 @@ _NAMES = {"params": "parameters", "grads": "gradients", "optim": "optimizer stat
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Share:
-    """The part of all parameters that one rank holds if the dim 0 of each is cut in equal chunks, as a fraction."""
+    """The fraction of all parameters that one rank holds if dim 0 of each is cut into equal chunks."""
 
     largest: float
-    """Of the first rank: dim 0 rounded up."""
+    """The first rank's: dim 0 rounded up."""
     smallest: float
-    """Of the last rank: what is left."""
+    """The last rank's: what is left."""
 
 
 def sharding_witness(history: TrainingHistory, plan: Plan, *, world_size: int, padding: float) -> CheckResult:
     """
-    Whether bytes and traffic of this rank are those of the plan's sharding degree (R188), and of a shard alone (R033).
+    Bytes and traffic of this rank match the plan's sharding degree (R188), and it holds only its shard (R033).
 
-    R188, for every kind that the plan shards: what is held is nearer to a shard than to the whole, and not nothing
-    where it is optimizer state; and in the last step parameters come over the wire, as they must if no rank has all.
-    (An engine may deal out whole parameters, unevenly, so "nearer to" is all that can be asked.)
+    R188, for every kind that the plan shards: the bytes held are nearer to a shard than to the whole, and not zero for
+    optimizer state; and in the last step parameters come over the wire, as they must if no rank has all of them. (An
+    engine may distribute whole parameters unevenly, so "nearer to" is as strict as this can be.)
 
     R033, for parameters that are sharded: at most the largest shard times 1 + `padding`. A module that is emptied
     between steps holds none.
     """
     if not history.held_bytes or not history.full_bytes:
         raise SuiteError(
-            f"held_bytes={history.held_bytes}, full_bytes={history.full_bytes}, but should be filled [sharding_witness]"
+            f"held_bytes and full_bytes must be recorded, got {history.held_bytes} and {history.full_bytes} "
+            "[sharding_witness]"
         )
     tally = Tally("sharding witness", "R188", rank=history.rank)
     group_size = shard_group_size(history, plan, world_size=world_size)
     notes = []
     if plan.sharding is Sharding.NONE:
-        notes.append("sharding=none: exempt from the sharding witness; gradients are still reduced")
+        notes.append("sharding=none: the sharding witness does not apply; gradients are still reduced")
     elif group_size == 1:
-        notes.append(f"shard group of one rank (world size {world_size}): a shard is the whole, nothing shows sharding")
+        notes.append(f"shard group of one rank (world size {world_size}): the shard is the whole and shows nothing")
         _judge_shard_size(tally, history, plan, group_size=1, padding=padding)
     else:
         for kind in SHARDED_KINDS[plan.sharding]:
@@ -79,7 +80,7 @@ def shard_group_size(history: TrainingHistory, plan: Plan, *, world_size: int) -
     """
     Over how many ranks a parameter is sharded.
 
-    An engine's default may be hybrid: there the largest group that all-gathers run over says it.
+    An engine's default may be hybrid; then it is the size of the largest group that all-gathers run over.
     """
     if plan.sharding is not Sharding.DEFAULT:
         return world_size // plan.replicas
@@ -88,7 +89,7 @@ def shard_group_size(history: TrainingHistory, plan: Plan, *, world_size: int) -
 
 
 def share(history: TrainingHistory, plan: Plan, group_size: int) -> Share:
-    """The shards of this model's parameters; those of local units and ignored submodules are whole on every rank."""
+    """The shards of this model's parameters; local units and ignored submodules are whole on every rank."""
     tensors = history.initial_params or history.steps[-1].params
     whole, largest, smallest = 0, 0, 0
     for fqn, tensor in tensors.items():
@@ -100,7 +101,7 @@ def share(history: TrainingHistory, plan: Plan, group_size: int) -> Share:
         largest += chunk * row
         smallest += max(0, rows - (size - 1) * chunk) * row
     if not whole:
-        raise SuiteError("parameters=0 B, but should be more [sharding_witness]: the model has nothing to shard")
+        raise SuiteError("the model has no parameters to shard [sharding_witness]")
     return Share(largest=largest / whole, smallest=smallest / whole)
 
 
@@ -109,7 +110,7 @@ def _under(fqn: str, modules: Iterable[str]) -> bool:
 
 
 def _limit(history: TrainingHistory, plan: Plan, kind: str, group_size: int) -> int:
-    """Half way from a shard to the whole."""
+    """Halfway between a shard and the whole."""
     return int(history.full_bytes[kind] * (1 + share(history, plan, group_size).largest) / 2)
 
 
@@ -125,66 +126,58 @@ def _judge_kind(
 ) -> None:
     full = history.full_bytes.get(kind, 0)
     if not full:
-        notes.append(f"an unsharded run holds no {_NAMES[kind]}, so none can show sharding")
+        notes.append(f"an unsharded run holds no {_NAMES[kind]}, so they cannot show sharding")
         return
     if kind not in history.held_bytes:
-        notes.append(f"the adapter does not show which {_NAMES[kind]} are held on a rank")
+        notes.append(f"the adapter does not report the {_NAMES[kind]} that a rank holds")
         return
     held, limit = history.held_bytes[kind], _limit(history, plan, kind, group_size)
     shard = share(history, plan, group_size)
     wanted = f"about {int(full * shard.largest)} B, at most {limit} B"
-    tally.expect(
-        held <= limit,
-        f"{_NAMES[kind]} held={held} B of {full} B ({held / full:.3f}), but should be {wanted}: "
-        f"a shard over {group_size} ranks",
-        elements=full, phase="init" if kind == "params" else None, got=f"{held} B", expected=wanted, ratio=held / full,
+    tally.compare(
+        held <= limit, f"{_NAMES[kind]} held", expected=wanted, got=f"{held} B",
+        details=f"{held / full:.3f} of {full} B, which is sharded over {group_size} ranks",
+        elements=full, phase="init" if kind == "params" else None, ratio=held / full,
         likely="replicated training: every rank holds the whole" if held >= full else None,
     )  # fmt: skip
     if kind == "optim" and shard.smallest > 0:
-        tally.expect(
-            held > 0,
-            f"optimizer state held=0 B of {full} B, but should be about {int(full * shard.smallest)} B: a shard",
-            got="0 B", expected=wanted, likely="the adapter's local_tensors leaves the optimizer state out",
+        tally.compare(
+            held > 0, "optimizer state held", expected=f"about {int(full * shard.smallest)} B", got="0 B",
+            details=f"a shard of {full} B", likely="the adapter's local_tensors leaves out the optimizer state",
         )  # fmt: skip
 
 
 def _judge_shard_size(tally: Tally, history: TrainingHistory, plan: Plan, *, group_size: int, padding: float) -> None:
     full, held = history.full_bytes["params"], history.held_bytes.get("params", 0)
     most = int(full * share(history, plan, group_size).largest * (1 + padding))
-    tally.expect(
-        held <= most,
-        f"parameters held={held} B, but should be at most {most} B: the largest shard of {full} B over {group_size} "
-        f"ranks and {padding:.0%} padding",
-        requirement="R033", elements=full, phase="init", got=f"{held} B", expected=f"at most {most} B",
-        ratio=held / most if most else None,
+    tally.compare(
+        held <= most, "parameters held", expected=f"at most {most} B", got=f"{held} B",
+        details=f"the largest shard of {full} B over {group_size} ranks, plus {padding:.0%} padding",
+        requirement="R033", elements=full, phase="init", ratio=held / most if most else None,
     )  # fmt: skip
 
 
 def _judge_parameter_traffic(tally: Tally, history: TrainingHistory) -> None:
-    """Half of what trains, so that neither padding nor what an engine keeps on all ranks decides."""
-    least = history.full_bytes.get("grads", 0) // 2
     step = history.steps[-1].step
-    seen = of(in_step(history, step), *GATHERING)
-    tally.expect(
-        nbytes(seen) >= least,
-        f"{nbytes(seen)} B of parameters gathered or broadcast in the step, but should be at least {least} B: "
-        "a rank does not have the others' shards",
-        elements=max(len(seen), 1), step=step, phase="forward", got=f"{nbytes(seen)} B", expected=f"at least {least} B",
-        likely="replicated training: no rank needs another one's parameters",
+    expect_bytes(
+        tally, "parameters gathered or broadcast in the step", of(in_step(history, step), *GATHERING),
+        least=_half_of_what_trains(history), details="a rank does not have the others' shards",
+        step=step, phase="forward", likely="replicated training: no rank needs another rank's parameters",
     )  # fmt: skip
 
 
 def _judge_gradient_traffic(tally: Tally, history: TrainingHistory) -> None:
-    least = history.full_bytes.get("grads", 0) // 2
     step = history.steps[-1].step
-    seen = gradient_reductions(in_step(history, step))
-    tally.expect(
-        nbytes(seen) >= least,
-        f"{nbytes(seen)} B of gradients reduced in the step, but should be at least {least} B: "
-        "ranks see different batches",
-        elements=max(len(seen), 1), step=step, phase="reduce", got=f"{nbytes(seen)} B", expected=f"at least {least} B",
-        likely="ranks train apart",
+    expect_bytes(
+        tally, "gradients reduced in the step", gradient_reductions(in_step(history, step)),
+        least=_half_of_what_trains(history), details="ranks see different batches",
+        step=step, phase="reduce", likely="ranks train independently",
     )  # fmt: skip
+
+
+def _half_of_what_trains(history: TrainingHistory) -> int:
+    """Half, so that neither padding nor what an engine keeps on all ranks decides."""
+    return history.full_bytes.get("grads", 0) // 2
 
 
 def _measurements(history: TrainingHistory, group_size: int) -> dict[str, object]:

@@ -1,8 +1,8 @@
 """
-The reference that nobody can argue with: the full model on every rank, and an explicit all-reduce of its gradients.
+The indisputable reference: the full model on every rank, and an explicit all-reduce of its gradients.
 
-Sums are taken in the gradients' dtype over the default process group, then divided by the world size. A gradient that
-is None on every rank stays None; a rank that has none where others do contributes zeros.
+Gradients are summed in their dtype over the default process group, then divided by the world size. A gradient that is
+None on every rank stays None; if only some ranks have it, the others contribute zeros.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_conformance.checks.loop import Reference, Replica
+from fsdp_conformance.checks.loop import Reference
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.workload import Regime, Workload
 
 
 class AllReduce(Reference):
-    """One replica a process."""
+    """One replica per process."""
 
     name = "all-reduce"
 
     def __init__(self, workload: Workload, regime: Regime, **rest: Any) -> None:
         super().__init__(workload, regime, **rest)
         self._means: dict[str, Tensor] = {}
-        """Mean over ranks of the micro-batches of this step that were reduced already."""
+        """Mean over ranks of the micro-batches of this step that are already reduced."""
 
     def reduce(self, micro: int, reduced: bool) -> None:
         if not reduced:
@@ -34,18 +34,15 @@ class AllReduce(Reference):
         replica = self.replicas[0]
         if not any(self.regime.is_reduced(earlier) for earlier in range(micro)):
             self._means = {}
-        for name, mean in self._all_reduce(self._shared(replica)).items():
+        shared = {name: param for name, param in replica.params.items() if name not in replica.local}
+        for name, mean in self._all_reduce(shared).items():
             self._means[name] = self._means[name] + mean if name in self._means else mean
         if micro == self.regime.micro_batches - 1:
             for name, mean in self._means.items():
                 replica.params[name].grad = mean
 
-    @staticmethod
-    def _shared(replica: Replica) -> dict[str, nn.Parameter]:
-        return {name: param for name, param in replica.params.items() if name not in replica.local}
-
     def _all_reduce(self, params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
-        """The mean over ranks of the gradients, which are taken away; only of those that some rank has."""
+        """The mean over ranks of the gradients that any rank has; sets the gradients to None."""
         if not params:
             return {}
         uses = torch.tensor(

@@ -1,11 +1,11 @@
 """
-torch's DistributedDataParallel, as users know it: the reference of the contract.
+torch's DistributedDataParallel, as users run it: the contract's reference.
 
-Stated, because it decides what is compared: buffers are not broadcast in forward (each rank keeps its own, as sharded
-engines do), find_unused_parameters only where the workload or the regime has unused parameters, no_sync for deferred
-micro-batches. Parameters that belong to one rank are left to DDP's own list of ignored ones.
+Its settings decide what is compared: buffers are not broadcast in forward (each rank keeps its own, as sharded engines
+do), find_unused_parameters is set only if the workload or the regime has unused parameters, deferred micro-batches use
+no_sync, and parameters that belong to one rank are on DDP's list of ignored ones.
 
-DDP has corners in which it is no reference: `ddp_absence` names them, and then the other two judge.
+DDP does not support every regime: `ddp_absence` names the exceptions, which the other two references judge alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fsdp_conformance.checks.loop import Reference, Replica
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.workload import Regime, Workload
 
-#: Each rank keeps its own buffers in forward. torch 2.13 has another word for it, and warns of the old one.
+#: Each rank keeps its own buffers in forward. torch 2.13 renamed the argument and warns about the old name.
 _KEEP_BUFFERS: dict[str, Any] = {
     next(
         word
@@ -34,7 +34,7 @@ _KEEP_BUFFERS: dict[str, Any] = {
 
 
 class DDP(Reference):
-    """One replica a process, inside DistributedDataParallel."""
+    """One replica per process, inside DistributedDataParallel."""
 
     name = "torch-ddp"
 
@@ -52,8 +52,8 @@ class DDP(Reference):
         """DDP has reduced in backward."""
 
     def refrozen(self) -> None:
-        # DDP notes what requires a gradient when it is built: what is frozen later would leave its reducer waiting,
-        # and what is thawed later would stay local.
+        # DDP records which parameters require a gradient at construction: its reducer would wait for any that is
+        # frozen later, and never reduce any that is unfrozen later.
         self.wrapped = self._wrap(first=False)
 
     def clip(self, replica: Replica, max_norm: float) -> Tensor:
@@ -68,17 +68,17 @@ class DDP(Reference):
             replica.module,
             **_KEEP_BUFFERS,
             find_unused_parameters=self.regime.unused_parameters or "unused" in self.workload.traits,
-            # Broadcasts rank 0's parameters: wrong in the middle of training, where buffers of ranks differ.
+            # Broadcasts rank 0's parameters and buffers: wrong in mid-training, when buffers differ between ranks.
             init_sync=first,
         )
 
 
 def ddp_absence(workload: Workload, regime: Regime) -> str | None:
-    """Why DDP is no reference here, or None."""
+    """Why DDP cannot be a reference here, or None."""
     if not any(param.requires_grad for param in workload.build(0).parameters()):
-        return "no parameter requires a gradient, which DDP refuses"
+        return "DDP rejects models in which no parameter requires a gradient"
     if regime.backwards_per_forward > 1:
-        return "several backwards of one forward: DDP reduces in the first one only"
+        return "DDP reduces only in the first of several backwards of one forward"
     return None
 
 

@@ -1,19 +1,19 @@
 """
-The oracle of mixed precision: all ranks in one process, rounding at the points where a sharded engine rounds.
+The oracle for mixed precision: all ranks in one process, rounding where a sharded engine rounds.
 
-    parameters    cast to the dtype that their unit computes in, in every forward; float32 ones are stepped
-    inputs        floating-point ones cast by the root, and by units with a dtype of their own
+    parameters    cast to their unit's compute dtype in every forward; the optimizer steps the float32 ones
+    inputs        floating-point ones cast by the root, and by units with their own dtype
     gradients     in the compute dtype, cast to the reduce dtype, averaged in it, cast to float32
     buffers       floating-point ones cast once
 
-Deferred micro-batches are added up in float32, so the reduce dtype has to be that. At most two ranks: their sum is the
-same in either order, and halving it is exact, so that every correct engine has the same bits.
+Deferred micro-batches are accumulated in float32, so the reduce dtype must be float32 then. At most two ranks: their
+sum is the same in either order and halving it is exact, so every correct engine produces the same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from fsdp_conformance.workload import Regime, Workload
 
 _PHASES = {Kind.LOSS: "forward", Kind.GRADIENT: "reduce", Kind.EVAL: "eval"}
 
-#: Values whose dtype the optimizer or the user relies on; that of outputs is the engine's choice.
+#: Values whose dtype the optimizer or the user relies on; the dtype of outputs is the engine's choice.
 _IN_THEIR_DTYPE = frozenset({Kind.GRADIENT, Kind.PARAMETER, Kind.BUFFER})
 
 
@@ -47,8 +47,9 @@ class Rounding(SingleProcess):
         deferred = not all(regime.is_reduced(micro) for micro in range(regime.micro_batches))
         if self.world_size > 2 or (deferred and plan.reduce_dtype != "float32"):
             raise SuiteError(
-                f"world_size={self.world_size}, reduce_dtype={plan.reduce_dtype}, but should be at most 2, and float32 "
-                "where micro-batches are deferred: else the rounding depends on the order [rounding reference]"
+                "rounding is only determined for at most 2 ranks, and for deferred micro-batches only with "
+                f"reduce_dtype=float32: got world_size={self.world_size}, reduce_dtype={plan.reduce_dtype} "
+                "[rounding reference]"
             )
         self.plan = plan
         for replica in self.replicas:
@@ -87,26 +88,17 @@ class Rounding(SingleProcess):
 
         return convert(args, cast), convert(kwargs, cast)
 
-    def _mean(self, name: str) -> Tensor | None:
-        before = self._reduced.get(name)
-        found = [replica.params[name].grad for replica in self.replicas]
-        template = next((grad for grad in found if grad is not None), None)
-        if template is None:
-            return before
+    def mean(self, name: str, grads: list[Tensor], before: Tensor | None) -> Tensor:
         plan = self.plan
         dtype = _dtype(plan.reduce_dtype or plan.dtype_of(owner(name, plan.units))) or torch.float32
-        total = torch.zeros_like(template, dtype=dtype)
-        for grad in found:
-            if grad is not None:
-                total += grad.to(dtype)
-        mean = (total / self.world_size).float()
+        mean = (reduce(torch.add, [grad.to(dtype) for grad in grads]) / self.world_size).float()
         return mean if before is None else before + mean
 
 
 def rounding_reference(
     workload: Workload, regime: Regime, plan: Plan, *, rank: int, world_size: int, device: torch.device | str = "cpu"
 ) -> TrainingHistory:
-    """What one rank should have seen. Not collective. Raises SuiteError where rounding is not determined."""
+    """The expected history of one rank. Not collective. Raises SuiteError if the rounding is not determined."""
     run = Rounding(workload, regime, plan, ranks=range(world_size), world_size=world_size, device=device)
     return run.train()[rank]
 
@@ -114,33 +106,32 @@ def rounding_reference(
 def rounds_alike(
     history: TrainingHistory, expected: TrainingHistory, *, requirement: str, kinds: Sequence[Kind]
 ) -> CheckResult:
-    """Values of some kinds are those of the rounding reference, bit for bit."""
+    """Values of these kinds equal the rounding reference's, bit for bit."""
     tally = Tally("rounding parity", requirement, rank=history.rank)
     for kind in kinds:
         for record in expected.steps[: 1 if kind is Kind.EVAL else None]:
             got = values(history, kind, record.step)
             for name, want in values(expected, kind, record.step).items():
-                problem = _difference(got.get(name), want, demands_dtype=kind in _IN_THEIR_DTYPE)
-                tally.expect(
-                    problem is None,
-                    f"{kind} {problem}, but should be that of the reference that rounds at the same points",
+                difference = _difference(got.get(name), want, demands_dtype=kind in _IN_THEIR_DTYPE)
+                wanted, seen = difference or ("", "")
+                tally.compare(
+                    difference is None, kind, expected=wanted, got=seen,
+                    details="the reference rounds where the plan says",
                     elements=want.numel() if isinstance(want, Tensor) else 1,
-                    step=None if kind is Kind.EVAL else record.step,
-                    phase=_PHASES.get(kind, "step"),
-                    fqn=name,
-                )
+                    step=None if kind is Kind.EVAL else record.step, phase=_PHASES.get(kind, "step"), fqn=name,
+                )  # fmt: skip
     return tally.result().demand_comparisons(f"rank {history.rank}")
 
 
-def _difference(got: Any, want: Any, *, demands_dtype: bool) -> str | None:
-    """How a value differs from the one that is wanted, or None."""
+def _difference(got: Any, want: Any, *, demands_dtype: bool) -> tuple[str, str] | None:
+    """What was expected and what was seen of a value that differs, or None."""
     if not isinstance(got, Tensor) or not isinstance(want, Tensor):
-        return None if type(got) is type(want) else f"is {type(got).__name__} and not {type(want).__name__}"
+        return None if type(got) is type(want) else (type(want).__name__, type(got).__name__)
     if got.shape != want.shape or (demands_dtype and got.dtype is not want.dtype):
-        return f"is {got.dtype} {tuple(got.shape)} and not {want.dtype} {tuple(want.shape)}"
+        return f"{want.dtype} {tuple(want.shape)}", f"{got.dtype} {tuple(got.shape)}"
     if torch.equal(got.double(), want.double()):
         return None
-    return f"differs by up to {(got.double() - want.double()).abs().max().item():.3g}"
+    return "bitwise equality", f"a difference of up to {(got.double() - want.double()).abs().max().item():.3g}"
 
 
 def _cast_buffers(module: nn.Module, dtype: torch.dtype | None) -> None:

@@ -1,9 +1,9 @@
 """
-The plain oracle: every rank's batches in one process, no collective anywhere, in float64 or float32.
+The plain oracle: every rank's batches in one process, without collectives, in float64 or float32.
 
-Each virtual rank has a model of its own, because buffers and experts differ between ranks; gradients are averaged by
-adding tensors in a stated order. The orders are those that correct implementations use: on an exact probe all of them
-must give the same bits.
+Each virtual rank has its own model, because buffers and experts differ between ranks; gradients are averaged by adding
+tensors in a specified order. The orders are those that correct implementations use: on an exact probe all of them must
+give the same bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fsdp_conformance.workload import Regime, Workload
 
 
 class Order(StrEnum):
-    """Where the division by the world size stands, and in which order ranks and micro-batches are added."""
+    """When to divide by the world size, and in which order to add ranks and micro-batches."""
 
     SUM = "sum"
     """Add rank 0 to rank W-1, then divide."""
@@ -34,7 +34,7 @@ class Order(StrEnum):
     SPLIT = "split"
     """Divide each by a power of two near sqrt(W), add, divide by the rest: FSDP1."""
     ACCUMULATED = "accumulated"
-    """Add what was reduced before to each rank's gradient, then as RECIPROCAL: DDP without no_sync."""
+    """Add what was already reduced to each rank's gradient, then as RECIPROCAL: DDP without no_sync."""
 
 
 class SingleProcess(Reference):
@@ -55,7 +55,7 @@ class SingleProcess(Reference):
         self.order = order
         self.keep_contributions = keep_contributions
         self._reduced: dict[str, Tensor | None] = {}
-        """Mean over ranks of the micro-batches of this step that were reduced already."""
+        """Mean over ranks of the micro-batches of this step that are already reduced."""
 
     def reduce(self, micro: int, reduced: bool) -> None:
         if self.keep_contributions:
@@ -68,33 +68,32 @@ class SingleProcess(Reference):
         for name in self.replicas[0].params:
             if name in self.replicas[0].local:
                 continue
-            self._reduced[name] = self._mean(name)
+            found = [replica.params[name].grad for replica in self.replicas]
+            template = next((grad for grad in found if grad is not None), None)
+            mean = self._reduced.get(name)
+            if template is not None:
+                grads = [torch.zeros_like(template) if grad is None else grad for grad in found]
+                mean = self.mean(name, grads, mean)
+            self._reduced[name] = mean
             for replica in self.replicas:
-                mean = self._reduced[name]
                 replica.params[name].grad = mean.clone() if last and mean is not None else None
 
-    def _mean(self, name: str) -> Tensor | None:
-        """The mean over ranks of what was accumulated since the last reduction, and what was reduced before."""
-        before = self._reduced.get(name)
-        found = [replica.params[name].grad for replica in self.replicas]
-        template = next((grad for grad in found if grad is not None), None)
-        if template is None:
-            return before
-        grads = [torch.zeros_like(template) if grad is None else grad for grad in found]
+    def mean(self, name: str, grads: list[Tensor], before: Tensor | None) -> Tensor:
+        """The mean over ranks of the gradients since the last reduction, plus what was reduced `before`."""
         if self.order is Order.ACCUMULATED and before is not None:
             return mean_of([grad + before for grad in grads], Order.RECIPROCAL)
         mean = mean_of(grads, self.order)
         return mean if before is None else before + mean
 
     def _keep_contributions(self) -> None:
-        """The gradient of each rank's last backward alone: what it has now less what it had after the one before."""
+        """The gradient of each rank's last backward alone: what it has now minus what it had before."""
         for replica in self.replicas:
             kept = replica.contributions[-1]
             total = {name: None if p.grad is None else p.grad.detach().clone() for name, p in replica.params.items()}
             kept.append(_difference(total, self._carried(replica)))
 
     def _carried(self, replica: Replica) -> Gradients:
-        """What this rank's gradients held before its last backward: the micro-batches since the last reduction."""
+        """The rank's gradients before its last backward: the micro-batches since the last reduction."""
         micro = len(replica.contributions[-1])
         since = micro
         while since > 0 and not self.regime.is_reduced(since - 1):
@@ -102,7 +101,7 @@ class SingleProcess(Reference):
         carried: Gradients = dict.fromkeys(replica.params)
         for index, earlier in enumerate(replica.contributions[-1]):
             for name, grad in earlier.items():
-                # Gradients of local parameters are never taken away by a reduction.
+                # A reduction never clears the gradients of local parameters.
                 if grad is not None and (index >= since or name in replica.local):
                     held = carried[name]
                     carried[name] = grad if held is None else held + grad
@@ -169,19 +168,10 @@ def single_process_histories(
 
 
 def single_process_reference(
-    workload: Workload,
-    regime: Regime,
-    *,
-    rank: int,
-    world_size: int,
-    device: torch.device | str = "cpu",
-    dtype: torch.dtype = torch.float64,
-    order: Order = Order.SUM,
+    workload: Workload, regime: Regime, *, rank: int, world_size: int, **options: Any
 ) -> TrainingHistory:
-    """The history of one rank, from a run of all of them in this process. Not collective."""
-    return single_process_histories(workload, regime, world_size=world_size, device=device, dtype=dtype, order=order)[
-        rank
-    ]
+    """The history of one rank, from a run of all of them with the options of `single_process_histories`."""
+    return single_process_histories(workload, regime, world_size=world_size, **options)[rank]
 
 
 def contributions(workload: Workload, regime: Regime, *, world_size: int) -> list[list[list[Gradients]]]:

@@ -1,12 +1,12 @@
 """
-The references of a case: trained apart from each other, compared with each other, and only then with anybody else.
+The references of a case: trained independently, compared with each other, and only then with an implementation.
 
-    float64      single process, no collective, all ranks' batches: what is expected
+    float64      single process, no collectives, all ranks' batches: the expected values
     all-reduce   the full model on every rank and an explicit all-reduce, float32
-    torch-ddp    DistributedDataParallel, float32; not where it is no reference (`absent` says why)
+    torch-ddp    DistributedDataParallel, float32, where it applies (`absent` gives the reason otherwise)
 
-On an exact workload all of them are equal bit for bit, and so must be the implementation. Elsewhere the distances of
-the float32 ones from the float64 one are the noise that `tolerance` makes its bounds of.
+On an exact workload all of them are bitwise equal, and so must be the implementation. Elsewhere the distances of the
+float32 references from the float64 one are the noise that `tolerance` derives its bounds from.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fsdp_conformance.errors import ReferencesDisagree, SuiteError
 from fsdp_conformance.history.training import Gradients, TrainingHistory
 from fsdp_conformance.workload import Regime, Workload
 
-#: The reference whose values are expected.
+#: The reference that supplies the expected values.
 EXPECTED = "float64"
 
 
@@ -51,9 +51,9 @@ class Kind(StrEnum):
 
 def values(history: TrainingHistory, kind: Kind, step: int) -> dict[str, Any]:
     """
-    What a history holds of a kind at a step, by name. Losses are named by their micro-batch, outputs by their path.
+    A history's values of a kind at a step, by name. Losses are named by micro-batch, outputs by path.
 
-    Outputs hold leaves of any type and descriptions of containers; the others tensors, or None for no gradient.
+    Outputs include leaves of any type and descriptions of containers; other kinds are tensors, or None for no gradient.
     """
     if kind is Kind.INITIAL:
         return {**history.initial_params, **history.initial_buffers}
@@ -83,13 +83,13 @@ class References:
     world_size: int
     histories: dict[str, TrainingHistory]
     absent: dict[str, str] = field(default_factory=dict)
-    """Reference that does not exist here, with the reason."""
+    """References that do not apply here, with the reason."""
     exact: bool = False
     """Comparisons are bitwise."""
     dtypes: dict[str, torch.dtype] = field(default_factory=dict)
-    """Of every parameter and buffer of the model as it was built."""
+    """Of every parameter and buffer of the newly built model."""
     local: frozenset[str] = frozenset()
-    """Parameters that are this rank's alone."""
+    """Parameters that only this rank has."""
     _bounds: dict[tuple[Kind, int], dict[str, Bound | None]] = field(default_factory=dict, repr=False)
     _contributions: list[list[list[Gradients]]] | None = field(default=None, repr=False)
 
@@ -104,20 +104,20 @@ class References:
         return [history for name, history in self.histories.items() if name != EXPECTED]
 
     def bound(self, kind: Kind, step: int, name: str) -> Bound:
-        """How far a value may be from the expected one."""
+        """How far a value may differ from the expected one."""
         key = (Kind(kind), step)
         if key not in self._bounds:
             self._bounds[key] = self._calibrated(*key)
         bound = self._bounds[key].get(name)
         if bound is None:
-            raise SuiteError(f"bound of {kind} {name!r} at step {step}, but no reference has such a tensor")
+            raise SuiteError(f"no bound for {kind} {name!r} at step {step}: no reference has such a tensor")
         return bound
 
     def agree(self) -> None:
         """
-        Raise ReferencesDisagree at the first value on which the references differ by more than they may.
+        Raise ReferencesDisagree at the first value on which the references differ too much.
 
-        Exact: any difference. Otherwise: names, None-ness, and distances beyond the ceiling.
+        On an exact workload any difference counts; otherwise names, missing gradients, and distances above the ceiling.
         """
         for step in range(len(self.expected.steps)):
             for kind in (Kind.LOSS, Kind.GRADIENT, Kind.NORM, Kind.PARAMETER, Kind.BUFFER):
@@ -126,11 +126,11 @@ class References:
                     if problem is not None:
                         raise ReferencesDisagree(
                             f"{problem} [{self.workload.name}, step {step}, rank {self.rank}, "
-                            f"{sample.source} against {self.expected.source}]. Nobody can be judged by them."
+                            f"{sample.source} against {self.expected.source}]. They cannot judge an implementation."
                         )
 
     def contributions(self) -> list[list[list[Gradients]]]:
-        """By rank, step and micro-batch: the gradient of that rank's loss alone. Computed when first asked for."""
+        """By rank, step and micro-batch: the gradient of that rank's loss alone. Computed on first use."""
         if self._contributions is None:
             self._contributions = contributions(self.workload, self.regime, world_size=self.world_size)
         return self._contributions
@@ -139,18 +139,18 @@ class References:
         got, expected = values(sample, kind, step), values(self.expected, kind, step)
         nones = [name for name in expected if (got.get(name) is None) != (expected[name] is None)]
         if got.keys() != expected.keys() or nones:
-            return f"{kind}s differ in names or None-ness: {sorted(got.keys() ^ expected.keys()) or nones}"
+            return f"{kind}s differ in names or in which are None: {sorted(got.keys() ^ expected.keys()) or nones}"
         for name, value in expected.items():
             if value is None:
                 continue
             distance = magnitude(got[name].double() - value.double())
             bound = self.bound(kind, step, name)
             if bound.bitwise and distance != 0:
-                return f"{kind} {name!r} differs by {distance:.3g}, but should be bitwise equal"
-            # The noise is the farthest reference's; the nearer ones are not the ones to name.
+                return f"{kind} {name!r}: expected bitwise equality, got a difference of {distance:.3g}"
+            # The noise is that of the farthest reference, so that is the one to name.
             farthest = distance >= 0.999 * bound.noise * bound.scale
             if not bound.bitwise and not bound.vanishing and bound.noise > CEILING and farthest:
-                return f"{kind} {name!r} differs by {bound.noise:.3g} of its scale, but should by at most {CEILING:g}"
+                return f"{kind} {name!r}: expected noise of at most {CEILING:g} of its scale, got {bound.noise:.3g}"
         return None
 
     def _calibrated(self, kind: Kind, step: int) -> dict[str, Bound | None]:
@@ -182,9 +182,9 @@ class References:
 
     def _scales(self, kind: Kind, step: int) -> dict[str, float]:
         """
-        The scale of every tensor: the largest magnitude up to this step; of losses, the largest of the whole run.
+        The scale of every tensor: its largest magnitude up to this step; for losses, the largest of the whole run.
 
-        One loss, or the gradient of a one-element tensor, may be near zero by chance, and its noise is not.
+        One loss, or the gradient of a one-element tensor, may be near zero by chance while its noise is not.
         """
         if kind is Kind.LOSS:
             largest = max(magnitude(loss) for record in self.expected.steps for loss in record.losses)
@@ -203,7 +203,7 @@ class References:
         return floor_of(max(dims, default=1) * self.world_size * self.regime.micro_batches)
 
     def measurements(self, kind: Kind) -> dict[str, Any]:
-        """Who judged, and for a calibrated comparison its largest noise and its widest bound: for the report."""
+        """For the report: the references, and for a calibrated comparison its largest noise and widest bound."""
         figures: dict[str, Any] = {
             "comparison": "bitwise" if self.exact else "calibrated",
             "references": sorted(self.histories),
@@ -264,9 +264,9 @@ def _expected(
     workload: Workload, regime: Regime, *, rank: int, world_size: int, device: torch.device | str
 ) -> TrainingHistory:
     """
-    The single-process run, made by rank 0 for all: every rank would come to the same histories by the same work.
+    The single-process run, made by rank 0 for all ranks, which would otherwise repeat the same work.
 
-    The run itself knows of no process group; only its results are handed out.
+    The run itself uses no process group; only its results are distributed.
     """
     if world_size == 1:
         return single_process_reference(workload, regime, rank=rank, world_size=world_size, device=device)
@@ -274,5 +274,5 @@ def _expected(
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, histories)
     if not isinstance(mine[0], TrainingHistory):
-        raise SuiteError(f"rank {rank} got {type(mine[0]).__name__} for a history [{workload.name}]")
+        raise SuiteError(f"history from rank 0: expected one, got {mine[0]!r} [{workload.name}, rank {rank}]")
     return mine[0]

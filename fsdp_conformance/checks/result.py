@@ -1,4 +1,4 @@
-"""What an oracle hands back: findings, how much it looked at, and the figures that it judged by."""
+"""What an oracle returns: its findings, how much it compared, and the figures it judged by."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ from fsdp_conformance.errors import NothingCompared
 from fsdp_conformance.outcome import CheckCount, Finding, RankReport
 
 
+def comparison(what: str, *, expected: object, got: object, details: str = "") -> str:
+    """The line of every finding: "gradient: expected 1, got 0; 45 of 65 elements differ"."""
+    return f"{what}: expected {expected}, got {got}" + (f"; {details}" if details else "")
+
+
 @dataclass(kw_only=True, slots=True)
 class CheckResult:
     """One oracle's answer about one rank's history."""
@@ -17,22 +22,22 @@ class CheckResult:
     check: str
     """The oracle's name, e.g. "gradient parity"."""
     requirement: str
-    """The requirement that it speaks for."""
+    """The requirement that it checks."""
     findings: list[Finding] = field(default_factory=list)
-    """First divergence first. Empty: what was compared held."""
+    """First divergence first. Empty if every comparison held."""
     count: CheckCount = field(default_factory=CheckCount)
     measurements: dict[str, Any] = field(default_factory=dict)
     """JSON-ready figures for the report: noise floors, bounds, bytes."""
     notes: list[str] = field(default_factory=list)
     inconclusive: str | None = None
-    """Why nothing can be said, where the references leave too wide a bound."""
+    """Why no judgement is possible, where the references leave too wide a bound."""
 
     def into(self, report: RankReport) -> None:
         """
-        Add everything to a rank's report: counts of one check add up, a note is said once, measurements go under the
-        check's name. An inconclusive result counts only if nothing was found.
+        Add everything to a rank's report: counts of one check add up, each note appears once, measurements are filed
+        under the check's name. An inconclusive result matters only if there are no findings.
 
-        Raises NothingCompared where the oracle compared nothing, found nothing and gave no reason: an empty comparison
+        Raises NothingCompared if the oracle compared nothing, found nothing and gave no reason: an empty comparison
         passes for any implementation.
         """
         if not self.findings and self.inconclusive is None:
@@ -48,19 +53,19 @@ class CheckResult:
             report.inconclusive = self.inconclusive
 
     def counted(self, elements: int, comparisons: int = 1) -> None:
-        """Note that `elements` values were looked at."""
+        """Record that `elements` values were compared."""
         self.count.comparisons += comparisons
         self.count.elements += elements
 
     def demand_comparisons(self, where: str) -> CheckResult:
-        """Itself, or NothingCompared: an oracle that looked at nothing proves nothing."""
+        """Itself, or NothingCompared: an oracle that compared nothing proves nothing."""
         if self.count.comparisons == 0:
-            raise NothingCompared(f"comparisons=0, but should be at least 1 [{self.check}, {where}]")
+            raise NothingCompared(f"comparisons: expected at least 1, got 0 [{self.check}, {where}]")
         return self
 
 
 class Tally:
-    """Collects one oracle's comparisons on one rank; `result()` is what it hands back."""
+    """Collects one oracle's comparisons on one rank; `result()` returns them."""
 
     def __init__(self, check: str, requirement: str, *, rank: int) -> None:
         self.check = check
@@ -70,12 +75,19 @@ class Tally:
         self.count = CheckCount()
 
     def expect(self, holds: bool, message: str, *, elements: int = 1, **where: Any) -> None:
-        """Count one comparison of `elements` things; a finding unless it holds, with `where` as its other fields."""
+        """Count one comparison of `elements` things, and add a finding with the fields `where` if it does not hold."""
         self.count.comparisons += 1
         self.count.elements += elements
         if not holds:
             fields: dict[str, Any] = {"requirement": self.requirement, "rank": self.rank, **where}
             self.findings.append(Finding(check=self.check, message=message, **fields))
+
+    def compare(
+        self, holds: bool, what: str, *, expected: object, got: object, details: str = "", **where: Any
+    ) -> None:
+        """`expect` for two values, which go into the message and into the finding."""
+        message = comparison(what, expected=expected, got=got, details=details)
+        self.expect(holds, message, got=str(got), expected=str(expected), **where)
 
     def result(self, *, measurements: dict[str, Any] | None = None, notes: Sequence[str] = ()) -> CheckResult:
         """Everything collected so far."""

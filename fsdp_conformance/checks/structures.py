@@ -1,7 +1,7 @@
 """
-Tensors inside nested values: for moving batches and noting outputs of the references.
+Tensors inside nested values: moves batches and records outputs of the references.
 
-The adapters have code of their own for this, so that a mistake here does not repeat itself on the other side.
+The adapters have separate code for this, so that a mistake here cannot occur on both sides of a comparison.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fsdp_conformance.workload import Batch
 
 
 def convert(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A copy of `value` in which every tensor went through `change`; containers keep their types."""
+    """A copy of `value` with `change` applied to every tensor; containers keep their types."""
     if isinstance(value, Tensor):
         return change(value)
     if isinstance(value, PackedSequence):
-        # batch_sizes is a CPU tensor of lengths by torch's rule, and not data.
+        # batch_sizes holds lengths, not data, and torch requires it on the CPU.
         return value._replace(data=change(value.data))
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*[convert(item, change) for item in value])
@@ -37,7 +37,7 @@ def convert(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def walk(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf with its path and every container with its type, so that two walks differ if two structures do."""
+    """Every leaf with its path and every container with its type: two walks differ exactly if the structures do."""
     if isinstance(value, Tensor) or value is None:
         yield path, value
     elif isinstance(value, PackedSequence):
@@ -80,5 +80,5 @@ def noted(value: Any) -> Any:
 
 
 def note(tensor: Tensor) -> Tensor:
-    """A detached copy on the CPU that shares storage with nobody."""
+    """A detached copy on the CPU with its own storage."""
     return tensor.detach().to("cpu", copy=True)

@@ -1,5 +1,5 @@
 """
-Bounds, with their derivations. Where a workload is exact there is none: comparisons are bitwise.
+Bounds and their derivations. Exact workloads need none: their comparisons are bitwise.
 
 Everything is relative to a tensor's *scale*: the largest magnitude of the expected change (of a parameter since the
 start of training) or of the expected value (of gradients, losses, buffers, norms). The *noise* of a tensor is the
@@ -12,21 +12,21 @@ NOISE_FACTOR = 16. The noise is a maximum over two or three samples; over 99 see
 largest noise was 9.0e-8 for gradients and 3.1e-6 for parameters after ten steps, the weakest fault that a gradient
 shows 1.5e-3 (bf16 reduction of one tensor). Sixteen times the noise keeps two decades to the weakest fault.
 
-FLOOR_ULPS = 4. Where references happen to agree, noise is no measure. The error of a float32 sum of n terms in random
+FLOOR_ULPS = 4. If references happen to agree, noise tells nothing. The error of a float32 sum of n terms in random
 order grows as sqrt(n) * eps / 2; a backward pass is a chain of a few such sums. `terms` is the number of ranks and
 micro-batches times the largest dim of any parameter. For 4 ranks and a dim of 45: 4 * 1.2e-7 * 13 = 6.4e-6.
 
-`rounding` is that of a parameter itself, whose every update ends in one: half an ulp of the parameter per step is no
-noise and is taken off it, a whole one is granted. It matters where updates are small, as under clipping.
+`rounding` is that of the parameter itself, because every update ends with one: half an ulp of the parameter per step
+is subtracted from the noise, and a whole ulp is allowed. It matters if updates are small, as under clipping.
 
-CEILING = 5e-4, a third of the weakest fault. A bound above it could hide a fault, so the comparison is INCONCLUSIVE.
-For parameters the last step decides: what a fault did to an earlier one is still in it, and the scale has grown.
+CEILING = 5e-4, a third of the weakest fault. A larger bound could hide a fault, so the comparison is INCONCLUSIVE.
+For parameters the last step decides: an earlier fault is still visible in it, and the scale has grown.
 
 Two kinds of values have noise as large as themselves, and are judged by it alone:
 - a *vanishing* tensor, whose gradient is zero but for rounding: its scale is below VANISHING_ULPS * eps of the model's
   largest (a key bias of attention on its own);
-- an *indeterminate* element of a tensor, on which the references differ by more than the ceiling allows (the key third
-  of a fused attention bias under Adam, whose update is rounding noise divided by its own magnitude).
+- an *indeterminate* element, on which the references differ by more than the ceiling allows (the key third of a fused
+  attention bias under Adam, whose update is rounding noise divided by its own magnitude).
 At most half of a tensor's elements may be indeterminate; otherwise the tensor is inconclusive.
 """
 
@@ -43,13 +43,13 @@ NOISE_FACTOR = 16.0
 FLOOR_ULPS = 4.0
 CEILING = 5e-4
 VANISHING_ULPS = 64.0
-#: Smallest relative difference of a gradient that a seeded fault has been measured to make.
+#: Smallest relative difference of a gradient that a seeded fault has been measured to cause.
 WEAKEST_FAULT = 1.5e-3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """How far a value may be from the expected one. `limit` None: not at all."""
+    """How far a value may differ from the expected one. `limit` None: not at all."""
 
     limit: Tensor | None = None
     """Absolute, one value per element or 0-dim; float64."""
@@ -60,9 +60,9 @@ class Bound:
     floor: float = 0.0
     vanishing: bool = False
     indeterminate: int = 0
-    """Elements judged by their own noise."""
+    """Number of elements judged by their own noise."""
     inconclusive: bool = False
-    """True if a fault as weak as WEAKEST_FAULT could hide in it."""
+    """True if a fault as weak as WEAKEST_FAULT could hide in the bound."""
     rounding: float = 0.0
     """In units of the scale: the rounding of the parameter itself."""
 
@@ -78,7 +78,7 @@ class Bound:
         if self.vanishing:
             return f"{self.relative * self.scale:.2g} absolute: the tensor is zero but for rounding"
         source = "16 x noise of the references" if self.relative > self.floor else "4 eps sqrt(terms)"
-        rounding = f" + {self.rounding:.2g} for its own rounding" if self.rounding else ""
+        rounding = f" + {self.rounding:.2g} for rounding" if self.rounding else ""
         return f"{self.relative:.2g}{rounding} of the scale {self.scale:.3g} ({source}, noise {self.noise:.2g})"
 
 
@@ -103,8 +103,8 @@ def calibrate(
     """
     The bound for a tensor whose float64 value is `expected` and whose float32 references are `samples`.
 
-    `base` is what changes are counted from, `roundings` how often the value itself was rounded since, `scale` replaces
-    the tensor's own, `model_scale` is the largest scale of any tensor of the kind at the step.
+    Changes are measured from `base`; `roundings` is how often the value was rounded since. `scale` replaces the
+    tensor's own, and `model_scale` is the largest scale of any tensor of the kind at the step.
     """
     eps = torch.finfo(torch.float32).eps
     expected = expected.double()
@@ -119,7 +119,7 @@ def calibrate(
         limit = NOISE_FACTOR * max(magnitude(noise_E), eps * model_scale)
         return Bound(limit=limit + rounding_E, relative=limit, scale=1.0, noise=magnitude(noise_E), vanishing=True)
     if scale == 0.0:
-        # Nothing is expected to happen. Any noise would have made it vanishing, unless the whole model stands still.
+        # No change is expected. Any noise would have made the tensor vanishing, unless no tensor changes.
         return Bound(limit=NOISE_FACTOR * noise_E, noise=magnitude(noise_E))
     loud_E = NOISE_FACTOR * noise_E > CEILING * scale
     indeterminate = int(loud_E.sum())

@@ -1,17 +1,23 @@
-"""The collectives of a history by step, phase and kind. One over a single rank moves nothing: it is no traffic."""
+"""
+The collectives of a history by step, phase and kind, and comparisons of their number and bytes.
+
+A collective over a single rank moves nothing, so it is not traffic.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
+from fsdp_conformance.checks.result import Tally
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
 
-#: Phases of training. What an engine says while it is set up (meshes, checks of shapes, broadcasts) is its own affair.
+#: Phases of training. What an engine sends during setup (meshes, shape checks, broadcasts) is not judged.
 TRAINING = ("forward", "backward", "step")
 
-#: Ops that bring a rank values which it does not hold.
+#: Ops that bring a rank values that it does not hold.
 GATHERING = frozenset({Op.ALL_GATHER, Op.BROADCAST, Op.GATHER, Op.SCATTER, Op.ALL_TO_ALL, Op.RECV})
 
 #: Ops that add values of several ranks.
@@ -29,10 +35,10 @@ def in_step(history: TrainingHistory, step: int, *phases: str) -> list[Collectiv
 
 
 def steady_steps(history: TrainingHistory) -> Sequence[StepRecord]:
-    """All steps but the first, which may hold one-time checks (R071). Raises SuiteError if there is none."""
+    """All steps but the first, which may contain one-time checks (R071). Raises SuiteError if there are none."""
     if len(history.steps) < 2:
         raise SuiteError(
-            f"steps={len(history.steps)}, but should be at least 2 [collectives of {history.source}]. "
+            f"steps: expected at least 2, got {len(history.steps)} [collectives of {history.source}]. "
             "The first step is not judged, so train one more."
         )
     return history.steps[1:]
@@ -44,15 +50,15 @@ def of(records: Iterable[CollectiveRecord], *ops: Op) -> list[CollectiveRecord]:
 
 
 def nbytes(records: Iterable[CollectiveRecord]) -> int:
-    """Bytes of the unsharded sides together."""
+    """Total bytes, counted on the unsharded side."""
     return sum(record.nbytes for record in records)
 
 
 def gradient_reductions(records: Iterable[CollectiveRecord]) -> list[CollectiveRecord]:
     """
-    The collectives that reduce gradients: reduce-scatters if there is any, else all-reduces and reduces of floats.
+    The collectives that reduce gradients: reduce-scatters if there are any, else all-reduces and reduces of floats.
 
-    An all-reduce beside reduce-scatters is that of hybrid sharding and carries the same gradients again; one of
+    An all-reduce beside reduce-scatters belongs to hybrid sharding and carries the same gradients again; one of
     integers is bookkeeping.
     """
     seen = list(records)
@@ -64,3 +70,46 @@ def gradient_reductions(records: Iterable[CollectiveRecord]) -> list[CollectiveR
 def sites(records: Iterable[CollectiveRecord]) -> str | None:
     """Where the records were issued, each place once."""
     return ", ".join(dict.fromkeys(record.site for record in records if record.site)) or None
+
+
+def lines(records: Iterable[CollectiveRecord], limit: int = 3) -> str:
+    """The first records on one line."""
+    seen = [record.line() for record in records]
+    return "; ".join(seen[:limit]) + (f" and {len(seen) - limit} more" if len(seen) > limit else "")
+
+
+def expect_count(
+    tally: Tally, what: str, records: Sequence[CollectiveRecord], *, least: int = 0, most: int = 0, **where: Any
+) -> None:
+    """Compare the number of records with a range; their call sites go into the finding."""
+    expected = str(most) if least == most else f"{least} to {most}"
+    _compare(tally, least <= len(records) <= most, what, records, expected=expected, got=len(records), **where)
+
+
+def expect_bytes(
+    tally: Tally,
+    what: str,
+    records: Sequence[CollectiveRecord],
+    *,
+    least: float = 0,
+    most: float | None = None,
+    **where: Any,
+) -> None:
+    """Compare the total bytes of records with a range; their call sites go into the finding."""
+    got = nbytes(records)
+    if most is None:
+        expected = f"at least {int(least)} B"
+    elif least:
+        expected = f"{int(least)} B" if int(least) == int(most) else f"{int(least)} to {int(most)} B"
+    else:
+        expected = f"at most {int(most)} B"
+    holds = least <= got and (most is None or got <= most)
+    _compare(tally, holds, what, records, expected=expected, got=f"{got} B", **where)
+
+
+def _compare(
+    tally: Tally, holds: bool, what: str, records: Sequence[CollectiveRecord], *, elements: int | None = None,
+    **where: Any,
+) -> None:  # fmt: skip
+    looked_at = max(len(records), 1) if elements is None else elements
+    tally.compare(holds, what, elements=looked_at, call=sites(records), **where)

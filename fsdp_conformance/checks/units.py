@@ -1,12 +1,20 @@
-"""Which unit owns which parameter: each belongs to the innermost unit that contains it."""
+"""
+Which unit owns which parameter, and how large units are, whole and padded: counts and volumes are derived from it.
+
+A parameter belongs to the innermost unit that contains it. Everything here is computed from the workload and the plan
+alone, never from the implementation.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from torch import Tensor
 
 from fsdp_conformance.checks.loop import local_names
+from fsdp_conformance.config import Plan
 from fsdp_conformance.workload import Workload
 
 #: The root's name as a unit.
@@ -14,66 +22,133 @@ ROOT = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OwnedParameter:
+    """A parameter as its unit sees it."""
+
+    fqn: str
+    shape: tuple[int, ...]
+    itemsize: int
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        """Elements, unsharded."""
+        return math.prod(self.shape)
+
+    @property
+    def row_numel(self) -> int:
+        """Elements of one row of dim 0; a scalar is one row."""
+        return math.prod(self.shape[1:])
+
+    def padded_numel(self, group_size: int) -> int:
+        """Elements with dim 0 padded to a multiple of `group_size`: 13 rows over 4 ranks become 16."""
+        rows = self.shape[0] if self.shape else 1
+        return -(-rows // group_size) * group_size * self.row_numel
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit:
+    """A unit and the parameters it owns, which excludes those of units inside it."""
+
+    fqn: str
+    """As the plan names it, "" for the root."""
+    parameters: tuple[OwnedParameter, ...]
+
+    @property
+    def trainable(self) -> bool:
+        """Whether any of its parameters trains."""
+        return any(parameter.trainable for parameter in self.parameters)
+
+    @property
+    def numel(self) -> int:
+        """Elements of all its parameters."""
+        return sum(parameter.numel for parameter in self.parameters)
+
+    def padded_numel(self, group_size: int) -> int:
+        """Elements of all its parameters, each padded separately."""
+        return sum(parameter.padded_numel(group_size) for parameter in self.parameters)
+
+    def label(self) -> str:
+        """The unit in a message."""
+        return self.fqn or "the root"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class OwningUnits:
-    """Units that own parameters, in the order of `Workload.units`, the root last."""
+    """The units of a model that own parameters, in the order of `Workload.units`, the root last."""
 
-    params: dict[str, dict[str, Tensor]]
-    """Unit to FQN to parameter as built; only units that own some; neither ignored nor local ones."""
-    local: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    """The same for units on a size-1 group."""
-    shared: frozenset[str] = frozenset()
-    """Parameters that modules of several units use; they are listed under the first."""
+    shared: tuple[Unit, ...]
+    """Sharded over the data-parallel group."""
+    local: tuple[Unit, ...]
+    """On a group of this rank alone."""
 
     @property
-    def all(self) -> tuple[str, ...]:
-        """Units that own parameters."""
-        return tuple(self.params)
+    def trainable(self) -> tuple[Unit, ...]:
+        """The shared units that own a trainable parameter: the n of R062 to R066."""
+        return tuple(unit for unit in self.shared if unit.trainable)
 
     @property
-    def trainable(self) -> tuple[str, ...]:
-        """Units that own at least one parameter that requires a gradient."""
-        return tuple(unit for unit, params in self.params.items() if any(p.requires_grad for p in params.values()))
-
-    @property
-    def frozen(self) -> tuple[str, ...]:
-        """Units that own parameters, all of them frozen."""
-        return tuple(unit for unit in self.params if unit not in self.trainable)
-
-    def num_bytes(self, unit: str, *, trainable_only: bool = False) -> int:
-        """Bytes of a unit's full parameters."""
-        params = self.params[unit].values()
-        return sum(p.numel() * p.element_size() for p in params if p.requires_grad or not trainable_only)
+    def frozen(self) -> tuple[Unit, ...]:
+        """The shared units without a trainable parameter."""
+        return tuple(unit for unit in self.shared if not unit.trainable)
 
 
-def owning_units(workload: Workload, units: tuple[str, ...] | None = None) -> OwningUnits:
+def owning_units(workload: Workload, plan: Plan | None = None) -> OwningUnits:
     """
-    The units of a workload with what each owns. `units` replaces the workload's, as a plan may.
+    The units as the plan wraps them; the workload's own if there is no plan or it lets the engine choose.
 
-    "norm+head" is one unit made of two modules.
+    "norm+head" is one unit made of two modules. A tied parameter is listed once, under the name it has first.
     """
     model = workload.build(0)
-    names = workload.units if units is None else units
-    local = local_names(workload, dict(model.named_parameters()))
-    uses: dict[int, set[str]] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        uses.setdefault(id(param), set()).add(owner(name, names))
-    owned: dict[str, dict[str, Tensor]] = {unit: {} for unit in (*names, ROOT)}
-    apart: dict[str, dict[str, Tensor]] = {}
-    for name, param in model.named_parameters():
+    names = workload.units if plan is None or plan.auto_wrap is not None else plan.units
+    parameters = dict(model.named_parameters())
+    local_parameters = local_names(workload, parameters)
+    shared: dict[str, dict[str, Tensor]] = {unit: {} for unit in (*names, ROOT)}
+    local: dict[str, dict[str, Tensor]] = {}
+    for name, parameter in parameters.items():
         unit = owner(name, names)
-        if name in local:
-            if unit in workload.local_units:
-                apart.setdefault(unit, {})[name] = param
-        else:
-            owned[unit][name] = param
-    return OwningUnits(
-        params={unit: params for unit, params in owned.items() if params},
-        local=apart,
-        shared=frozenset(name for name, param in model.named_parameters() if len(uses[id(param)]) > 1),
-    )
+        if name not in local_parameters:
+            shared[unit][name] = parameter
+        elif unit in workload.local_units:
+            local.setdefault(unit, {})[name] = parameter
+    return OwningUnits(shared=_units(shared), local=_units(local))
 
 
 def owner(parameter: str, units: tuple[str, ...]) -> str:
     """The innermost unit that contains a parameter, or the root."""
     inside = [(len(module), unit) for unit in units for module in unit.split("+") if parameter.startswith(f"{module}.")]
     return max(inside, default=(0, ROOT))[1]
+
+
+def parameter_bytes(units: Iterable[Unit], *, trainable_only: bool = False) -> int:
+    """Bytes of the units' parameters, unsharded and unpadded."""
+    chosen = _parameters(units, trainable_only=trainable_only)
+    return sum(parameter.numel * parameter.itemsize for parameter in chosen)
+
+
+def padded_bytes(units: Iterable[Unit], group_size: int, *, trainable_only: bool = False) -> int:
+    """Bytes of the units' parameters with dim 0 of each padded to a multiple of `group_size`."""
+    chosen = _parameters(units, trainable_only=trainable_only)
+    return sum(parameter.padded_numel(group_size) * parameter.itemsize for parameter in chosen)
+
+
+def _parameters(units: Iterable[Unit], *, trainable_only: bool) -> list[OwnedParameter]:
+    return [
+        parameter for unit in units for parameter in unit.parameters if parameter.trainable or not trainable_only
+    ]  # fmt: skip
+
+
+def _units(owned: Mapping[str, Mapping[str, Tensor]]) -> tuple[Unit, ...]:
+    return tuple(Unit(fqn=fqn, parameters=_owned(params)) for fqn, params in owned.items() if params)
+
+
+def _owned(params: Mapping[str, Tensor]) -> tuple[OwnedParameter, ...]:
+    return tuple(
+        OwnedParameter(
+            fqn=name,
+            shape=tuple(parameter.shape),
+            itemsize=parameter.element_size(),
+            trainable=parameter.requires_grad,
+        )
+        for name, parameter in params.items()
+    )

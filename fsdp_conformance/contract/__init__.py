@@ -1,9 +1,13 @@
 """
 The contract: what an implementation of sharded data-parallel training owes its users, as data.
 
-`requirements.toml` is the specification, `choices.md` says why it reads as it does, `profiles/` holds the frozen
-manifests that a certificate is computed from. Ids are stable: a requirement is added at the end, never renumbered,
-never used again.
+    requirement    a requirement, and the contract that holds all of them
+    lint           checks of the contract's data
+    profile        the frozen lists of cases from which certificates are computed
+
+`requirements.toml` is the specification, `choices.md` gives the reasons for it, `uncovered.toml` lists requirements
+without a case, and `profiles/` holds the profiles. Ids are stable: requirements are added at the end, and ids are never
+renumbered or reused.
 """
 
 from fsdp_conformance.contract.requirement import (

@@ -1,8 +1,8 @@
 """
-What the contract's data must obey beyond its shape: ids without gaps, known chapters, flags that exist.
+Rules for the contract's data beyond its format: ids without gaps, known chapters, existing flags.
 
-The lint guards the register, not the meaning: a sentence that changes its meaning needs a new id, and only a reader
-sees that.
+The lint guards the register, not the meaning: a sentence that changes its meaning needs a new id, which only a reader
+can notice.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ _MAX_NAME = 72
 
 
 def lint(contract: Contract) -> list[str]:
-    """Everything that is wrong with the contract, one sentence each; empty if nothing is."""
+    """Every problem of the contract, one sentence each."""
     problems = []
     for position, requirement in enumerate(contract.requirements.values()):
         expected = f"R{position:03d}"
         if not _ID.fullmatch(requirement.id):
-            problems.append(f"id={requirement.id!r}, but should be R and three digits")
+            problems.append(f"id must be R and three digits, got {requirement.id!r}")
         elif requirement.id != expected:
             problems.append(
-                f"id={requirement.id}, but should be {expected}: ids are contiguous, and new ones go to the end"
+                f"id: expected {expected}, got {requirement.id}; ids are contiguous, and new ones go at the end"
             )
         problems += [f"{requirement.id}: {problem}" for problem in _lint_requirement(requirement, contract)]
     for flag in contract.future_flags:
         if flag in CAPABILITIES:
-            problems.append(f"future flag {flag} is a capability now, so it should be deleted from [future_flags]")
+            problems.append(f"future flag {flag} is a capability now: delete it from [future_flags]")
         elif not any(flag in requirement.flags for requirement in contract.requirements.values()):
-            problems.append(f"future flag {flag} is named by no requirement")
+            problems.append(f"no requirement names future flag {flag}")
     return problems
 
 
 def _lint_requirement(requirement: Requirement, contract: Contract) -> list[str]:
     problems = []
     if requirement.chapter not in CHAPTERS:
-        problems.append(f"chapter={requirement.chapter!r}, but should be one of {', '.join(CHAPTERS)}")
+        problems.append(f"chapter must be one of {', '.join(CHAPTERS)}, got {requirement.chapter!r}")
     problems += [
-        f"observation {item!r} is not one of {', '.join(OBSERVATIONS)}"
+        f"observation must be one of {', '.join(OBSERVATIONS)}, got {item!r}"
         for item in requirement.observation
         if item not in OBSERVATIONS
     ]
@@ -56,18 +56,20 @@ def _lint_requirement(requirement: Requirement, contract: Contract) -> list[str]
         if flag not in CAPABILITIES and flag not in contract.future_flags
     ]
     if requirement.level is Level.DECLARED and not requirement.flags:
-        problems.append("level C, but no flag says who is bound")
+        problems.append("a requirement of level C must name the flags that make it binding")
     if len(requirement.name) > _MAX_NAME:
-        problems.append(f"name has {len(requirement.name)} characters, but should have at most {_MAX_NAME}")
+        problems.append(f"name must have at most {_MAX_NAME} characters, got {len(requirement.name)}")
     if not requirement.sentence.rstrip().endswith("."):
-        problems.append("sentence should end with a full stop")
+        problems.append("sentence must end with a full stop")
     if not requirement.source:
-        problems.append("source is empty, but should name what pins it, or say 'derived'")
+        problems.append("source must name a public test or issue, or be 'derived'")
     problems += [
-        f"source {item!r} names no public test or issue" for item in requirement.source if not _SOURCE.search(item)
+        f"source must name a public test or issue, got {item!r}"
+        for item in requirement.source
+        if not _SOURCE.search(item)
     ]
     for field in ("name", "sentence", "look_at"):
         text = getattr(requirement, field)
         if text != " ".join(text.split()):
-            problems.append(f"{field} has stray white space")
+            problems.append(f"{field} has stray whitespace")
     return problems

@@ -1,12 +1,12 @@
 """
-A profile: the frozen list of cases that a certificate is computed from, with its hash.
+A profile: the frozen list of cases from which a certificate is computed, with its hash.
 
     python -m fsdp_conformance.contract.profile --check core-2026.11
     python -m fsdp_conformance.contract.profile --write core-2026.11
     python -m fsdp_conformance.contract.profile --write components-2026.11
     python -m fsdp_conformance.contract.profile --write smoke --only R001/exact-probe-ws2 ... --not-certifying
 
-A profile that was released never changes: a new case waits for the next one. The hash covers all but titles, which are
+A released profile never changes: new cases wait for the next one. The hash covers everything except titles, which are
 for people. This is the only module here that imports the suites, and only for these commands.
 """
 
@@ -29,24 +29,24 @@ from fsdp_conformance.case import Case, case_of
 from fsdp_conformance.contract.requirement import Contract, Level, load
 from fsdp_conformance.errors import ConfigError, ConformanceError, SuiteError, UsageError
 
-#: Rises when the *meaning* of running a case changes, not when cases are added.
+#: Increases when the *meaning* of running a case changes, not when cases are added.
 INTERPRETATION = 1
 
-#: The package whose modules hold the cases.
+#: The package whose modules define the cases.
 SUITES = "fsdp_conformance.suites"
 
 PROFILES = Path(__file__).parent / "profiles"
 
-#: Chapters that judge a component by itself. A third party rarely exposes one, so these have a profile of their own.
+#: Chapters that judge a single component. Third parties rarely expose one, so these have a separate profile.
 COMPONENT_CHAPTERS = frozenset({"AA", "AB", "AC", "AD", "AE"})
 
-#: The name of that profile begins so.
+#: The prefix of that profile's name.
 COMPONENTS = "components-"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
-    """One case of a profile: what a certificate must know of it."""
+    """One case of a profile: what a certificate must know about it."""
 
     id: str
     requirements: tuple[str, ...]
@@ -60,11 +60,11 @@ class Entry:
 
     @property
     def primary(self) -> str:
-        """The requirement that the case is about."""
+        """The requirement that the case tests."""
         return self.requirements[0]
 
     def case(self) -> Case:
-        """The case as far as a profile knows it: without its axes, kills and deadline. Imports no suite."""
+        """The case as far as a profile describes it: without axes, kills and deadline. Imports no suite."""
         return Case(
             id=self.id,
             requirements=self.requirements,
@@ -89,7 +89,7 @@ class Profile:
     entries: tuple[Entry, ...]
     """By id, in order."""
     certifies: bool = True
-    """False for a selection that is run for a quick look."""
+    """False for a selection that is only meant for a quick check."""
     by_id: Mapping[str, Entry] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -118,15 +118,15 @@ class Profile:
 
 
 def names() -> list[str]:
-    """The profiles that are shipped."""
+    """The shipped profiles."""
     return sorted(path.stem for path in PROFILES.glob("*.json"))
 
 
 def load_profile(name: str) -> Profile:
     """
-    The profile of that name, or in the file of that path.
+    The profile with that name, or in the file with that path.
 
-    Raises UsageError if there is none, or if its content does not have the hash that it states.
+    Raises UsageError if it does not exist, or if its content does not match its hash.
     """
     path = Path(name) if name.endswith(".json") else PROFILES / f"{name}.json"
     try:
@@ -135,13 +135,13 @@ def load_profile(name: str) -> Profile:
         near = difflib.get_close_matches(name, names(), n=1, cutoff=0.4)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UsageError(
-            f"profile={name!r}, but should be one of {', '.join(names()) or 'none'} or the path of a .json file.{hint}"
+            f"profile must be one of {', '.join(names()) or 'none'} or the path of a .json file, got {name!r}.{hint}"
         ) from error
     return profile_from_json(text, where=str(path))
 
 
 def profile_from_json(text: str, *, where: str) -> Profile:
-    """The profile of a file's text. Raises UsageError if it is none, or not as it was written."""
+    """The profile in a file's text. Raises UsageError if it is invalid or was modified."""
     try:
         data = json.loads(text)
         profile = Profile(
@@ -155,8 +155,8 @@ def profile_from_json(text: str, *, where: str) -> Profile:
         raise UsageError(f"{where} is not a profile: {type(error).__name__}: {error}") from error
     if profile.sha256 != stated:
         raise UsageError(
-            f"sha256={profile.sha256[:12]} of the content, but should be {stated[:12]} [{where}]. "
-            "A profile is written by `python -m fsdp_conformance.contract.profile --write`, never by hand."
+            f"sha256 of the content: expected {stated[:12]}, got {profile.sha256[:12]} [{where}]. "
+            "Profiles are written by `python -m fsdp_conformance.contract.profile --write`, never by hand."
         )
     return profile
 
@@ -175,9 +175,9 @@ def _entry(item: Mapping[str, Any]) -> Entry:
 
 def collect_cases(package: str = SUITES) -> list[Case]:
     """
-    Every case of the package's modules, by id. Imports them, and with them torch.
+    Every case in the package's modules, by id. Imports them, and therefore torch.
 
-    Raises SuiteError if an id comes twice.
+    Raises SuiteError for duplicate ids.
     """
     root = importlib.import_module(package)
     found: dict[str, tuple[Case, str]] = {}
@@ -195,7 +195,7 @@ def collect_cases(package: str = SUITES) -> list[Case]:
 
 def _cases_in(names_of_module: Mapping[str, Any], module: str) -> Iterable[tuple[str, Case]]:
     for value in names_of_module.values():
-        # A class that was imported from another suite is that suite's.
+        # A class imported from another suite belongs to that suite.
         if isinstance(value, type) and issubclass(value, unittest.TestCase) and value.__module__ == module:
             for name in dir(value):
                 case = case_of(getattr(value, name, None))
@@ -212,21 +212,20 @@ def profile_of(
     contract: Contract | None = None,
 ) -> Profile:
     """
-    The profile that these cases make.
+    The profile made of these cases.
 
-    `only` are the ids that are taken; empty takes all: those of the component chapters for a profile of components,
-    and those of the others for any other one. Raises ConfigError for requirements that the contract does not know, and
-    for ids that no case has.
+    `only` lists the ids to take; if empty, a components profile takes all cases of the component chapters, and any
+    other profile takes the rest. Raises ConfigError for unknown requirements and for ids without a case.
     """
     contract = contract or load()
     by_id = {case.id: case for case in cases}
-    problems = [f"case={case_id!r}, but no suite has a case of that id" for case_id in only if case_id not in by_id]
+    problems = [f"no suite has a case with id {case_id!r}" for case_id in only if case_id not in by_id]
     chosen = [by_id[case_id] for case_id in sorted(set(only) & by_id.keys() if only else by_id)]
     if not only:
         of_components = name.startswith(COMPONENTS)
         chosen = [case for case in chosen if (case.chapter in COMPONENT_CHAPTERS) is of_components]
     problems += [
-        f"{case.id}: requirement={requirement!r}, but should be one of the contract's"
+        f"{case.id}: requirement must be one of the contract's, got {requirement!r}"
         for case in chosen
         for requirement in case.requirements
         if requirement not in contract.requirements
@@ -249,20 +248,20 @@ def profile_of(
 
 
 def difference(ours: Profile, theirs: Profile) -> list[str]:
-    """What distinguishes two profiles, one sentence each; empty if they are equal, titles included."""
+    """The differences between two profiles, including titles, one sentence each."""
     problems = []
     for label, left, right in (
         ("interpretation", ours.interpretation, theirs.interpretation),
         ("certifies", ours.certifies, theirs.certifies),
     ):
         if left != right:
-            problems.append(f"{label}={left}, but the suites make {right}")
+            problems.append(f"{label}: {left} in the profile, {right} from the suites")
     problems += [f"{case_id} is not in the profile" for case_id in theirs.by_id.keys() - ours.by_id.keys()]
     problems += [f"{case_id} is in no suite" for case_id in ours.by_id.keys() - theirs.by_id.keys()]
     for case_id in ours.by_id.keys() & theirs.by_id.keys():
         mine, other = asdict(ours.by_id[case_id]), asdict(theirs.by_id[case_id])
         problems += [
-            f"{case_id}: {key}={mine[key]!r}, but the suites say {other[key]!r}"
+            f"{case_id}: {key}: {mine[key]!r} in the profile, {other[key]!r} in the suites"
             for key in mine
             if mine[key] != other[key]
         ]
@@ -270,13 +269,13 @@ def difference(ours: Profile, theirs: Profile) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write or check profiles. Exit status 0, 1 if a profile differs from the suites, or that of the error."""
+    """Write or check profiles. Exit status 0, 1 if a profile differs from the suites, or the error's own."""
     parser = argparse.ArgumentParser(prog="python -m fsdp_conformance.contract.profile", description=__doc__)
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", metavar="NAME", help="write profiles/NAME.json from the suites")
     action.add_argument("--check", metavar="NAME", help="compare profiles/NAME.json with the suites")
-    parser.add_argument("--only", nargs="+", default=[], metavar="ID", help="take these cases only")
-    parser.add_argument("--not-certifying", action="store_true", help="no certificate is given on this profile")
+    parser.add_argument("--only", nargs="+", default=[], metavar="ID", help="take only these cases")
+    parser.add_argument("--not-certifying", action="store_true", help="the profile cannot certify")
     parser.add_argument("--suites", default=SUITES, metavar="PACKAGE", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, metavar="FILE", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -302,7 +301,7 @@ def _check(profile: Profile, cases: Sequence[Case]) -> int:
         print(problem)
     print(
         f"{profile.name}: {len(profile.entries)} cases, "
-        + (f"{len(problems)} differences" if problems else "as the suites say")
+        + (f"{len(problems)} differences" if problems else "matches the suites")
     )
     return 1 if problems else 0
 

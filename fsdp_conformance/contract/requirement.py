@@ -65,11 +65,11 @@ class Level(StrEnum):
     """How binding a requirement is."""
 
     MUST = "M"
-    """For everybody."""
+    """Binding for every implementation."""
     DECLARED = "C"
-    """For whoever declares the flag; who does not must refuse loudly (R000)."""
+    """Binding for implementations that declare the flag; all others must raise (R000)."""
     SHOULD = "S"
-    """Measured and reported; does not fail a certificate."""
+    """Measured and reported; does not affect certification."""
 
     @property
     def word(self) -> str:
@@ -88,34 +88,34 @@ class Requirement:
     chapter: str
     """A key of CHAPTERS."""
     sentence: str
-    """The requirement itself: what holds, as a statement."""
+    """The requirement itself, as a statement of what holds."""
     observation: tuple[str, ...]
     """Keys of OBSERVATIONS."""
     flags: tuple[str, ...] = ()
-    """Capabilities that it concerns. In a mandatory requirement a flag excuses only the part that needs it."""
+    """Capabilities that it concerns. In a mandatory requirement, a flag excuses only the part that needs it."""
     source: tuple[str, ...] = ()
-    """Upstream tests and issues that pin it; "derived" where it is an inference."""
+    """Upstream tests and issues that establish it; "derived" if it is an inference."""
     look_at: str = ""
     """Where to look if it fails."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contract:
-    """All requirements by id, in order, and the flags that the contract names ahead of `capability.CAPABILITIES`."""
+    """All requirements by id, in order, and flags that are not yet in `capability.CAPABILITIES`."""
 
     requirements: Mapping[str, Requirement]
     future_flags: Mapping[str, str]
-    """Flag to the sentence that it will have."""
+    """Flag to its future description."""
 
     def __getitem__(self, requirement_id: str) -> Requirement:
-        """The requirement of that id; UsageError with the nearest ids if there is none."""
+        """The requirement with that id. Raises UsageError with the closest ids if there is none."""
         try:
             return self.requirements[requirement_id]
         except KeyError:
             near = difflib.get_close_matches(requirement_id, self.requirements, n=3, cutoff=0.5)
             hint = f"; did you mean {', '.join(near)}?" if near else ""
             last = max(self.requirements, default="none")
-            raise UsageError(f"requirement={requirement_id!r}, but should be one of R000 to {last}{hint}") from None
+            raise UsageError(f"requirement must be one of R000 to {last}, got {requirement_id!r}{hint}") from None
 
     def chapter(self, requirement_id: str) -> str:
         """The letter of the requirement's chapter."""
@@ -124,7 +124,7 @@ class Contract:
 
 @functools.cache
 def load() -> Contract:
-    """The contract that is shipped with this package."""
+    """The contract shipped with this package."""
     return parse(importlib.resources.files(__package__).joinpath("requirements.toml").read_text(encoding="utf-8"))
 
 
@@ -132,8 +132,8 @@ def parse(text: str) -> Contract:
     """
     A contract from the text of a `requirements.toml`.
 
-    Raises ConfigError with every problem found: a field that is missing, unknown or of the wrong type, an id that comes
-    twice.
+    Raises ConfigError with every problem found: fields that are missing, unknown or of the wrong type, and duplicate
+    ids.
     """
     document = tomllib.loads(text)
     problems: list[str] = []
@@ -142,7 +142,7 @@ def parse(text: str) -> Contract:
         where = table.get("id", f"entry {number}")
         found = _problems(table)
         if where in requirements:
-            found.append("the id comes twice")
+            found.append("duplicate id")
         problems += [f"{where}: {problem}" for problem in found]
         if not found:
             requirements[table["id"]] = _requirement(table)
@@ -160,19 +160,19 @@ _OPTIONAL_LISTS = ("flags", "source")
 def _problems(table: Mapping[str, Any]) -> list[str]:
     problems = [f"{key} is missing" for key in (*_TEXTS, *_LISTS) if key not in table]
     known = (*_TEXTS, *_OPTIONAL_TEXTS, *_LISTS, *_OPTIONAL_LISTS)
-    problems += [f"{key} is not a field; fields are {', '.join(known)}" for key in table if key not in known]
+    problems += [f"unknown field {key}; fields are {', '.join(known)}" for key in table if key not in known]
     problems += [
-        f"{key}={table[key]!r}, but should be a non-empty string"
+        f"{key} must be a non-empty string, got {table[key]!r}"
         for key in (*_TEXTS, *_OPTIONAL_TEXTS)
         if key in table and not (isinstance(table[key], str) and table[key].strip())
     ]
     problems += [
-        f"{key}={table[key]!r}, but should be a list of strings"
+        f"{key} must be a list of strings, got {table[key]!r}"
         for key in (*_LISTS, *_OPTIONAL_LISTS)
         if key in table and not (isinstance(table[key], list) and all(isinstance(item, str) for item in table[key]))
     ]
     if "level" in table and table["level"] not in tuple(Level):
-        problems.append(f"level={table['level']!r}, but should be M, C or S")
+        problems.append(f"level must be M, C or S, got {table['level']!r}")
     return problems
 
 

@@ -2,7 +2,7 @@
 Small workloads for tests of adapters and mutants, and a reference that is nothing but a loop.
 
 `plain` has what every model has: linear layers of odd sizes, a LayerNorm, a bias of every length. `rich` has the traps:
-a tied weight, a frozen layer, a unit called twice, a parameter that nobody uses, and buffers that forward writes. Data
+a tied weight, a frozen layer, a unit called twice, an unused parameter, and buffers that forward writes. Data
 depends on rank, step and micro-batch.
 """
 
@@ -174,11 +174,11 @@ def differences(history: Any, reference: Reference, *, rank: int) -> list[str]:
 
     def compare(what: str, got: Tensor | None, expected: Tensor | None) -> None:
         if (got is None) != (expected is None):
-            found.append(f"{what}: {_word(got)}, but should be {_word(expected)}")
+            found.append(f"{what}: expected {_word(expected)}, got {_word(got)}")
         elif got is not None and expected is not None:
             if got.shape != expected.shape or got.dtype != expected.dtype:
                 found.append(
-                    f"{what}: {got.dtype} {tuple(got.shape)}, but should be {expected.dtype} {tuple(expected.shape)}"
+                    f"{what}: expected {expected.dtype} {tuple(expected.shape)}, got {got.dtype} {tuple(got.shape)}"
                 )
             elif not torch.allclose(got, expected, rtol=1e-4, atol=2e-6):
                 found.append(f"{what}: off by {(got - expected).abs().max().item():.2e}")
@@ -186,7 +186,7 @@ def differences(history: Any, reference: Reference, *, rank: int) -> list[str]:
     for index, record in enumerate(history.steps):
         expected_names = list(reference.params[index])
         if sorted(record.params) != sorted(expected_names):
-            found.append(f"step {index} parameters: {sorted(record.params)}, but should be {sorted(expected_names)}")
+            found.append(f"step {index} parameters: expected {sorted(expected_names)}, got {sorted(record.params)}")
             continue
         for micro, loss in enumerate(record.losses):
             compare(f"step {index} loss {micro}", loss, reference.losses[index][micro][rank])

@@ -51,7 +51,7 @@ class AgainWithGrads(WithoutGrads):
 
 
 class OwnHook(Bare):
-    """A base class for other adapters, with a hook of its own."""
+    """A base class for other adapters, with its own hook."""
 
     optional: ClassVar[Mapping[str, str]] = {"spread": "unused_divergent"}
 
@@ -107,7 +107,7 @@ def test_undeclared_flags_are_refused() -> None:
 
 
 def test_optional_methods_say_that_they_are_missing() -> None:
-    """An optional method that was not written raises, whoever calls it."""
+    """An optional method that is not implemented raises."""
     adapter = Bare()
     for call in (
         adapter.full_grads,

@@ -21,7 +21,7 @@ from fsdp_conformance.workload import Regime
 STAGES = ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3")
 
 installed = importlib.util.find_spec("deepspeed") is not None
-needs_deepspeed = pytest.mark.skipif(not installed, reason="deepspeed is an extra with an environment of its own")
+needs_deepspeed = pytest.mark.skipif(not installed, reason="deepspeed is an extra with a separate environment")
 
 
 def test_the_stages_declare_their_degree_alone() -> None:
@@ -35,7 +35,7 @@ def test_the_stages_declare_their_degree_alone() -> None:
 @pytest.mark.skipif(installed, reason="deepspeed is installed")
 def test_without_the_engine() -> None:
     """The adapter is there, its engine is not: what to install."""
-    with pytest.raises(AdapterNotFound, match=r"the engine of 'deepspeed-zero3' cannot be imported: .*Install it into"):
+    with pytest.raises(AdapterNotFound, match=r"the engine of 'deepspeed-zero3' cannot be imported: .*Install it in "):
         registry.describe_here("deepspeed-zero3")
 
 
@@ -109,9 +109,9 @@ class Stages(RankTestCase):
         """What is not declared, another device, and a clipping that was not configured."""
         with self.assertRaisesRegex(Unsupported, "no_sync, but deepspeed-zero2 does not declare it"):
             self.run_training("deepspeed-zero2", regime=Regime(micro_batches=2, reduced=(False, True)))
-        with self.assertRaisesRegex(Unsupported, "for the CPU, not for cuda"):
+        with self.assertRaisesRegex(Unsupported, "on the CPU only, not on cuda"):
             DeepSpeedZeRO1().setup(self.fail, self.fail, Plan(device="cuda"))
         adapter = DeepSpeedZeRO1()
         self.run_training(adapter)
-        with self.assertRaisesRegex(Unsupported, "max_norm=2.0, but was configured as None at construction"):
+        with self.assertRaisesRegex(Unsupported, "max_norm must be None as at construction, got 2.0"):
             adapter.step(max_norm=2.0)

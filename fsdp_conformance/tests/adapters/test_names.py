@@ -39,7 +39,7 @@ def tied() -> nn.Sequential:
 
 @pytest.mark.parametrize("key", ["module", "_fsdp_wrapped_module", "_orig_mod", "anything"])
 def test_a_user_own_module_keeps_its_name(key: str) -> None:
-    """`weight` and `module.weight` are told apart under every wrapper, by the objects they belong to."""
+    """`weight` and `module.weight` are distinguished under every wrapper, by the objects they belong to."""
     model = OwnModule()
     names = OriginalNames(model)
     found = names.parameters_of(Wrapper(Wrapper(model, key), key))

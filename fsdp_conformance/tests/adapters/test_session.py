@@ -90,7 +90,7 @@ class DiaryFault(Fault):
 
 
 class NoGradients(TorchFSDP2):
-    """Gradients cannot be read, and there is no module to show."""
+    """Gradients cannot be read, and no module is exposed."""
 
     declines: ClassVar[frozenset[str]] = frozenset({"full_grads", "full_buffers"})
 
@@ -211,7 +211,7 @@ class Loop(RankTestCase):
         self.assertGreater(history.seconds, 0)
 
     def test_what_an_adapter_cannot_show(self) -> None:
-        """No gradients, no buffers, no flags: the history says so and the rest is there."""
+        """No gradients, no buffers, no flags: the history leaves them out and has the rest."""
         history = self.assert_trains(NoGradients, RICH)
         self.assertIsNone(history.steps[0].grads)
         self.assertEqual(({}, {}), (history.steps[0].buffers, history.requires_grad))
@@ -246,7 +246,7 @@ class Loop(RankTestCase):
 
     def test_regimes_that_cannot_be_followed(self) -> None:
         """An optimizer that the workload does not have, and another norm than the adapter's."""
-        with self.assertRaisesRegex(ConfigError, "optimizer='lion', but should be one of adam, adamw, sgd"):
+        with self.assertRaisesRegex(ConfigError, "optimizer must be one of adam, adamw, sgd, got 'lion'"):
             self.run_training("torch-fsdp2", regime=Regime(optimizer="lion"))
         with self.assertRaisesRegex(Unsupported, "clip_norm_type"):
             self.run_training("torch-fsdp2", regime=Regime(max_norm=1.0, norm_type=1.0))

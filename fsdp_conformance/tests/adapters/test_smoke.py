@@ -8,8 +8,7 @@ import re
 import pytest
 
 from fsdp_conformance.adapters import registry
-from fsdp_conformance.adapters.smoke import SmokeResult, merge, smoke
-from fsdp_conformance.adapters.smoke_checks import CHECKS
+from fsdp_conformance.adapters.smoke import CHECKS, SmokeResult, merge, smoke
 from fsdp_conformance.errors import AdapterNotFound
 from fsdp_conformance.outcome import RankExit, RankReport
 from fsdp_conformance.tests.adapters import example_adapter, wrong_adapters
@@ -18,35 +17,35 @@ pytestmark = pytest.mark.slow
 
 #: Class in wrong_adapters to the check that finds it and what it says.
 FINDINGS = {
-    "PrefixedNames": ("ADAPTER-03", r"full_params\(\) misses 'body.0.bias', .* and has 'module.*wrapper's prefix"),
-    "MissingName": ("ADAPTER-03", r"full_params\(\) misses 'head.bias', but should have the names"),
-    "ShardsForFull": ("ADAPTER-03", r"has shape \(4, 5\), but should be in full, \(7, 5\); these are rows 0 to 3"),
-    "FlatForFull": ("ADAPTER-03", r"has shape \(6,\), .* these are elements 0 to 5 of the flattened one"),
-    "DTensorsForFull": ("ADAPTER-03", r"is a DTensor, but should be a plain tensor: full_tensor\(\)"),
-    "WrongDtype": ("ADAPTER-03", r"is torch.float64, but should be torch.float32"),
-    "RequiresGrad": ("ADAPTER-03", r"requires a gradient, but should be detached"),
-    "WrongDevice": ("ADAPTER-03", r"is on meta, but should be on the CPU"),
-    "ListForDict": ("ADAPTER-03", r"full_params\(\) returned list, but should return a dict"),
-    "DiffersOnRanks": ("ADAPTER-03", r"full_params\(\) differs between ranks in 'body.0.bias', .* the same everywhere"),
-    "LiveStorage": ("ADAPTER-03", r"gives live storage of 'body.0.weight'.*writing into them changed the model"),
+    "PrefixedNames": ("ADAPTER-03", r"full_params\(\) .* lacks 'body.0.bias', .* has 'module.*wrapper's prefix"),
+    "MissingName": ("ADAPTER-03", r"full_params\(\) must have the names .* before wrapping, but lacks 'head.bias'"),
+    "ShardsForFull": ("ADAPTER-03", r"must have the full shape \(7, 5\), got \(4, 5\); these are rows 0 to 3"),
+    "FlatForFull": ("ADAPTER-03", r"must have the full shape .* got \(6,\); these are elements 0 to 5 of the flat"),
+    "DTensorsForFull": ("ADAPTER-03", r"must be a plain tensor, got a DTensor: use full_tensor\(\)"),
+    "WrongDtype": ("ADAPTER-03", r"must have dtype torch.float32, got torch.float64"),
+    "RequiresGrad": ("ADAPTER-03", r"must be detached, but requires a gradient"),
+    "WrongDevice": ("ADAPTER-03", r"must be on the CPU, got meta"),
+    "ListForDict": ("ADAPTER-03", r"full_params\(\) must return a dict of names to tensors, got list"),
+    "DiffersOnRanks": ("ADAPTER-03", r"full_params\(\) must be equal on all ranks, but differs in 'body.0.bias'"),
+    "LiveStorage": ("ADAPTER-03", r"must return clones, but writing into 'body.0.weight'.* changed the model"),
     "StaleWrites": ("ADAPTER-03", r"write_params\(\) did not change 'body.0.weight'"),
-    "GradsOfOtherNames": ("ADAPTER-04", r"full_grads\(\) misses 'body.0.bias', .* None where there is none"),
-    "LocalGradients": ("ADAPTER-04", r"full_grads\(\) differs between ranks .* reduced gradient is asked"),
-    "NoContextManager": ("ADAPTER-04", r"microbatch\(\) returned NoneType, but should return a context manager"),
-    "ForwardWithoutGraph": ("ADAPTER-04", r"forward\(\) returned a tensor without a graph"),
-    "StepStepsNothing": ("ADAPTER-05", r"step\(\) changed no parameter, but should step the optimizer"),
-    "StaleOptimizer": ("ADAPTER-05", r"step\(\) changed no parameter, .* hold the parameters of the wrapped model\?"),
-    "KeepsGradients": ("ADAPTER-05", r"step\(\) left gradients of 'body.0.weight', .* should drop them"),
-    "ReturnsNorms": ("ADAPTER-05", r"step\(\) returned Tensor of shape \(3,\), but should return a scalar"),
-    "ClonesForLocal": ("ADAPTER-06", r"local_tensors\(\)\['params'\] has new storage at every call"),
-    "FullForLocal": ("ADAPTER-06", r"local_tensors\(\)\['params'\] has new storage at every call"),
-    "NoOptimState": ("ADAPTER-06", r"local_tensors\(\) has no 'optim', but should have 'params' and 'optim'"),
-    "DTensorsForLocal": ("ADAPTER-06", r"\['params'\] has DTensors, but should have their to_local\(\)"),
+    "GradsOfOtherNames": ("ADAPTER-04", r"full_grads\(\) must have .* None for no gradient, but lacks 'body.0.bias'"),
+    "LocalGradients": ("ADAPTER-04", r"full_grads\(\) must be equal on all ranks, .* return the reduced gradient"),
+    "NoContextManager": ("ADAPTER-04", r"microbatch\(\) must return a context manager, got NoneType"),
+    "ForwardWithoutGraph": ("ADAPTER-04", r"forward\(\) must run the model with gradients enabled"),
+    "StepStepsNothing": ("ADAPTER-05", r"step\(\) must step the optimizer, but changed no parameter"),
+    "StaleOptimizer": ("ADAPTER-05", r"step\(\) must step the optimizer, .* the parameters of the wrapped model\?"),
+    "KeepsGradients": ("ADAPTER-05", r"step\(\) must drop the gradients, but kept those of 'body.0.weight'"),
+    "ReturnsNorms": ("ADAPTER-05", r"step\(\) must return a scalar tensor or None, got Tensor of shape \(3,\)"),
+    "ClonesForLocal": ("ADAPTER-06", r"local_tensors\(\)\['params'\] must return the rank's own storage"),
+    "FullForLocal": ("ADAPTER-06", r"local_tensors\(\)\['params'\] must return the rank's own storage"),
+    "NoOptimState": ("ADAPTER-06", r"local_tensors\(\) must have 'params' and 'optim', but has no 'optim'"),
+    "DTensorsForLocal": ("ADAPTER-06", r"\['params'\] must contain plain tensors, got DTensors: use to_local\(\)"),
     "RaisesInSetup": ("ADAPTER-02", r"wrap\(\) raised KeyError: 'no such unit' \[.*wrong_adapters.py:\d+\]"),
     "RaisesOnOneRank": ("ADAPTER-04", r"full_grads\(\) raised ValueError: rank 1 is different .*\[rank 1\]"),
-    "ReturnsNothingFromWrap": ("ADAPTER-02", r"wrap returned NoneType, but should return the wrapped nn.Module"),
-    "CudaOnly": ("ADAPTER-02", r"cpu_compute not declared, but should be: the ranks compute on cpu"),
-    "MisspeltFlags": ("ADAPTER-01", r"names 'zero_3', but should name flags .* did you mean 'zero3'"),
+    "ReturnsNothingFromWrap": ("ADAPTER-02", r"wrap\(\) must return the wrapped nn.Module, got NoneType"),
+    "CudaOnly": ("ADAPTER-02", r"cpu_compute must be declared, because the ranks compute on cpu"),
+    "MisspeltFlags": ("ADAPTER-01", r"must contain only flags of capability.py, got 'zero_3'; did you mean 'zero3'"),
 }  # fmt: skip
 
 
@@ -82,7 +81,7 @@ def test_a_wrong_adapter_is_found(name: str) -> None:
 
 
 def test_what_depends_on_a_problem_is_not_run() -> None:
-    """Without a setup nothing else can be told, and the results say so."""
+    """Without a setup no further check can run, and the results state it."""
     results = results_of("RaisesInSetup")
 
     assert [check for check in CHECKS if results[check].not_run] == [
@@ -91,7 +90,7 @@ def test_what_depends_on_a_problem_is_not_run() -> None:
         "ADAPTER-05",
         "ADAPTER-06",
     ]
-    assert results["ADAPTER-03"].not_run == "ADAPTER-02 found problems, on which this depends"
+    assert results["ADAPTER-03"].not_run == "ADAPTER-02 found problems, and this check depends on it"
 
 
 def test_all_problems_at_once() -> None:
@@ -109,8 +108,8 @@ def test_a_rank_that_dies() -> None:
 
 
 def test_an_adapter_that_cannot_be_loaded() -> None:
-    """That is no result but an error of the user's words."""
-    with pytest.raises(AdapterNotFound, match="'NoSuchAdapter' is not in"):
+    """This raises an error about the given name instead of returning results."""
+    with pytest.raises(AdapterNotFound, match="has no class 'NoSuchAdapter'"):
         smoke(f"{wrong_adapters.__name__}:NoSuchAdapter")
 
 

@@ -28,7 +28,7 @@ def doubled(value: Any) -> Any:
 
 
 def test_containers_keep_their_types() -> None:
-    """Lists, tuples, named tuples, dictionaries, dataclasses: types and what is no tensor stay."""
+    """Lists, tuples, named tuples, dictionaries, dataclasses: types and non-tensors are unchanged."""
     one = torch.ones(2)
     value = {"a": [one, (one, 3)], "b": Pair(one, Frozen(values=OrderedDict(x=one), scale=0.5)), "c": None}
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from fsdp_conformance.checks.result import CheckResult
-from fsdp_conformance.checks.sizes import Unit, sized_units
+from fsdp_conformance.checks.units import Unit, owning_units
 from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.fixtures import models
 from fsdp_conformance.history.collective import CollectiveRecord, Op
@@ -84,7 +84,7 @@ def full_sharding(
     The last micro-batch alone is reduced if the plan defers reduction. `kept`: no gathers in backward. Reduced shards
     are all-reduced over `replicas` if there are any.
     """
-    units = sized_units(workload, plan).shared
+    units = owning_units(workload, plan).shared
     root, inner = [unit for unit in units if not unit.fqn], [unit for unit in units if unit.fqn]
     records = []
     for step in range(steps):

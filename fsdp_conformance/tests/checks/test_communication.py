@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fsdp_conformance.checks import communication
+from fsdp_conformance.checks.equality import schedule_digests
 from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.errors import SuiteError
@@ -48,7 +49,7 @@ def test_the_root_may_stay_gathered() -> None:
     without_two = [r for r in without_root if not (r.phase == "backward" and r.op is Op.ALL_GATHER and r.nbytes == 280)]
 
     assert counts(without_root).findings == []
-    assert messages(counts(without_two)) == ["all_gather=4 in backward, but should be 5 to 6"]
+    assert messages(counts(without_two)) == ["all_gather in backward: expected 5 to 6, got 4"]
 
 
 def test_list_form_and_single_form_count_alike() -> None:
@@ -61,16 +62,16 @@ def test_list_form_and_single_form_count_alike() -> None:
 @pytest.mark.parametrize(
     ("extra", "expected"),
     [
-        (collective(Op.ALL_GATHER, 280), "all_gather=7 in forward, but should be 6"),
-        (collective(Op.ALL_GATHER, 280, phase="step"), "all_gather=1 in step, but should be 0"),
-        (collective(Op.REDUCE_SCATTER, 280, phase="backward"), "reduce_scatter=7, but should be 6"),
+        (collective(Op.ALL_GATHER, 280), "all_gather in forward: expected 6, got 7"),
+        (collective(Op.ALL_GATHER, 280, phase="step"), "all_gather in step: expected 0, got 1"),
+        (collective(Op.REDUCE_SCATTER, 280, phase="backward"), "reduce_scatter: expected 6, got 7"),
         (
             collective(Op.ALL_REDUCE, 4, phase="backward"),
-            "1 other collectives (backward all_reduce 4B float32 [0,1]), but should be 0",
+            "other collectives: expected 0, got 1; backward all_reduce 4B float32 [0,1]",
         ),
         (
             collective(Op.BROADCAST, 216),
-            "1 other collectives (forward broadcast 216B float32 [0,1]), but should be 0",
+            "other collectives: expected 0, got 1; forward broadcast 216B float32 [0,1]",
         ),
     ],
 )
@@ -93,7 +94,7 @@ def test_the_first_step_is_not_counted() -> None:
 
 def test_one_step_is_too_few() -> None:
     """A history of one step cannot be judged."""
-    with pytest.raises(SuiteError, match="steps=1, but should be at least 2"):
+    with pytest.raises(SuiteError, match="steps: expected at least 2, got 1"):
         communication.collective_counts(history([], steps=1), STAIRCASE, PLAN, requirement="R062")
 
 
@@ -105,8 +106,8 @@ def test_a_missing_scatter_is_reported() -> None:
     ]
 
     assert messages(counts(records)) == [
-        "reduce_scatter=5, but should be 6",
-        "1 other collectives (backward all_reduce 280B float32 [0,1]), but should be 0",
+        "reduce_scatter: expected 6, got 5",
+        "other collectives: expected 0, got 1; backward all_reduce 280B float32 [0,1]",
     ]
 
 
@@ -129,7 +130,7 @@ def test_gradient_sharding_gathers_in_forward_alone() -> None:
     kept = full_sharding(STAIRCASE, plan, kept=True)
 
     assert counts(kept, plan).findings == []
-    assert messages(counts(full_sharding(STAIRCASE, plan), plan)) == ["all_gather=6 in backward, but should be 0"]
+    assert messages(counts(full_sharding(STAIRCASE, plan), plan)) == ["all_gather in backward: expected 0, got 6"]
 
 
 def test_no_sharding_is_all_reduce_of_everything() -> None:
@@ -138,11 +139,11 @@ def test_no_sharding_is_all_reduce_of_everything() -> None:
 
     assert counts(replicated(BYTES), plan).findings == []
     assert messages(counts(replicated(BYTES // 2), plan)) == [
-        f"{BYTES // 2} B all-reduced, but should be at least {BYTES} B: every gradient"
+        f"gradients all-reduced: expected at least {BYTES} B, got {BYTES // 2} B"
     ]
     assert messages(counts(full_sharding(STAIRCASE, plan, kept=True), plan))[:2] == [
-        "all_gather=6, but should be 0",
-        "reduce_scatter=6, but should be 0",
+        "all_gather: expected 0, got 6",
+        "reduce_scatter: expected 0, got 6",
     ]
 
 
@@ -155,13 +156,13 @@ def test_hybrid_sharding_all_reduces_each_unit_once() -> None:
 
     assert communication.collective_counts(right, STAIRCASE, plan, requirement="R062").findings == []
     assert messages(communication.collective_counts(silent, STAIRCASE, plan, requirement="R062")) == [
-        "all_reduce=0, but should be 6"
+        "all_reduce: expected 6, got 0"
     ]
 
 
 def test_a_degree_without_a_promise_is_the_suites_mistake() -> None:
     """The engine's own default has no counts to hold it to."""
-    with pytest.raises(SuiteError, match="sharding=default, but should be full"):
+    with pytest.raises(SuiteError, match="sharding: expected full, grad_optim, hybrid or none, got default"):
         counts([], plan_of(STAIRCASE, Sharding.DEFAULT))
 
 
@@ -187,8 +188,8 @@ def test_reducing_every_micro_batch_is_reported() -> None:
     eager = full_sharding(STAIRCASE, plan_of(STAIRCASE), micro_batches=2)
 
     assert messages(deferred(eager, plan)) == [
-        "12512 B of gradients reduced over 2 micro-batches, but should be reduced once: 6256 to 9384 B",
-        "6 of 12 gradient reductions come before the last micro-batch's forward, but should be 0",
+        "gradients reduced over 2 micro-batches: expected 6256 to 9384 B, got 12512 B; each should be reduced once",
+        "gradient reductions before the last micro-batch's forward: expected 0, got 6; 12 in the step",
     ]
     assert len(deferred(replicated(2 * BYTES), plan).findings) == 2
 
@@ -199,7 +200,7 @@ def test_reducing_nothing_at_all_is_reported() -> None:
     silent = [r for r in full_sharding(STAIRCASE, plan, micro_batches=2) if r.op is not Op.REDUCE_SCATTER]
 
     assert messages(deferred(silent, plan)) == [
-        "0 B of gradients reduced over 2 micro-batches, but should be reduced once: 6256 to 9384 B"
+        "gradients reduced over 2 micro-batches: expected 6256 to 9384 B, got 0 B; each should be reduced once"
     ]
 
 
@@ -214,7 +215,7 @@ def test_reducing_the_first_micro_batch_alone_is_reported() -> None:
     ]  # fmt: skip
 
     assert messages(deferred(early, plan)) == [
-        "6 of 6 gradient reductions come before the last micro-batch's forward, but should be 0"
+        "gradient reductions before the last micro-batch's forward: expected 0, got 6; 6 in the step"
     ]
 
 
@@ -228,7 +229,7 @@ def test_gradient_sharding_gathers_once_under_deferral() -> None:
     assert deferred(once, plan).findings == []
     assert messages(deferred(twice, plan)) == [
         (
-            "12512 B gathered over 2 micro-batches, but should be at most 9384 B: "
+            "parameters gathered over 2 micro-batches: expected at most 9384 B, got 12512 B; "
             "parameters stay gathered after a deferred backward"
         )
     ]
@@ -242,8 +243,8 @@ def test_equal_schedules_have_equal_digests() -> None:
     ours = history(full_sharding(STAIRCASE, PLAN, group=(0, 1)))
     theirs = history([replace(r, site="x.py:1 in y", name="z", group=(2, 3)) for r in ours.collectives])
 
-    assert list(communication.schedule_digests(ours)) == [f"schedule step {step}" for step in range(3)]
-    assert communication.schedule_digests(ours) == communication.schedule_digests(theirs)
+    assert list(schedule_digests(ours)) == [f"schedule step {step}" for step in range(3)]
+    assert schedule_digests(ours) == schedule_digests(theirs)
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,7 @@ def test_another_schedule_has_another_digest(change: dict[str, object]) -> None:
     other = history(ours.collectives)
     index = next(index for index, record in enumerate(other.collectives) if record.step == 1)
     other.collectives[index] = replace(other.collectives[index], **change)  # type: ignore[arg-type]
-    one, two = communication.schedule_digests(ours), communication.schedule_digests(other)
+    one, two = schedule_digests(ours), schedule_digests(other)
 
     assert [label for label in one if one[label] != two[label]] == ["schedule step 1"]
 
@@ -265,4 +266,4 @@ def test_the_order_counts() -> None:
     ours = history(full_sharding(STAIRCASE, PLAN))
     swapped = history([*ours.collectives[1::-1], *ours.collectives[2:]])
 
-    assert communication.schedule_digests(ours) != communication.schedule_digests(swapped)
+    assert schedule_digests(ours) != schedule_digests(swapped)

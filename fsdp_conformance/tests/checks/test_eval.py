@@ -48,17 +48,15 @@ def test_eval_that_gathers_twice_or_reduces_is_reported() -> None:
     reduces = [collective(Op.ALL_REDUCE, 280, step=2, phase="eval")]
 
     assert messages(evaluated(gathers)) == [
-        "12512 B gathered by 1 evaluations, but should be at most 9384 B: each parameter once"
+        "parameters gathered by 1 evaluations: expected at most 9384 B, got 12512 B; each should be gathered once"
     ]
-    assert messages(evaluated(reduces)) == [
-        "1 reductions in eval (eval all_reduce 280B float32 [0,1]), but should be 0"
-    ]
+    assert messages(evaluated(reduces)) == ["reductions in eval: expected 0, got 1; eval all_reduce 280B float32 [0,1]"]
     assert evaluated(reduces).findings[0].step == 2
 
 
 def test_a_run_without_eval_proves_nothing() -> None:
     """The suite forgot the regime."""
-    with pytest.raises(SuiteError, match="eval_outputs=0"):
+    with pytest.raises(SuiteError, match="eval outputs: expected at least 1, got 0"):
         communication.eval_collectives(history([]), STAIRCASE, requirement="R066")
 
 
@@ -69,7 +67,7 @@ def test_silence_is_silence_over_one_rank_too() -> None:
 
     assert communication.no_collectives(history([setup], world_size=1), requirement="R009").findings == []
     assert messages(communication.no_collectives(history([alone], world_size=1), requirement="R009")) == [
-        "1 collectives in forward (forward all_gather 280B float32 [0]), but should be 0"
+        "collectives in forward: expected 0, got 1; forward all_gather 280B float32 [0]"
     ]
 
 
@@ -95,14 +93,14 @@ def test_a_frozen_unit_that_is_reduced_is_reported() -> None:
     right = full_sharding(workload, plan_of(workload))
 
     assert messages(frozen_run([*right, *extra])) == [
-        "1792 B of gradients reduced, but should be at most 1624 B: those of the units 2, 6, the root",
-        "reduce_scatter=4, but should be 3: one per trainable unit",
+        "gradients reduced: expected at most 1624 B, got 1792 B; the trainable units are 2, 6, the root",
+        "reduce_scatter: expected 3, got 4; one per trainable unit",
     ]
-    assert messages(frozen_run([*right, *empty])) == ["reduce_scatter=4, but should be 3: one per trainable unit"]
+    assert messages(frozen_run([*right, *empty])) == ["reduce_scatter: expected 3, got 4; one per trainable unit"]
     assert len(frozen_run(replicated(1404 + 336)).findings) == 2
 
 
 def test_a_workload_without_frozen_units_is_the_suites_mistake() -> None:
     """Nothing to look for."""
-    with pytest.raises(SuiteError, match="frozen units=0"):
+    with pytest.raises(SuiteError, match="frozen units: expected at least 1, got 0"):
         communication.frozen_reductions(history([]), STAIRCASE, PLAN, requirement="R072")

@@ -1,4 +1,4 @@
-"""Exact probes are exact, and what is not exact says so before it judges anybody."""
+"""Exact probes are exact, and an inexact one is rejected before it is used."""
 
 from __future__ import annotations
 
@@ -69,10 +69,12 @@ def test_regimes_stay_exact(regime: Regime) -> None:
 
 
 def test_an_inexact_workload_is_refused() -> None:
-    """A learning rate of 0.1 is no dyadic number: the first parameter after the first step tells."""
+    """A learning rate of 0.1 is not dyadic: the first parameter differs after the first step."""
     workload = replace(probes.exact_mlp(), optimizers={"sgd": partial(SGD, lr=0.1, momentum=0.5)})
 
-    with pytest.raises(NotExact, match=r"parameter '0.weight' after step 0 in float32 differs .*order sum"):
+    with pytest.raises(
+        NotExact, match=r"parameter '0.weight' after step 0 in float32: expected bitwise equality .*order sum"
+    ):
         assert_exact(workload, Regime(), 2)
 
 
@@ -80,9 +82,9 @@ def test_too_many_steps_are_refused() -> None:
     """The plain probe runs out of mantissa after the steps that it vouches for."""
     workload = probes.exact_mlp()
 
-    with pytest.raises(NotExact, match="exact=False"):
+    with pytest.raises(NotExact, match="is not exact"):
         assert_exact(workload, Regime(steps=8), 2)
-    with pytest.raises(NotExact, match="in float32 differs from float64"):
+    with pytest.raises(NotExact, match="in float32: expected bitwise equality with float64"):
         assert_exact(replace(workload, exact_steps=8), Regime(steps=8), 2)
 
 
@@ -92,7 +94,7 @@ def test_an_order_that_rounds_is_named() -> None:
         probes.exact_long(), batch=lambda key: probes.grid_batch(replace(key, world_size=1), inputs=5, outputs=3)
     )
 
-    with pytest.raises(NotExact, match="differs from float64"):
+    with pytest.raises(NotExact, match="bitwise equality with float64"):
         assert_exact(workload, Regime(), 3)
 
 
@@ -123,5 +125,5 @@ def test_the_reciprocal_of_seven_is_not_exact() -> None:
 
 @pytest.mark.parametrize(("world_size", "factor"), [(1, 1), (2, 2), (3, 2), (4, 2), (5, 2), (6, 4), (8, 4)])
 def test_split_factor(world_size: int, factor: float) -> None:
-    """FSDP1 divides by the first power of two that is no divisor, or whose square reaches the world size."""
+    """FSDP1 divides by the first power of two that is not a divisor, or whose square reaches the world size."""
     assert split_factor(world_size) == factor

@@ -66,12 +66,12 @@ class Explain(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(cause(right, right.expected * factor) for factor in factors),
             """\
-summed over the ranks, not averaged: got / expected = 3 at every element, which is the world size
+summed over ranks instead of averaged: got / expected = 3 at every element, which is the world size
 averaged twice: got / expected = 0.3333 at every element, which is 1 / world size
 counted twice: got / expected = 2 at every element
-divided by 2 where the world size is 3: got / expected = 1.5 at every element
-divided by 4 where the world size is 3: got / expected = 0.75 at every element
-of the wrong sign: got / expected = -1 at every element""",
+divided by 2, but the world size is 3: got / expected = 1.5 at every element
+divided by 4, but the world size is 3: got / expected = 0.75 at every element
+wrong sign: got / expected = -1 at every element""",
         )
 
     def test_scale_of_micro_batches(self) -> None:
@@ -95,24 +95,24 @@ multiplied by the number of micro-batches: got / expected = 4 at every element, 
         self.assertExpectedInline(
             "\n".join(cause(right, got) for got in seen),
             """\
-not reduced: it is this rank's own gradient
-not reduced: it is this rank's own gradient divided by the world size
-not reduced: it is rank 0's own gradient
-without rank 2: it is the sum over ranks 0, 1, divided by 3
-averaged over ranks 0, 1 only, as over a group of 2: rank 2 left out
-rank 1 counted twice: its gradient divided by 3 is in the mean once more""",
+not reduced: equals this rank's own gradient
+not reduced: equals this rank's own gradient divided by the world size
+not reduced: equals rank 0's own gradient
+rank 2 missing: equals the sum over ranks 0, 1, divided by 3
+averaged over ranks 0, 1 only, as in a group of 2: rank 2 left out
+rank 1 counted twice: its gradient divided by 3 is added once more""",
         )
 
     def test_ranks_with_proportional_gradients(self) -> None:
-        """Where a missing rank is a factor, too, the rank is named and not the factor; an odd factor is only told."""
+        """If a missing rank is also a factor, the rank is named instead; other factors are only reported."""
         right = gradient(4, turned=False)
         seen = (right.expected * 13 / 15, right.expected * 17 / 15, right.expected * 0.9)
 
         self.assertExpectedInline(
             "\n".join(cause(right, got) for got in seen),
             """\
-without rank 1: it is the sum over ranks 0, 2, 3, divided by 4
-rank 1 counted twice: its gradient divided by 4 is in the mean once more
+rank 1 missing: equals the sum over ranks 0, 2, 3, divided by 4
+rank 1 counted twice: its gradient divided by 4 is added once more
 scaled: got / expected = 0.9 at every element""",
         )
 
@@ -127,10 +127,10 @@ scaled: got / expected = 0.9 at every element""",
         self.assertExpectedInline(
             "\n".join(cause(right, got) for got in seen),
             """\
-overwritten instead of added: it is the gradient of micro-batch 2 alone
+overwritten instead of accumulated: equals the gradient of micro-batch 2 alone
 micro-batch 0 counted twice
-without micro-batch 0: the others are there
-micro-batch 2 not reduced: this rank's own gradient stands in its place""",
+micro-batch 0 missing: the others are included
+micro-batch 2 not reduced: this rank's own gradient is in its place""",
         )
 
     def test_rows(self) -> None:
@@ -141,9 +141,9 @@ micro-batch 2 not reduced: this rank's own gradient stands in its place""",
         self.assertExpectedInline(
             "\n".join(cause(right, got) for got in seen),
             """\
-the last padded rows dropped: row 6 of 7, the shard of rank 2, is zero, the others are right
-the shard of rank 0 lost: rows 0 to 2 of 7 are zero, the others are right
-rows lost: rows 2 to 3 of 7 are zero, the others are right""",
+last padded rows dropped (rank 2's shard): row 6 of 7 is zero, the others are correct
+rank 0's shard lost: rows 0 to 2 of 7 are zero, the others are correct
+rows lost: rows 2 to 3 of 7 are zero, the others are correct""",
         )
 
     def test_rows_of_a_parameter(self) -> None:
@@ -155,7 +155,7 @@ rows lost: rows 2 to 3 of 7 are zero, the others are right""",
 
         self.assertExpectedInline(
             cause(right, got),
-            """the last padded rows dropped: row 6 of 7, the shard of rank 2, is not updated, the others are right""",
+            """last padded rows dropped (rank 2's shard): row 6 of 7 is not updated, the others are correct""",
         )
 
     def test_places(self) -> None:
@@ -177,13 +177,13 @@ rows lost: rows 2 to 3 of 7 are zero, the others are right""",
         self.assertExpectedInline(
             "\n".join(seen),
             """\
-shards in another rank's place: rank 0's holds rank 1's, rank 1's holds rank 0's (2 rows each)
-shards in another rank's place: rank 1's holds rank 2's, rank 2's holds rank 1's (1 rows each)
-shards in another rank's place: rank 1's holds rank 2's (1 rows each)
-a flat offset wrong by one: element i has the value of element i - 1
-a flat offset wrong by one: element i has the value of element i - 1
+shards in the wrong place: rank 0 has rank 1's, rank 1 has rank 0's (2 rows each)
+shards in the wrong place: rank 1 has rank 2's, rank 2 has rank 1's (1 rows each)
+shards in the wrong place: rank 1 has rank 2's (1 rows each)
+flat offset off by one: element i has the value of element i - 1
+flat offset off by one: element i has the value of element i - 1
 transposed: element [i, j] has the value of element [j, i] in all 4 rows
-elements permuted: every value is right, at another place""",
+elements permuted: every value is right but in the wrong place""",
         )
 
     def test_time(self) -> None:
@@ -201,10 +201,10 @@ elements permuted: every value is right, at another place""",
         self.assertExpectedInline(
             "\n".join(seen),
             """\
-stale by one step: every element is the gradient of the step before
-stale by one step: every element is the buffer of the step before
-no update: the parameter is what it was before the step
-an update that is 3 times too large at every element, which is the world size""",
+stale by one step: every element equals the previous step's gradient
+stale by one step: every element equals the previous step's buffer
+no update: the parameter has its value from before the step
+update scaled by 3 at every element, which is the world size""",
         )
 
     def test_memory(self) -> None:
@@ -221,9 +221,9 @@ an update that is 3 times too large at every element, which is the world size"""
         self.assertExpectedInline(
             "\n".join(seen),
             """\
-the last elements, so padding was read: 3 of 21 are not finite
-some elements, so storage was read before it was written: 6 of 21 are not finite
-uninitialised or freed storage, or an overflow: none of 21 elements is finite
+padding was read: the last 3 of 21 elements are not finite
+storage was read before it was written: 6 of 21 elements are not finite
+uninitialised or freed storage, or overflow: none of the 21 elements is finite
 dropped: every element is zero""",
         )
 
@@ -232,7 +232,7 @@ dropped: every element is zero""",
         right = replace(gradient(), contributions=None, others={"1.weight": CODE.flip(0) ** 2})
 
         self.assertExpectedInline(
-            cause(right, CODE.flip(0) ** 2), """mixed up with '1.weight': every element is that gradient"""
+            cause(right, CODE.flip(0) ** 2), """mixed up with '1.weight': every element equals that gradient"""
         )
 
     def test_precision(self) -> None:
@@ -248,14 +248,14 @@ dropped: every element is zero""",
     def test_none(self) -> None:
         """A gradient on one side alone."""
         zeros, some = torch.zeros(3), torch.ones(3)
-        seen = (likely_none(None, some, 2), likely_none(zeros, None, 2), likely_none(some, None, 2))
+        seen = (likely_none(None, some), likely_none(zeros, None), likely_none(some, None))
 
         self.assertExpectedInline(
             "\n".join(map(str, seen)),
             """\
-the parameter was left out of the reduction on this rank, which did not use it itself
-a gradient of zeros was made for a parameter that no rank used
-a gradient of an earlier step was kept, or a frozen parameter was given one""",
+this rank did not use the parameter and left it out of the reduction
+a gradient of zeros was created for a parameter that no rank used
+an earlier step's gradient was kept, or a frozen parameter received one""",
         )
 
     def test_nothing_is_made_up(self) -> None:

@@ -47,7 +47,7 @@ def test_hybrid_groups() -> None:
 
     assert grouped(right, plan, world_size=4, rank=2).findings == []
     assert messages(grouped(everywhere, plan, world_size=4, rank=2)) == [
-        "12 of 12 all_gather run over [0,1,2,3], but should be over [2,3]"
+        "ranks of all_gather: expected [2,3], got [0,1,2,3]; 12 of 12 collectives"
     ]
 
 
@@ -56,14 +56,14 @@ def test_replicas_that_are_never_reduced_are_reported() -> None:
     plan = plan_of(STAIRCASE, Sharding.HYBRID, replicas=2)
 
     assert messages(grouped(replicated(BYTES, group=(0,)), plan)) == [
-        "1 of 1 all_reduce run over [0], but should be over [0,1]",
-        "no gradient is reduced over the replica group [0,1], but every one should be",
+        "ranks of all_reduce: expected [0,1], got [0]; 1 of 1 collectives",
+        "gradients reduced over the replica group [0,1]: expected all, got none",
     ]
     assert grouped(replicated(BYTES), plan).findings == []
 
 
 def test_without_sub_groups_only_the_world() -> None:
-    """A sub-group that nobody asked for is reported."""
+    """A sub-group that was not requested is reported."""
     part = [replace(r, group=(0, 1)) for r in full_sharding(STAIRCASE, PLAN, group=(0, 1, 2, 3))]
 
     assert grouped(full_sharding(STAIRCASE, PLAN), PLAN).findings == []
@@ -93,6 +93,7 @@ def test_an_expert_over_the_world_is_reported() -> None:
 
     assert judged([*right, *own]).findings == []
     assert messages(judged(wrong)) == [
-        "3248 B gathered over more than one rank, but should be at most 2672 B: without the 1152 B of module.2",
-        "3248 B reduced over more than one rank, but should be at most 2672 B: without the 1152 B of module.2",
+        f"{verb} over more than one rank: expected at most 2672 B, got 3248 B; "
+        "the 1152 B of module.2 should stay on their rank"
+        for verb in ("gathered", "reduced")
     ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
 
-from fsdp_conformance.checks.hybrid import unit_traffic
+from fsdp_conformance.checks.groups import unit_traffic
 from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.errors import SuiteError
@@ -45,7 +46,7 @@ def test_deferred_micro_batches_reduce_nothing() -> None:
     assert judged(deferred, plan, micro_batches=2).findings == []
     assert judged(eager, micro_batches=2).findings == []
     assert messages(judged(eager, plan, micro_batches=2))[0] == (
-        "12 reduce_scatter in the shard group, but should be 6: one per trainable unit"
+        "reduce_scatter in the shard group: expected 6, got 12; one per trainable unit"
     )
 
 
@@ -53,14 +54,16 @@ def test_no_all_reduce() -> None:
     """Replicas that never meet."""
     result = judged([record for record in RIGHT if record.op is not Op.ALL_REDUCE])
 
-    assert messages(result) == ["0 all_reduce in the replica group, but should be 6: one per reduce_scatter"]
-    assert result.findings[0].likely == "replicas train apart"
+    assert messages(result) == ["all_reduce in the replica group: expected 6, got 0; one per reduce_scatter"]
+    assert result.findings[0].likely == "replicas train independently"
 
 
 @pytest.mark.parametrize(("op", "group"), [(Op.REDUCE_SCATTER, (0, 1, 2, 3)), (Op.ALL_REDUCE, (0, 1))])
 def test_the_wrong_group(op: Op, group: tuple[int, ...]) -> None:
     """What runs elsewhere does not count."""
-    assert f"0 {op.value} in the" in messages(judged(changed(op, lambda record: replace(record, group=group))))[0]
+    message = messages(judged(changed(op, lambda record: replace(record, group=group))))[0]
+
+    assert re.fullmatch(f"{op.value} in the (shard|replica) group: expected 6, got 0; .*", message)
 
 
 def test_the_full_gradient() -> None:
@@ -68,7 +71,7 @@ def test_the_full_gradient() -> None:
     result = judged(changed(Op.ALL_REDUCE, lambda record: replace(record, nbytes=2 * record.nbytes)))
 
     assert messages(result)[0] == (
-        "all_reduce of 216 B after a reduce_scatter of 216 B over 2 ranks, but should be of 108 B: the shard"
+        "all_reduce: expected 108 B, got 216 B; the shard that a reduce_scatter of 216 B leaves on each of 2 ranks"
     )
     assert result.findings[0].likely == "the full gradient is all-reduced"
 
@@ -79,7 +82,7 @@ def test_bytes_of_a_unit() -> None:
         changed(Op.REDUCE_SCATTER, lambda record: replace(record, nbytes=record.nbytes + 64 * (record.nbytes == 280)))
     )
 
-    assert messages(result)[0] == "reduce_scatter of 344 B for 0, but should be 280 to 280 B"
+    assert messages(result)[0] == "reduce_scatter of 0: expected 280 B, got 344 B"
 
 
 def test_all_reduce_before_reduce_scatter() -> None:
@@ -89,7 +92,10 @@ def test_all_reduce_before_reduce_scatter() -> None:
         *(record for record in RIGHT if record.op is not Op.ALL_REDUCE),
     ]
 
-    assert any("comes before reduce_scatter" in message for message in messages(judged(early)))
+    assert any(
+        message.startswith("position of the all_reduce: expected after reduce_scatter")
+        for message in messages(judged(early))
+    )
 
 
 @pytest.mark.parametrize("replicas", [1, 3, 4])
@@ -97,5 +103,7 @@ def test_meshes_that_are_not_hybrid(replicas: int) -> None:
     """One replica, replicas that do not divide the world, or shard groups of one are the suite's mistake."""
     sharding = Sharding.HYBRID if replicas > 1 else Sharding.FULL
 
-    with pytest.raises(SuiteError, match=f"replicas={replicas}, but should leave at least 2 replicas"):
+    with pytest.raises(
+        SuiteError, match=f"replicas must split .* into at least 2 groups of at least 2, got {replicas}"
+    ):
         judged(RIGHT, replace(PLAN, sharding=sharding, replicas=replicas))

@@ -1,4 +1,4 @@
-"""The byte oracles: a right engine's figures pass, and each thing that may be held too long is told by its bytes."""
+"""The byte oracles: a correct engine's figures pass, and whatever is held too long shows in the bytes."""
 
 from __future__ import annotations
 
@@ -143,14 +143,14 @@ def test_growth_is_seen_to_the_last_byte() -> None:
     result = memory.no_growth(run(step_1=STATE + 1), first=0)
     assert [finding.step for finding in result.findings] == [1]
     assert "+1 B" in result.findings[0].message
-    with pytest.raises(SuiteError, match="steps=1 from step 1 on"):
+    with pytest.raises(SuiteError, match="steps from step 1 on: expected at least 2, got 1"):
         memory.no_growth(run(), first=1)
 
 
 def test_what_was_not_given_back() -> None:
     """One byte above what was there before the setup is too many."""
-    assert holds(memory.given_back(run(), BASE))
-    assert "held=1 B" in memory.given_back(run(), BASE + 1).findings[0].message
+    assert holds(memory.all_freed(run(), BASE))
+    assert "expected 0 B, got 1 B" in memory.all_freed(run(), BASE + 1).findings[0].message
 
 
 def test_the_same_bytes_with_and_without() -> None:
@@ -165,5 +165,5 @@ def test_a_history_without_bytes_cannot_be_judged() -> None:
     """On the CPU nothing is counted: the case should have asked for an accelerator."""
     history = TrainingHistory(source="mine", rank=0, world_size=2)
 
-    with pytest.raises(SuiteError, match="marks=0 of 'setup'"):
+    with pytest.raises(SuiteError, match="no bytes were recorded at 'setup'"):
         memory.shards_alone(history, WORKLOAD, plan(), world_size=2, padding=0.0)

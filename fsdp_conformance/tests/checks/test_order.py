@@ -68,7 +68,7 @@ def test_gathers_out_of_order_are_reported() -> None:
     result = judged([*reversed(forward), *(r for r in records if r.phase != "forward")])
 
     assert [finding.message for finding in result.findings] == [
-        "order of all-gathers=8, 6, 4, 2, 0, but should be 0, 2, 4, 6, 8"
+        "order of all-gathers: expected 0, 2, 4, 6, 8, got 8, 6, 4, 2, 0"
     ] * 2
     assert result.findings[0].phase == "forward"
 
@@ -79,7 +79,7 @@ def test_scatters_in_forward_order_are_reported() -> None:
     scatters = [r for r in records if r.op is Op.REDUCE_SCATTER]
     result = judged([*(r for r in records if r.op is not Op.REDUCE_SCATTER), *reversed(scatters)])
 
-    assert result.findings[0].message == "order of reduce-scatters=0, 2, 4, 6, 8, but should be 8, 6, 4, 2, 0"
+    assert result.findings[0].message == "order of reduce-scatters: expected 8, 6, 4, 2, 0, got 0, 2, 4, 6, 8"
 
 
 def test_a_gather_of_no_unit_is_reported() -> None:
@@ -91,7 +91,7 @@ def test_a_gather_of_no_unit_is_reported() -> None:
     ]
 
     assert judged(records).findings[0].message == (
-        "order of all-gathers=0, 2, (2300 B of no unit), 8, but should be 0, 2, 4, 6, 8"
+        "order of all-gathers: expected 0, 2, 4, 6, 8, got 0, 2, (2300 B, no unit's), 8"
     )
 
 
@@ -99,7 +99,7 @@ def test_units_of_one_size_cannot_be_told_apart() -> None:
     """The suite must not judge an order that it cannot see."""
     wide = models.wide_mlp()
 
-    with pytest.raises(SuiteError, match="have sizes that overlap when padded for 2 ranks"):
+    with pytest.raises(SuiteError, match="cannot tell units apart by size once padded for 2 ranks"):
         execution_order(history([]), wide, Plan(units=wide.units), requirement="R070")
 
 
@@ -124,10 +124,10 @@ def test_a_first_step_with_more_is_reported_unless_declared() -> None:
     records = [*full_sharding(STAIRCASE, PLAN), collective(Op.ALL_GATHER, 8, step=0)]
 
     assert [finding.message for finding in steady(records).findings] == [
-        "19 collectives in the first step, but should be 18 as in step 1: +1 all_gather in forward"
+        "collectives in the first step: expected the 18 of step 1, got 19; +1 all_gather in forward"
     ]
     assert steady(records, validation=True).findings == []
-    assert steady(records, validation=True).notes == ["the first step issues 1 collectives more, as declared"]
+    assert steady(records, validation=True).notes == ["the first step issues 1 more collectives, as declared"]
 
 
 def test_a_first_step_with_less_passes() -> None:
@@ -142,5 +142,5 @@ def test_a_growing_step_is_reported() -> None:
     records = [*full_sharding(STAIRCASE, PLAN), collective(Op.ALL_REDUCE, 4, step=2, phase="step")]
 
     assert [finding.message for finding in steady(records).findings] == [
-        "19 collectives, but should be the 18 of step 1: +1 step all_reduce 4B float32 [0,1]"
+        "collectives: expected the 18 of step 1, got 19; +1 step all_reduce 4B float32 [0,1]"
     ]

@@ -1,4 +1,4 @@
-"""Parity speaks where a history differs, names the first divergence, and is silent on correct histories."""
+"""Parity reports the first divergence of a history that differs, and nothing for correct histories."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from expecttest import TestCase
 
 from fsdp_conformance.checks import parity
-from fsdp_conformance.checks.references import References
+from fsdp_conformance.checks.references import Kind, References
 from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.errors import NothingCompared, SuiteError
 from fsdp_conformance.fixtures import buffers, models, probes, structures, workload_by_name, workload_names
@@ -24,7 +24,8 @@ Damage = Callable[[TrainingHistory], None]
 
 
 def _findings(history: TrainingHistory, references: References, **options: bool) -> list[Finding]:
-    return parity.first_divergence(parity.parity(history, references, **options))  # type: ignore[arg-type]
+    results = parity.parity(history, references, **options)  # type: ignore[arg-type]
+    return sorted((finding for result in results for finding in result.findings), key=lambda finding: finding.step or 0)
 
 
 def _told(finding: Finding) -> str:
@@ -162,11 +163,11 @@ def test_later_steps_are_counted_and_not_told() -> None:
     """Each kind tells of the first step at which it diverges; the comparisons of later ones still count."""
     references = references_of(probes.exact_long())
     history = damaged(implementation_run(references))
-    whole = parity.gradient_parity(history, references).count.comparisons
+    whole = parity.kind_parity(Kind.GRADIENT, history, references).count.comparisons
 
     _scale_gradients(2.0)(history)
 
-    result = parity.gradient_parity(history, references)
+    result = parity.kind_parity(Kind.GRADIENT, history, references)
     assert {finding.step for finding in result.findings} == {0}
     assert result.count.comparisons == whole
 
@@ -178,7 +179,7 @@ def test_many_tensors_are_summed_up() -> None:
 
     _scale_gradients(4.0)(history)
 
-    result = parity.gradient_parity(history, references)
+    result = parity.kind_parity(Kind.GRADIENT, history, references)
     assert len(result.findings) == parity.MAX_FINDINGS
     assert result.notes == ["15 more gradients differ at step 0 on rank 1"]
 
@@ -192,7 +193,7 @@ def test_a_parameter_that_follows_a_gradient_says_so() -> None:
     history.steps[1].params["stages.1.linear.weight"][2, 3] += 0.5
 
     found = {finding.check: finding.likely for finding in _findings(history, references)}
-    assert found["parameter parity"] == "follows from the gradient of step 1"
+    assert found["parameter parity"] == "a consequence of the wrong gradient in step 1"
 
 
 def test_zero_may_stand_for_none() -> None:
@@ -227,7 +228,7 @@ def test_buffers_are_compared_per_rank() -> None:
     history.steps[0].buffers["blocks.0.samples_seen"][2] += 1
     history.steps[0].buffers["blocks.1.norm.running_mean"].mul_(1.01)
 
-    assert [finding.fqn for finding in parity.buffer_parity(history, references).findings] == [
+    assert [finding.fqn for finding in parity.kind_parity(Kind.BUFFER, history, references).findings] == [
         "blocks.0.samples_seen",
         "blocks.1.norm.running_mean",
     ]
@@ -250,7 +251,7 @@ def test_norms_and_clipped_gradients() -> None:
 
 
 def test_outputs_are_compared_with_their_structure() -> None:
-    """A dataclass that became a dict, a tuple that became a list, and a wrong value are told by their path."""
+    """A dataclass that became a dict, a tuple that became a list, and a wrong value are reported with their path."""
     references = references_of(structures.structured(), Regime(keep_outputs=True))
     history = damaged(implementation_run(references))
     assert _findings(history, references) == []
@@ -260,7 +261,7 @@ def test_outputs_are_compared_with_their_structure() -> None:
     output["none"] = 0
     output["packed"].data[0, 0] += 1
 
-    found = {finding.fqn: finding.message for finding in parity.output_parity(history, references).findings}
+    found = {finding.fqn: finding.message for finding in parity.kind_parity(Kind.OUTPUT, history, references).findings}
     assert "[0]['encoded'].pair" in found
     assert "[0]['none']" in found
     assert "[0]['packed'].data" in found
@@ -278,7 +279,7 @@ def test_eval_outputs_are_compared() -> None:
 
 
 def test_what_is_not_exposed_is_noted() -> None:
-    """An implementation without gradients and buffers is compared by the rest, and the report says so."""
+    """An implementation without gradients and buffers is compared by the rest, with a note in the report."""
     references = references_of(transformer())
     history = damaged(implementation_run(references))
     for record in history.steps:
@@ -292,7 +293,7 @@ def test_what_is_not_exposed_is_noted() -> None:
 
 
 def test_comparing_nothing_is_an_error() -> None:
-    """Gradient parity of a history without gradients is no pass."""
+    """Gradient parity of a history without gradients does not pass."""
     references = references_of(probes.exact_long())
     history = damaged(implementation_run(references))
     for record in history.steps:
@@ -300,8 +301,8 @@ def test_comparing_nothing_is_an_error() -> None:
     for record in references.expected.steps:
         record.grads = None
 
-    with pytest.raises(NothingCompared, match="comparisons=0"):
-        parity.gradient_parity(history, references)
+    with pytest.raises(NothingCompared, match="comparisons: expected at least 1, got 0"):
+        parity.kind_parity(Kind.GRADIENT, history, references)
 
 
 def test_another_number_of_steps_is_the_suites_mistake() -> None:
@@ -309,8 +310,8 @@ def test_another_number_of_steps_is_the_suites_mistake() -> None:
     references = references_of(probes.exact_long())
     history = implementation_run(references_of(probes.exact_long(), Regime(steps=2)))
 
-    with pytest.raises(SuiteError, match="steps=2, but should be 3"):
-        parity.loss_parity(history, references)
+    with pytest.raises(SuiteError, match="steps: expected 3 as in the references, got 2"):
+        parity.kind_parity(Kind.LOSS, history, references)
 
 
 def test_a_bound_that_could_hide_a_fault_is_inconclusive() -> None:
@@ -322,23 +323,23 @@ def test_a_bound_that_could_hide_a_fault_is_inconclusive() -> None:
     for sample in references.samples:
         gradient(sample, 1, "module.2.bias").mul_(1.0001)
 
-    result = parity.gradient_parity(history, references)
+    result = parity.kind_parity(Kind.GRADIENT, history, references)
 
     assert result.findings == []
     assert result.inconclusive is not None
     assert "the bound of gradient 'module.2.bias' at step 1 is 0.0013 of the scale" in result.inconclusive
-    assert "above 0.0005: a weak fault could hide" in result.inconclusive
+    assert "above 0.0005: a weak fault could hide in it" in result.inconclusive
 
 
 def test_requirements_can_be_replaced() -> None:
-    """A case names the requirement that a kind of comparison speaks for."""
+    """A case can replace the requirement of a kind of comparison."""
     references = references_of(probes.exact_long())
     history = damaged(implementation_run(references))
     _one_element(history)
 
     results = parity.parity(history, references, requirements={"gradient": "R122"})
 
-    assert [finding.requirement for finding in parity.first_divergence(results)] == ["R122"]
+    assert [finding.requirement for result in results for finding in result.findings] == ["R122"]
 
 
 def test_the_order_of_findings_is_the_order_of_a_step() -> None:
@@ -385,7 +386,7 @@ class Texts(TestCase):
         self.assertExpectedInline(
             _told(_findings(history, references)[0]),
             """\
-R003 (gradient parity): gradient=15, but should be 3.75; 11 of 11 elements differ
+R003 (gradient parity): gradient: expected 3.75, got 15; 11 of 11 elements differ
 step 0 | reduce | 'scale' | rank 1 | element [0]
 got: 15
 expected: 3.75
@@ -394,7 +395,7 @@ ulps: 4.71859e+07
 bound: bitwise
 differing: 11
 elements: 11
-likely: summed over the ranks, not averaged: got / expected = 4 at every element, which is the world size""",
+likely: summed over ranks instead of averaged: got / expected = 4 at every element, which is the world size""",
         )
 
     def test_one_rank_missing(self) -> None:
@@ -407,7 +408,7 @@ likely: summed over the ranks, not averaged: got / expected = 4 at every element
         self.assertExpectedInline(
             _told(_findings(history, references)[0]),
             """\
-R003 (gradient parity): gradient=2.75, but should be 3.75; 13 of 13 elements differ
+R003 (gradient parity): gradient: expected 3.75, got 2.75; 13 of 13 elements differ
 step 0 | reduce | 'parts.1.weight' | rank 1 | element [0]
 got: 2.75
 expected: 3.75
@@ -416,11 +417,11 @@ ulps: 4.1943e+06
 bound: bitwise
 differing: 13
 elements: 13
-likely: without rank 2: it is the sum over ranks 0, 1, 3, divided by 4""",
+likely: rank 2 missing: equals the sum over ranks 0, 1, 3, divided by 4""",
         )
 
     def test_the_last_row(self) -> None:
-        """A padded row that was dropped is told by its rows."""
+        """A dropped padded row is recognised by its rows."""
         references = references_of(probes.exact_mlp())
         history = damaged(implementation_run(references))
         gradient(history, 0, "0.weight")[12] = 0
@@ -428,7 +429,7 @@ likely: without rank 2: it is the sum over ranks 0, 1, 3, divided by 4""",
         self.assertExpectedInline(
             _told(_findings(history, references)[0]),
             """\
-R003 (gradient parity): gradient=0, but should be -1; 3 of 65 elements differ
+R003 (gradient parity): gradient: expected -1, got 0; 3 of 65 elements differ
 step 0 | reduce | '0.weight' | rank 1 | element [12, 0]
 got: 0
 expected: -1
@@ -437,7 +438,7 @@ ulps: 8.38861e+06
 bound: bitwise
 differing: 3
 elements: 65
-likely: the last padded rows dropped: row 12 of 13, the shard of rank 3, is zero, the others are right""",
+likely: last padded rows dropped (rank 3's shard): row 12 of 13 is zero, the others are correct""",
         )
 
     def test_a_calibrated_bound(self) -> None:
@@ -451,7 +452,7 @@ likely: the last padded rows dropped: row 12 of 13, the shard of rank 3, is zero
         self.assertExpectedInline(
             _told(replace(finding, bound=None)),
             """\
-R003 (gradient parity): gradient=-0.221690834, but should be -0.177352665; 1 of 4 elements differ
+R003 (gradient parity): gradient: expected -0.177352665, got -0.221690834; 1 of 4 elements differ
 step 0 | reduce | 'module.2.bias' | rank 1 | element [1]
 got: -0.221690834
 expected: -0.177352665

@@ -45,8 +45,8 @@ def witness(
 
 
 def findings(result: CheckResult) -> list[tuple[str, str]]:
-    """Requirement and the beginning of the message."""
-    return [(finding.requirement, finding.message.split(",")[0]) for finding in result.findings]
+    """Requirement, and what was seen of what."""
+    return [(finding.requirement, f"{finding.message.split(':')[0]}: {finding.got}") for finding in result.findings]
 
 
 @pytest.mark.parametrize(
@@ -70,31 +70,32 @@ def test_replicated_training_fails_by_bytes_and_by_traffic() -> None:
     result = witness(run(FULL, FULL, FULL, records=replicated(FULL)))
 
     assert findings(result) == [
-        ("R188", "optimizer state held=1200 B of 1200 B (1.000)"),
-        ("R188", "0 B of parameters gathered or broadcast in the step"),
+        ("R188", "optimizer state held: 1200 B"),
+        ("R188", "parameters gathered or broadcast in the step: 0 B"),
     ]
     assert result.findings[0].message == (
-        "optimizer state held=1200 B of 1200 B (1.000), but should be about 600 B, at most 900 B: a shard over 2 ranks"
+        "optimizer state held: expected about 600 B, at most 900 B, got 1200 B; "
+        "1.000 of 1200 B, which is sharded over 2 ranks"
     )
     assert result.findings[0].likely == "replicated training: every rank holds the whole"
 
 
 def test_replicated_training_that_talks_fails_by_bytes() -> None:
     """Gathers for show do not make a shard."""
-    assert findings(witness(run(FULL, FULL, FULL))) == [("R188", "optimizer state held=1200 B of 1200 B (1.000)")]
+    assert findings(witness(run(FULL, FULL, FULL))) == [("R188", "optimizer state held: 1200 B")]
 
 
 def test_an_adapter_that_shows_nothing_fails() -> None:
     """No optimizer state at all is not a shard of it."""
-    assert findings(witness(run(600, 600, 0))) == [("R188", "optimizer state held=0 B of 1200 B")]
+    assert findings(witness(run(600, 600, 0))) == [("R188", "optimizer state held: 0 B")]
 
 
 @pytest.mark.parametrize(
     ("sharding", "right", "wrong", "named"),
     [
-        (Sharding.FULL, (600, 600, 600), (1200, 600, 600), "parameters held=1200 B of 1200 B (1.000)"),
-        (Sharding.GRAD_OPTIM, (1200, 600, 600), (1200, 1200, 600), "gradients held=1200 B of 1200 B (1.000)"),
-        (Sharding.OPTIM, (1200, 1200, 600), (1200, 1200, 1200), "optimizer state held=1200 B of 1200 B (1.000)"),
+        (Sharding.FULL, (600, 600, 600), (1200, 600, 600), "parameters held: 1200 B"),
+        (Sharding.GRAD_OPTIM, (1200, 600, 600), (1200, 1200, 600), "gradients held: 1200 B"),
+        (Sharding.OPTIM, (1200, 1200, 600), (1200, 1200, 1200), "optimizer state held: 1200 B"),
     ],
 )
 def test_a_degree_must_show(
@@ -107,9 +108,9 @@ def test_a_degree_must_show(
 
 def test_a_shard_with_too_much_padding_is_another_requirement() -> None:
     """Parameters of 0.6 are sharded, but above a shard with 15 % padding: 690 of 1200."""
-    assert findings(witness(run(720, 600, 600), Sharding.FULL)) == [("R033", "parameters held=720 B")]
+    assert findings(witness(run(720, 600, 600), Sharding.FULL)) == [("R033", "parameters held: 720 B")]
     assert findings(witness(run(690, 600, 600), Sharding.FULL)) == []
-    assert findings(witness(run(720, 600, 600))) == [("R033", "parameters held=720 B")]
+    assert findings(witness(run(720, 600, 600))) == [("R033", "parameters held: 720 B")]
 
 
 def test_uneven_rows_allow_for_themselves() -> None:
@@ -162,8 +163,8 @@ def test_no_sharding_is_exempt_but_not_from_reducing() -> None:
     apart = witness(run(FULL, FULL, FULL, records=[]), Sharding.NONE)
 
     assert findings(right) == []
-    assert right.notes == ["sharding=none: exempt from the sharding witness; gradients are still reduced"]
-    assert findings(apart) == [("R188", "0 B of gradients reduced in the step")]
+    assert right.notes == ["sharding=none: the sharding witness does not apply; gradients are still reduced"]
+    assert findings(apart) == [("R188", "gradients reduced in the step: 0 B")]
 
 
 def test_one_rank_has_nothing_to_show() -> None:
@@ -175,22 +176,22 @@ def test_one_rank_has_nothing_to_show() -> None:
 
     assert findings(result) == []
     assert report.inconclusive is None
-    assert report.notes == ["shard group of one rank (world size 1): a shard is the whole, nothing shows sharding"]
+    assert report.notes == ["shard group of one rank (world size 1): the shard is the whole and shows nothing"]
 
 
 def test_a_stateless_optimizer_shows_nothing() -> None:
-    """Plain SGD without momentum has no state; traffic still speaks, and so does a note."""
+    """Plain SGD without momentum has no state; traffic is still judged, and a note is added."""
     held = run(600, 600, 0)
     held.full_bytes["optim"] = 0
     result = witness(held)
 
     assert findings(result) == []
-    assert result.notes == ["an unsharded run holds no optimizer state, so none can show sharding"]
+    assert result.notes == ["an unsharded run holds no optimizer state, so they cannot show sharding"]
 
 
 def test_a_history_without_bytes_is_the_suites_mistake() -> None:
     """Nothing was weighed."""
-    with pytest.raises(SuiteError, match=r"held_bytes=\{\}"):
+    with pytest.raises(SuiteError, match=r"held_bytes and full_bytes must be recorded"):
         witness(history(GATHERED))
 
 

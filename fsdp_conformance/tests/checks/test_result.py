@@ -1,4 +1,4 @@
-"""A check's result adds to a rank's report, and an empty comparison is no pass."""
+"""A check's result adds to a rank's report, and an empty comparison does not pass."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fsdp_conformance.checks.result import CheckResult, Tally
 from fsdp_conformance.errors import NothingCompared
 from fsdp_conformance.outcome import CheckCount, Finding, RankReport
 
-FINDING = Finding(requirement="R003", check="gradient parity", message="gradient=2, but should be 1")
+FINDING = Finding(requirement="R003", check="gradient parity", message="gradient: expected 1, got 2")
 
 
 def result(**fields: object) -> CheckResult:
@@ -32,12 +32,12 @@ def test_results_add_up() -> None:
 
 def test_nothing_compared_is_an_error() -> None:
     """No comparison, no finding, no reason: the suite proves nothing."""
-    with pytest.raises(NothingCompared, match=r"comparisons=0, but should be at least 1 \[gradient parity, rank 1\]"):
+    with pytest.raises(NothingCompared, match=r"comparisons: expected at least 1, got 0 \[gradient parity, rank 1\]"):
         result().into(RankReport(rank=1))
 
 
 def test_a_finding_or_a_reason_is_enough() -> None:
-    """Without a comparison a finding speaks for itself, and so does a reason not to judge."""
+    """A finding, or a reason not to judge, is accepted without a comparison."""
     report = RankReport(rank=0)
     result(findings=[FINDING]).into(report)
     result(inconclusive="the references differ by 1").into(report)
@@ -50,13 +50,13 @@ def test_a_tally_counts_and_finds() -> None:
     """Every expectation counts; one that does not hold becomes a finding with its place."""
     tally = Tally("groups", "R069", rank=3)
     tally.expect(True, "unused", elements=4)
-    tally.expect(False, "x=1, but should be 2", step=1, got="1")
-    tally.expect(False, "y=1, but should be 2", requirement="R033")
+    tally.expect(False, "x: expected 2, got 1", step=1, got="1")
+    tally.expect(False, "y: expected 2, got 1", requirement="R033")
     found = tally.result(notes=["n"])
 
     assert found.count == CheckCount(comparisons=3, elements=6)
     assert [(f.requirement, f.check, f.rank, f.step, f.message) for f in found.findings] == [
-        ("R069", "groups", 3, 1, "x=1, but should be 2"),
-        ("R033", "groups", 3, None, "y=1, but should be 2"),
+        ("R069", "groups", 3, 1, "x: expected 2, got 1"),
+        ("R033", "groups", 3, None, "y: expected 2, got 1"),
     ]
     assert found.notes == ["n"]

@@ -51,11 +51,11 @@ def test_first_loss_by_hand() -> None:
     ids=["parameters", "reduction", "buffers", "units"],
 )
 def test_each_part_of_a_policy_is_seen(change: dict[str, object]) -> None:
-    """Whoever leaves out one part of the policy differs in a gradient."""
+    """An engine that omits one part of the policy differs in a gradient."""
     result = rounds_alike(trained(replace(PLAN, **change)), trained(), requirement="R084", kinds=[Kind.GRADIENT])  # type: ignore[arg-type]
 
     assert result.findings
-    assert "rounds at the same points" in result.findings[0].message
+    assert "the reference rounds where the plan says" in result.findings[0].message
 
 
 def test_equal_histories_pass() -> None:
@@ -95,6 +95,6 @@ def test_a_gradient_in_another_dtype_is_seen() -> None:
     ids=["three ranks", "deferred"],
 )
 def test_rounding_that_is_not_determined_is_refused(regime: Regime, world_size: int) -> None:
-    """Where the order of sums decides on the rounding, nobody can be judged."""
-    with pytest.raises(SuiteError, match="depends on the order"):
+    """If the rounding depends on the order of sums, the reference cannot be used."""
+    with pytest.raises(SuiteError, match="rounding is only determined"):
         trained(PLAN, regime, world_size)

@@ -12,6 +12,7 @@ import torch
 
 from fsdp_conformance.checks import parity
 from fsdp_conformance.checks.comparison import compare
+from fsdp_conformance.checks.references import Kind
 from fsdp_conformance.checks.tolerance import (
     BITWISE,
     CEILING,
@@ -94,9 +95,9 @@ def test_a_bound_above_the_ceiling_is_inconclusive(noise: float, inconclusive: b
 
 def test_the_rounding_of_a_parameter_is_no_noise() -> None:
     """
-    Two steps of 1e-3 on parameters of size 4: half an ulp per step is taken off the noise, and a whole one granted.
+    Two steps of 1e-3 on parameters of size 4: half an ulp per step is subtracted from the noise, one ulp is allowed.
 
-    An ulp of 4 is 4 eps, so 8 eps on a scale of 1e-3 are 9.5e-4 of it: too wide to tell, and the bound says so.
+    An ulp of 4 is 4 eps, so 8 eps on a scale of 1e-3 are 9.5e-4 of it: too wide to judge, so the bound is inconclusive.
     """
     eps = 2.0**-23
     quiet = calibrate(_EXPECTED, [_off(4 * eps, 0, 0, 0)], base=_EXPECTED - 1e-3, roundings=2, scale=1e-3, floor=1e-6)
@@ -104,7 +105,7 @@ def test_the_rounding_of_a_parameter_is_no_noise() -> None:
 
     assert (quiet.noise, quiet.inconclusive) == (0.0, True)
     assert quiet.rounding == pytest.approx(8 * eps / 1e-3)
-    assert "0.00095 for its own rounding" in quiet.text()
+    assert "0.00095 for rounding" in quiet.text()
     assert (wide.noise, wide.inconclusive) == (0.0, False)
     assert compare(_off(8 * eps, 0, 0, 0), _EXPECTED, wide) is None
     assert compare(_off(1e-5, 0, 0, 0), _EXPECTED, wide) is not None
@@ -185,6 +186,6 @@ def test_the_weakest_fault_is_seen_in_every_tensor(name: str, optimizer: str) ->
         history = damaged(run)
         grad = gradient(history, 1, tensor)
         grad.copy_(grad.bfloat16())
-        seen += [finding.fqn for finding in parity.gradient_parity(history, references).findings]
+        seen += [finding.fqn for finding in parity.kind_parity(Kind.GRADIENT, history, references).findings]
 
     assert seen == list(run.initial_params)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fsdp_conformance.checks.communication import wire_volume
 from fsdp_conformance.checks.result import CheckResult
-from fsdp_conformance.checks.volume import wire_volume
 from fsdp_conformance.fixtures import probes
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.tests.checks.schedules import (
@@ -50,9 +50,9 @@ def test_padding_beyond_the_declared_one_is_reported() -> None:
 
     assert volume(padded, 0.15).findings == []
     assert messages(volume(padded, 0.05)) == [
-        "all-gathers receive 6880 B, but should be 6256 to 6568 B",
-        "all-gathers receive 6880 B, but should be at most 6568 B",
-        "reduce-scatters send 6880 B, but should be 6256 to 6568 B",
+        "received by all-gathers in forward: expected 6256 to 6568 B, got 6880 B",
+        "received by all-gathers in backward: expected at most 6568 B, got 6880 B",
+        "sent by reduce-scatters: expected 6256 to 6568 B, got 6880 B",
     ]
 
 
@@ -61,8 +61,8 @@ def test_all_reduce_and_slice_is_reported() -> None:
     records = [replace(r, op=Op.ALL_REDUCE) if r.op is Op.REDUCE_SCATTER else r for r in full_sharding(STAIRCASE, PLAN)]
 
     assert messages(volume(records, 0.15)) == [
-        "reduce-scatters send 0 B, but should be 6256 to 7194 B",
-        "other collectives carry 6256 B, but should be at most 938 B",
+        "sent by reduce-scatters: expected 6256 to 7194 B, got 0 B",
+        "carried by other collectives: expected at most 938 B, got 6256 B",
     ]
 
 
@@ -70,4 +70,4 @@ def test_parameters_that_are_not_gathered_are_reported() -> None:
     """A forward that gathers less than all parameters did not shard all of them."""
     records = [r for r in full_sharding(STAIRCASE, PLAN) if not (r.phase == "forward" and r.nbytes == 2392)]
 
-    assert messages(volume(records)) == ["all-gathers receive 3864 B, but should be 6256 to 6256 B"]
+    assert messages(volume(records)) == ["received by all-gathers in forward: expected 6256 B, got 3864 B"]

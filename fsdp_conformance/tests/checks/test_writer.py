@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from fsdp_conformance.checks import parity
+from fsdp_conformance.checks.parity import last_writer
 from fsdp_conformance.checks.references import Kind
-from fsdp_conformance.checks.units import owner, owning_units
-from fsdp_conformance.checks.writer import last_writer
-from fsdp_conformance.fixtures import models, probes, workload_by_name
+from fsdp_conformance.fixtures import models
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.tests.checks.reference_runs import (
@@ -73,24 +72,8 @@ def test_the_finding_carries_the_call() -> None:
     history.collectives = [_reduced(seq, 4 * size) for seq, size in enumerate((54, 598, 418, 270, 154, 70))]
     gradient(history, 0, "4.bias").mul_(2)
 
-    finding = parity.gradient_parity(history, references).findings[0]
+    finding = parity.kind_parity(Kind.GRADIENT, history, references).findings[0]
 
     assert finding.call is not None
     assert finding.call.startswith("#3 backward reduce_scatter 1080B")
     assert finding.likely == "counted twice: got / expected = 2 at every element"
-
-
-def test_each_parameter_belongs_to_the_innermost_unit() -> None:
-    """Nested units take theirs from the outer ones; what is left is the root's; tied and local ones are kept apart."""
-    nested = owning_units(probes.exact_nested())
-    experts = owning_units(workload_by_name("mixture-of-experts"))
-    tied = owning_units(workload_by_name("tied-across-units"))
-
-    assert list(nested.params["stages.0"]) == ["stages.0.linear.weight", "stages.0.linear.bias"]
-    assert list(nested.params[""]) == ["head.weight", "head.bias"]
-    assert nested.num_bytes("stages.0") == 4 * (5 * 13 + 13)
-    assert (list(experts.local), experts.all) == (["module.2"], ("module.1", ""))
-    assert tied.shared == frozenset({"first.weight"})
-    assert owning_units(workload_by_name("frozen-units")).frozen == ("0", "4")
-    assert owning_units(workload_by_name("parameterless-units")).all == ("0", "2", "")
-    assert owner("norm.bias", ("norm+head", "body")) == "norm+head"

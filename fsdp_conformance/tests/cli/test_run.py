@@ -242,7 +242,7 @@ def test_on_a_terminal_progress_is_drawn_in_place(suite: mini_suite.MiniSuite, t
         (
             "partly.py:Partly",
             "from fsdp_conformance.adapters.base import Adapter\nclass Partly(Adapter):\n    pass\n",
-            "does not write setup(), but should",
+            "does not implement setup(), which the protocol requires",
         ),
     ],
     ids=["syntax error", "kills the process", "ends the process", "writes nothing"],

@@ -81,5 +81,5 @@ def test_a_broken_entry_is_refused(script: dict[str, Any], tmp_path: Any) -> Non
     broken.write_text('[[finding]]\ncase = "R001/x"\n[[finding]]\nimplementation = "a"\ndevice = "cpu"\ncase = "b"\n'
                       'verdict = "PASS"\nreason = "c"\n', encoding="utf-8")  # fmt: skip
 
-    with pytest.raises(ValueError, match=r"entry 1: missing .*; entry 2: verdict='PASS'"):
+    with pytest.raises(ValueError, match=r"entry 1: missing .*; entry 2: verdict must be .*, got 'PASS'"):
         script["known_findings"](broken)

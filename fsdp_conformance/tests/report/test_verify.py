@@ -119,7 +119,7 @@ def test_the_profile_is_the_one_that_the_run_names(tmp_path: Path, profile: Prof
     run.finish()
 
     assert verify(run.path).certificate.profile == "core-test"
-    with pytest.raises(UsageError, match="profile='core-test', but should be one of"):
+    with pytest.raises(UsageError, match=r"profile must be one of .*, got 'core-test'"):
         verify(a_run(tmp_path / "b", profile))
 
 
