@@ -99,7 +99,7 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         """Run the backward of a loss."""
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
 
     def step(self) -> None:
         """The optimizer's step."""
@@ -202,7 +202,7 @@ class FSDP1Engine(Engine):
         if "bf16-hook" in training:
             from torch.distributed.algorithms._comm_hooks.default_hooks import LowPrecisionState, bf16_compress_hook
 
-            state = LowPrecisionState(distributed.group.WORLD)  # type: ignore[no-untyped-call]
+            state = LowPrecisionState(distributed.group.WORLD)
             wrapped.register_comm_hook(state, bf16_compress_hook)
         if training.checkpoint == "outside":
             apply_activation_checkpointing(
@@ -385,7 +385,7 @@ class FSDP2Engine(Engine):
             return super().make_optimizer(parameters)
         self.optimizers = {parameter: SGD([parameter], **_SGD) for parameter in parameters}
         for parameter in self.optimizers:
-            parameter.register_post_accumulate_grad_hook(self.step_of)  # type: ignore[no-untyped-call]
+            parameter.register_post_accumulate_grad_hook(self.step_of)
         return None
 
     def step_of(self, parameter: Tensor) -> None:

@@ -211,7 +211,7 @@ def chunked_loss(model: Any, features: Tensor, target: Tensor, num_chunks: int =
     losses = []
     for chunk, wanted in zip(detached.chunk(num_chunks), target.chunk(num_chunks), strict=True):
         loss = F.mse_loss(model.head(chunk).float(), wanted) / num_chunks
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         losses.append(loss.detach())
-    features.backward(detached.grad)  # type: ignore[no-untyped-call]
+    features.backward(detached.grad)
     return torch.stack(losses).sum()

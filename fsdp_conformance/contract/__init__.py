@@ -4,6 +4,7 @@ The contract: what an implementation of sharded data-parallel training owes its 
     requirement    a requirement, and the contract that holds all of them
     lint           checks of the contract's data
     profile        the frozen lists of cases from which certificates are computed
+    selection      which cases of a profile a run selects
 
 `requirements.toml` is the specification, `choices.md` gives the reasons for it, `uncovered.toml` lists requirements
 without a case, and `profiles/` holds the profiles. Ids are stable: requirements are added at the end, and ids are never

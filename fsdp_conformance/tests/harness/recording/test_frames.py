@@ -31,7 +31,7 @@ SITE_PACKAGES = str(Path(torch.__file__).parent.parent)
         ("<frozen runpy>", Owner.NO_FILE),
         (f"{SITE_PACKAGES}/acme/unit.py", Owner.USER),
         (f"{SITE_PACKAGES}/torchvision/models.py", Owner.USER),
-        ("/home/someone/train.py", Owner.USER),
+        ("/srv/someone/train.py", Owner.USER),
     ],
 )
 def test_files_have_owners(file: str, expected: Owner) -> None:
