@@ -16,9 +16,9 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.torch_like import TorchAdapter
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.cli import arguments
-from fsdp_conformance.status import Status
 from fsdp_conformance.config import Plan
 from fsdp_conformance.contract.profile import load_profile
+from fsdp_conformance.status import Status
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.guards.checkout import ROOT
 from fsdp_conformance.verdict import Verdict
