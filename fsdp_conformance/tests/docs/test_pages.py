@@ -34,6 +34,7 @@ NOT_RUN = {
     "docs/how-it-works.md": 1,
     "docs/quickstart.md": 1,
     "docs/running.md": 1,
+    "docs/simulated-accelerator.md": 1,
     "docs/simulated-ranks.md": 2,
 }
 
