@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from pages.blocks import ROOT, blocks_of, pages, text_of
-from pages.generated import GENERATED
+from pages.generated import GENERATED, with_tables
 from pages.transcript import Ran, is_run, run_page, settled
 
 
@@ -35,9 +35,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _generated(page: str, *, write: bool) -> str:
-    if page not in GENERATED:
-        return ""
-    text = GENERATED[page]()
+    text = GENERATED[page]() if page in GENERATED else with_tables(text_of(page))
     path = ROOT / page
     if path.exists() and path.read_text(encoding="utf-8") == text:
         return ""

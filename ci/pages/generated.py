@@ -1,13 +1,14 @@
-"""The pages that are written from the contract and from the table of capabilities."""
+"""What is written from the contract, from the table of capabilities and from that of exit statuses."""
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import groupby
 
-from fsdp_conformance import contract
+from fsdp_conformance import contract, status
 from fsdp_conformance.adapters.torch_like import TorchAdapter
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.contract import CHAPTERS, OBSERVATIONS, Requirement
@@ -164,6 +165,16 @@ def _methods() -> dict[str, str]:
         for method, flag in vars(base).get("optional", {}).items():
             found.setdefault(flag, []).append(f"`{method}`")
     return {flag: ", ".join(names) for flag, names in found.items()}
+
+
+def with_tables(text: str) -> str:
+    """A page's text with tables of exit statuses between `<!-- exit statuses: COMMAND -->` and `<!-- end -->`."""
+    return re.sub(r"<!-- exit statuses: (\w+) -->\n(.*?)<!-- end -->", _statuses, text, flags=re.DOTALL)
+
+
+def _statuses(found: re.Match[str]) -> str:
+    rows = "".join(f"| {int(one)} | {meaning} |\n" for one, meaning in status.meanings(found[1]).items())
+    return f"<!-- exit statuses: {found[1]} -->\n\n| status | meaning |\n|---|---|\n{rows}\n<!-- end -->"
 
 
 #: Every page that is generated as a whole.

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from fsdp_conformance import __version__
+from fsdp_conformance import __version__, docs
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.cli import leftovers, messages, selection
 from fsdp_conformance.cli.arguments import settings_of_device
@@ -76,6 +76,7 @@ def main(arguments: argparse.Namespace) -> int:
     seconds = duration(time.monotonic() - began)
     if findings.failed:
         print(f"this machine cannot run the cases: see the lines marked failed ({seconds})")
+        print(docs.see(docs.ENVIRONMENT))
         return Status.ENVIRONMENT
     print(f"ready: fsdp-conformance smoke --implementation SPEC, then fsdp-conformance run ({seconds})")
     return Status.CERTIFIED

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from fsdp_conformance import contract
+from fsdp_conformance import contract, docs
 from fsdp_conformance.cli import report_dir
 from fsdp_conformance.cli.arguments import DEFAULTS
 from fsdp_conformance.contract.profile import load_profile
@@ -23,6 +23,8 @@ def main(arguments: argparse.Namespace) -> int:
     else:
         profile = load_profile(arguments.profile or DEFAULTS.profile)
     print(explain.explain(arguments.name, contract.load(), profile, run))
+    known = arguments.name in contract.load().requirements
+    print(f"\n{docs.see(docs.requirement(arguments.name) if known else docs.VERDICT)}")
     if path is not None:
         print(f"\nresults from {path}")
     else:

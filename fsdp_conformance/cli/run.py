@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fsdp_conformance import __version__
+from fsdp_conformance import __version__, docs
 from fsdp_conformance.case import Case
 from fsdp_conformance.cli import building, estimate, messages, report_dir, selection, torchrun
 from fsdp_conformance.cli.arguments import selection_words, settings_of
@@ -34,6 +34,7 @@ from fsdp_conformance.report.last_run import last_run_of, link_last, report_dire
 from fsdp_conformance.report.verify import Verification, verify
 from fsdp_conformance.settings import RunOrder
 from fsdp_conformance.status import Status
+from fsdp_conformance.verdict import Verdict
 
 #: The run in Markdown, beside the run file.
 SUMMARY = "summary.md"
@@ -208,6 +209,10 @@ def _show(verification: Verification) -> None:
     reasons = terminal.reasons_text(certificate)
     if reasons:
         print(reasons)
+    if Verdict.ERROR_ADAPTER in certificate.counts:
+        print(f"  {docs.see(docs.ADAPTER_PROBLEMS)}")
+    elif certificate.reasons and not certificate.only_incomplete:
+        print(f"  {docs.see(docs.NOT_CERTIFIED)}")
     if certificate.only_incomplete:
         print("  No failures, but a partial profile cannot certify.")
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import time
 
+from fsdp_conformance import docs
 from fsdp_conformance.cli import messages, selection
 from fsdp_conformance.cli.arguments import DEFAULTS, settings_of_device
 from fsdp_conformance.cli.survey import survey
@@ -46,7 +47,8 @@ def main(arguments: argparse.Namespace) -> int:
     passed = sum(not result.problems and not result.not_run for result in results)
     print(f"{spec}: {passed} of {messages.plural(len(results), 'check')} ok, {duration(time.monotonic() - began)}")
     if wrong:
-        print("the adapter is not ready: failures of a run could be the adapter's fault")
+        place = docs.see(docs.ADAPTER_PROBLEMS)
+        print(f"the adapter is not ready: failures of a run could be the adapter's fault ({place})")
         return Status.NOT_CERTIFIED
     if not passed:
         print("no check could run on this machine")
