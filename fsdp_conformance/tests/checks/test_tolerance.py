@@ -95,7 +95,7 @@ def test_a_bound_above_the_ceiling_is_inconclusive(noise: float, inconclusive: b
 
 def test_the_rounding_of_a_parameter_is_no_noise() -> None:
     """
-    Two steps of 1e-3 on parameters of size 4: half an ulp per step is subtracted from the noise, one ulp is allowed.
+    Two steps of 1e-3 on parameters of size 4: half an ulp per step is not noise, and a whole one is allowed.
 
     An ulp of 4 is 4 eps, so 8 eps on a scale of 1e-3 are 9.5e-4 of it: too wide to judge, so the bound is inconclusive.
     """
