@@ -100,11 +100,11 @@ _FUNCTIONAL = {
 _SILENT = frozenset({"wait_tensor", "_wrap_tensor_autograd", "check_for_nan", "mesh_get_process_group"})
 
 
-class DispatchRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's __init_subclass__
+class DispatchRecorder(TorchDispatchMode):
     """Records every collective operator that is dispatched while it is entered."""
 
     def __init__(self, labels: CollectiveLog | None = None) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.log = CollectiveLog()
         self.unknown: list[str] = []
         """Operators of these namespaces that the tables lack. If there are any, the counts are too low."""
