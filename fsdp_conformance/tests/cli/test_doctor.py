@@ -93,7 +93,7 @@ def test_a_device_that_is_absent_is_told() -> None:
     ("answers", "what", "expected"),
     [
         ([{**_MACHINE, "num_ranks": 0}], "devices", "none of type 'cpu'"),
-        ([{**_MACHINE, "backend": "", "problem": "backend=None, but should be one"}], "backend", "backend=None"),
+        ([{**_MACHINE, "backend": "", "problem": "no backend is available"}], "backend", "no backend is available"),
         ([_MACHINE, {"what": "unlaunched", "problem": "2 ranks cannot be launched"}], "launch", "cannot be launched"),
         ([{"what": "died", "how": "ended with status 1", "output": "no torch"}], "launch", "ended with status 1"),
         ([_MACHINE, _WARM, exact(2, rendezvous="rank 1 timed out")], "rendezvous", "rank 1 timed out"),

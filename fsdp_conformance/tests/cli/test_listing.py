@@ -35,7 +35,7 @@ def machine(*, device: str = "cuda", num_ranks: int | None = 2, backend: str = "
         torch="2.13.0",
         device=device,
         backend=backend,
-        problem="" if backend else "backend=None, but should be one",
+        problem="" if backend else "no backend is available",
         present=present,
         num_devices=num_ranks or 8,
         num_ranks=num_ranks,
@@ -126,7 +126,7 @@ def test_the_machine_is_judged_before_anything_is_started(suite: mini_suite.Mini
     selection.check_machine(machine(), cases, settings)
     with pytest.raises(EnvironmentUnavailable, match="no device of type 'cuda' was found"):
         selection.check_machine(machine(num_ranks=0, backend=""), cases, settings)
-    with pytest.raises(EnvironmentUnavailable, match="backend=None, but should be one"):
+    with pytest.raises(EnvironmentUnavailable, match="no backend is available"):
         selection.check_machine(machine(backend=""), cases, settings)
     with pytest.raises(
         EnvironmentUnavailable,

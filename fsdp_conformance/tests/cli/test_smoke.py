@@ -19,7 +19,7 @@ _WRONG = SmokeResult(
     check="ADAPTER-03",
     title="full parameters are full",
     problems=(
-        "0.weight has shape (8, 16), but should be (16, 16)\nit looks like the local shard",
+        "shape of 0.weight: expected (16, 16), got (8, 16)\nit looks like the local shard",
         "1.weight is missing",
     ),
 )

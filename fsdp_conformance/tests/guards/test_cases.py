@@ -58,7 +58,7 @@ def coverage_problems(judged: Contract, found: Iterable[Case], excused: Mapping[
         if name not in judged.requirements or judged.requirements[name].chapter not in CORE_CHAPTERS:
             problems.append(f"{name} is in {UNCOVERED}, but is no requirement of a core chapter")
         if len(reason.split()) < 4:
-            problems.append(f"{name}: reason={reason!r} in {UNCOVERED}, but should be a sentence")
+            problems.append(f"{name}: reason in {UNCOVERED} must be a sentence, got {reason!r}")
     return problems
 
 
@@ -82,7 +82,7 @@ def case_problems(judged: Contract, found: Iterable[Case], wrong: Iterable[str])
             )
         primary = judged.requirements.get(case.requirements[0])
         if primary is not None and primary.chapter != case.chapter:
-            problems.append(f"{case.id}: chapter={case.chapter!r}, but should be {primary.chapter!r}")
+            problems.append(f"{case.id}: chapter must be {primary.chapter!r}, got {case.chapter!r}")
     return problems
 
 

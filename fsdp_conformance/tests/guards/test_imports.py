@@ -88,24 +88,24 @@ def broken_direction(module: Module, name: str) -> str | None:
     target = inside.partition(".")[0]
     only = ONLY.get((module.part, target))
     if only is not None and not is_below(inside, *only):
-        return f"{module.part} imports {inside}, but should import only {', '.join(sorted(only))}"
+        return f"{module.part} must import only {', '.join(sorted(only))}, got {inside}"
     known = PARTS | MAY_IMPORT.keys()
     if target not in known or target in {"", module.part} or target in MAY_IMPORT[module.part]:
         return None
     allowed = ", ".join(sorted(MAY_IMPORT[module.part])) or "nothing of it"
-    return f"{module.part or 'the package'} imports {target}, but should import only {allowed}"
+    return f"{module.part or 'the package'} must import only {allowed}, got {target}"
 
 
 def reserved_import(part: str, name: str) -> str | None:
     """Why `part` must not import `name` from outside the package, or None."""
     for reserved, allowed in RESERVED.items():
         if is_below(name, reserved) and part not in allowed:
-            return f"{part} imports {name}, but only {', '.join(sorted(allowed))} should"
+            return f"only {', '.join(sorted(allowed))} may import {name}, got {part}"
     if part in TORCHLESS and is_below(name, "torch"):
-        return f"{part or 'the package'} imports {name}, but should do without torch"
+        return f"{part or 'the package'} must not import torch, got {name}"
     private = is_below(name, "torch") and not is_below(name, *PUBLIC_ENOUGH) and "._" in name
     if part in PUBLIC_TORCH_ONLY and private:
-        return f"{part} imports {name}, but should use public names of torch"
+        return f"{part} must use public names of torch, got {name}"
     return None
 
 

@@ -60,7 +60,7 @@ NUMBERS: dict[str, tuple[Workload, Regime, dict[str, Any], str]] = {
     "random-noise": (PLAIN, Regime(), {}, "step 0 parameter"),
     "renamed-parameter": (PLAIN, Regime(), {}, "flat.head.bias"),
     "rounded-parameters": (PLAIN, Regime(), {}, "step 0 parameter"),
-    "zero-instead-of-none": (RICH, Regime(), {}, "gradient unused.weight: a tensor, but should be None"),
+    "zero-instead-of-none": (RICH, Regime(), {}, "gradient unused.weight: expected None, got a tensor"),
     "garbage-for-unused": (RICH, Regime(), {}, "parameter unused.weight: off"),
     "frozen-gets-gradient": (RICH, Regime(), {}, "parameter frozen.weight: off"),
     "tied-gradient-doubled": (RICH, Regime(optimizer="adam"), {}, "gradient embed.weight: off"),

@@ -202,10 +202,10 @@ PROGRAMS: dict[str, Callable[[Values], Outputs]] = {
 def differences(expected: Outputs, got: Outputs) -> list[str]:
     """Where two runs of a program differ in a bit."""
     if expected.keys() != got.keys():
-        return [f"outputs={sorted(got)}, but should be {sorted(expected)}"]
+        return [f"outputs: expected {sorted(expected)}, got {sorted(got)}"]
     found = []
     for name, tensors in expected.items():
         for index, (mine, other) in enumerate(zip(got[name], tensors, strict=True)):
             if not torch.equal(mine.cpu(), other.cpu()):
-                found.append(f"{name}[{index}]={mine.cpu()}, but should be {other.cpu()}")
+                found.append(f"{name}[{index}]: expected {other.cpu()}, got {mine.cpu()}")
     return found
