@@ -13,6 +13,7 @@ import pytest
 
 from fsdp_conformance import contract, docs, errors
 from fsdp_conformance.adapters.base import Adapter
+from fsdp_conformance.adapters.smoke import CHECKS
 from fsdp_conformance.adapters.torch_like import TorchAdapter
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.cli import arguments
@@ -280,6 +281,13 @@ def test_every_method_of_an_adapter_is_described() -> None:
     }
 
     assert public - named - set(TorchAdapter.__annotations__) - {"capabilities", "optional"} == set()
+
+
+def test_every_check_of_smoke_is_described() -> None:
+    """A row for each, in order."""
+    table = rows(section("docs/writing-an-adapter.md", "When smoke complains"))[1:]
+
+    assert [row[0].split()[0] for row in table] == list(CHECKS)
 
 
 def test_every_class_variable_is_described() -> None:
