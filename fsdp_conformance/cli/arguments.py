@@ -54,8 +54,8 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         words = re.findall(r"unrecognized arguments: (\S+)|invalid choice: '([^']*)'", message)
         wrong = next((word for found in words for word in found if word), "").partition("=")[0]
-        hint = messages.did_you_mean(wrong, self._words()) if wrong else ""
-        print(f"{self.prog}: {message}.{hint} See {self.prog} --help.", file=sys.stderr)
+        hint = (messages.did_you_mean(wrong, self._words()) if wrong else "") or "."
+        print(f"{self.prog}: {message}{hint} See {self.prog} --help.", file=sys.stderr)
         raise SystemExit(int(status.Status.USAGE))
 
     def _words(self) -> list[str]:

@@ -27,9 +27,9 @@ def complain(what: BaseException | str) -> None:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """ " Did you mean 'x' or 'y'?", or "" if nothing is similar."""
+    """ ". Did you mean 'x' or 'y'?", or "" if nothing is similar."""
     close = difflib.get_close_matches(word, list(choices), n=3, cutoff=0.6)
-    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+    return f". Did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def plural(count: int, noun: str) -> str:

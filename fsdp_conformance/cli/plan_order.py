@@ -59,7 +59,7 @@ def order_of(arguments: argparse.Namespace) -> PlanOrder:
         problems.append(f"model must be package.module:function or path/to/file.py:function, got {arguments.model!r}")
     if arguments.device not in DEVICES:
         near = messages.did_you_mean(arguments.device, DEVICES)
-        problems.append(f"device must be one of {', '.join(DEVICES)}, got {arguments.device!r}.{near}")
+        problems.append(f"device must be one of {', '.join(DEVICES)}, got {arguments.device!r}{near}")
     default_bytes = DEVICES[arguments.device].memory_gib * GIB if arguments.device in DEVICES else 0.0
     memory_bytes = _size(arguments.memory, problems) if arguments.memory else default_bytes
     links = _links(arguments.link, problems)
@@ -129,7 +129,7 @@ def _link(word: str, known: Mapping[str, LinkSpec], problems: list[str]) -> Link
         why = "; ".join(error.problems) if isinstance(error, ConfigError) and len(numbers) == 3 else ""
         hint = messages.did_you_mean(word, known)
         problems.append(
-            f"link must be one of {', '.join(known)}, or LAUNCH_US:LATENCY_US:GB_PER_S, got {word!r}.{hint}"
+            f"link must be one of {', '.join(known)}, or LAUNCH_US:LATENCY_US:GB_PER_S, got {word!r}{hint}"
             + (f" ({why})" if why and None not in numbers else "")
         )
         return next(iter(known.values()))

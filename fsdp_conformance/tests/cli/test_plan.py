@@ -54,9 +54,9 @@ def test_a_plan(place: Path) -> None:
     first, second, *rest = by_module.out.splitlines()
     assert first == (
         "my_model:build: 10,432 elements in 3 units; 16 x h100 on 2 hosts, nvlink+8.4:14:50; bfloat16 at 40% of peak; "
-        "1.0 GiB a rank"
+        "1.0 GiB per rank"
     )
-    assert second == "simulated: no rank was started and nothing was timed; times are those of a cost model"
+    assert second == "all times come from a cost model: no rank was started, and nothing was timed"
     assert rest == by_file.out.splitlines()[2:]
     assert "1 to 2 (2 units): 2 parameters, 4,160 elements each" in rest
 
@@ -73,7 +73,7 @@ def test_nothing_fits(place: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "expected"),
     [
-        ("my_model:bild", "my_model should have a function 'bild'"),
+        ("my_model:bild", "but my_model has no function 'bild'"),
         ("no_model:build", "cannot be imported: ModuleNotFoundError"),
         ("no_model.py:build", "cannot be imported: FileNotFoundError"),
         ("my_model:without_inputs", "must return a module and a tuple of the inputs"),
@@ -97,14 +97,14 @@ def test_every_problem_is_said_at_once(tmp_path: Path) -> None:
     assert (found.status, found.out) == (Status.USAGE, "")
     for expected in (
         "world_size must be a positive integer, got 'x'",
-        "ranks_per_host='0'",
+        "ranks_per_host must be a positive integer, got '0'",
         "model must be package.module:function or path/to/file.py:function, got 'model'",
         "device must be one of a100, h100, h200, got 'h10'. Did you mean",
         "memory must be a positive size with a unit, such as 80GiB or 512MiB, got '80'",
         "link must be one of nvlink",
         "Did you mean 'nvlink'?",
         "utilisation must be above 0 and at most 1, got '2'",
-        "rows='-1'",
+        "rows must be a positive integer, got '-1'",
     ):
         assert expected in found.err
 
@@ -134,5 +134,5 @@ def test_links_and_defaults() -> None:
 @pytest.mark.parametrize("link", ["1:2", "1:2:0", "a:b:c", "ib+ib+ib", "", "1:2:inf"])
 def test_links_that_are_none(link: str) -> None:
     """Another number of parts, of links, or a bandwidth of nothing."""
-    with pytest.raises(ConfigError, match="link="):
+    with pytest.raises(ConfigError, match="link must be"):
         order_of(arguments.parse(["plan", "--model", "a:b", "--world-size", "8", "--link", link]))

@@ -141,7 +141,7 @@ def test_a_pytest_that_dies_is_told_with_the_end_of_its_log(suite: mini_suite.Mi
     found = run(suite, tmp_path, acts={"R188/it-shards-ws2": "exit"})
 
     assert found.status == 4
-    assert "pytest ended with status 3 before the run was through" in found.err
+    assert "pytest ended with status 3 before the run was complete" in found.err
     assert "pytest.log" in found.err
     left = runfile.read(tmp_path / "report")
     assert left.aborted

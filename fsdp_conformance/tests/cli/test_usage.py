@@ -58,7 +58,7 @@ def test_what_is_mistyped_is_said_with_status_2(typed: list[str], expected: str,
     [
         (["--case", "R001/prob-ws2"], "Did you mean R001/probe-ws"),
         (["--case", "R150"], "got 'R150'"),
-        (["--case", "R001/prob*"], "case must match at least one case, got 'R001/prob*'. Did you mean R001/probe-ws"),
+        (["--case", "R001/pobe*"], "case must match at least one case, got 'R001/pobe*'. Did you mean R001/probe-ws"),
         (["--requirement", "R003"], "got 'R003'. --binding R003 selects the cases that cover it"),
         (["--binding", "R150"], "binding must be a requirement that has cases, got 'R150'"),
         (["--chapter", "Q"], "chapter must be one of A, B, G, J, got 'Q'"),
