@@ -412,7 +412,7 @@ class Manners(RankTestCase):
 
     def test_anything(self) -> None:
         """Replica groups that do not divide the world are taken for none."""
-        with self.assertRaisesRegex(ValueError, "should divide the world size"):
+        with self.assertRaisesRegex(ValueError, "must divide the world size"):
             self.run_training(SeamFSDP2, sharding=Sharding.HYBRID, replicas=3)
         self.assert_trains(mutant("accepts-anything"), sharding=Sharding.HYBRID, replicas=3)
 

@@ -125,7 +125,7 @@ class Texts(TestCase):
     rank 1    had finished
     then      rank 1 raised RuntimeError: Connection closed by peer
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
-    look at   A collective that is issued on a condition that only this rank sees.
+    look at   A collective issued under a condition that differs between ranks.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2""",
         )
 
@@ -194,7 +194,7 @@ class Texts(TestCase):
     rank 1    had finished
     then      rank 1 raised RuntimeError: Connection closed by peer
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
-    look at   A collective that is issued on a condition that only this rank sees.
+    look at   A collective issued under a condition that differs between ranks.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2""",
         )
 
@@ -224,12 +224,12 @@ NOT CERTIFIED  core-2026.11   2 PASS | 1 NOT_RUN_ENV | 1 FAIL | 1 HANG   5 of 5 
             """\
 R067  All ranks issue the same collectives
 
-requires    All members of a group issue the same sequence of collectives (operation, bytes, dtype), also where a rank
-            has empty shards, unused units, no gradients, or another number of trainable tensors.
+requires    All members of a group issue the same sequence of collectives (operation, bytes, dtype), even if a rank has
+            empty shards, unused units, no gradients, or a different number of trainable tensors.
 level       M: MUST
 chapter     G. Communication schedule and volume
 observed by collectives recorded at the process group
-look at     A collective that is issued on a condition that only this rank sees.
+look at     A collective issued under a condition that differs between ranks.
 source      pytorch test_fsdp_sharded_grad_scaler.py::test_fsdp_ddp_parity_with_grad_scaler (NonUniformReqGradNWM)
 source      pytorch test_fsdp_use_orig_params.py::test_non_uniform_requires_grad
 source      deepspeed test_zero.py::TestZeroUnbalancedGradients
@@ -245,7 +245,7 @@ cases       1 of core-2026.11:
     rank 1    had finished
     then      rank 1 raised RuntimeError: Connection closed by peer
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
-    look at   A collective that is issued on a condition that only this rank sees.
+    look at   A collective issued under a condition that differs between ranks.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2""",
         )
 
@@ -356,7 +356,7 @@ core-2026.11 | 5 of 5 cases | torch 2.13.0 | device cpu | python 3.12.1 | 1 min 
     rank 1    had finished
     then      rank 1 raised RuntimeError: Connection closed by peer
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
-    look at   A collective that is issued on a condition that only this rank sees.
+    look at   A collective issued under a condition that differs between ranks.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2
 ```
 
