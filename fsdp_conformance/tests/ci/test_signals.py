@@ -72,8 +72,14 @@ def _started(stubs: Path, request: pytest.FixtureRequest) -> Iterator[subprocess
     """A script in the middle of what it waits for. The parameter: its command line, and more variables."""
     command, variables = request.param
     environment = {**os.environ, **variables, "REACHED": str(stubs / "reached")}
+    # A shell cannot trap a signal that was ignored when it started, as SIGHUP is under nohup and SIGINT in the background.
+    caught = ["env", "--default-signal=HUP,INT"]
     process = subprocess.Popen(
-        [stubs / command[0], *command[1:]], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*caught, stubs / command[0], *command[1:]],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     try:
         wait_until(lambda: (stubs / "reached").exists() or process.poll() is not None, "the command that waits")
