@@ -72,7 +72,7 @@ def _started(stubs: Path, request: pytest.FixtureRequest) -> Iterator[subprocess
     """A script in the middle of what it waits for. The parameter: its command line, and more variables."""
     command, variables = request.param
     environment = {**os.environ, **variables, "REACHED": str(stubs / "reached")}
-    # A shell cannot trap a signal that was ignored when it started, as SIGHUP is under nohup and SIGINT in the background.
+    # A shell cannot trap a signal that was ignored when it started, such as SIGHUP under nohup.
     caught = ["env", "--default-signal=HUP,INT"]
     process = subprocess.Popen(
         [*caught, stubs / command[0], *command[1:]],
