@@ -8,28 +8,14 @@ from typing import Any
 from fsdp_conformance.adapters import registry, session
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.config import Plan
-from fsdp_conformance.harness.recording import process_group
-from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN, Reference, differences
+from fsdp_conformance.tests.harness.started_ranks import RecordedRanks
 from fsdp_conformance.workload import Regime, Workload
 
 
-class RankTestCase(ShardedTrainingTestCase):
+class RankTestCase(RecordedRanks):
     """Every test method runs in two ranks."""
-
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    def setUp(self) -> None:
-        super().setUp()
-        self._spawn_processes()
-
-    def init_rank(self) -> None:
-        super().init_rank()
-        process_group.register_recording_backend(self.device_type)
-        self.start_process_group(process_group.BACKEND)
 
     def run_training(
         self,

@@ -12,10 +12,9 @@ from fsdp_conformance.checks.groups import groups_used
 from fsdp_conformance.checks.order import execution_order, steady_schedule
 from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.fixtures import experts, frozen, models, probes
-from fsdp_conformance.harness.recording import process_group
-from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.outcome import Finding
+from fsdp_conformance.tests.harness.started_ranks import RecordedRanks
 from fsdp_conformance.workload import Regime, Workload
 
 #: Engines are trained at several world sizes.
@@ -24,21 +23,8 @@ pytestmark = pytest.mark.slow
 PADDING = 0.15
 
 
-class EngineTestCase(ShardedTrainingTestCase):
+class EngineTestCase(RecordedRanks):
     """Ranks with recorded process groups, and training in one line."""
-
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    def setUp(self) -> None:
-        super().setUp()
-        self._spawn_processes()
-
-    def init_rank(self) -> None:
-        super().init_rank()
-        process_group.register_recording_backend(self.device_type)
-        self.start_process_group(process_group.BACKEND)
 
     def run_training(
         self, spec: str, workload: Workload, regime: Regime | None = None, **plan: Any

@@ -17,7 +17,7 @@ from fsdp_conformance.engine.chunks.group import ChunkGroup
 from fsdp_conformance.engine.chunks.memory_pool import BlockKind, MemoryPool
 from fsdp_conformance.engine.chunks.tensor_state import TensorState
 from fsdp_conformance.harness.recording import process_group
-from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
+from fsdp_conformance.tests.harness.started_ranks import RecordedRanks
 
 #: 15 + 7 + 1 + 8 + 0 = 31 elements: no shard of 2, 3 or 4 ranks ends where a tensor does, and the last one is padded.
 SHAPES: tuple[tuple[int, ...], ...] = ((3, 5), (7,), (), (2, 2, 2), (0,))
@@ -74,7 +74,7 @@ def to_ready(chunk: Chunk) -> None:
         chunk.move_all(state)
 
 
-class ChunkTestCase(ShardedTrainingTestCase):
+class ChunkTestCase(RecordedRanks):
     """Every test method runs in four ranks, with groups of one to four of them."""
 
     reuse_ranks = True
@@ -82,16 +82,6 @@ class ChunkTestCase(ShardedTrainingTestCase):
     @property
     def world_size(self) -> int:
         return 4
-
-    def setUp(self) -> None:
-        super().setUp()
-        self._spawn_processes()
-
-    def init_rank(self) -> None:
-        super().init_rank()
-        torch.set_num_threads(1)
-        process_group.register_recording_backend(self.device_type)
-        self.start_process_group(process_group.BACKEND)
 
     # --- groups ------------------------------------------------------------------------------------------------------
 

@@ -19,9 +19,8 @@ from fsdp_conformance.engine.data_parallel.data_parallel import DataParallel
 from fsdp_conformance.engine.data_parallel.reducer import Reducer, ReducerConfig
 from fsdp_conformance.engine.structures import tensors_in
 from fsdp_conformance.harness.context import log
-from fsdp_conformance.harness.recording import process_group
-from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.history.collective import Op
+from fsdp_conformance.tests.harness.started_ranks import RecordedRanks
 
 #: Four parameters of different sizes: 12, 20, 28 and 44 bytes.
 SHAPES: tuple[tuple[int, ...], ...] = ((3,), (5,), (7,), (11,))
@@ -83,24 +82,10 @@ def coded(model: DataParallel) -> Coded:
     return model.module
 
 
-class ReducerTestCase(ShardedTrainingTestCase):
+class ReducerTestCase(RecordedRanks):
     """Every test method runs in two ranks."""
 
     reuse_ranks = True
-
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    def setUp(self) -> None:
-        super().setUp()
-        self._spawn_processes()
-
-    def init_rank(self) -> None:
-        super().init_rank()
-        torch.set_num_threads(1)
-        process_group.register_recording_backend(self.device_type)
-        self.start_process_group(process_group.BACKEND)
 
     # --- a reducer by hand -------------------------------------------------------------------------------------------
 

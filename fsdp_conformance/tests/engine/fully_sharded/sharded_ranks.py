@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
 from fsdp_conformance.harness.recording import process_group
-from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
+from fsdp_conformance.tests.harness.started_ranks import RecordedRanks
 
 #: Odd, so that shards do not end where parameters do.
 WIDTH = 5
@@ -73,24 +73,10 @@ def full_params(model: nn.Module) -> dict[str, Tensor]:
         }
 
 
-class ShardedTestCase(ShardedTrainingTestCase):
+class ShardedTestCase(RecordedRanks):
     """Every test method runs in two ranks."""
 
     reuse_ranks = True
-
-    @property
-    def world_size(self) -> int:
-        return 2
-
-    def setUp(self) -> None:
-        super().setUp()
-        self._spawn_processes()
-
-    def init_rank(self) -> None:
-        super().init_rank()
-        torch.set_num_threads(1)
-        process_group.register_recording_backend(self.device_type)
-        self.start_process_group(process_group.BACKEND)
 
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.5)
