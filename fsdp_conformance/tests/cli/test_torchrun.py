@@ -138,8 +138,16 @@ def test_a_lost_host(tmp_path: Path) -> None:
 
 def test_variables_of_torchrun() -> None:
     """Every one that is missing is named, and what to do."""
-    with pytest.raises(ConfigError, match=r"(?s)RANK=''.*MASTER_PORT='x'.*MASTER_ADDR=''.*torchrun --nproc-per-node"):
+    with pytest.raises(ConfigError) as raised:
         TorchrunWorker.from_environment({"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_PORT": "x"})
+
+    *problems, advice = raised.value.problems
+    assert problems == [
+        "RANK must be a number, got ''",
+        "MASTER_PORT must be a number, got 'x'",
+        "MASTER_ADDR must be a host, got ''",
+    ]
+    assert "torchrun --nproc-per-node" in advice
 
     worker = TorchrunWorker.from_environment(
         {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "29500"}
