@@ -19,7 +19,7 @@ from fsdp_conformance.adapters import registry
 from fsdp_conformance.contract.profile import Profile, collect_cases, load_profile, profile_of
 
 _CASES = '''
-import json, os, threading, unittest
+import json, os, threading, time, unittest
 from pathlib import Path
 
 from fsdp_conformance import settings
@@ -50,6 +50,12 @@ class Mini(unittest.TestCase):
         if act == "wait":
             Path(os.environ["MINI_SUITE_REACHED"]).write_text("reached")
             threading.Event().wait(60)
+        if act == "after-failure":  # wait until the controller has written a failure
+            deadline = time.monotonic() + 60
+            while '"FAIL"' not in Path(settings.current().report_dir, "run.jsonl").read_text():
+                if time.monotonic() > deadline:
+                    raise RuntimeError("no case has failed")
+                threading.Event().wait(0.05)
         if act == "interrupt":
             raise KeyboardInterrupt
         declared = frozenset((settings.description() or {}).get("capabilities", ()))
