@@ -6,7 +6,7 @@
 #   answered COMMAND...    the same, with the command's output in $answer
 #   background COMMAND...  start it and go on; `end_background` ends it
 #
-# Each command has a process group of its own: the script alone receives Ctrl-C, and passes it on.
+# Each command gets its own process group, so only the script receives Ctrl-C, and passes it on.
 
 # How long processes have to end by themselves before they are killed. `fsdp-conformance run` takes up to 20 s, so
 # ci/certify waits longer than that, and the scripts that run ci/certify wait longer still.
@@ -53,7 +53,7 @@ end_background() {
     background_children=()
 }
 
-# Monitor mode puts each background command into a group of its own. Without it they would also ignore SIGINT.
+# Monitor mode gives each background command its own group. Without it they would also ignore SIGINT.
 start_in_group() {
     set -m
     "$@" </dev/null &

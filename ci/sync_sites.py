@@ -391,7 +391,7 @@ def markdown() -> int:
 
 
 def counts_table(found: Sequence[Entry]) -> str:
-    """The number of sites of each engine by verdict, with recorded events in rows of their own."""
+    """The number of sites of each engine by verdict, with recorded events in separate rows."""
     lines = [
         "| engine | sites | flagged | numerics or memory | redundant: order | pair | reading | unseen |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",

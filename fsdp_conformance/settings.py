@@ -23,7 +23,7 @@ class RunOrder:
 
     settings: RunSettings = field(default_factory=RunSettings)
     description: Mapping[str, Any] | None = None
-    """The adapter's description as JSON; None if nobody has asked the adapter yet."""
+    """The adapter's description as JSON; None if the adapter has not been asked yet."""
     device: str = ""
     """In a rank: the type of device that its case runs on, which is the run's or the simulated one."""
 
@@ -54,12 +54,12 @@ def use(settings: RunSettings, description: Mapping[str, Any] | None = None) -> 
 
 
 def current() -> RunSettings:
-    """The settings of the run; the defaults if nobody has set any."""
+    """The settings of the run; the defaults if none were set."""
     return _order.settings
 
 
 def description() -> Mapping[str, Any] | None:
-    """The description of the adapter as JSON, or None if nobody has asked the adapter yet."""
+    """The description of the adapter as JSON, or None if the adapter has not been asked yet."""
     return _order.description
 
 

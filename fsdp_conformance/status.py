@@ -17,7 +17,7 @@ class Status(IntEnum):
     INTERRUPTED = 130
 
 
-#: What a status means, unless the command gives it a meaning of its own.
+#: What a status means, unless the command gives it another meaning.
 _MEANINGS = {
     Status.CERTIFIED: "certified, or the command succeeded",
     Status.NOT_CERTIFIED: "not certified, or a check failed: the report says why",

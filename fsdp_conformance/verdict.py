@@ -46,7 +46,7 @@ _RANK = {verdict: index for index, verdict in enumerate(Verdict)}
 #: missing environment, UNSUPPORTED only where the requirement's level permits it: `report.certificate` decides.
 CERTIFIABLE = frozenset({Verdict.PASS, Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV})
 
-#: Verdicts that need nobody's attention. `--fail-fast` stops at any other, and `--last-failed` runs the others again.
+#: Verdicts that need no attention. `--fail-fast` stops at any other, and `--last-failed` runs the others again.
 FINE = CERTIFIABLE | {Verdict.XFAIL, Verdict.DISABLED}
 
 #: Verdicts in which the case's body ran to its end on every rank.

@@ -1,7 +1,7 @@
 """
 `ci/docs`: check the pages, or bring generated parts and quoted output up to date.
 
-Quoted output is written anew only where it says something else than before, so a number alone changes no page. Between
+Quoted output is only rewritten if its words have changed; new numbers alone change no page. Between
 `...` lines the beginning and the end of a quotation are written; what is in the middle is reported.
 """
 

@@ -175,7 +175,7 @@ def _own_unshard_stream(engine: Engine) -> Iterator[None]:
 
 class Buckets:
     """
-    Gradients go through buffers to a reduction on a stream of its own, and from there into shards.
+    Gradients go through buffers to a reduction on a separate stream, and from there into shards.
 
     `defect` is "" or the name of a mistake that an engine made.
     """

@@ -51,7 +51,7 @@ def _answers(child: subprocess.Popen[str], errors: IO[bytes]) -> Iterator[dict[s
         # What torch prints is not an answer.
         with contextlib.suppress(ValueError):
             yield json.loads(line)
-    # Not reaped yet, so that nobody else gets its number before its group is ended.
+    # Not reaped yet, so its pid cannot be reused before its group is ended.
     ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     if ended is None or (ended.si_code == os.CLD_EXITED and ended.si_status == 0):
         return

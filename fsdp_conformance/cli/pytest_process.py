@@ -1,7 +1,7 @@
 """
 The pytest process that runs the cases: how it is started, watched, interrupted, and ended with everything it started.
 
-It leads a session of its own, so that Ctrl-C does not reach it directly but only through us. Its output comes through a
+It leads its own session, so Ctrl-C reaches it only through us. Its output comes through a
 pipe and we write the log, so that a full disk cannot swallow pytest's last words. If we die, it does not outlive us for
 long, because the pipe breaks.
 """
@@ -152,7 +152,7 @@ class PytestProcess:
 
 
 def rooted(directory: Path) -> list[str]:
-    """Words that make `directory` pytest's root, so that nobody's pytest.ini changes a verdict."""
+    """Words that make `directory` pytest's root, so that a stray pytest.ini cannot change a verdict."""
     ini = directory / "pytest.ini"
     ini.write_text("[pytest]\n", encoding="utf-8")
     return ["-c", str(ini), "--rootdir", str(directory), "-p", "no:cacheprovider"]
@@ -174,7 +174,7 @@ def command(*, report: Path, workers: str | None = None, suites: str | None = No
 
 
 def _directory_of(package: str) -> Path:
-    """Where the cases are. Raises UsageError if there is no such package."""
+    """Where the cases are. Raises UsageError if the package does not exist."""
     try:
         spec = importlib.util.find_spec(package)
     except ModuleNotFoundError:

@@ -115,7 +115,9 @@ def _problems(profile: Profile, settings: RunSettings) -> list[str]:
         if letter not in chapters
     ]
     if settings.last_failed and set(settings.last_failed).isdisjoint(ids):
-        problems.append(f"the cases that failed in the last run, such as {settings.last_failed[0]}, are not in it")
+        problems.append(
+            f"no case that failed in the last run is in this profile, for example {settings.last_failed[0]}"
+        )
     problems += [
         f"world_size must be one of {_listed(sizes)}, got {size}" for size in settings.world_sizes if size not in sizes
     ]

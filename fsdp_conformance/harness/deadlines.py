@@ -24,7 +24,7 @@ class Deadlines:
     case_s: float
     """Everything, including the collection of stacks and the end of the ranks."""
     settle_s: float = 0.25
-    """From the first failure to the release of the failed rank: its peers may have failures of their own to report."""
+    """From the first failure to the release of the failed rank: its peers may have their own failures to report."""
     grace_s: float = 3.0
     """After that, until peers that have not reported are terminated: NCCL, unlike gloo, does not notice a lost peer."""
     stack_s: float = 2.0

@@ -32,7 +32,7 @@ class Ending(StrEnum):
     FOUND = "found"
     """The body raised RequirementFailed; its findings are in the report."""
     RAISED = "raised"
-    """The body raised for a reason of its own."""
+    """The body raised, and not because of a lost peer."""
     DIED = "died"
     """A signal ended the process before it reported."""
     EXITED = "exited"
@@ -112,7 +112,7 @@ def attribute(reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -
     """
     Name the first rank to fail, from the report and the exit of each rank, in rank order.
 
-    A rank that raised for a reason of its own, or that ended before it reported, is the cause whatever the clock says:
+    A rank that raised independently, or that ended before it reported, is the cause whatever the clock says:
     a peer notices a dead rank before the controller does. Among causes the earliest counts. Without one the case hung,
     and a rank that was stuck explains the ranks that waited for it.
     """

@@ -112,7 +112,7 @@ def judge(
 
 
 def _failures(found: Attribution) -> list[RankEnding]:
-    """The ranks that failed, without those that stopped at their own findings: these speak for themselves."""
+    """The ranks that failed, without those that only stopped at their own findings."""
     return [failure for failure in found.failures if failure.ending is not Ending.FOUND]
 
 
@@ -208,7 +208,7 @@ def _judge_ending(record: CaseRecord, evidence: Evidence, headline: RankEnding) 
 
 
 def _blame(error: RankError) -> str:
-    """Who is to blame for an exception; references that disagree blame nobody else."""
+    """Who is to blame for an exception; references that disagree blame no one."""
     return "references" if error.kind.rsplit(".", 1)[-1] == "ReferencesDisagree" else error.blame
 
 

@@ -1,4 +1,4 @@
-"""The engine's chunks and memory pool with seams to override; correct as they are."""
+"""The engine's chunks and memory pool with seams to override; correct by themselves."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class _SeamDataParallel(DataParallel):
 
 
 class SeamReducer(ReferenceDataParallel):
-    """The engine's reducer with seams to override; correct as it is."""
+    """The engine's reducer with seams to override; correct by itself."""
 
     wrapper: ClassVar[type[_SeamDataParallel]] = _SeamDataParallel
     reducer_class: ClassVar[type[Reducer]] = Reducer

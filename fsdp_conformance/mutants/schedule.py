@@ -106,7 +106,7 @@ class RankDependentOrder(SeamFSDP2):
 
 @known_wrong("R069")
 class WorldInsteadOfSubgroup(SeamFSDP2):
-    """Units with a process group of their own communicate over the world."""
+    """Units that have their own process group communicate over the world."""
 
     def prepare(self, model: nn.Module, plan: Plan) -> Plan:
         missing = tuple(unit for unit in plan.local_units if unit not in plan.units)

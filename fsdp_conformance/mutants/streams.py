@@ -23,7 +23,7 @@ _SCRATCH = 8209
 
 
 class SideStream(SeamFSDP2):
-    """FSDP2 with an idle side stream; correct as it is."""
+    """FSDP2 with an idle side stream; correct by itself."""
 
     _side: Any = None
 

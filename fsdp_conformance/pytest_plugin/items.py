@@ -138,7 +138,7 @@ def record_from(text: str) -> CaseRecord:
 
 
 def _case_of(item: pytest.Item) -> Case | None:
-    """The case that an item is bound to. If nobody has imported the module of cases, there is none."""
+    """The case that an item is bound to. None if the module of cases has not been imported."""
     cases = sys.modules.get("fsdp_conformance.case")
     function = getattr(item, "function", None) or getattr(item, "obj", None)
     case: Case | None = cases.case_of(function) if cases is not None else None

@@ -7,7 +7,7 @@ Sharded flat storage, and the chunk component on top of it.
     memory_pool     blocks of memory, leased within a limit
     streams         the gather and reduce streams, and the events that order them
 
-    chunk           storage whose tensors have states, with blocks of its own or shared ones, and a partner
+    chunk           storage whose tensors have states, with its own or shared blocks, and a partner
     tensor_state    the states of the tensors in a chunk, and the legal moves between them
     group           all chunks of a model, on one memory pool
     fetcher         gathers chunks into limited memory and chooses which ones to evict

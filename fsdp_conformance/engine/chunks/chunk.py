@@ -11,7 +11,7 @@ A chunk: sharded storage whose tensors have states, filled tensor by tensor, in 
     gradient = chunk.reduce().wait()                   # once the gradients of all tensors are ready
 
 Chunks can be paired: one in the dtype of the computation, its partner holding the master copy in float32, for
-optimizers that step on the partner's shard. A chunk with a compute dtype of its own needs no partner: it is cast while
+optimizers that step on the partner's shard. A chunk with its own compute dtype needs no partner: it is cast while
 it is gathered.
 """
 
@@ -48,7 +48,7 @@ class ChunkConfig(StorageConfig):
     """The configuration of a chunk."""
 
     block: BlockKind = BlockKind.RESIZED
-    """Where the chunk is unsharded. RESIZED: a block of its own, which has memory only while leased. PUBLIC: a block
+    """Where the chunk is unsharded. RESIZED: its own block, which has memory only while leased. PUBLIC: a block
     shared with other chunks in turn. PRIVATE: a fused chunk (ZeRO-2), which owns its block permanently."""
 
     def problems(self) -> list[str]:

@@ -586,7 +586,7 @@ class ShardedStorage:
     def _make_views(self) -> list[Tensor]:
         """The tensors in their shapes. Made once for each block: a resized block keeps its storage object."""
         if self._block not in self._views:
-            # `.data` has a version counter of its own: gathering again does not count as modifying what autograd has
+            # `.data` has its own version counter: gathering again does not count as modifying what autograd has
             # saved, nor does writing to one tensor count as modifying its neighbours.
             self._views[self._block] = [view.data for view in self.layout.views(self._flat())]
         return self._views[self._block]

@@ -3,7 +3,7 @@ The fully sharded module: parameters, gradients and optimizer state of each unit
 
     wrapper              `FullyShardedDataParallel`, the class that users wrap a module in
     fully_shard          `fully_shard(module)`: the same without a wrapper, by hooks
-    wrap_policy          which submodules become units of their own
+    wrap_policy          which submodules become separate units
 
     schedule             when each unit is gathered, resharded and reduced
     unit                 a unit and its states during a training step

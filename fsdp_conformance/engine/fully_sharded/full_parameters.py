@@ -92,7 +92,7 @@ def _summon(flat: FlatParameter, *, rank0_only: bool, offload_to_cpu: bool, with
     payload = payload.to(device)
     shown = []
     for member, view, gradient in zip(flat.members, flat.storage.layout.views(payload), gradients, strict=False):
-        # `.data` has a version counter of its own: writing to one parameter does not modify its neighbours.
+        # `.data` has its own version counter: writing to one parameter does not modify its neighbours.
         parameter = nn.Parameter(view.data, requires_grad=member.parameter.requires_grad)
         parameter.__dict__.update(member.parameter.__dict__)
         parameter.grad = None if gradient is None else gradient.to(device)

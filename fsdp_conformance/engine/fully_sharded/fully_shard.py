@@ -112,7 +112,7 @@ class ShardingOptions:
 
 def fully_shard(module: nn.Module | Sequence[nn.Module], options: ShardingOptions | None = None) -> ShardedUnit:
     """
-    Make a module a unit of its own. Collective.
+    Make a module a unit. Collective.
 
     Several modules make one unit, which is gathered when any of them runs. They can no longer be copied or pickled.
     Raises ConfigError for invalid options and modules, Unsupported for parameters that cannot be sharded.
@@ -186,7 +186,7 @@ def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> Sharded
 
 def copy_unit(unit: ShardedUnit, modules: Sequence[nn.Module], memo: Mapping[int, Any]) -> ShardedUnit:
     """
-    The unit of deep copies of a unit's modules, with a schedule of its own.
+    The unit of deep copies of a unit's modules, with their own schedule.
 
     `memo` is that of the copy. Nothing is communicated, and gradients are not copied.
     """

@@ -1,4 +1,4 @@
-"""Policies that choose which submodules become units of their own."""
+"""Policies that choose which submodules become separate units."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         `process_group`: None for the default group; a shard group and a replica group for hybrid strategies.
         `device_mesh`: used instead of it, with one axis, or with a replica axis and a shard axis. `auto_wrap_policy`:
-        which submodules become units of their own, with these options. `forward_prefetch`: whether to prefetch in
+        which submodules become separate units, with these options. `forward_prefetch`: whether to prefetch in
         forward the unit that came next in the last iteration. `ignored_modules`: left alone on each rank.
         `param_init_fn`: initialises modules on the meta device; None: their `reset_parameters`. `device_id`: where the
         unit computes and its parameters and buffers are moved; None: where they are. `sync_module_states`: whether
