@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +13,7 @@ from torch import distributed
 
 from fsdp_conformance import errors
 from fsdp_conformance.harness import context, devices
-from fsdp_conformance.harness.deadlines import Deadlines
-from fsdp_conformance.harness.environment import Determinism
-from fsdp_conformance.harness.order import CaseOrder, packed
-from fsdp_conformance.harness.processes.launcher import launch
+from fsdp_conformance.harness.probe import call_in_ranks
 from fsdp_conformance.harness.rank import describe_error, destroy_process_group
 from fsdp_conformance.judge.endings import attribute
 
@@ -40,28 +35,17 @@ def run_on_ranks(
     The function must be at the top level of a module. Raises RankRaised with the traceback of the first rank that
     failed, RankDied or RankTimedOut.
     """
-    with tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True) as directory:
-        order = CaseOrder(
-            module=__name__,
-            qualname=Asked.__qualname__,
-            test_name=function.__qualname__,
-            file_name=str(Path(directory) / "store"),
-            directory=Path(directory),
-            world_size=world_size,
-            device_type=device_type,
-            deadlines=Deadlines.nested(timeout_s),
-            determinism=Determinism(algorithms="off"),
-            variables=dict(environment or {}),
-            preload=(*devices.preload(device_type), *_PRELOAD),
-            preload_environment=dict(devices.preload_environment(device_type)),
-            payload=packed((function, args)),
-            imports_main=function.__module__ == "__main__",
-        )
-        launched = launch(order)
-        try:
-            reports, exits = launched.wait()
-        finally:
-            launched.close()
+    reports, exits = call_in_ranks(
+        Asked,
+        function,
+        args,
+        world_size=world_size,
+        device_type=device_type,
+        timeout_s=timeout_s,
+        environment=environment,
+        preload=(*devices.preload(device_type), *_PRELOAD),
+        preload_environment=devices.preload_environment(device_type),
+    )
     found = attribute(reports, exits)
     if found.first is not None:
         report, end = reports[found.first.rank], exits[found.first.rank]

@@ -1,5 +1,5 @@
 """
-Calls one function in one fresh warm process: to ask what an adapter declares, or what a machine can do.
+Calls one function in fresh warm processes, such as one that tells what an adapter declares or what a machine can do.
 
 The controller stays clean: whatever the function imports, sets or breaks ends with its process.
 """
@@ -20,7 +20,7 @@ from fsdp_conformance.harness.order import CaseOrder, packed
 from fsdp_conformance.harness.processes.launcher import launch
 from fsdp_conformance.harness.rank import describe_error
 from fsdp_conformance.judge.endings import attribute
-from fsdp_conformance.outcome import RankError
+from fsdp_conformance.outcome import RankError, RankExit, RankReport
 
 #: Errors that are raised again in the controller; their constructors take only the message.
 _PLAIN_ERRORS = (errors.AdapterNotFound, errors.RunFileError, errors.UsageError, errors.SuiteError)
@@ -41,27 +41,9 @@ def run_in_child(
     raised again; otherwise raises RankRaised with the traceback, RankDied with the exit, or RankTimedOut with the
     stack.
     """
-    with tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True) as directory:
-        order = CaseOrder(
-            module=__name__,
-            qualname=Probe.__qualname__,
-            test_name=function.__qualname__,
-            file_name=str(Path(directory) / "store"),
-            directory=Path(directory),
-            world_size=1,
-            device_type="cpu",
-            deadlines=Deadlines.nested(timeout_s),
-            determinism=Determinism(algorithms="off"),
-            variables=dict(environment or {}),
-            preload=preload,
-            payload=packed((function, args)),
-            imports_main=function.__module__ == "__main__",
-        )
-        launched = launch(order)
-        try:
-            reports, exits = launched.wait()
-        finally:
-            launched.close()
+    reports, exits = call_in_ranks(
+        Probe, function, args, world_size=1, timeout_s=timeout_s, environment=environment, preload=preload
+    )
     what = f"{function.__module__}.{function.__qualname__} in a separate process"
     report, end = reports[0], exits[0]
     if report is None:
@@ -74,6 +56,47 @@ def run_in_child(
     if report.error is not None:
         raise _raised(report.error, what)
     return report.measurements["answer"]
+
+
+def call_in_ranks(
+    entry: type,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    *,
+    world_size: int,
+    device_type: str = "cpu",
+    timeout_s: float,
+    environment: Mapping[str, str] | None = None,
+    preload: tuple[str, ...] = (),
+    preload_environment: Mapping[str, str] | None = None,
+) -> tuple[list[RankReport | None], list[RankExit]]:
+    """
+    Start fresh ranks whose entry point is `entry._run` and whose payload is `(function, args)`, and wait for their end.
+
+    Returns the report (None if it sent none) and the exit of each rank.
+    """
+    with tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True) as directory:
+        order = CaseOrder(
+            module=entry.__module__,
+            qualname=entry.__qualname__,
+            test_name=function.__qualname__,
+            file_name=str(Path(directory) / "store"),
+            directory=Path(directory),
+            world_size=world_size,
+            device_type=device_type,
+            deadlines=Deadlines.nested(timeout_s),
+            determinism=Determinism(algorithms="off"),
+            variables=dict(environment or {}),
+            preload=preload,
+            preload_environment=dict(preload_environment or {}),
+            payload=packed((function, args)),
+            imports_main=function.__module__ == "__main__",
+        )
+        launched = launch(order)
+        try:
+            return launched.wait()
+        finally:
+            launched.close()
 
 
 class Probe:
