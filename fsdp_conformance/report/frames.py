@@ -20,9 +20,7 @@ _TORCH_ENGINE = re.compile(r"[/\\]torch[/\\](distributed[/\\](fsdp|_composable|o
 #: Python's own library; packages are installed below it.
 _STANDARD = re.compile(r"^<|[/\\](lib[/\\]python3[^/\\]*|multiprocessing)[/\\](?!.*(site|dist)-packages)")
 #: This package, except for the engines that it brings with it.
-_OURS = re.compile(
-    r"[/\\]fsdp_conformance[/\\](?!(engine|mutants)[/\\])|[/\\](suites|fixtures)[/\\][a-z0-9_]+\.py$|[/\\]harness[/\\]"
-)
+_OURS = re.compile(r"[/\\]fsdp_conformance[/\\](?!(engine|mutants)[/\\])|[/\\](suites|fixtures)[/\\][a-z0-9_]+\.py$")
 
 
 @dataclass(frozen=True, slots=True)
