@@ -66,6 +66,7 @@ def test_the_list_takes_the_options_that_select(suite: mini_suite.MiniSuite, tmp
     assert found.last_line.startswith("2 of 7 cases in mini")
 
 
+@pytest.mark.slow
 def test_why_tells_the_reason(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """What a case expects if it runs, and what is missing if not; --not-run leaves the others out."""
     why, not_run = listed(suite, tmp_path, "--why"), listed(suite, tmp_path, "--not-run")
@@ -75,6 +76,7 @@ def test_why_tells_the_reason(suite: mini_suite.MiniSuite, tmp_path: Path) -> No
     assert [line.split()[0] for line in not_run.out.splitlines() if line.startswith("  R")] == ["R017/elsewhere-ws2"]
 
 
+@pytest.mark.slow
 def test_an_accelerator_holds_as_many_ranks_as_it_has_devices(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """Cases of more ranks would not run."""
     found = listed(suite, tmp_path, "--device", "mtia", "--why")

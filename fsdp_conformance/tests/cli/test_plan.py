@@ -44,6 +44,7 @@ def _place(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_plan(place: Path) -> None:
     """A model by module and by file: what was asked, that it is simulated, the table, the choice and the units."""
     words = ("--world-size", "16", "--link", "nvlink+8.4:14:50", "--memory", "1GiB", "--units", "Block")
@@ -61,6 +62,7 @@ def test_a_plan(place: Path) -> None:
     assert "1 to 2 (2 units): 2 parameters, 4,160 elements each" in rest
 
 
+@pytest.mark.nightly
 def test_nothing_fits(place: Path) -> None:
     """Status 1, and what is needed; a model without lists is one unit, which is said."""
     found = said("plan", "--model", "my_model:build", "--world-size", "2", "--memory", "1KiB", cwd=place)
@@ -70,6 +72,7 @@ def test_nothing_fits(place: Path) -> None:
     assert "needs the least, 44.2 KiB, but the device has 1.0 KiB" in found.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "expected"),
     [

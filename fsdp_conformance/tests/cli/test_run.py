@@ -70,6 +70,7 @@ def test_a_failure_is_not_certified_and_says_why(suite: mini_suite.MiniSuite, tm
     assert (explained.status, "✗ FAIL" in explained.out) == (0, True)
 
 
+@pytest.mark.nightly
 def test_workers_come_to_the_same_verdicts(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """With -n 2 every case has the verdict that it has without."""
     pytest.importorskip("xdist")

@@ -116,6 +116,7 @@ def test_two_agents(tmp_path: Path) -> None:
     assert "PASS" not in (tmp_path / "agent1.log").read_text()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_lost_host(tmp_path: Path) -> None:
     """The case that runs when a host goes has its verdict by its deadline, and the run ends with what it had."""

@@ -21,13 +21,19 @@ pytestmark = [checkout.required, pytest.mark.slow]
 
 ADAPTERS = "docs/writing-an-adapter.md"
 
+#: Pages whose commands take long, and whose features have tests of their own.
+NIGHTLY = frozenset({"docs/sanitize.md", "docs/simulated-ranks.md"})
+
 #: Pages with something to run. Those that need the simulated accelerator cannot be shown where it cannot be compiled.
 RUN = [
     pytest.param(
         page,
-        marks=pytest.mark.skipif(
-            page == "docs/sanitize.md" and build.unavailable() is not None, reason=str(build.unavailable())
-        ),
+        marks=[
+            pytest.mark.skipif(
+                page == "docs/sanitize.md" and build.unavailable() is not None, reason=str(build.unavailable())
+            ),
+            *([pytest.mark.nightly] if page in NIGHTLY else []),
+        ],
     )
     for page in pages()
     if any(is_run(block) or block.word == "script" for block in blocks_of(page))

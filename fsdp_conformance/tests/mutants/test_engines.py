@@ -150,6 +150,7 @@ def test_the_hybrid_base_is_right(case: str) -> None:
     assert (Verdict.PASS, []) == (record.verdict, list(record.findings)), record.reason
 
 
+@pytest.mark.slow
 class Numbers(RankTestCase):
     """What a plain loop tells apart."""
 

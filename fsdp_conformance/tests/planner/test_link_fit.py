@@ -74,6 +74,7 @@ def test_too_little_is_refused() -> None:
 class Measurements(RankTestCase):
     """On two ranks of gloo."""
 
+    @pytest.mark.slow
     def test_measure(self) -> None:
         """Both ranks get the same link, of positive bandwidth, fitted to two timings of each size."""
         fit = LinkSpec.measure(init_device_mesh("cpu", (2,)))

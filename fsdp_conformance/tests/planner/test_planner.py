@@ -353,6 +353,7 @@ def test_options_out_of_range() -> None:
 # --- beside the engine -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 class BesideTheEngine(ShardedTestCase):
     """The memory and the traffic of the engine."""
 

@@ -377,6 +377,7 @@ def test_a_report_directory_that_cannot_be_made_ends_the_run(suite: MiniSuite) -
     assert "cannot be created" in result.output
 
 
+@pytest.mark.nightly
 def test_reruns_are_not_comparable(suite: MiniSuite) -> None:
     """A plugin that reruns failed cases refuses the certificate, by its option or by its mark."""
     by_option = ran(suite, None, "-p", "rerunner", "--reruns", "2")
@@ -402,6 +403,7 @@ def test_workers_come_to_the_same_verdicts(suite: MiniSuite) -> None:
     assert shared.status == 1
 
 
+@pytest.mark.nightly
 def test_auto_is_as_many_workers_as_there_are_slots(suite: MiniSuite) -> None:
     """The harness says how many: two here."""
     result = ran(suite, None, "-n", "auto")

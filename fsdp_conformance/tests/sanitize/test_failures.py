@@ -81,7 +81,14 @@ def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     assert run.verdict == "the script failed: rank 1 was killed by SIGKILL before it reported [exit 5]"
 
 
-@pytest.mark.parametrize(("ending", "status"), [("sys.exit(7)", 5), ("sys.exit()", 0), ("os._exit(0)", 5)])
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [
+        pytest.param("sys.exit(7)", 5, marks=pytest.mark.nightly),
+        pytest.param("sys.exit()", 0, marks=pytest.mark.nightly),
+        ("os._exit(0)", 5),
+    ],
+)
 def test_how_a_script_ends_itself(ending: str, status: int, tmp_path: Path) -> None:
     """sys.exit with a status is a failure, without one an end; who leaves without a word has failed."""
     text = f"import os, sys, torch\ntorch.ones(2, device='sim').add_(1)\n{ending}\n"
@@ -166,6 +173,7 @@ def test_a_script_that_says_cuda_is_told_about_the_option(tmp_path: Path) -> Non
     assert "hint: the script uses CUDA: pass --as-cuda" in run.out
 
 
+@pytest.mark.nightly
 def test_torch_compile_runs_eagerly_and_says_so(tmp_path: Path) -> None:
     """A note, and the model's own results."""
     text = (
@@ -177,7 +185,10 @@ def test_torch_compile_runs_eagerly_and_says_so(tmp_path: Path) -> None:
     assert "note: torch.compile is ignored: the model runs eagerly" in run.out
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "status"),
+    [pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly), (signal.SIGTERM, 143)],
+)
 def test_an_interrupted_run_prints_what_it_has_and_leaves_no_process(
     number: signal.Signals, status: int, tmp_path: Path
 ) -> None:

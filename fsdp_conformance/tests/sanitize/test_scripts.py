@@ -23,16 +23,16 @@ def as_cuda(script: str, *arguments: str, cwd: Path, world_size: int = 2) -> San
 @pytest.mark.parametrize(
     ("script", "arguments"),
     [
-        ("ddp", ["--checkpoint", "model.pt"]),
-        ("fsdp1", ["--save", "model.pt"]),
+        pytest.param("ddp", ["--checkpoint", "model.pt"], marks=pytest.mark.nightly),
+        pytest.param("fsdp1", ["--save", "model.pt"], marks=pytest.mark.nightly),
         ("fsdp1", ["--workers", "1"]),
-        ("fsdp2", ["--explicit-prefetching"]),
+        pytest.param("fsdp2", ["--explicit-prefetching"], marks=pytest.mark.nightly),
         ("fsdp2", ["--mixed-precision", "--dcp", "checkpoint"]),
-        ("mixed_precision", ["--dtype", "float16"]),
-        ("mixed_precision", ["--dtype", "bfloat16", "--old-names"]),
+        pytest.param("mixed_precision", ["--dtype", "float16"], marks=pytest.mark.nightly),
+        pytest.param("mixed_precision", ["--dtype", "bfloat16", "--old-names"], marks=pytest.mark.nightly),
         ("prefetch", []),
-        ("overlap", []),
-        ("readback", []),
+        pytest.param("overlap", [], marks=pytest.mark.nightly),
+        pytest.param("readback", [], marks=pytest.mark.nightly),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value) or "plain",
 )
@@ -114,6 +114,7 @@ def test_a_staging_buffer_that_is_written_too_early_is_found(tmp_path: Path) -> 
     assert [("inputs = staging.to(device, non_blocking=True)", "staging.fill_(dist.get_rank() + step)")] == run.lines()
 
 
+@pytest.mark.nightly
 def test_runs_agree(unwaited: Sanitized, tmp_path: Path) -> None:
     """Hazards depend on the program alone: twice the same, to the letter."""
     again = as_cuda("prefetch", "--without", "wait_stream", cwd=tmp_path)

@@ -96,6 +96,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
 
 @compiled
 class TestCache:
+    @pytest.mark.slow
     def test_it_is_compiled_once(self, machine: Machine) -> None:
         """The second time nothing is compiled; the path depends on everything that the object depends on."""
         assert not build.is_built()
@@ -176,6 +177,7 @@ def test_every_source_is_compiled_once() -> None:
 
 @compiled
 class TestFailure:
+    @pytest.mark.slow
     def test_the_compilers_last_words_are_told(self, machine: Machine) -> None:
         """And nothing is kept."""
         machine.install(
@@ -187,6 +189,7 @@ class TestFailure:
 
         assert [] == machine.shared_objects()
 
+    @pytest.mark.slow
     def test_an_object_that_cannot_be_loaded_is_told_of(self, tmp_path: Path) -> None:
         """The error has its path."""
         broken = tmp_path / "broken.so"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -57,6 +58,7 @@ def train(engine: str, device: torch.device, steps: int = 3) -> list[Tensor]:
         return [loss.cpu() for loss in losses]
 
 
+@pytest.mark.slow
 class Training(OnSim):
     """torch's engines train on it, to the bit as on the CPU with gloo, and without a hazard."""
 

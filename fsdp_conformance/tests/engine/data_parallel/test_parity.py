@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -92,6 +93,7 @@ def exact_workloads() -> list[Workload]:
 class TwoRanks(ParityTestCase):
     """Sums of two commute: every workload is bitwise, exact or not."""
 
+    @pytest.mark.slow
     def test_every_workload(self) -> None:
         """Models of the field and exact probes, all options for the probes."""
         self.assertGreater(len(workload_names()), 30)
@@ -151,6 +153,7 @@ class OneRank(ParityTestCase):
         self.assertEqual([], log().records[begin:])
 
 
+@pytest.mark.slow
 class ThreeRanks(ParityTestCase):
     """An odd world."""
 
@@ -167,6 +170,7 @@ class ThreeRanks(ParityTestCase):
         )
 
 
+@pytest.mark.slow
 class FourRanks(ParityTestCase):
     """Ring and tree sums differ here, but not for exact values."""
 

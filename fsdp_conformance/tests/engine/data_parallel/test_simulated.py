@@ -180,6 +180,7 @@ class Simulated(SimulatedRanks):
         optimizer.step()
         optimizer.zero_grad(set_to_none=not schedule.in_place)
 
+    @pytest.mark.slow
     def test_clean_and_equal_to_the_cpu(self) -> None:
         """Every schedule: parameters bitwise equal to the CPU, no hazard; without any waits there are hazards."""
         for reuse in (checker.Reuse.EXACT, checker.Reuse.WORST_CASE):

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -91,6 +92,7 @@ def _apart(workload: Workload, training: int) -> Workload:
     return replace(workload, batch=batch)
 
 
+@pytest.mark.slow
 class SideBySide(CubeTestCase):
     """Whatever the order of the axes."""
 

@@ -183,6 +183,7 @@ def test_failure_at_preload_is_kept(tmp_path: Path, text: str, reason: str) -> N
     assert reason == run_in_child(facts, preload=(path,))["failures"][path]
 
 
+@pytest.mark.slow
 def test_module_that_starts_cuda_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank of a server whose driver is started says so, and names the module."""
     path = module_file(

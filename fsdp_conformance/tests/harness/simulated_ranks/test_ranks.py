@@ -212,6 +212,7 @@ def test_a_key_that_nobody_sets() -> None:
         assert "the keys default_pg/0//nobody's of the store" in text
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_for_ever() -> None:
     """Its deadline is the others' too, and the stacks say where it is."""
     over = threading.Event()
