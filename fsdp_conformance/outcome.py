@@ -175,6 +175,11 @@ class CaseRecord:
     measurements: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     exits: list[RankExit] = field(default_factory=list)
+    evidence: list[RankReport] = field(default_factory=list)
+    """
+    What each rank reported, reduced to what the verdict follows from. Only for verdicts that could do an implementation
+    good; `judge.evidence` derives the verdict from it again.
+    """
     schedule: list[str] = field(default_factory=list)
     """Rank 0's collectives."""
     repro: str = ""
@@ -184,7 +189,12 @@ class CaseRecord:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping; `case_record_from_json` is its inverse."""
-        return asdict(self)
+        content = asdict(self)
+        # Most fields of a reduced report are empty.
+        content["evidence"] = [
+            {name: value for name, value in report.items() if name == "rank" or value} for report in content["evidence"]
+        ]
+        return content
 
 
 def finding_from_json(data: Mapping[str, Any]) -> Finding:
@@ -213,4 +223,5 @@ def case_record_from_json(data: Mapping[str, Any]) -> CaseRecord:
     fields["verdict"] = Verdict(fields["verdict"])
     fields["findings"] = [finding_from_json(item) for item in fields.get("findings", ())]
     fields["exits"] = [RankExit(**item) for item in fields.get("exits", ())]
+    fields["evidence"] = [rank_report_from_json(item) for item in fields.get("evidence", ())]
     return CaseRecord(**fields)

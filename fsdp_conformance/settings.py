@@ -33,15 +33,20 @@ class RunOrder:
 
 
 def order_from_json(text: str) -> RunOrder:
-    """The order in a text. Settings of other versions are left out."""
+    """The order in a text."""
     data = json.loads(text)
+    return RunOrder(
+        settings=settings_from_json(data["settings"]), description=data["description"], device=data["device"]
+    )
+
+
+def settings_from_json(data: Mapping[str, Any]) -> RunSettings:
+    """The inverse of `dataclasses.asdict` on settings. Settings of other versions are left out."""
     known = {field.name for field in fields(RunSettings)}
     given: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value
-        for name, value in data["settings"].items()
-        if name in known
+        name: tuple(value) if isinstance(value, list) else value for name, value in data.items() if name in known
     }
-    return RunOrder(settings=RunSettings(**given), description=data["description"], device=data["device"])
+    return RunSettings(**given)
 
 
 _order = RunOrder()

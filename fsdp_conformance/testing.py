@@ -40,7 +40,7 @@ from fsdp_conformance.harness.environment import Determinism
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.judge import Gated, gate, judge
+from fsdp_conformance.judge import Gated, gate, judge, keep_evidence
 from fsdp_conformance.outcome import CaseRecord, RankError, RankExit, RankReport
 from fsdp_conformance.settings import RunOrder, order_from_json
 from fsdp_conformance.simulator import place
@@ -144,6 +144,7 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
             ranks="reused" if settings.reuse_ranks else settings.ranks,
             seconds=time.monotonic() - self._began,
         )
+        keep_evidence(self.record, reports)
         if self.record.verdict in _NOT_JUDGED:
             self.skipTest(f"{self.record.verdict}: {self.record.reason}")
         if self.record.verdict is not Verdict.PASS:
@@ -198,6 +199,8 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         """A new adapter of the implementation under test."""
         with self.blaming("adapter"):
             adapter = registry.load(self.order.settings.implementation)()
+        # What a rank has loaded, not what the controller was told.
+        self.report.environment["adapter"] = registry.source_sha256(type(adapter))
         self.subjects.append(adapter)
         return adapter
 

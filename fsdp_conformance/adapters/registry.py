@@ -57,6 +57,10 @@ class AdapterDescription:
     """`Adapter.grad_reduction_of_accumulation`."""
     source: str = ""
     """The file that defines the class."""
+    source_sha256: str = ""
+    """`source_sha256` of the class."""
+    max_unsharded: int = 0
+    """`Adapter.max_unsharded`."""
     preload: tuple[str, ...] = ()
     """Modules that the warm process may import."""
 
@@ -152,8 +156,26 @@ def describe_here(spec: str) -> AdapterDescription:
         padding=adapter.padding,
         accumulation=adapter.grad_reduction_of_accumulation,
         source=inspect.getsourcefile(adapter) or "",
+        source_sha256=source_sha256(adapter),
+        max_unsharded=adapter.max_unsharded,
         preload=tuple(adapter.preload) + ((bundled,) if bundled else ()),
     )
+
+
+def source_sha256(adapter: type[Adapter]) -> str:
+    """
+    The hash of the files that define the class and those it inherits from, or "" if one of them is in no file.
+
+    It identifies what was judged: a certificate names it, and every rank states that of the class that it has loaded.
+    """
+    digest = hashlib.sha256()
+    modules = (cls.__module__ for cls in adapter.__mro__)
+    for name in dict.fromkeys(name for name in modules if name.partition(".")[0] not in sys.stdlib_module_names):
+        path = getattr(sys.modules.get(name), "__file__", None)
+        if path is None:
+            return ""
+        digest.update(Path(path).read_bytes())
+    return digest.hexdigest()
 
 
 def description_from_answer(answer: Mapping[str, Any]) -> AdapterDescription:

@@ -206,9 +206,9 @@ def _show(verification: Verification) -> None:
         return
     seconds = float(run.footer.get("seconds") or sum(record.seconds for record in run.records))
     print(terminal.summary_line(certificate, seconds=seconds))
-    reasons = terminal.reasons_text(certificate)
-    if reasons:
-        print(reasons)
+    text = terminal.certificate_text(certificate)
+    if text:
+        print(text)
     if Verdict.ERROR_ADAPTER in certificate.counts:
         print(f"  {docs.see(docs.ADAPTER_PROBLEMS)}")
     elif certificate.reasons and not certificate.only_incomplete:

@@ -24,9 +24,9 @@ def main(arguments: argparse.Namespace) -> int:
     name, version = implementation.get("name", "an unknown implementation"), implementation.get("version", "")
     print(f"{path}: {name} {version}".rstrip())
     print(terminal.summary_line(certificate, seconds=seconds))
-    reasons = terminal.reasons_text(certificate)
-    if reasons:
-        print(reasons)
+    text = terminal.certificate_text(certificate)
+    if text:
+        print(text)
     for discrepancy in verification.discrepancies:
         messages.complain(discrepancy)
     print(f"last hash: {run.chain}")

@@ -7,13 +7,15 @@ A profile: the frozen list of cases from which a certificate is computed, with i
     python -m fsdp_conformance.contract.profile --write smoke --only R001/exact-probe-ws2 ... --not-certifying
 
 A released profile never changes: new cases wait for the next one. The hash covers everything except titles, which are
-for people. This is the only module here that imports the suites, and only for these commands.
+for people. A profile that the suite does not ship makes a private run, which certifies nothing. This is the only module
+here that imports the suites, and only for these commands.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import functools
 import hashlib
 import importlib
 import json
@@ -27,6 +29,7 @@ from typing import Any
 
 from fsdp_conformance.case import Case, case_of
 from fsdp_conformance.contract.requirement import Contract, Level, load
+from fsdp_conformance.contract.scopes import BASE, scope_of
 from fsdp_conformance.errors import ConfigError, ConformanceError, SuiteError, UsageError
 
 #: Increases when the *meaning* of running a case changes, not when cases are added.
@@ -55,6 +58,8 @@ class Entry:
     """Of the primary requirement."""
     needs: tuple[str, ...] = ()
     environment: tuple[str, ...] = ()
+    scope: tuple[str, ...] = BASE
+    """What part of a certificate the case belongs to: see `contract.scopes`."""
     title: str = ""
     """Not part of the hash."""
 
@@ -122,6 +127,14 @@ def names() -> list[str]:
     return sorted(path.stem for path in PROFILES.glob("*.json"))
 
 
+@functools.cache
+def shipped(name: str) -> str | None:
+    """
+    The hash of the shipped profile with that name, or None if there is none. Only shipped profiles can certify.
+    """
+    return load_profile(name).sha256 if name in names() else None
+
+
 def load_profile(name: str) -> Profile:
     """
     The profile with that name, or in the file with that path.
@@ -169,6 +182,7 @@ def _entry(item: Mapping[str, Any]) -> Entry:
         level=Level(item["level"]),
         needs=tuple(item["needs"]),
         environment=tuple(item["environment"]),
+        scope=tuple(item["scope"]),
         title=item["title"],
     )
 
@@ -240,6 +254,7 @@ def profile_of(
             level=contract[case.requirements[0]].level,
             needs=case.needs,
             environment=case.environment,
+            scope=scope_of(contract[case.requirements[0]], case.needs),
             title=case.title,
         )
         for case in chosen

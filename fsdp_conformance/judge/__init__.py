@@ -6,6 +6,7 @@ The verdict on one case, derived from the reports of its ranks and the ends of t
     endings     how each rank ended, and which failed first
     findings    the findings of all ranks as one list
     mismatch    ranks that called different collectives
+    evidence    what a record keeps of the reports, and whether its verdict follows from that
 
 `gate` and `judge` are pure: no torch, no clock, no file but the contract. An *ending* is how one rank ended. A
 *consequence* is an ending that another rank's ending explains ("connection closed by peer"); it is never the headline
@@ -15,7 +16,8 @@ the adapter does not declare it.
 `contract/choices.md`, section "Verdicts", gives the order in which reasons are weighed, and why.
 """
 
+from fsdp_conformance.judge.evidence import contradictions, keep_evidence
 from fsdp_conformance.judge.gate import Gated, Place, device_for, gate
 from fsdp_conformance.judge.verdicts import LOUD_REFUSAL, judge
 
-__all__ = ["LOUD_REFUSAL", "Gated", "Place", "device_for", "gate", "judge"]
+__all__ = ["LOUD_REFUSAL", "Gated", "Place", "contradictions", "device_for", "gate", "judge", "keep_evidence"]

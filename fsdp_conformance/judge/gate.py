@@ -4,6 +4,8 @@ Before anything starts: the device that a case runs on, or why it does not run.
 A run has one device (`--device`), and so does a case. They differ in one situation: a run on the CPU sends a case that
 needs an accelerator to the simulated one, unless told not to. That takes an implementation that supports accelerators
 other than CUDA, and a compiler.
+
+What the implementation declines is UNSUPPORTED. NOT_RUN_ENV describes the machine, and nothing else.
 """
 
 from __future__ import annotations
@@ -74,26 +76,28 @@ def gate(
     option = left_out_by(case, settings)
     if option:
         return Gated(device=device, record=decided(record, Verdict.DISABLED, f"left out by {option}"))
-    here = declared(device)
-    missing = [flag for flag in case.needs if flag not in here and not _asked_by_model(flag)]
-    if settings.device == SIMULATED and ANY_ACCELERATOR not in here:
-        missing.append(ANY_ACCELERATOR)
+    missing = declined_flags(case, declared=declared(device), device=device)
     if missing:
         record.measurements["undeclared"] = missing
         reason = f"{', '.join(missing)} not declared by {settings.implementation}"
         return Gated(device=device, record=decided(record, Verdict.UNSUPPORTED, reason))
-    return Gated(device=device, record=_not_run(case, record, here, settings, places))
+    return Gated(device=device, record=_not_run(case, record, settings, places))
 
 
-def _not_run(
-    case: Case, record: CaseRecord, declared: frozenset[str], settings: RunSettings, places: Mapping[str, Place]
-) -> CaseRecord | None:
+def declined_flags(case: Case, *, declared: frozenset[str], device: str) -> list[str]:
+    """The flags that the case cannot run without on that device and that are not declared there."""
+    missing = [flag for flag in case.needs if flag not in declared and not _asked_by_model(flag)]
+    if device == SIMULATED and ANY_ACCELERATOR not in declared:
+        missing.append(ANY_ACCELERATOR)
+    return missing
+
+
+def _not_run(case: Case, record: CaseRecord, settings: RunSettings, places: Mapping[str, Place]) -> CaseRecord | None:
     """The record of a case that this machine cannot run, or None."""
     why = ""
-    if record.device != settings.device:
-        why = _not_simulated(places[SIMULATED], declared)
-        if why:
-            record = empty_record(case, settings.implementation, settings.device)
+    if record.device != settings.device and places[SIMULATED].problem:
+        why = f"the simulated accelerator cannot be built: {places[SIMULATED].problem}"
+        record = empty_record(case, settings.implementation, settings.device)
     place = places[record.device]
     if settings.num_workers and case.world_size > settings.num_workers:
         record.measurements["absent"] = ["workers"]
@@ -114,15 +118,6 @@ def _not_run(
         return None
     record.measurements["absent"] = absent
     return decided(record, Verdict.NOT_RUN_ENV, reason)
-
-
-def _not_simulated(place: Place, declared: frozenset[str]) -> str:
-    """Why a case that asks for an accelerator cannot run on the simulated one, or ""."""
-    if place.problem:
-        return f"the simulated accelerator cannot be built: {place.problem}"
-    if ANY_ACCELERATOR not in declared:
-        return f"the simulated accelerator requires an implementation that declares {ANY_ACCELERATOR}"
-    return ""
 
 
 def empty_record(

@@ -148,7 +148,7 @@ class Controller:
         if self.recorder is None:
             return
         from fsdp_conformance.report.runfile import read
-        from fsdp_conformance.report.terminal import grouped, headline, reasons_text, summary_line
+        from fsdp_conformance.report.terminal import certificate_text, grouped, headline, summary_line
 
         write = terminalreporter.write_line
         terminalreporter.section("conformance")
@@ -160,7 +160,7 @@ class Controller:
         elif self.certificate is None:
             write("ABORTED: the run was interrupted, and its file has no footer", red=True)
         else:
-            text = reasons_text(self.certificate)
+            text = certificate_text(self.certificate)
             if text:
                 write(text)
             good = self.certificate.certified

@@ -1,25 +1,32 @@
 """
 The certificate: computed from the run file and the profile by set equality, never from what a test says about itself.
 
-An implementation is CERTIFIED if every case of the profile was executed exactly once, by fresh ranks, each verdict is
-one that a certificate allows, and every mandatory requirement was seen to hold at least once. Anything else is a
-reason against it, and all reasons are listed. The end of a run and `verify`, which has only the file, use the same
-function.
+A certificate consists of scopes (`contract.scopes`): a base, which every sharded engine must pass, and extensions. A
+scope is granted if each of its cases was executed exactly once, by fresh ranks, and passed, and if each verdict follows
+from the evidence in its record (`judge.evidence`). An implementation is CERTIFIED if the base is granted and nothing is
+wrong with the run as a whole. Everything else is a reason against it or a remark, and all of them are listed. The end
+of a run and `verify`, which has only the file, use the same function.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from typing import Any
 
+from fsdp_conformance.capability import CAPABILITIES, Asked
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.contract import Contract, Level, load
-from fsdp_conformance.contract.profile import INTERPRETATION, Entry, Profile
+from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS, INTERPRETATION, Entry, Profile, shipped
+from fsdp_conformance.contract.scopes import ADVICE, BASE, title
 from fsdp_conformance.contract.selection import OPTIONS
+from fsdp_conformance.judge import LOUD_REFUSAL, contradictions
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.settings import settings_from_json
 from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import Verdict
 
@@ -30,16 +37,66 @@ _ACCUSING = frozenset({Verdict.FAIL, Verdict.HANG, Verdict.CRASH, Verdict.ERROR_
 _NAMED = 3
 
 
+class State(StrEnum):
+    """What a run has shown of a case, or of a scope. A scope is in the first state that one of its cases is in."""
+
+    FAILED = "failed"
+    UNJUDGED = "not judged"
+    """The suite failed, the references disagree, or the record contradicts itself."""
+    LEFT_OUT = "not run"
+    """The run did not execute it."""
+    DECLINED = "declined"
+    """The implementation does not offer it."""
+    NOT_HERE = "not on this machine"
+    PASSED = "passed"
+
+
+_STATE = {
+    Verdict.PASS: State.PASSED,
+    Verdict.UNSUPPORTED: State.DECLINED,
+    Verdict.NOT_RUN_ENV: State.NOT_HERE,
+    Verdict.DISABLED: State.LEFT_OUT,
+    **dict.fromkeys(_ACCUSING, State.FAILED),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scope:
+    """One scope of a certificate."""
+
+    names: tuple[str, ...]
+    state: State
+    cases: int
+    passed: int
+    example: str = ""
+    """The first case that keeps the scope from being granted."""
+
+    @property
+    def title(self) -> str:
+        """The scope in words."""
+        return title(self.names)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Certificate:
     """What a run certifies; if nothing, why not."""
 
     certified: bool
+    private: bool
+    """True if the profile is not shipped with the suite, so that nothing can be certified."""
     profile: str
+    scopes: tuple[Scope, ...]
+    """The base first, then extensions, then their combinations, each by name."""
+    subject: dict[str, str]
+    """What was judged, by what: versions and hashes."""
+    declarations: tuple[str, ...]
+    """What the adapter declared that loosens a check or changes what runs, one phrase each."""
+    unobserved: tuple[str, ...]
+    """Ids of the mandatory requirements that no case was seen to meet, from the whole register."""
     reasons: tuple[str, ...]
     """Why it is not certified; empty if it is."""
     remarks: tuple[str, ...]
-    """What else to know: SHOULD requirements that failed, requirements that this machine cannot show, shims."""
+    """What else to know: SHOULD requirements that failed, reruns, scaled deadlines."""
     counts: dict[str, int]
     """Number of cases for each verdict that occurs."""
     executed: int
@@ -47,58 +104,165 @@ class Certificate:
     expected: int
     """Cases of the profile."""
     status: Status
-    """Exit status: 0 certified, 1 not, 3 if only this machine is to blame, 4 if only the suite is."""
+    """Exit status: 0 certified and nothing failed; 3 if only this machine is to blame, 4 if only the suite is."""
 
     @property
     def word(self) -> str:
-        """CERTIFIED or NOT CERTIFIED."""
+        """CERTIFIED, NOT CERTIFIED, or PRIVATE RUN."""
+        if self.private:
+            return "PRIVATE RUN"
         return "CERTIFIED" if self.certified else "NOT CERTIFIED"
+
+    @property
+    def extensions(self) -> list[Scope]:
+        """The scopes of a single extension, or of a single component."""
+        return [scope for scope in self.scopes if len(scope.names) == 1 and scope.names != BASE]
+
+    @property
+    def combinations(self) -> list[Scope]:
+        """The scopes of several extensions."""
+        return [scope for scope in self.scopes if len(scope.names) > 1]
 
     @property
     def only_incomplete(self) -> bool:
         """True if the only reason against a certificate is that the run did not cover the whole profile."""
-        return bool(self.reasons) and all(reason.startswith("incomplete") for reason in self.reasons)
+        return bool(self.reasons) and all(reason.startswith(("incomplete", "private")) for reason in self.reasons)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping."""
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+        content: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return content
 
 
-def certify(run: RunFile, profile: Profile, contract: Contract | None = None) -> Certificate:
-    """The certificate that a run has earned for a profile."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shown:
+    """What a run has shown of one case."""
+
+    entry: Entry
+    state: State
+    verdict: Verdict | None = None
+    reason: str = ""
+    """Why the case does not count as passed, without its id."""
+    remark: str = ""
+    silent: bool = False
+    """It trained to wrong results on a model that needs nothing that has to be declared, so nothing excuses it."""
+
+
+def certify(
+    run: RunFile, profile: Profile, contract: Contract | None = None, *, trusted: Mapping[str, str] | None = None
+) -> Certificate:
+    """
+    The certificate that a run has earned for a profile.
+
+    `trusted` maps the names of profiles that can certify to their hashes; by default those that the suite ships.
+    """
     contract = contract or load()
+    private = profile.sha256 != (shipped(profile.name) if trusted is None else trusted.get(profile.name))
     records = {record.case: record for record in run.records}
-    reasons = [*_run_problems(run), *_manifest_problems(run, profile)]
-    blocked: list[tuple[CaseRecord, str]] = []
-    remarks = _remarks(run)
-    declared = {record.case: _declared(run, record.device) for record in run.records}
-    for entry in profile.entries:
-        record = records.get(entry.id)
-        if record is not None:
-            reason, remark = _objection(record, entry, declared[entry.id], contract)
-            remarks += [remark] if remark else []
-            if reason:
-                blocked.append((record, reason))
-    unshown, elsewhere = _unshown(profile, records, declared, contract)
-    only_machine = not reasons and not unshown
-    reasons += [*_gathered(blocked), *unshown]
-    remarks += elsewhere
+    reasons = [*_run_problems(run), *_manifest_problems(run, profile, private=private)]
+    shown = [_shown(records.get(entry.id), entry, run, contract) for entry in profile.entries]
+    blocking = [item for item in shown if item.silent or (item.entry.scope == BASE and item.reason)]
+    reasons += _gathered(blocking)
+    scopes = _scopes(shown)
+    if all(scope.names != BASE and scope.state is not State.PASSED for scope in scopes) and profile.entries:
+        reasons.append("no component was passed completely")
     return Certificate(
         certified=not reasons,
+        private=private,
         profile=profile.name,
+        scopes=scopes,
+        subject=_subject(run),
+        declarations=tuple(_declarations(run)),
+        unobserved=_unobserved(shown, profile, contract),
         reasons=tuple(reasons),
-        remarks=tuple(dict.fromkeys(remarks)),
+        remarks=tuple(dict.fromkeys([*_remarks(run), *(item.remark for item in shown if item.remark)])),
         counts={verdict.value: count for verdict, count in _counts(run.records).items()},
         executed=len(records.keys() & profile.by_id.keys()),
         expected=len(profile.entries),
-        status=_status(reasons, {record.verdict for record, _ in blocked}, only_machine=only_machine),
+        status=_status(reasons, blocking, shown),
     )
 
 
+def _shown(record: CaseRecord | None, entry: Entry, run: RunFile, contract: Contract) -> _Shown:
+    """What the run has shown of the case, from its record."""
+    if record is None:
+        return _Shown(entry=entry, state=State.LEFT_OUT)
+    found = _Shown(entry=entry, state=_STATE.get(record.verdict, State.UNJUDGED), verdict=record.verdict)
+    if record.world_size != entry.world_size or tuple(record.requirements) != entry.requirements:
+        reason = "ran with a world size or requirements that are not those in the profile"
+        return _replaced(found, State.UNJUDGED, reason)
+    settings = settings_from_json(run.header.get("settings") or {})
+    lies = contradictions(
+        record, entry.case(), declared=lambda device: _declared(run, device), settings=settings
+    ) or _another_subject(record, run)
+    if lies:
+        return _replaced(found, State.UNJUDGED, f"the record contradicts itself ({'; '.join(lies)})")
+    match record.verdict:
+        case Verdict.PASS:
+            return found
+        case Verdict.FAIL if _only_should(record, contract):
+            return _Shown(
+                entry=entry,
+                state=State.PASSED,
+                verdict=record.verdict,
+                remark=f"SHOULD, not met: {record.case}: {record.reason}",
+            )
+        case Verdict.UNSUPPORTED:
+            flags = ", ".join(map(str, record.measurements.get("undeclared", ()))) or "something unnamed"
+            return _replaced(found, State.DECLINED, f"declined ({flags})")
+        case Verdict.NOT_RUN_ENV:
+            absent = ", ".join(map(str, record.measurements.get("absent", ()))) or "something unnamed"
+            return _replaced(found, State.NOT_HERE, f"NOT_RUN_ENV (this machine lacks {absent})")
+        case Verdict.DISABLED:
+            return _replaced(found, State.LEFT_OUT, "incomplete: DISABLED")
+    return _Shown(
+        entry=entry,
+        state=found.state,
+        verdict=record.verdict,
+        reason=str(record.verdict),
+        silent=found.state is State.FAILED and _is_silent(record, entry),
+    )
+
+
+def _replaced(shown: _Shown, state: State, reason: str) -> _Shown:
+    return _Shown(entry=shown.entry, state=state, verdict=shown.verdict, reason=reason)
+
+
+def _is_silent(record: CaseRecord, entry: Entry) -> bool:
+    """
+    Whether a failure counts whatever is declared (R000).
+
+    A case that asks for a capability only through its model runs for everybody. To declare that capability must not
+    turn wrong numbers into the failure of an extension.
+    """
+    if entry.scope in (BASE, ADVICE):
+        return entry.scope == ADVICE
+    named = any(finding.requirement == LOUD_REFUSAL for finding in record.findings)
+    by_model = all(flag in CAPABILITIES and CAPABILITIES[flag].asked is Asked.MODEL for flag in entry.needs)
+    refused = bool(record.findings) and record.findings[0].check == "refusal"
+    return named or (by_model and bool(entry.needs) and not refused)
+
+
+def _another_subject(record: CaseRecord, run: RunFile) -> list[str]:
+    """How what the ranks had loaded differs from what the header says was judged."""
+    if record.verdict is not Verdict.PASS:
+        return []
+    environment: Mapping[str, Any] = run.header.get("environment") or {}
+    implementation: Mapping[str, Any] = run.header.get("implementation") or {}
+    stated = {"torch": environment.get("torch"), "adapter": implementation.get("source_sha256")}
+    problems = [
+        f"its ranks loaded {name} {str(record.environment.get(name))[:12]}, the header says {str(expected)[:12]}"
+        for name, expected in stated.items()
+        if record.environment.get(name) != expected
+    ]
+    if record.case not in run.started:
+        problems.append("it has a verdict but never started")
+    return problems
+
+
 def _declared(run: RunFile, device: str) -> frozenset[str]:
-    """The flags that the implementation declares on a case's device: a run on the CPU has simulated cases, too."""
+    """The flags that the implementation declares on a device: a run on the CPU has simulated cases, too."""
     described: Mapping[str, Any] = run.header.get("implementation") or {}
-    device = device or (run.header.get("settings") or {}).get("device", "")
     declined = (described.get("declines_on") or {}).get(device, ())
     return frozenset(described.get("capabilities", ())) - frozenset(declined)
 
@@ -106,6 +270,73 @@ def _declared(run: RunFile, device: str) -> frozenset[str]:
 def _counts(records: Iterable[CaseRecord]) -> dict[Verdict, int]:
     counted = Counter(record.verdict for record in records)
     return {verdict: counted[verdict] for verdict in Verdict if counted[verdict]}
+
+
+def _scopes(shown: Sequence[_Shown]) -> tuple[Scope, ...]:
+    """Every scope of the profile, and the state that it is in."""
+    members: dict[tuple[str, ...], list[_Shown]] = {}
+    for item in shown:
+        if item.entry.scope != ADVICE:
+            members.setdefault(item.entry.scope, []).append(item)
+    scopes = []
+    for names in sorted(members, key=lambda names: (names != BASE, len(names), names)):
+        items = members[names]
+        state = next(state for state in State if any(item.state is state for item in items))
+        scopes.append(
+            Scope(
+                names=names,
+                state=state,
+                cases=len(items),
+                passed=sum(item.state is State.PASSED for item in items),
+                example=next((item.entry.id for item in items if item.state is state), "")
+                if state is not State.PASSED
+                else "",
+            )
+        )
+    return tuple(scopes)
+
+
+def _subject(run: RunFile) -> dict[str, str]:
+    """What was judged, and by what."""
+    implementation: Mapping[str, Any] = run.header.get("implementation") or {}
+    environment: Mapping[str, Any] = run.header.get("environment") or {}
+    return {
+        "implementation": str(implementation.get("name", "")),
+        "version": str(implementation.get("version", "")),
+        "adapter": str(implementation.get("source_sha256", "")),
+        "suite": str(run.header.get("suite", "")),
+        "suite_sha256": str(run.header.get("suite_sha256", "")),
+        "torch": str(environment.get("torch", "")),
+        "python": str(environment.get("python", "")),
+    }
+
+
+def _declarations(run: RunFile) -> list[str]:
+    """What the adapter declared that loosens a check or changes what runs."""
+    described: Mapping[str, Any] = run.header.get("implementation") or {}
+    phrases = [f"shim: {shim}" for shim in described.get("shims", ())]
+    if described.get("padding"):
+        phrases.append(f"padding: up to {described['padding']:.0%} more bytes on the wire than the shards have")
+    if described.get("accumulation", "local") != "local":
+        phrases.append(f"accumulation: micro-batches are {described['accumulation']} one by one")
+    if described.get("max_unsharded"):
+        phrases.append(f"max_unsharded: up to {described['max_unsharded']} units hold full parameters at once")
+    phrases += [f"environment: {key}={value}" for key, value in (described.get("environment") or {}).items()]
+    phrases += [
+        f"declines on {device}: {', '.join(flags)}" for device, flags in (described.get("declines_on") or {}).items()
+    ]
+    return phrases
+
+
+#: What a header must say for a certificate to name what was judged.
+_NAMED_IN_HEADER = {
+    "implementation": "the implementation's name",
+    "adapter": "the hash of the adapter's source",
+    "suite": "the suite's version",
+    "suite_sha256": "the suite's hash",
+    "torch": "the version of torch",
+    "python": "the version of Python",
+}
 
 
 def _run_problems(run: RunFile) -> list[str]:
@@ -124,13 +355,20 @@ def _run_problems(run: RunFile) -> list[str]:
     problems += [note["text"] for note in run.notes if note.get("refuses")]
     if not run.header.get("implementation"):
         problems.append("incomplete: the implementation is not described")
+    else:
+        subject = _subject(run)
+        missing = [words for key, words in _NAMED_IN_HEADER.items() if subject[key] in ("", "absent")]
+        if missing:
+            problems.append(f"the header does not name what was judged: {', '.join(missing)} is missing")
     return problems
 
 
-def _manifest_problems(run: RunFile, profile: Profile) -> list[str]:
+def _manifest_problems(run: RunFile, profile: Profile, *, private: bool) -> list[str]:
     """How the cases that ran differ from those of the profile."""
     stated: Mapping[str, Any] = run.header.get("profile") or {}
     problems = []
+    if private:
+        problems.append(f"private: the profile {profile.name} {profile.sha256[:12]} is not shipped with this suite")
     if not profile.certifies:
         problems.append(f"incomplete: the profile {profile.name} is a selection, which cannot certify")
     if (stated.get("name"), stated.get("sha256")) != (profile.name, profile.sha256):
@@ -155,108 +393,61 @@ def _manifest_problems(run: RunFile, profile: Profile) -> list[str]:
     return problems
 
 
-def _objection(record: CaseRecord, entry: Entry, declared: frozenset[str], contract: Contract) -> tuple[str, str]:
-    """Why a record rules out a certificate, and what to remark if it does not."""
-    if record.world_size != entry.world_size or tuple(record.requirements) != entry.requirements:
-        return "ran with a world size or requirements that are not those in the profile", ""
-    match record.verdict:
-        case Verdict.PASS:
-            return ("", "") if record.comparisons > 0 else (f"{record.case} passed without a comparison", "")
-        case Verdict.UNSUPPORTED:
-            excused = any(flag not in declared for flag in entry.needs) or entry.level is not Level.MUST
-            return ("", "") if excused else (f"UNSUPPORTED, but {entry.primary} is mandatory", "")
-        case Verdict.NOT_RUN_ENV:
-            absent = list(record.measurements.get("absent", ()))
-            if absent and set(absent) <= set(entry.environment):
-                return "", ""
-            return f"NOT_RUN_ENV (this machine lacks {', '.join(map(str, absent)) or 'something unnamed'})", ""
-        case Verdict.FAIL if _only_should(record, contract):
-            return "", f"SHOULD, not met: {record.case}: {record.reason}"
-        case Verdict.DISABLED:
-            return "incomplete: DISABLED", ""
-    return str(record.verdict), ""
-
-
 def _only_should(record: CaseRecord, contract: Contract) -> bool:
     """True if all requirements that were seen to fail are SHOULD requirements."""
     levels = [contract[item.requirement].level for item in record.findings if item.requirement in contract.requirements]
     return len(levels) == len(record.findings) > 0 and set(levels) == {Level.SHOULD}
 
 
-def _gathered(blocked: Sequence[tuple[CaseRecord, str]]) -> list[str]:
+def _gathered(blocking: Sequence[_Shown]) -> list[str]:
     """One reason for all cases that rule out a certificate for the same reason."""
     by_reason: dict[str, list[str]] = {}
-    for record, reason in blocked:
-        by_reason.setdefault(reason, []).append(record.case)
+    for item in blocking:
+        by_reason.setdefault(item.reason, []).append(item.entry.id)
     return [f"{reason}: {_some(cases)}" for reason, cases in by_reason.items()]
 
 
-def _unshown(
-    profile: Profile,
-    records: Mapping[str, CaseRecord],
-    declared: Mapping[str, frozenset[str]],
-    contract: Contract,
-) -> tuple[list[str], list[str]]:
+def _unobserved(shown: Sequence[_Shown], profile: Profile, contract: Contract) -> tuple[str, ...]:
     """
-    Mandatory requirements that no case was seen to meet: as reasons, or as remarks if there is an excuse.
+    The mandatory requirements of the whole register that no case was seen to meet.
 
-    Excuses are that only another machine can show a requirement, and that its own flag is not declared.
+    A profile of components is measured against the component chapters, any other against the rest.
     """
-    reasons, remarks = [], []
-    bound: dict[str, list[Entry]] = {}
-    for entry in profile.entries:
-        for name in entry.requirements:
-            bound.setdefault(name, []).append(entry)
-    for name, entries in bound.items():
-        requirement = contract.requirements.get(name)
-        if requirement is None or requirement.level is not Level.MUST:
-            continue
-        found = [(entry, records[entry.id].verdict) for entry in entries if entry.id in records]
-        verdicts = {verdict for _, verdict in found}
-        # Cases that failed or were not run are reasons already.
-        if len(found) < len(entries) or not verdicts <= {Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV}:
-            continue
-        refused = [
-            frozenset(entry.needs) - declared[entry.id] for entry, verdict in found if verdict is Verdict.UNSUPPORTED
-        ]
-        own = [missing & set(requirement.flags) for missing in refused]
-        if not refused:
-            remarks.append(f"{name} ({requirement.name}) cannot be shown on this machine")
-        elif all(own):
-            flags = ", ".join(sorted(frozenset().union(*own)))
-            remarks.append(f"{name} ({requirement.name}) was not shown: {flags} not declared")
-        else:
-            reasons.append(
-                f"{name} ({requirement.name}) is mandatory but was not shown: all of its cases are UNSUPPORTED"
-            )
-    return reasons, remarks
+    of_components = all(entry.case().chapter in COMPONENT_CHAPTERS for entry in profile.entries)
+    observed = {name for item in shown if item.state is State.PASSED for name in item.entry.requirements}
+    return tuple(
+        requirement.id
+        for requirement in contract.requirements.values()
+        if requirement.level is Level.MUST
+        and (requirement.chapter in COMPONENT_CHAPTERS) is of_components
+        and requirement.id not in observed
+    )
 
 
 def _remarks(run: RunFile) -> list[str]:
-    implementation: Mapping[str, Any] = run.header.get("implementation") or {}
-    remarks = [f"shim: {shim}" for shim in implementation.get("shims", ())]
-    scale = (run.header.get("settings") or {}).get("deadline_scale", 1.0)
+    remarks = []
+    settings: Mapping[str, Any] = run.header.get("settings") or {}
+    scale = settings.get("deadline_scale", 1.0)
     if scale != 1.0:
         remarks.append(f"deadlines were multiplied by {scale:g}")
-    absent = sum(record.verdict is Verdict.NOT_RUN_ENV for record in run.records)
-    if absent:
-        remarks.append(f"{absent} case{'s were' if absent > 1 else ' was'} not run for lack of a device or backend")
     simulated = sum(record.device == SIMULATED and record.comparisons > 0 for record in run.records)
-    if simulated and (run.header.get("settings") or {}).get("device") != SIMULATED:
+    if simulated and settings.get("device") != SIMULATED:
         remarks.append(f"{simulated} case{'s' if simulated > 1 else ''} ran on the simulated accelerator")
     remarks += [note["text"] for note in run.notes if not note.get("refuses")]
     return remarks
 
 
-def _status(reasons: Sequence[str], verdicts: Set[Verdict], *, only_machine: bool) -> Status:
+def _status(reasons: Sequence[str], blocking: Sequence[_Shown], shown: Sequence[_Shown]) -> Status:
     """Who has to act: the implementer, the owner of the machine, or the suite's maintainers."""
-    if not reasons:
-        return Status.CERTIFIED
+    verdicts = {item.verdict for item in shown if item.reason}
     if verdicts & _ACCUSING:
         return Status.NOT_CERTIFIED
     if Verdict.ERROR_SUITE in verdicts:
         return Status.SUITE
-    return Status.ENVIRONMENT if only_machine and verdicts == {Verdict.NOT_RUN_ENV} else Status.NOT_CERTIFIED
+    if not reasons:
+        return Status.CERTIFIED
+    only_machine = len(reasons) == len(_gathered(blocking)) and {item.state for item in blocking} == {State.NOT_HERE}
+    return Status.ENVIRONMENT if only_machine else Status.NOT_CERTIFIED
 
 
 def _some(ids: Sequence[str]) -> str:

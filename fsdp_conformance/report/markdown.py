@@ -10,7 +10,15 @@ from fsdp_conformance.contract import CHAPTERS
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report.certificate import Certificate
 from fsdp_conformance.report.runfile import RunFile
-from fsdp_conformance.report.terminal import SIGNS, duration, grouped, headline, render_record
+from fsdp_conformance.report.terminal import (
+    SIGNS,
+    basis,
+    duration,
+    grouped,
+    headline,
+    render_record,
+    verdict_words,
+)
 from fsdp_conformance.verdict import Verdict
 
 #: Number of groups of failures that are shown; GitHub limits a summary to a megabyte.
@@ -23,7 +31,10 @@ def summary(run: RunFile, certificate: Certificate) -> str:
     implementation: Mapping[str, Any] = header.get("implementation") or {}
     environment: Mapping[str, Any] = header.get("environment") or {}
     name = " ".join(part for part in (implementation.get("name", "?"), implementation.get("version", "")) if part)
-    lines = [f"### {SIGNS[Verdict.PASS if certificate.certified else Verdict.FAIL]} {name}: {certificate.word}", ""]
+    lines = [
+        f"### {SIGNS[Verdict.PASS if certificate.certified else Verdict.FAIL]} {name}: {verdict_words(certificate)}",
+        "",
+    ]
     facts = [f"{certificate.profile}", f"{certificate.executed} of {certificate.expected} cases"]
     facts += [f"{key} {environment[key]}" for key in ("torch", "device", "python") if environment.get(key)]
     facts.append(duration((run.footer or {}).get("seconds", 0.0)) if run.footer else "**aborted**")
@@ -31,7 +42,7 @@ def summary(run: RunFile, certificate: Certificate) -> str:
     if run.records:
         lines += [*_table(run.records), ""]
     lines += [f"- {_escaped(reason)}" for reason in certificate.reasons]
-    lines += [f"- note: {_escaped(remark)}" for remark in certificate.remarks]
+    lines += [f"- {_escaped(line)}" for line in basis(certificate)]
     groups = grouped(run.records)
     if groups:
         lines += ["", f"**What is wrong** ({len(groups)})", ""]

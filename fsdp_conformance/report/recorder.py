@@ -18,6 +18,7 @@ from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import INTERPRETATION, Profile
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report.certificate import Certificate, certify
+from fsdp_conformance.report.fingerprint import suite_sha256
 from fsdp_conformance.report.last_run import link_last
 from fsdp_conformance.report.runfile import RunFileWriter, read
 
@@ -42,6 +43,7 @@ class Recorder:
         self._writer.header(
             {
                 "suite": fsdp_conformance.__version__,
+                "suite_sha256": suite_sha256(),
                 "interpretation": INTERPRETATION,
                 "profile": {"name": profile.name, "sha256": profile.sha256, "cases": len(profile.entries)},
                 "implementation": dict(description),

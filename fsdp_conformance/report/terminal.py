@@ -15,12 +15,13 @@ Findings and verdicts as plain text: what people read first when a run fails.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fsdp_conformance import contract
+from fsdp_conformance.contract.scopes import BASE
 from fsdp_conformance.outcome import CaseRecord, Finding, RankExit
-from fsdp_conformance.report.certificate import Certificate
+from fsdp_conformance.report.certificate import Certificate, State
 from fsdp_conformance.report.frames import engine_frames, frames_of_stack, frames_of_traceback
 from fsdp_conformance.verdict import Verdict
 
@@ -50,6 +51,7 @@ _OTHERS_NAMED = 4
 _CONSEQUENCES_SHOWN = 3
 
 _FRAMES_SHOWN = 3
+_EXTENSIONS_NAMED = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,19 +131,61 @@ def headline(record: CaseRecord) -> str:
 
 
 def summary_line(certificate: Certificate, *, seconds: float) -> str:
-    """CERTIFIED or not, the profile, the counts, the time."""
+    """CERTIFIED or not and for what, the profile, the counts, the time."""
     counts = " · ".join(f"{count} {verdict}" for verdict, count in certificate.counts.items()) or "nothing ran"
     return (
-        f"{certificate.word}  {certificate.profile}   {counts}   "
+        f"{verdict_words(certificate)}  {certificate.profile}   {counts}   "
         f"{certificate.executed} of {certificate.expected} cases reported   {duration(seconds)}"
     )
 
 
-def reasons_text(certificate: Certificate) -> str:
-    """Why there is no certificate, and what else to know; empty if there is nothing to say."""
-    lines = [f"  not certified because: {reason}" for reason in certificate.reasons]
-    lines += [f"  note: {remark}" for remark in certificate.remarks]
-    return "\n".join(lines)
+def verdict_words(certificate: Certificate) -> str:
+    """ "CERTIFIED base + offload (1 of 44 extensions)", or the word alone without a certificate."""
+    if not certificate.certified:
+        return certificate.word
+    granted = [scope.title for scope in certificate.extensions if scope.state is State.PASSED]
+    bases = [scope.title for scope in certificate.scopes if scope.names == BASE]
+    count = f"{len(granted)} of {len(certificate.extensions)} {'extensions' if bases else 'components'}"
+    if len(granted) > _EXTENSIONS_NAMED:
+        return f"{certificate.word} {' + '.join([*bases, count])}"
+    return f"{certificate.word} {' + '.join([*bases, *granted])} ({count})"
+
+
+def certificate_text(certificate: Certificate) -> str:
+    """Why there is no certificate, and what it rests on if there is one."""
+    reasons = [f"not certified because: {reason}" for reason in certificate.reasons]
+    return "\n".join(f"  {line}" for line in (*reasons, *basis(certificate)))
+
+
+def basis(certificate: Certificate) -> list[str]:
+    """Lines about scopes, what was not observed, what was judged, what the adapter declared, and notes."""
+    lines: list[str] = []
+    by_state: dict[State, list[str]] = {}
+    for scope in certificate.scopes:
+        if scope.names != BASE:
+            example = f" ({scope.example})" if scope.state in (State.FAILED, State.UNJUDGED) else ""
+            by_state.setdefault(scope.state, []).append(scope.title + example)
+    if certificate.executed:
+        for state in State:
+            # Nothing is claimed for what a partial run has left out.
+            if state is not State.LEFT_OUT and by_state.get(state):
+                lines += _wrapped(f"{state}: ", ", ".join(by_state[state]))
+    if certificate.certified and certificate.unobserved:
+        lines += _wrapped("mandatory, but not observed: ", ", ".join(certificate.unobserved))
+    if certificate.certified:
+        lines += _wrapped("judged: ", _subject(certificate.subject))
+    lines += [f"declared: {phrase}" for phrase in certificate.declarations]
+    return lines + [f"note: {remark}" for remark in certificate.remarks]
+
+
+def _subject(subject: Mapping[str, str]) -> str:
+    judged = f"{subject['implementation']} {subject['version']}".rstrip()
+    by = f"suite {subject['suite']} {subject['suite_sha256'][:12]}"
+    return f"{judged}, adapter {subject['adapter'][:12]}, by {by}, torch {subject['torch']}, Python {subject['python']}"
+
+
+def _wrapped(lead: str, text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=lead, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def duration(seconds: float) -> str:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fsdp_conformance.contract.profile import Profile, load_profile
-from fsdp_conformance.report.certificate import Certificate, certify
+from fsdp_conformance.contract.scopes import title
+from fsdp_conformance.report.certificate import Certificate, State, certify
 from fsdp_conformance.report.runfile import RunFile, read
 from fsdp_conformance.status import Status
 
@@ -52,10 +53,21 @@ def _discrepancies(run: RunFile, certificate: Certificate) -> list[str]:
         problems.append("the footer is missing: the run was aborted")
         return problems
     stated = run.footer.get("certificate") or {}
+    # Reasons and remarks are words, which may be put better in another version.
     derived = certificate.to_json()
     problems += [
         f"{key}: the footer says {stated.get(key)!r}, but the lines yield {derived[key]!r}"
-        for key in ("certified", "profile", "counts", "executed", "expected", "reasons")
+        for key in ("certified", "private", "profile", "counts", "executed", "expected", "unobserved")
         if stated.get(key) != derived[key]
     ]
+    granted = [
+        sorted(title(tuple(scope["names"])) for scope in told.get("scopes") or () if scope["state"] == State.PASSED)
+        for told in (stated, derived)
+    ]
+    if granted[0] != granted[1]:
+        problems.append(f"scopes: the footer grants {_listed(granted[0])}, but the lines {_listed(granted[1])}")
     return problems
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(names) or "none"

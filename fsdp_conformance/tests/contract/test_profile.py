@@ -194,7 +194,11 @@ def test_equal_profiles_do_not_differ() -> None:
     [
         (made({}), made({}, {"world_size": 3}), "R001/probe-ws3 is not in the profile"),
         (made({}, {"world_size": 3}), made({}), "R001/probe-ws3 is in no suite"),
-        (made({}), made({"needs": ("zero3",)}), "R001/probe-ws2: needs: () in the profile, ('zero3',) in the suites"),
+        (
+            made({}),
+            made({"environment": ("gloo",)}),
+            "R001/probe-ws2: environment: () in the profile, ('gloo',) in the suites",
+        ),
         (
             made({}),
             made({"title": "New."}),

@@ -175,9 +175,8 @@ def test_what_only_cuda_can_show_is_not_simulated(asked: tuple[str, ...]) -> Non
     [
         ({"simulator": False}, "needs accelerator, which this machine does not have"),
         ({"compiler": False}, "the simulated accelerator cannot be built: no C++ compiler"),
-        ({"declared": ""}, "the simulated accelerator requires an implementation that declares any_accelerator"),
     ],
-    ids=["not wanted", "no compiler", "knows CUDA alone"],
+    ids=["not wanted", "no compiler"],
 )
 def test_without_the_simulated_accelerator_the_case_is_not_run(here: dict[str, Any], reason: str) -> None:
     """NOT_RUN_ENV with the reason; that the machine has no accelerator is no fault of the implementation."""
@@ -186,6 +185,15 @@ def test_without_the_simulated_accelerator_the_case_is_not_run(here: dict[str, A
     assert record is not None
     assert (record.verdict, record.measurements) == (Verdict.NOT_RUN_ENV, {"absent": ["accelerator"]})
     assert reason in record.reason
+
+
+@pytest.mark.parametrize("compiler", [True, False])
+def test_an_implementation_that_declines_other_accelerators_declines_the_case(compiler: bool) -> None:
+    """What an engine declines never looks like something that the machine lacks."""
+    record = gated({"environment": ("accelerator",)}, declared="", compiler=compiler)
+
+    assert record is not None
+    assert (record.verdict, record.measurements) == (Verdict.UNSUPPORTED, {"undeclared": ["any_accelerator"]})
 
 
 def test_every_case_of_a_run_on_the_simulated_accelerator_is_on_it() -> None:

@@ -7,19 +7,18 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance import contract
 from fsdp_conformance.case import Case
 from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import INTERPRETATION, Profile, profile_of
 from fsdp_conformance.outcome import CaseRecord
-from fsdp_conformance.report.certificate import Certificate, certify
+from fsdp_conformance.report.certificate import Certificate, State, certify
 from fsdp_conformance.report.runfile import RunFile
-from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record
+from fsdp_conformance.tests.report.evidence import LOADED, a_case, a_finding, a_record, a_report
 from fsdp_conformance.verdict import Verdict
 
 PARITY, SHARDS = "R001/probe-ws2", "R188/probe-ws2"
 
-#: R001 and R188 are mandatory, R093 is of level C, R070 of level S.
+#: R001 and R188 are mandatory and need nothing: the base. R093 is of level C: an extension. R070 is of level S.
 CASES = (
     a_case(requirements=["R001"]),
     a_case(requirements=["R188"]),
@@ -40,21 +39,42 @@ def a_run(*records: CaseRecord, profile: Profile | None = None, flags: str = "no
     settings = {**asdict(RunSettings(implementation="mine", profile=profile.name)), **changes.pop("settings", {})}
     header = {
         "interpretation": INTERPRETATION,
+        "suite": "0.1",
+        "suite_sha256": "5417e" * 12,
         "profile": {"name": profile.name, "sha256": profile.sha256, "cases": len(profile.entries)},
-        "implementation": {"spec": "mine", "name": "mine", "version": "1", "capabilities": flags.split(), "shims": []},
+        "implementation": {
+            "spec": "mine",
+            "name": "mine",
+            "version": "1",
+            "capabilities": flags.split(),
+            "source_sha256": LOADED["adapter"],
+        },
+        "environment": {"torch": LOADED["torch"], "python": "3.11.7"},
         "settings": settings,
     }
     passed = [
         given.get(entry.id) or a_record(entry.id, requirements=list(entry.requirements)) for entry in profile.entries
     ]
     extra = [record for record in records if record.case not in profile.by_id]
-    return RunFile(path="run.jsonl", **{"header": header, "records": [*passed, *extra], **changes})
+    started = [record.case for record in (*passed, *extra)]
+    return RunFile(path="run.jsonl", **{"header": header, "records": [*passed, *extra], "started": started, **changes})
 
 
 def certified(*records: CaseRecord, profile: Profile | None = None, **changes: Any) -> Certificate:
-    """The certificate of such a run."""
+    """The certificate of such a run, for a profile that is trusted."""
     profile = profile or a_profile()
-    return certify(a_run(*records, profile=profile, **changes), profile)
+    return certificate_of(a_run(*records, profile=profile, **changes), profile)
+
+
+def certificate_of(run: RunFile, profile: Profile | None = None) -> Certificate:
+    """The certificate of a run for a profile that is trusted."""
+    profile = profile or a_profile()
+    return certify(run, profile, trusted={profile.name: profile.sha256})
+
+
+def states(certificate: Certificate) -> dict[str, str]:
+    """Each scope's title and state."""
+    return {scope.title: scope.state.value for scope in certificate.scopes}
 
 
 def only_reason(certificate: Certificate) -> str:
@@ -73,6 +93,7 @@ def test_a_whole_run_that_passed_is_certified() -> None:
 
     assert (certificate.certified, certificate.word, certificate.status) == (True, "CERTIFIED", 0)
     assert (certificate.reasons, certificate.remarks) == ((), ())
+    assert states(certificate) == {"base": "passed", "accumulation": "passed"}
     assert (certificate.executed, certificate.expected, certificate.counts) == (4, 4, {"PASS": 4})
 
 
@@ -82,8 +103,8 @@ def test_a_whole_run_that_passed_is_certified() -> None:
 def test_a_case_that_was_not_run_is_missing() -> None:
     """Set equality: what does not run cannot pass."""
     run = a_run()
-    del run.records[1]
-    certificate = certify(run, a_profile())
+    run.started.remove(run.records.pop(1).case)
+    certificate = certificate_of(run)
 
     assert only_reason(certificate) == "incomplete: 1 of 4 cases were not run: R070/probe-ws2"
     assert (certificate.executed, certificate.only_incomplete, certificate.status) == (3, True, 1)
@@ -91,7 +112,7 @@ def test_a_case_that_was_not_run_is_missing() -> None:
 
 def test_nothing_run_is_no_success() -> None:
     """The commonest lie of a suite."""
-    certificate = certified(records=[])
+    certificate = certified(records=[], started=[])
 
     assert certificate.reasons[0] == (
         "incomplete: 4 of 4 cases were not run: R001/probe-ws2, R070/probe-ws2, R093/probe-ws2 and 1 more"
@@ -120,7 +141,7 @@ def test_a_case_that_ran_twice_is_not_comparable() -> None:
 
 def test_another_profile_is_a_reason() -> None:
     """Same name, other content."""
-    certificate = certify(a_run(profile=a_profile(*CASES[:2])), a_profile(*CASES[:2], a_case(world_size=3)))
+    certificate = certificate_of(a_run(profile=a_profile(*CASES[:2])), a_profile(*CASES[:2], a_case(world_size=3)))
 
     assert any(reason.startswith("profile of the run: expected core-test ") for reason in certificate.reasons)
 
@@ -130,7 +151,7 @@ def test_another_interpretation_is_a_reason() -> None:
     run = a_run()
     run.header["interpretation"] = 0
 
-    assert only_reason(certify(run, a_profile())) == f"interpretation: expected {INTERPRETATION}, got 0"
+    assert only_reason(certificate_of(run)) == f"interpretation: expected {INTERPRETATION}, got 0"
 
 
 def test_a_selection_certifies_nobody() -> None:
@@ -167,7 +188,7 @@ def test_an_implementation_that_nobody_described_is_a_reason() -> None:
     run = a_run()
     run.header["implementation"] = None
 
-    assert "incomplete: the implementation is not described" in certify(run, a_profile()).reasons
+    assert "incomplete: the implementation is not described" in certificate_of(run).reasons
 
 
 def test_a_damaged_file_is_a_reason() -> None:
@@ -177,7 +198,10 @@ def test_a_damaged_file_is_a_reason() -> None:
 
 def test_a_case_without_verdict_is_a_reason() -> None:
     """It began, and nobody knows how it ended."""
-    assert only_reason(certified(started=["R002/lost-ws2"])) == ("incomplete: R002/lost-ws2 started but did not finish")
+    run = a_run()
+    run.started.append("R002/lost-ws2")
+
+    assert only_reason(certificate_of(run)) == "incomplete: R002/lost-ws2 started but did not finish"
 
 
 def test_a_note_can_refuse_and_another_remarks() -> None:
@@ -252,7 +276,8 @@ def test_three_cases_are_named_without_a_count() -> None:
 
 def test_one_comparison_is_enough() -> None:
     """It can fail."""
-    assert certified(a_record(PARITY, requirements=["R001"], comparisons=1)).certified
+    reports = [a_report(rank, comparisons=1) for rank in range(2)]
+    assert certified(a_record(PARITY, comparisons=2, elements=20, evidence=reports)).certified
 
 
 def test_a_disabled_case_leaves_the_run_incomplete() -> None:
@@ -265,9 +290,13 @@ def test_a_disabled_case_leaves_the_run_incomplete() -> None:
 
 def test_a_pass_without_a_comparison_is_none() -> None:
     """However it came into the file."""
-    reason = only_reason(certified(a_record(PARITY, requirements=["R001"], comparisons=0)))
+    reports = [a_report(rank, comparisons=0) for rank in range(2)]
+    reason = only_reason(certified(a_record(PARITY, comparisons=0, elements=0, evidence=reports)))
 
-    assert reason == "R001/probe-ws2 passed without a comparison: R001/probe-ws2"
+    assert reason == (
+        "the record contradicts itself (stated PASS, but its evidence yields ERROR_SUITE: rank 0 made no comparison): "
+        "R001/probe-ws2"
+    )
 
 
 @pytest.mark.parametrize("change", [{"world_size": 3}, {"requirements": ["R001", "R002"]}])
@@ -305,100 +334,141 @@ def test_a_should_case_that_hangs_refuses() -> None:
     assert not certificate.certified
 
 
-# UNSUPPORTED.
+# Declining.
 
 
-def unsupported(case: str) -> CaseRecord:
+def unsupported(case: str, **changes: Any) -> CaseRecord:
     """A case that the implementation declined."""
-    return a_record(case, Verdict.UNSUPPORTED, requirements=[case[:4]])
+    return a_record(case, Verdict.UNSUPPORTED, requirements=[case[:4]], **changes)
 
 
-def test_a_case_that_needs_what_is_not_declared_may_be_unsupported() -> None:
-    """That is what declaring is for."""
+def test_what_is_declined_is_absent_from_the_certificate() -> None:
+    """The base stands without it."""
     certificate = certified(unsupported("R093/probe-ws2"), flags="")
 
     assert certificate.certified
     assert certificate.counts == {"PASS": 3, "UNSUPPORTED": 1}
+    assert states(certificate) == {"base": "passed", "accumulation": "declined"}
+
+
+def test_an_extension_is_granted_completely_or_not_at_all() -> None:
+    """One case of two is not half of it."""
+    profile = a_profile(*CASES, a_case(requirements=["R093"], needs=("no_sync",), world_size=3))
+    certificate = certified(a_record("R093/probe-ws3", Verdict.FAIL, a_finding("R093")), profile=profile)
+    (accumulation,) = certificate.extensions
+
+    assert (accumulation.state, accumulation.passed, accumulation.cases) == (State.FAILED, 1, 2)
+    assert accumulation.example == "R093/probe-ws3"
+
+
+def test_a_failed_extension_leaves_the_base_and_is_an_error_of_the_run() -> None:
+    """To declare more never makes the certificate worse; the exit status says that something failed."""
+    failing = certified(a_record("R093/probe-ws2", Verdict.FAIL, a_finding("R093")))
+    declining = certified(unsupported("R093/probe-ws2"), flags="")
+
+    assert (failing.certified, declining.certified) == (True, True)
+    assert [scope.state for scope in failing.extensions] == [State.FAILED]
+    assert (failing.status, declining.status) == (1, 0)
 
 
 @pytest.mark.parametrize(("device", "excused"), [("cpu", True), ("cuda", False)])
 def test_a_flag_that_is_declined_on_the_device_of_the_run_is_not_declared(device: str, excused: bool) -> None:
     """An implementation may offer less on one device than on another."""
-    profile = a_profile(*CASES[:2], a_case(requirements=["R001"], needs=("no_sync",), world_size=3))
-    record = unsupported("R001/probe-ws3")
-    record.device = device
-    run = a_run(record, profile=profile, settings={"device": device})
+    run = a_run(unsupported("R093/probe-ws2", device=device), settings={"device": device})
+    for record in run.records:
+        record.device = device
     run.header["implementation"]["declines_on"] = {"cpu": ["no_sync"]}
+    state = State.DECLINED if excused else State.UNJUDGED
 
-    assert certify(run, profile).certified == excused
-
-
-def test_a_conditional_requirement_may_be_refused() -> None:
-    """Also where the profile's entry names no flag."""
-    profile = a_profile(*CASES[:2], a_case(requirements=["R107"]))
-
-    assert certified(unsupported("R107/probe-ws2"), profile=profile).certified
+    assert [scope.state for scope in certificate_of(run).extensions] == [state]
 
 
-def test_a_mandatory_requirement_may_not_be_unsupported() -> None:
-    """Nothing that the case needs is left undeclared."""
+def test_the_base_cannot_be_declined() -> None:
+    """Nothing that the case needs is left undeclared, so the record does not hold; a refusal would be a FAIL."""
     certificate = certified(unsupported(PARITY))
 
-    assert certificate.reasons[0] == "UNSUPPORTED, but R001 is mandatory: R001/probe-ws2"
-    assert certificate.status == 1
-
-
-def test_a_mandatory_requirement_must_be_seen_once() -> None:
-    """Who declares nothing is not certified for refusing everything."""
-    profile = a_profile(
-        a_case(requirements=["R188"]),
-        a_case(requirements=["R001"], needs=("cpu_compute",)),
-        a_case(requirements=["R001"], needs=("cpu_compute",), world_size=3),
+    assert only_reason(certificate) == (
+        "the record contradicts itself (UNSUPPORTED, but every flag that the case needs is declared): R001/probe-ws2"
     )
-    refused = [unsupported("R001/probe-ws2"), unsupported("R001/probe-ws3")]
-
-    assert only_reason(certified(*refused, profile=profile)) == (
-        "R001 (Losses equal DDP's) is mandatory but was not shown: all of its cases are UNSUPPORTED"
-    )
-    assert certified(refused[0], profile=profile).certified
 
 
-def test_a_requirement_is_seen_in_any_case_that_binds_it() -> None:
-    """Not only where it is the primary one."""
-    profile = a_profile(a_case(requirements=["R001"], needs=("zero2",)), a_case(requirements=["R188", "R001"]))
+def test_an_accelerator_that_is_declined_is_declined_and_not_absent() -> None:
+    """The machine has the simulated one; without the flag the base stays incomplete."""
+    profile = a_profile(*CASES, a_case(requirements=["R033"], environment=("accelerator",)))
+    record = unsupported("R033/probe-ws2", device="sim", measurements={"undeclared": ["any_accelerator"]})
 
-    assert certified(unsupported(PARITY), profile=profile, flags="").certified
+    assert only_reason(certified(record, profile=profile)) == "declined (any_accelerator): R033/probe-ws2"
 
 
-def test_a_requirement_is_excused_by_its_own_flag() -> None:
-    """R090 speaks of 16-bit reductions: without them there is nothing to see, and that is said."""
-    (flag,) = contract.load()["R090"].flags
-    profile = a_profile(*CASES[:2], a_case(requirements=["R090"], needs=(flag,)))
-    certificate = certified(unsupported("R090/probe-ws2"), profile=profile)
+@pytest.mark.parametrize("declared", ["", "frozen_mixed"])
+def test_wrong_numbers_on_a_model_that_everybody_trains_refuse_the_base(declared: str) -> None:
+    """R000: a flag that only the model asks for excuses a refusal, and nothing else."""
+    profile = a_profile(*CASES, a_case(requirements=["R112"], needs=("frozen_mixed",)))
+    finding = a_finding("R003" if declared else "R000")
+    failing = a_record("R112/probe-ws2", Verdict.FAIL, finding)
+
+    assert only_reason(certified(failing, profile=profile, flags=f"no_sync {declared}")) == "FAIL: R112/probe-ws2"
+
+
+def test_a_declared_model_that_is_refused_costs_the_extension_only() -> None:
+    """It is loud."""
+    profile = a_profile(*CASES, a_case(requirements=["R112"], needs=("frozen_mixed",)))
+    failing = a_record("R112/probe-ws2", Verdict.FAIL, a_finding("R112", check="refusal"))
+    certificate = certified(failing, profile=profile, flags="no_sync frozen_mixed")
 
     assert certificate.certified
-    assert certificate.remarks == (
-        "R090 (16-bit reductions neither overflow nor underflow) was not shown: fp16 not declared",
+    assert states(certificate)["freezing"] == "failed"
+
+
+def test_combinations_are_scopes_of_their_own() -> None:
+    """An engine that fails two features together has each of them."""
+    profile = a_profile(
+        *CASES,
+        a_case(requirements=["R151"], needs=("hsdp",)),
+        a_case(requirements=["R084"], needs=("hsdp", "mixed_precision")),
     )
+    failing = a_record("R084/probe-ws2", Verdict.FAIL, a_finding("R084"))
+    certificate = certified(failing, profile=profile, flags="no_sync hsdp mixed_precision")
+
+    assert states(certificate) == {
+        "base": "passed",
+        "accumulation": "passed",
+        "hybrid": "passed",
+        "hybrid with mixed-precision": "failed",
+    }
+    assert [scope.title for scope in certificate.combinations] == ["hybrid with mixed-precision"]
 
 
-@pytest.mark.parametrize(("declared", "excused"), [("", True), ("zero3", True), ("coll_volume", False)])
-def test_each_unseen_case_is_excused_by_a_flag_of_the_requirement(declared: str, excused: bool) -> None:
-    """R068 speaks of what `coll_volume` promises; that its case also needs `zero3` is the suite's affair."""
-    profile = a_profile(*CASES[:2], a_case(requirements=["R068"], needs=("zero3", "coll_volume")))
+def test_components_are_certified_without_a_base() -> None:
+    """Each of them completely; none of them is no certificate."""
+    cases = [a_case(requirements=["R166"], needs=("reducer",)), a_case(requirements=["R172"], needs=("bucketing",))]
+    profile = a_profile(*cases)
+    one = certified(unsupported("R172/probe-ws2"), profile=profile, flags="reducer")
+    none = certified(unsupported("R172/probe-ws2"), unsupported("R166/probe-ws2"), profile=profile, flags="")
 
-    assert certified(unsupported("R068/probe-ws2"), profile=profile, flags=declared).certified == excused
+    assert one.certified
+    assert states(one) == {"bucketing": "declined", "reducer": "passed"}
+    assert only_reason(none) == "no component was passed completely"
 
 
-def test_every_unseen_case_must_be_excused() -> None:
-    """One that is refused for another reason is not excused by its neighbour."""
-    cases = [
-        a_case(requirements=["R068"], needs=(flag,), world_size=size)
-        for size, flag in ((2, "coll_volume"), (3, "zero3"))
-    ]
-    refused = [unsupported(case.id) for case in cases]
+# Private profiles.
 
-    assert not certified(*refused, profile=a_profile(*CASES[:2], *cases), flags="").certified
+
+def test_only_a_shipped_profile_certifies() -> None:
+    """A file of one's own makes a private run, whatever name it bears."""
+    own = profile_of("core-2026.11", CASES[:1])
+    certificate = certify(a_run(profile=own), own)
+
+    assert (certificate.word, certificate.private, certificate.certified) == ("PRIVATE RUN", True, False)
+    assert only_reason(certificate).startswith("private: the profile core-2026.11 ")
+
+
+def test_what_the_register_demands_is_counted_in_full() -> None:
+    """Mandatory requirements that no case of the profile has shown, and those that no case binds at all."""
+    unobserved = certified().unobserved
+
+    assert {"R000", "R002", "R160"} <= set(unobserved)
+    assert not {"R001", "R188", "R070", "R093"} & set(unobserved)
 
 
 # NOT_RUN_ENV.
@@ -412,44 +482,25 @@ def not_here(case: str, *absent: str) -> CaseRecord:
 CUDA_CASES = (*CASES[:2], a_case(requirements=["R018"], environment=("accelerator", "cuda")))
 
 
-def test_what_the_profile_says_needs_a_device_may_be_left_to_another_machine() -> None:
-    """Counted and printed; a mandatory requirement that this machine cannot show is named."""
-    certificate = certified(not_here("R018/probe-ws2", "cuda"), profile=a_profile(*CUDA_CASES))
-
-    assert certificate.certified
-    assert certificate.remarks == (
-        "1 case was not run for lack of a device or backend",
-        "R018 (Parameters on several devices are refused) cannot be shown on this machine",
-    )
-
-
 @pytest.mark.parametrize(
     ("absent", "words"),
     [(["devices"], "devices"), (["cuda", "devices"], "cuda, devices"), ([], "something unnamed"), (["nccl"], "nccl")],
 )
-def test_what_the_profile_does_not_name_is_no_excuse(absent: list[str], words: str) -> None:
-    """However good the reason; if nothing else is in the way the machine is."""
+def test_a_machine_that_cannot_run_the_base_cannot_certify(absent: list[str], words: str) -> None:
+    """The status blames the machine."""
     certificate = certified(not_here("R018/probe-ws2", *absent), profile=a_profile(*CUDA_CASES))
 
     assert only_reason(certificate) == f"NOT_RUN_ENV (this machine lacks {words}): R018/probe-ws2"
     assert certificate.status == 3
 
 
-def test_all_that_the_profile_names_may_be_absent() -> None:
-    """As on a machine without any device."""
-    assert certified(not_here("R018/probe-ws2", "accelerator", "cuda"), profile=a_profile(*CUDA_CASES)).certified
+def test_an_extension_that_this_machine_cannot_run_is_absent() -> None:
+    """And says so."""
+    profile = a_profile(*CASES, a_case(requirements=["R137"], needs=("cpu_offload_params",), environment=("cuda",)))
+    certificate = certified(not_here("R137/probe-ws2", "cuda"), profile=profile, flags="no_sync cpu_offload_params")
 
-
-def test_cases_that_were_declined_and_cases_of_another_machine_are_weighed_together() -> None:
-    """What is left for this machine is refused by a flag that is not the requirement's own."""
-    cases = [
-        a_case(requirements=["R001"], needs=("cpu_compute",)),
-        a_case(requirements=["R001"], environment=("cuda",), world_size=3),
-    ]
-    found = [unsupported("R001/probe-ws2"), not_here("R001/probe-ws3", "cuda")]
-    certificate = certified(*found, profile=a_profile(CASES[1], *cases))
-
-    assert only_reason(certificate).startswith("R001 (Losses equal DDP's) is mandatory but was not shown")
+    assert (certificate.certified, certificate.status) == (True, 0)
+    assert states(certificate)["offload"] == "not on this machine"
 
 
 def test_a_machine_that_was_also_narrowed_is_not_to_blame() -> None:
@@ -461,17 +512,54 @@ def test_a_machine_that_was_also_narrowed_is_not_to_blame() -> None:
     assert certificate.status == 1
 
 
-# Remarks.
+# What was judged.
 
 
-def test_shims_and_long_deadlines_are_printed() -> None:
-    """What a reader of the certificate should know."""
+def test_the_certificate_names_what_was_judged() -> None:
+    """Versions and hashes."""
+    subject = certified().subject
+
+    assert subject["adapter"] == LOADED["adapter"]
+    assert subject["torch"] == LOADED["torch"]
+    assert set(subject) == {"implementation", "version", "adapter", "suite", "suite_sha256", "torch", "python"}
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "words"),
+    [
+        (None, "suite", "the suite's version"),
+        (None, "suite_sha256", "the suite's hash"),
+        ("implementation", "name", "the implementation's name"),
+        ("environment", "python", "the version of Python"),
+    ],
+)
+def test_a_header_that_names_nothing_certifies_nobody(part: str | None, key: str, words: str) -> None:
+    """A certificate says for whom and by what."""
+    run = a_run()
+    del (run.header[part] if part else run.header)[key]
+
+    assert only_reason(certificate_of(run)) == f"the header does not name what was judged: {words} is missing"
+
+
+def test_what_loosens_a_check_is_printed() -> None:
+    """And so is what changes the run."""
     run = a_run(settings={"deadline_scale": 4.0})
-    run.header["implementation"]["shims"] = ["patches torch.cuda.Event"]
+    run.header["implementation"] |= {
+        "shims": ["patches torch.cuda.Event"],
+        "padding": 0.25,
+        "max_unsharded": 3,
+        "accumulation": "reduced",
+        "environment": {"ENGINE_SAFE": "1"},
+    }
+    certificate = certificate_of(run)
 
-    assert certify(run, a_profile()).remarks == (
+    assert certificate.remarks == ("deadlines were multiplied by 4",)
+    assert certificate.declarations == (
         "shim: patches torch.cuda.Event",
-        "deadlines were multiplied by 4",
+        "padding: up to 25% more bytes on the wire than the shards have",
+        "accumulation: micro-batches are reduced one by one",
+        "max_unsharded: up to 3 units hold full parameters at once",
+        "environment: ENGINE_SAFE=1",
     )
 
 
@@ -482,3 +570,4 @@ def test_a_certificate_is_json() -> None:
     assert data["certified"] is True
     assert data["reasons"] == []
     assert data["counts"] == {"PASS": 4}
+    assert data["scopes"][0]["names"] == ["base"]

@@ -13,16 +13,17 @@ from fsdp_conformance.contract.profile import Profile, profile_of
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report import markdown
-from fsdp_conformance.report.certificate import Certificate
+from fsdp_conformance.report.certificate import Certificate, Scope, State
 from fsdp_conformance.report.explain import explain
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.report.terminal import (
+    certificate_text,
     duration,
     grouped,
-    reasons_text,
     render_findings,
     render_record,
     summary_line,
+    verdict_words,
 )
 from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record, an_exit, stuck
 from fsdp_conformance.verdict import Verdict
@@ -61,7 +62,24 @@ def a_certificate(**changes: Any) -> Certificate:
     """Not given, for two reasons."""
     fields: dict[str, Any] = {
         "certified": False,
+        "private": False,
         "profile": "core-2026.11",
+        "scopes": (
+            Scope(names=("base",), state=State.FAILED, cases=3, passed=1, example="R003/rank-coded-ws2"),
+            Scope(names=("offload",), state=State.PASSED, cases=1, passed=1),
+            Scope(names=("hybrid",), state=State.DECLINED, cases=1, passed=0, example="R151/groups-ws4"),
+        ),
+        "subject": {
+            "implementation": "acme-fsdp",
+            "version": "0.4.1",
+            "adapter": "ada9" * 16,
+            "suite": "0.1.0",
+            "suite_sha256": "5417" * 16,
+            "torch": "2.13.0",
+            "python": "3.12.1",
+        },
+        "declarations": ("padding: up to 15% more bytes on the wire than the shards have",),
+        "unobserved": ("R000", "R131"),
         "reasons": ("FAIL: R003/rank-coded-ws2", "HANG: R067/uneven-ws2"),
         "remarks": ("1 case was not run: this machine cannot tell",),
         "counts": {"PASS": 2, "NOT_RUN_ENV": 1, "FAIL": 1, "HANG": 1},
@@ -201,21 +219,45 @@ class Texts(TestCase):
     def test_the_summary_has_a_denominator(self) -> None:
         """And says what was executed of it."""
         self.assertText(
-            summary_line(a_certificate(), seconds=108.0) + "\n" + reasons_text(a_certificate()),
+            summary_line(a_certificate(), seconds=108.0) + "\n" + certificate_text(a_certificate()),
             """\
 NOT CERTIFIED  core-2026.11   2 PASS | 1 NOT_RUN_ENV | 1 FAIL | 1 HANG   5 of 5 cases reported   1 min 48 s
   not certified because: FAIL: R003/rank-coded-ws2
   not certified because: HANG: R067/uneven-ws2
+  declined: hybrid
+  passed: offload
+  declared: padding: up to 15% more bytes on the wire than the shards have
   note: 1 case was not run: this machine cannot tell""",
         )
 
-    def test_a_certificate_that_is_given_has_nothing_to_add(self) -> None:
-        """One line."""
-        given = a_certificate(certified=True, reasons=(), remarks=(), counts={"PASS": 5}, status=0)
-        self.assertText(
-            summary_line(given, seconds=4.04), """CERTIFIED  core-2026.11   5 PASS   5 of 5 cases reported   4.0 s"""
+    def test_a_certificate_says_for_what_and_on_what_it_rests(self) -> None:
+        """Scopes, what was not observed, what was judged."""
+        base = Scope(names=("base",), state=State.PASSED, cases=3, passed=3)
+        given = a_certificate(
+            certified=True,
+            scopes=(base, *a_certificate().scopes[1:]),
+            reasons=(),
+            remarks=(),
+            counts={"PASS": 5},
+            status=0,
         )
-        self.assertEqual("", reasons_text(given))
+        self.assertText(
+            summary_line(given, seconds=4.04) + "\n" + certificate_text(given),
+            """\
+CERTIFIED base + offload (1 of 2 extensions)  core-2026.11   5 PASS   5 of 5 cases reported   4.0 s
+  declined: hybrid
+  passed: offload
+  mandatory, but not observed: R000, R131
+  judged: acme-fsdp 0.4.1, adapter ada9ada9ada9, by suite 0.1.0 541754175417, torch 2.13.0, Python 3.12.1
+  declared: padding: up to 15% more bytes on the wire than the shards have""",
+        )
+
+    def test_many_extensions_are_counted(self) -> None:
+        """The line stays a line."""
+        scopes = [Scope(names=(name,), state=State.PASSED, cases=1, passed=1) for name in ("base", *"abcdef")]
+        given = a_certificate(certified=True, scopes=tuple(scopes), counts={"PASS": 7})
+
+        self.assertEqual("CERTIFIED base + 6 of 6 extensions", verdict_words(given))
 
     def test_a_requirement_is_explained(self) -> None:
         """Sentence, level, how it is seen, where to look, what pins it, its cases with their verdicts."""
@@ -325,6 +367,9 @@ core-2026.11 | 5 of 5 cases | torch 2.13.0 | device cpu | python 3.12.1 | 1 min 
 
 - FAIL: R003/rank-coded-ws2
 - HANG: R067/uneven-ws2
+- declined: hybrid
+- passed: offload
+- declared: padding: up to 15% more bytes on the wire than the shards have
 - note: 1 case was not run: this machine cannot tell
 
 **What is wrong** (2)
@@ -387,7 +432,7 @@ def test_signs_of_success_are_in_the_markdown() -> None:
     """A certificate that is given."""
     given = a_certificate(certified=True, reasons=(), remarks=(), status=0)
 
-    assert markdown.summary(a_run([a_record()]), given).startswith("### ✓ acme-fsdp 0.4.1: CERTIFIED\n")
+    assert markdown.summary(a_run([a_record()]), given).startswith("### ✓ acme-fsdp 0.4.1: CERTIFIED ")
 
 
 def test_an_aborted_run_is_marked_in_the_markdown() -> None:

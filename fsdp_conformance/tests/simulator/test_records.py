@@ -2,31 +2,44 @@
 
 from __future__ import annotations
 
+import pytest
+
 from fsdp_conformance.outcome import case_record_from_json
-from fsdp_conformance.report.certificate import certify
+from fsdp_conformance.report.certificate import State
 from fsdp_conformance.report.terminal import render_record
 from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record
-from fsdp_conformance.tests.report.test_certificate import CASES, PARITY, a_profile, a_run, certified, unsupported
+from fsdp_conformance.tests.report.test_certificate import (
+    CASES,
+    PARITY,
+    a_profile,
+    a_run,
+    certificate_of,
+    certified,
+    unsupported,
+)
 from fsdp_conformance.verdict import Verdict
 
+#: Cases that need an accelerator go to the simulated one in a run on the CPU.
+ON_SIM = a_case(requirements=["R035"], needs=("sharded_state",), environment=("accelerator",))
+FLAGS = "no_sync any_accelerator sharded_state"
 
-def test_flags_are_those_of_the_device_of_the_case() -> None:
+
+@pytest.mark.parametrize(("device", "state"), [("cpu", State.UNJUDGED), ("sim", State.DECLINED)])
+def test_flags_are_those_of_the_device_of_the_case(device: str, state: State) -> None:
     """A case on the simulated accelerator of a run on the CPU is not excused by what is declined on the CPU."""
-    profile = a_profile(*CASES[:2], a_case(requirements=["R001"], needs=("no_sync",), world_size=3))
-    record = unsupported("R001/probe-ws3")
-    record.device = "sim"
-    run = a_run(record, profile=profile)
-    run.header["implementation"]["declines_on"] = {"cpu": ["no_sync"]}
+    profile = a_profile(*CASES, ON_SIM)
+    run = a_run(unsupported(ON_SIM.id, device="sim"), profile=profile, flags=FLAGS)
+    run.header["implementation"]["declines_on"] = {device: ["sharded_state"]}
 
-    assert not certify(run, profile).certified
+    assert {scope.title: scope.state for scope in certificate_of(run, profile).scopes}["sharded-state"] is state
 
 
 def test_simulated_cases_are_remarked() -> None:
     """The record names the missing device."""
-    record = a_record(PARITY, device="sim")
+    record, profile = a_record(ON_SIM.id, device="sim"), a_profile(*CASES, ON_SIM)
 
-    assert certified(record).remarks == ("1 case ran on the simulated accelerator",)
-    assert certified(record, settings={"device": "sim"}).remarks == ()
+    assert certified(record, profile=profile, flags=FLAGS).remarks == ("1 case ran on the simulated accelerator",)
+    assert certified(record, profile=profile, flags=FLAGS, settings={"device": "sim"}).remarks == ()
 
 
 def test_a_reader_sees_the_device_and_the_whole_argument() -> None:

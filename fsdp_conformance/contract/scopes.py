@@ -1,0 +1,85 @@
+"""
+The scopes of a certificate: a base that every sharded engine must pass, and extensions that it may offer.
+
+The base is every case of a mandatory requirement that needs no optional capability. All other cases that count belong
+to extensions, by the capabilities they need; a case that needs two of them belongs to their combination. Each scope is
+passed completely or not at all, and what an engine declares changes nothing else, so declaring more never makes a
+certificate worse, and declaring less never makes it better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fsdp_conformance.contract.requirement import Level, Requirement
+
+#: The scope that nobody can decline.
+BASE = ("base",)
+
+#: The scope of cases of SHOULD requirements, which are reported but certify nothing.
+ADVICE = ()
+
+#: Extensions of several capabilities. Any other capability is an extension by itself, under its own name with hyphens.
+_GROUPS = {
+    "accumulation": {"no_sync"},
+    "call-order": {"exec_order_divergent", "exec_order_check"},
+    "clipping": {"clip_grad_norm", "clip_norm_type"},
+    "explicit-prefetch": {"prefetch_explicit"},
+    "freezing": {"frozen_mixed", "frozen_dynamic"},
+    "hybrid": {"hsdp"},
+    "init-modes": {"init_before", "init_after", "init_never"},
+    "manual-unshard": {"manual_unshard", "async_unshard"},
+    "memory-bounds": {"mem_bounds", "rate_limit"},
+    "mixed-precision": {"mixed_precision", "mp_reduce", "mp_per_unit"},
+    "offload": {"cpu_offload_params"},
+    "precision-policies": {"mp_buffers", "mp_eval_full"},
+    "prefetch": {"prefetch_forward", "prefetch_backward"},
+    "replication": {"no_shard"},
+    "resharding": {"reshard_after_forward"},
+    "shared-parameters": {"shared_params", "shared_module"},
+    "subgroup-resharding": {"reshard_int"},
+    "traffic": {"coll_counts", "coll_volume", "ws1_fast"},
+    "zero-1": {"zero1"},
+    "zero-2": {"zero2"},
+    "zero-3": {"zero3"},
+}
+
+#: Extensions that only make sense within others: their cases do not form combinations with them.
+_WITHIN = {
+    "auto-wrap": {"zero-3"},
+    "explicit-prefetch": {"zero-3"},
+    "hsdp-defer-allreduce": {"hybrid"},
+    "manual-unshard": {"zero-2"},
+    "memory-bounds": {"zero-2", "zero-3"},
+    "precision-policies": {"mixed-precision"},
+    "resharding": {"zero-3"},
+    "traffic": {"zero-2", "zero-3"},
+}
+
+#: Extensions that let the suite look closer. Next to another one, they do not count: the other one is what is tested.
+_VIEWS = frozenset({"traffic", "sharded-state", "full-grads", "full-buffers", "full-optim-state", "orig-params"})
+
+
+def extension_of(flag: str) -> str:
+    """The extension that a capability belongs to."""
+    return next((name for name, flags in _GROUPS.items() if flag in flags), flag.replace("_", "-"))
+
+
+def scope_of(requirement: Requirement, needs: Iterable[str]) -> tuple[str, ...]:
+    """
+    The scope of a case of that (primary) requirement: BASE, ADVICE, or the names of its extensions, sorted.
+
+    A case that needs no flag, of a requirement that binds only those who declare one, belongs to that flag's extension.
+    """
+    if requirement.level is Level.SHOULD:
+        return ADVICE
+    flags = tuple(needs) or (requirement.flags[:1] if requirement.level is Level.DECLARED else ())
+    names = {extension_of(flag) for flag in flags}
+    names -= {outer for name in names for outer in _WITHIN.get(name, ())}
+    names = (names - _VIEWS) or names
+    return tuple(sorted(names)) or BASE
+
+
+def title(scope: tuple[str, ...]) -> str:
+    """A scope in words: "base", "offload", "hybrid with offload"."""
+    return " with ".join(scope)
