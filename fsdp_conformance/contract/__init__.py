@@ -3,6 +3,7 @@ The contract: what an implementation of sharded data-parallel training owes its 
 
     requirement    a requirement, and the contract that holds all of them
     lint           checks of the contract's data
+    scopes         the base and the extensions of a certificate
     profile        the frozen lists of cases from which certificates are computed
     selection      which cases of a profile a run selects
 

@@ -81,5 +81,5 @@ def scope_of(requirement: Requirement, needs: Iterable[str]) -> tuple[str, ...]:
 
 
 def title(scope: tuple[str, ...]) -> str:
-    """A scope in words: "base", "offload", "hybrid with offload"."""
-    return " with ".join(scope)
+    """A scope in words: "base", "offload", "hybrid + offload"."""
+    return " + ".join(scope)

@@ -42,8 +42,9 @@ def contradictions(
     if record.verdict not in CERTIFIABLE:
         return []
     problems = []
-    if record.findings or record.consequences:
-        found = len(record.findings) + len(record.consequences)
+    # Ranks that lose a peer are what a refusal leads to.
+    found = len(record.findings) + (len(record.consequences) if record.verdict is Verdict.PASS else 0)
+    if found:
         problems.append(f"{record.verdict} with {found} finding{'s' if found > 1 else ''}")
     device = device_for(case, settings)
     if record.evidence:

@@ -5,6 +5,7 @@ What a run leaves: the run file, the certificate that follows from it, and the t
     recorder       writes the run file while the run goes on
     last_run       where runs leave their files, and what the last one found
     unjudged       records of cases whose test ended without a verdict
+    fingerprint    the hash of the suite
     certificate    what a run certifies, computed from its file and the profile
     verify         the certificate, derived again from a file
     terminal       findings and verdicts as plain text

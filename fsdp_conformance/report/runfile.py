@@ -27,8 +27,9 @@ from typing import Any
 from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
 from fsdp_conformance.outcome import CaseRecord, case_record_from_json
 
-#: Raised when readers of the old format cannot read the new one.
-FORMAT = 1
+#: Raised when readers of the old format cannot read the new one. Records of format 1 have no evidence.
+FORMAT = 2
+READABLE = (1, 2)
 
 #: The name of the file in a report directory, and of an earlier file there.
 NAME = "run.jsonl"
@@ -169,9 +170,10 @@ def read(path: Path) -> RunFile:
 def _header(line: bytes, path: Path) -> dict[str, Any]:
     try:
         header = json.loads(line)
-        if header["type"] != "header" or header["format"] != FORMAT:
+        if header["type"] != "header" or header["format"] not in READABLE:
+            known = " or ".join(map(str, READABLE))
             raise ValueError(
-                f"expected a header of format {FORMAT}, got type={header['type']!r} format={header['format']!r}"
+                f"expected a header of format {known}, got type={header['type']!r} format={header['format']!r}"
             )
     except (ValueError, KeyError, TypeError) as error:
         raise RunFileError(f"{path} is not a run file of this version: its first line: {error}") from error

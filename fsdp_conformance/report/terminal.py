@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from fsdp_conformance import contract
 from fsdp_conformance.contract.scopes import BASE
 from fsdp_conformance.outcome import CaseRecord, Finding, RankExit
-from fsdp_conformance.report.certificate import Certificate, State
+from fsdp_conformance.report.certificate import Certificate, Scope, State
 from fsdp_conformance.report.frames import engine_frames, frames_of_stack, frames_of_traceback
 from fsdp_conformance.verdict import Verdict
 
@@ -160,22 +160,28 @@ def certificate_text(certificate: Certificate) -> str:
 def basis(certificate: Certificate) -> list[str]:
     """Lines about scopes, what was not observed, what was judged, what the adapter declared, and notes."""
     lines: list[str] = []
-    by_state: dict[State, list[str]] = {}
-    for scope in certificate.scopes:
-        if scope.names != BASE:
-            example = f" ({scope.example})" if scope.state in (State.FAILED, State.UNJUDGED) else ""
-            by_state.setdefault(scope.state, []).append(scope.title + example)
-    if certificate.executed:
-        for state in State:
-            # Nothing is claimed for what a partial run has left out.
-            if state is not State.LEFT_OUT and by_state.get(state):
-                lines += _wrapped(f"{state}: ", ", ".join(by_state[state]))
+    # Nothing is claimed for what a partial run has left out.
+    for state in (state for state in State if state is not State.LEFT_OUT):
+        names = [_with_example(scope) for scope in certificate.extensions if scope.state is state]
+        if names:
+            lines += _wrapped(f"{state}: ", ", ".join(names))
+    together = certificate.combinations
+    lacking = [scope for scope in together if scope.state not in (State.PASSED, State.LEFT_OUT)]
+    if any(scope.state is not State.LEFT_OUT for scope in together):
+        others = "".join(f"; {scope.state}: {_with_example(scope)}" for scope in lacking)
+        granted = sum(scope.state is State.PASSED for scope in together)
+        lines += _wrapped(f"combinations passed: {granted} of {len(together)}", others)
     if certificate.certified and certificate.unobserved:
         lines += _wrapped("mandatory, but not observed: ", ", ".join(certificate.unobserved))
     if certificate.certified:
         lines += _wrapped("judged: ", _subject(certificate.subject))
     lines += [f"declared: {phrase}" for phrase in certificate.declarations]
     return lines + [f"note: {remark}" for remark in certificate.remarks]
+
+
+def _with_example(scope: Scope) -> str:
+    example = f" ({scope.example})" if scope.state in (State.FAILED, State.UNJUDGED) else ""
+    return f"{scope.title}{example}"
 
 
 def _subject(subject: Mapping[str, str]) -> str:

@@ -36,7 +36,7 @@ if "fsdp_conformance.cli.surveyor" in sys.orig_argv:
     devices.present_environments = lambda device: (frozenset({"gloo"}), None if device == "cpu" else 2)
     sys.modules[devices.__name__] = devices
     registry.describe_here = lambda spec: registry.AdapterDescription(
-        spec=spec, name="mine", version="1.2", capabilities=("no_sync", "zero3")
+        spec=spec, name="mine", version="1.2", capabilities=("no_sync", "zero3"), source_sha256="ada9" * 16
     )
 """
 
@@ -83,7 +83,10 @@ def with_quick_survey(env: Mapping[str, str], directory: Path) -> dict[str, str]
     """The variables of a command whose survey finds two devices of any type, and an adapter of any name."""
     place = directory / "quick"
     place.mkdir(exist_ok=True)
-    (place / "sitecustomize.py").write_text(_QUICK, encoding="utf-8")
+    # Python runs only the first file of that name.
+    others = (Path(path, "sitecustomize.py") for path in env.get("PYTHONPATH", "").split(os.pathsep) if path)
+    text = "\n".join([_QUICK, *(other.read_text(encoding="utf-8") for other in others if other.exists())])
+    (place / "sitecustomize.py").write_text(text, encoding="utf-8")
     return {**env, "PYTHONPATH": os.pathsep.join([str(place), env.get("PYTHONPATH", "")])}
 
 

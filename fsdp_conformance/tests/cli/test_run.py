@@ -48,14 +48,16 @@ def test_a_run_in_which_all_holds_is_certified(suite: mini_suite.MiniSuite, tmp_
     found = run(suite, tmp_path)
 
     assert found.status == 0, found.out + found.err
-    assert "\nCERTIFIED  mini" in found.out
+    assert "\nCERTIFIED base + accumulation (1 of 2 extensions)  mini" in found.out
     assert f"run file: {tmp_path / 'report' / 'run.jsonl'}" == found.last_line
     assert {"run.jsonl", "pytest.log", "junit.xml", "summary.md"} == {
         path.name for path in (tmp_path / "report").iterdir()
     }
-    verified = said("verify", str(tmp_path / "report"))
+    verified = said("verify", str(tmp_path / "report"), env=suite.environment())
     assert verified.status == 0
     assert "verified" in verified.last_line
+    elsewhere = said("verify", str(tmp_path / "report"))
+    assert (elsewhere.status, "\nPRIVATE RUN  mini" in elsewhere.out) == (1, True)
 
 
 def test_a_failure_is_not_certified_and_says_why(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:

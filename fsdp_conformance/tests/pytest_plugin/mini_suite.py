@@ -25,7 +25,8 @@ from pathlib import Path
 from fsdp_conformance import settings
 from fsdp_conformance.case import case_of, conformance_case
 from fsdp_conformance.judge import Place, gate
-from fsdp_conformance.tests.report.evidence import a_finding, a_record
+from fsdp_conformance.report.recorder import version_of
+from fsdp_conformance.tests.report.evidence import LOADED, a_finding, a_record
 from fsdp_conformance.verdict import Verdict
 
 ACTS = json.loads(os.environ.get("MINI_SUITE", "{}"))
@@ -68,7 +69,14 @@ class Mini(unittest.TestCase):
         if act == "mark-xfail":
             verdict = Verdict.FAIL
         findings = [a_finding()] if verdict is Verdict.FAIL else []
-        self.record = a_record(case.id, verdict, *findings, requirements=list(case.requirements), chapter=case.chapter)
+        self.record = a_record(
+            case.id,
+            verdict,
+            *findings,
+            requirements=list(case.requirements),
+            chapter=case.chapter,
+            environment={**LOADED, "torch": version_of("torch")},
+        )
         if act == "pass-and-raise":
             raise RuntimeError("after the verdict")
         if verdict in (Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV):
@@ -124,6 +132,7 @@ import pytest
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.errors import AdapterError, AdapterNotFound, EnvironmentUnavailable, RankDied
+from fsdp_conformance.tests.report.evidence import LOADED
 
 # The real module imports torch.
 devices = types.ModuleType("fsdp_conformance.harness.devices")
@@ -143,7 +152,9 @@ def describe(spec, **_):
     if spec in errors:
         raise errors[spec]
     flags = os.environ.get("MINI_SUITE_FLAGS", "zero3").split()
-    return registry.AdapterDescription(spec=spec, name=spec, version="1.2", capabilities=tuple(flags))
+    return registry.AdapterDescription(
+        spec=spec, name=spec, version="1.2", capabilities=tuple(flags), source_sha256=LOADED["adapter"]
+    )
 
 
 registry.describe = describe
@@ -165,6 +176,15 @@ def pytest_collection_modifyitems(items):
         mark = acts.get(case.id, "") if case is not None else ""
         if mark.startswith("mark-"):
             item.add_marker(getattr(pytest.mark, mark.removeprefix("mark-")))
+"""
+
+#: Python runs it when it starts, in the command line, in pytest and in its workers: only shipped profiles can certify,
+#: and this one counts as shipped there.
+_SITE = """
+from fsdp_conformance.contract import profile
+
+shipped, mini = profile.shipped, profile.load_profile({path!r})
+profile.shipped = lambda name: mini.sha256 if name == mini.name else shipped(name)
 """
 
 #: Stands for pytest-rerunfailures.
@@ -226,6 +246,7 @@ def write(root: Path) -> MiniSuite:
     (root / "rerunner.py").write_text(_RERUNNER, encoding="utf-8")
     suite = MiniSuite(root)
     suite.profile_path.write_text(json.dumps(_profile(root).to_json()), encoding="utf-8")
+    (root / "sitecustomize.py").write_text(_SITE.format(path=str(suite.profile_path)), encoding="utf-8")
     return suite
 
 

@@ -434,9 +434,9 @@ def test_combinations_are_scopes_of_their_own() -> None:
         "base": "passed",
         "accumulation": "passed",
         "hybrid": "passed",
-        "hybrid with mixed-precision": "failed",
+        "hybrid + mixed-precision": "failed",
     }
-    assert [scope.title for scope in certificate.combinations] == ["hybrid with mixed-precision"]
+    assert [scope.title for scope in certificate.combinations] == ["hybrid + mixed-precision"]
 
 
 def test_components_are_certified_without_a_base() -> None:
