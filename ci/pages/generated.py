@@ -13,6 +13,7 @@ from fsdp_conformance.adapters.torch_like import TorchAdapter
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.contract import CHAPTERS, OBSERVATIONS, Requirement
 from fsdp_conformance.contract.profile import Profile, load_profile
+from fsdp_conformance.contract.scopes import BASE, extension_of
 from pages.blocks import ROOT
 
 CORE = "core-2026.11"
@@ -57,6 +58,9 @@ own declarations leave out.
 *Asked by* says what happens without the flag. A *plan* or *method* flag: the case does not run, because there is no
 way to ask. A *model* flag: the case runs anyway, since the model itself asks, and the engine must raise or be right.
 
+*Extension* is the part of a [certificate](reading-a-verdict.md#what-a-certificate-covers) that the flag's cases belong
+to. The base has {base} cases; they need no flag.
+
 A count of 0 means that no case names the flag. It may still be asked: `cpu_compute` by every case on the CPU, the
 `init_` flags and `any_accelerator` by every case on an accelerator, and `full_grads` and `full_buffers` wherever
 gradients and buffers are compared.
@@ -65,8 +69,8 @@ gradients and buffers are compared.
 _CAPABILITY_TABLE = """
 ## {area}
 
-| flag | what it says | asked by | cases | declared by writing |
-|---|---|---|--:|---|
+| flag | what it says | asked by | extension | cases | declared by writing |
+|---|---|---|---|--:|---|
 {rows}
 """
 
@@ -145,11 +149,15 @@ def capabilities_page() -> str:
     named = Counter(flag for entry in (*core.entries, *components.entries) for flag in entry.needs)
     methods = _methods()
     page = _CAPABILITIES.format(
-        plain=sum(not entry.needs for entry in core.entries), number=len(core.entries), core=core.name
+        plain=sum(not entry.needs for entry in core.entries),
+        base=sum(entry.scope == BASE for entry in core.entries),
+        number=len(core.entries),
+        core=core.name,
     )
     for area in dict.fromkeys(flag.area for flag in CAPABILITIES.values()):
         rows = [
-            f"| `{flag.name}` | {flag.sentence} | {flag.asked} | {named[flag.name]} | {methods.get(flag.name, '')} |"
+            f"| `{flag.name}` | {flag.sentence} | {flag.asked} | {extension_of(flag.name)} | {named[flag.name]} "
+            f"| {methods.get(flag.name, '')} |"
             for flag in CAPABILITIES.values()
             if flag.area == area
         ]
