@@ -262,6 +262,8 @@ class RunSettings:
     """Only cases that cover one of these requirements, whatever they are named after."""
     chapters: tuple[str, ...] = ()
     """Only cases of these chapters of the contract."""
+    scopes: tuple[str, ...] = ()
+    """Only cases of the base, or of these extensions. See `contract.scopes`."""
     last_failed: tuple[str, ...] = ()
     """Only these case ids: the failures of the run before, when the user asked for them."""
     fail_fast: bool = False

@@ -78,6 +78,7 @@ def from_words(
     requirements: Iterable[str] | None = None,
     bindings: Iterable[str] | None = None,
     chapters: Iterable[str] | None = None,
+    scopes: Iterable[str] | None = None,
     fail_fast: bool | None = None,
     report_dir: str | None = None,
     no_simulator: bool | None = None,
@@ -113,7 +114,7 @@ def from_words(
         problems.append(f"ranks must be {RANKS[0]!r} with reuse_ranks, got {ranks!r}")
     if world_sizes is not None:
         given["world_sizes"] = tuple(dict.fromkeys(_world_size(word, problems) for word in _split(world_sizes)))
-    lists = {"cases": cases, "requirements": requirements, "bindings": bindings, "chapters": chapters}
+    lists = {"cases": cases, "requirements": requirements, "bindings": bindings, "chapters": chapters, "scopes": scopes}
     given |= {name: tuple(dict.fromkeys(_split(words))) for name, words in lists.items() if words is not None}
     if deadline_scale is not None:
         given["deadline_scale"] = _scale(deadline_scale, problems)

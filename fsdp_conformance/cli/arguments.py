@@ -95,6 +95,7 @@ def settings_of(parsed: argparse.Namespace) -> RunSettings:
         requirements=parsed.selected_requirements,
         bindings=parsed.bindings,
         chapters=parsed.chapters,
+        scopes=parsed.scopes,
         fail_fast=getattr(parsed, "fail_fast", None),
         no_simulator=getattr(parsed, "no_simulator", None),
         report_dir=getattr(parsed, "report", None),
@@ -298,6 +299,7 @@ def _add_selection(parser: Parser) -> None:
     criterion("--requirement", "ID", "selected_requirements", "cases named after this requirement, e.g. R003/...")
     criterion("--binding", "ID", "bindings", "all cases that cover this requirement, whatever their name")
     criterion("--chapter", "LETTER", "chapters", "cases of this chapter of the contract, e.g. A")
+    criterion("--scope", "NAME", "scopes", "cases of the base, or of an extension such as offload")
     criterion("--world-size", "N", "world_sizes", "cases with this many ranks")
     group.add_argument(
         "--last-failed", action="store_true", help="cases that failed in the last run, or did not finish"

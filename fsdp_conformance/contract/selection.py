@@ -1,9 +1,9 @@
 """
 Which cases of a profile a run selects.
 
-There are several kinds of criteria: cases, requirements, bindings, chapters, world sizes, and the failures of the last
-run. Values of one kind add up (`--chapter A,G` selects both chapters), and kinds narrow each other down (`--chapter A
---world-size 2` selects what satisfies both). A kind without values selects everything.
+There are several kinds of criteria: cases, requirements, bindings, chapters, scopes, world sizes, and the failures of
+the last run. Values of one kind add up (`--chapter A,G` selects both chapters), and kinds narrow each other down
+(`--chapter A --world-size 2` selects what satisfies both). A kind without values selects everything.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from fnmatch import fnmatchcase
 from fsdp_conformance.case import Case
 from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import Entry, Profile
-from fsdp_conformance.contract.requirement import CHAPTERS
+from fsdp_conformance.contract.requirement import CHAPTERS, load
+from fsdp_conformance.contract.scopes import scope_of
 from fsdp_conformance.errors import ConfigError, UsageError
 
 #: Each option, and the field of RunSettings that holds its values. World sizes come last: a case that only they leave
@@ -26,6 +27,7 @@ OPTIONS = {
     "--requirement": "requirements",
     "--binding": "bindings",
     "--chapter": "chapters",
+    "--scope": "scopes",
     "--last-failed": "last_failed",
     "--world-size": "world_sizes",
 }
@@ -68,6 +70,7 @@ def left_out_by(case: Case, settings: RunSettings) -> str:
         "--requirement": case.requirements[0] in settings.requirements,
         "--binding": not set(case.requirements).isdisjoint(settings.bindings),
         "--chapter": case.chapter in settings.chapters,
+        "--scope": not set(_scope(case)).isdisjoint(settings.scopes),
         "--last-failed": case.id in settings.last_failed,
         "--world-size": case.world_size in settings.world_sizes,
     }
@@ -84,12 +87,19 @@ def _matches_any(case: Case, patterns: Iterable[str]) -> bool:
     return any(pattern in (case.id, *case.requirements) or fnmatchcase(case.id, pattern) for pattern in patterns)
 
 
+def _scope(case: Case) -> tuple[str, ...]:
+    """The scope of the case in a certificate; none for requirements that the contract does not have."""
+    requirement = load().requirements.get(case.requirements[0])
+    return scope_of(requirement, case.needs) if requirement is not None else ()
+
+
 def _problems(profile: Profile, settings: RunSettings) -> list[str]:
     """What is wrong with each value by itself."""
     ids = [entry.id for entry in profile.entries]
     primary = {entry.primary for entry in profile.entries}
     bound = {name for entry in profile.entries for name in entry.requirements}
     chapters = {entry.case().chapter for entry in profile.entries}
+    scopes = sorted({name for entry in profile.entries for name in entry.scope})
     sizes = sorted({entry.world_size for entry in profile.entries})
     problems = []
     for pattern in settings.cases:
@@ -113,6 +123,11 @@ def _problems(profile: Profile, settings: RunSettings) -> list[str]:
         f"chapter must be one of {_listed([known for known in CHAPTERS if known in chapters])}, got {letter!r}"
         for letter in settings.chapters
         if letter not in chapters
+    ]
+    problems += [
+        f"scope must be one of {_listed(scopes)}, got {name!r}{_near(name, scopes)}"
+        for name in settings.scopes
+        if name not in scopes
     ]
     if settings.last_failed and set(settings.last_failed).isdisjoint(ids):
         problems.append(

@@ -47,6 +47,7 @@ _OPTIONS = {
     "requirements": "conformance_requirement",
     "bindings": "conformance_binding",
     "chapters": "conformance_chapter",
+    "scopes": "conformance_scope",
     "fail_fast": "conformance_fail_fast",
     "report_dir": "conformance_report",
     "ranks": "ranks",
@@ -75,6 +76,7 @@ def add(parser: pytest.Parser) -> None:
     selection("requirement", "R003", "only cases named after this requirement")
     selection("binding", "R003", "only cases that cover this requirement")
     selection("chapter", "A", "only cases of this chapter")
+    selection("scope", "NAME", "only cases of the base, or of an extension")
     selection("world-size", "N", "only cases with this many ranks")
     option("--conformance-last-failed", "only the cases that failed in the last run", action="store_true")
     option("--conformance-fail-fast", "stop after the first failure", action="store_true")

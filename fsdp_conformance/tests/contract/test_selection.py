@@ -1,4 +1,4 @@
-"""Which cases a run selects: by id, glob, requirement, chapter, world size and last failure."""
+"""Which cases a run selects: by id, glob, requirement, chapter, scope, world size and last failure."""
 
 from __future__ import annotations
 
@@ -52,6 +52,8 @@ def ids(profile: Profile, **settings: Any) -> list[str]:
         ({"requirements": ("R003",)}, ["R003/once-ws2"]),
         ({"bindings": ("R003",)}, ["R001/probe-ws2", "R001/probe-ws3", "R003/once-ws2", "R005/hybrid-ws4"]),
         ({"chapters": ("G",)}, ["R070/order-ws2"]),
+        ({"scopes": ("base",)}, ["R001/probe-ws2", "R001/probe-ws3", "R003/once-ws2"]),
+        ({"scopes": ("zero-1",)}, ["R005/hybrid-ws4"]),
         ({"chapters": ("A", "G"), "world_sizes": (3, 4)}, ["R001/probe-ws3", "R005/hybrid-ws4"]),
         ({"last_failed": ("R070/order-ws2", "R999/gone-ws2")}, ["R070/order-ws2"]),
         ({"requirements": ("R001", "R003"), "bindings": ("R003",), "cases": ("*-ws2",)},
@@ -83,6 +85,7 @@ def test_values_add_up_and_kinds_narrow_down(profile: Profile, settings: dict[st
         ),
         ({"bindings": ("R123",)}, "binding must be a requirement that has cases, got 'R123'. Did you mean R003"),
         ({"chapters": ("B",)}, "chapter must be one of A, G, got 'B'"),
+        ({"scopes": ("offlod",)}, "scope must be one of base"),
         ({"world_sizes": (7,)}, "world_size must be one of 2, 3, 4, got 7"),
         (
             {"last_failed": ("R999/a-ws2",)},
