@@ -22,13 +22,15 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.watch import watch_for
 from fsdp_conformance.checks.equality import parameter_digests, schedule_digests
 from fsdp_conformance.checks.memory import Activations
-from fsdp_conformance.checks.parity import parity
+from fsdp_conformance.checks.parity import REQUIREMENTS, hidden_kinds, parity
 from fsdp_conformance.checks.reference_rounding import rounding_reference, rounds_alike
 from fsdp_conformance.checks.reference_single import single_process_reference
 from fsdp_conformance.checks.references import Kind, References, train_references
+from fsdp_conformance.checks.resharding import gathered_again, holds_whole_parameters
 from fsdp_conformance.checks.result import CheckResult, comparison
 from fsdp_conformance.config import SIMULATED, Plan
 from fsdp_conformance.errors import EnvironmentUnavailable, RequirementFailed, SuiteError
+from fsdp_conformance.harness.devices import device_count, use_device
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.outcome import CheckCount, Finding, RankReport
@@ -36,6 +38,10 @@ from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
 
 if TYPE_CHECKING:
     from fsdp_conformance.case import Case
+
+
+#: The capability flag with which an implementation shows values of a kind.
+_SHOWN_BY = {Kind.GRADIENT: "full_grads", Kind.BUFFER: "full_buffers"}
 
 
 @dataclass(slots=True)
@@ -72,6 +78,8 @@ class CaseChecks:
         def device(self) -> torch.device: ...
 
         def declares(self, flag: str) -> bool: ...
+
+        def plan(self, workload: Workload, **changes: Any) -> Plan: ...
 
         def blaming(self, part: str) -> AbstractContextManager[None]: ...
 
@@ -119,12 +127,28 @@ class CaseChecks:
         `requirement` replaces the requirements of losses, gradients and parameters, `requirements` those of single
         kinds of comparison ("loss", "gradient", "parameter", "buffer", "norm", "eval", "output"). `none_or_zero` treats
         a gradient of zeros like a missing one, where the contract leaves the choice.
+
+        If a kind that the case's own requirement is about cannot be seen, because the implementation does not declare
+        to show it, the case does not pass: see `leave_unobserved`.
         """
         references = self.references(workload, regime)
         replaced = {} if requirement is None else dict.fromkeys(("loss", "gradient", "parameter"), requirement)
         replaced |= requirements or {}
         for result in parity(run, references, requirements=replaced, none_or_zero=none_or_zero):
             self.check(result)
+        for kind in hidden_kinds(run, references):
+            judged_for = replaced.get(kind, REQUIREMENTS[kind])
+            if judged_for == self.case.requirements[0] and kind in _SHOWN_BY:
+                self.leave_unobserved(_SHOWN_BY[kind])
+
+    def leave_unobserved(self, flag: str) -> None:
+        """
+        Record that the case's own requirement cannot be judged without `flag`: UNSUPPORTED unless something else fails.
+
+        Does nothing if the flag is declared: then the case chose not to look.
+        """
+        if not self.declares(flag) and flag not in self.report.unobserved:
+            self.report.unobserved.append(flag)
 
     def expect(self, holds: bool, requirement: str, message: str, **where: Any) -> None:
         """Count one comparison, and add a finding if it does not hold. `where` are fields of the Finding."""
@@ -271,10 +295,19 @@ class CaseChecks:
             message = comparison("device", expected=device, got=tensor.device)
             self.expect(right, requirement, message, fqn=name, phase="init", check="placement")
 
-    def check_resharded(self, adapter: Adapter, workload: Workload, requirement: str) -> None:
-        """No unit holds full parameters between steps, if the implementation can tell; otherwise adds a note."""
+    def check_resharded(
+        self, adapter: Adapter, workload: Workload, requirement: str, run: TrainingHistory, plan: Plan | None = None
+    ) -> None:
+        """
+        No unit holds full parameters between steps.
+
+        If the implementation cannot tell, what it gathers in the next step does: see `checks.resharding`.
+        """
         if not self.declares("sharded_state"):
-            self.report.notes.append("cannot check whether units are resharded: sharded_state is not declared")
+            if holds_whole_parameters(run):
+                self.report.notes.append("parameters are whole on every rank by default: there is nothing to reshard")
+                return
+            self.check(gathered_again(run, workload, plan or self.plan(workload), requirement=requirement))
             return
         with self.blaming("implementation"):
             unsharded = [unit for unit in ("", *workload.units) if adapter.unit_is_unsharded(unit)]
@@ -284,14 +317,14 @@ class CaseChecks:
             self.expect(holds, requirement, message, fqn=fqn, phase="reshard", check="resharded")
 
     def check_flags(self, run: TrainingHistory, workload: Workload, requirement: str) -> None:
-        """`requires_grad` of every parameter is as in the model."""
+        """`requires_grad` of every parameter is as in the model, after setup and after the last step."""
         if not run.requires_grad:
             self.report.notes.append("cannot read requires_grad: the adapter exposes no module")
             return
         for name, parameter in workload.build(self.rank).named_parameters():
-            got = run.requires_grad.get(name)
-            where: dict[str, Any] = {"fqn": name, "phase": "init", "check": "flags"}
-            self.expect_equal(requirement, "requires_grad", got, parameter.requires_grad, **where)
+            for phase, flags in (("init", run.requires_grad), ("step", run.final_requires_grad)):
+                where: dict[str, Any] = {"fqn": name, "phase": phase, "check": "flags"}
+                self.expect_equal(requirement, "requires_grad", flags.get(name), parameter.requires_grad, **where)
 
     # Bytes.
 
@@ -318,6 +351,24 @@ class CaseChecks:
         with process_group.log().phase("close"), self.blaming("implementation"):
             adapter.close()
         self.subjects.remove(adapter)
+
+    @contextmanager
+    def another_device(self) -> Iterator[None]:
+        """
+        Make a device other than this rank's the current one.
+
+        Raises EnvironmentUnavailable if this rank sees only one.
+        """
+        count = device_count(self.device.type)
+        if count < 2:
+            raise EnvironmentUnavailable(
+                f"needs two devices of type {self.device.type} that each rank sees, got {count}"
+            )
+        use_device(torch.device(self.device.type, ((self.device.index or 0) + 1) % count))
+        try:
+            yield
+        finally:
+            use_device(self.device)
 
     @contextmanager
     def no_garbage_collection(self) -> Iterator[None]:

@@ -93,9 +93,28 @@ class InitModes(ConformanceTestCase):
         """With an explicit device, every parameter and buffer ends up on it, and training is at parity."""
         workload = buffers.batch_norm()
         adapter = self.subject()
-        run = self.train(workload, self.plan(workload, device_id=self.device), adapter=adapter)
+        run = self.train(workload, self.plan(workload, device_id=str(self.device)), adapter=adapter)
         self.check_parity(run, workload)
         self.check_devices("R016", adapter, torch.device(self.device))
+
+    @conformance_case(
+        "R016",
+        slug="not-the-current-device",
+        chapter="B",
+        world_size=2,
+        needs=("device_id",),
+        environment=("accelerator",),
+        kills=("uses-the-current-device",),
+    )
+    def test_not_the_current_device(self) -> None:
+        """With an explicit device that is not the current one, every parameter and buffer ends up on the explicit."""
+        workload = buffers.batch_norm()
+        mode = InitMode.NEVER if self.declares("init_never") else InitMode.BEFORE
+        plan = self.plan(workload, device_id=str(self.device), init_mode=mode)
+        adapter = self.subject()
+        with self.another_device(), self.blaming("implementation"):
+            adapter.setup(lambda: workload.build(self.rank), workload.optimizers["sgd"], plan)
+        self.check_devices("R016", adapter, self.device)
 
     @conformance_case(
         "R017",

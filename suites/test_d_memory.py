@@ -79,7 +79,7 @@ class Bytes(ConformanceTestCase):
         run = self.train(workload, plan, adapter=adapter)
         padding = self.padding
         self.check(memory.nothing_full_after_backward(run, workload, plan, world_size=world_size, padding=padding))
-        self.check_resharded(adapter, workload, "R035")
+        self.check_resharded(adapter, workload, "R035", run, plan)
         self.check_parity(run, workload)
 
     @conformance_case(
@@ -95,7 +95,7 @@ class Bytes(ConformanceTestCase):
         workload = probes.exact_unused()
         adapter = self.subject()
         run = self.train(workload, adapter=adapter, regime=Regime(unused_parameters=True))
-        self.check_resharded(adapter, workload, "R035")
+        self.check_resharded(adapter, workload, "R035", run)
         self.check_parity(run, workload, Regime(unused_parameters=True), none_or_zero=True)
 
     @conformance_case(

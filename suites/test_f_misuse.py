@@ -15,8 +15,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.config import Sharding
+from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.fixtures import models, probes
 from fsdp_conformance.fixtures.data import normal, place, seeded_init
 from fsdp_conformance.fixtures.recipes import field_optimizers, mean_squared_error
@@ -147,7 +149,7 @@ class Refusals(ConformanceTestCase):
 class WrappedModule(ConformanceTestCase):
     """What user code can still do with a wrapped module."""
 
-    @conformance_case("R060", chapter="F", world_size=2, kills=("loses-attributes",))
+    @conformance_case("R060", chapter="F", world_size=2, kills=("loses-attributes", "loses-attribute-writes"))
     def test_behaves_like_the_original(self) -> None:
         """
         Attributes, indexing, the training flag and the user's own names survive wrapping and reach the original module.
@@ -159,6 +161,11 @@ class WrappedModule(ConformanceTestCase):
             module = adapter.module()
             for name, value in _ATTRIBUTES.items():
                 self.expect_equal("R060", f"module.{name}", getattr(module, name, None), value)
+            for name, value in _WRITTEN.items():
+                setattr(module, name, value)
+            self._run_eval(adapter, workload)
+            for name, value in _WRITTEN.items():
+                self.expect_equal("R060", f"module.{name} after it was set", getattr(module, name, None), value)
             module.train(False)
             flags = sorted(name for name, child in module.named_modules() if child.training)
             self.expect_equal("R060", "modules in training mode after train(False)", flags, [])
@@ -173,6 +180,37 @@ class WrappedModule(ConformanceTestCase):
                 "R060",
                 f"none of the modules has the original class: {inner}",
             )
+
+    @conformance_case("R060", chapter="F", world_size=2, kills=("shows-a-copy",))
+    def test_written_attribute_is_used(self) -> None:
+        """What user code sets on a submodule takes effect in the next forward."""
+        workload = probes.exact_mlp()
+        adapter = self.subject()
+        run = self.train(workload, regime=Regime(steps=1), adapter=adapter)
+        with self.blaming("implementation"):
+            before = self._run_eval(adapter, workload)
+            _narrow(adapter.module())
+            after = self._run_eval(adapter, workload)
+        plain = workload.build(self.rank)
+        plain.load_state_dict(run.steps[-1].params)
+        batch = workload.batch(self._eval_key())
+        with torch.no_grad():
+            self.check_equal("R060", before, plain(*batch.args), check="output before the limits are set")
+            _narrow(plain)
+            expected = plain(*batch.args)
+        if torch.equal(before.cpu(), expected):
+            raise SuiteError(f"the limits must change the output [{self.case.id}, rank {self.rank}]")
+        self.check_equal("R060", after, expected, check="output after the limits were set on a submodule")
+
+    def _eval_key(self) -> BatchKey:
+        return BatchKey(step=1, rank=self.rank, world_size=self.world_size)
+
+    def _run_eval(self, adapter: Adapter, workload: Workload) -> Tensor:
+        """The output of a forward under no_grad. Collective."""
+        batch = self.placed(workload.batch(self._eval_key()))
+        with torch.no_grad():
+            output: Tensor = adapter.forward(*batch.args, **batch.kwargs)
+        return output.detach().clone()
 
     @conformance_case("R061", "R002", chapter="F", world_size=2, needs=("copyable",), kills=("copies-share-storage",))
     def test_deepcopy(self) -> None:
@@ -200,6 +238,17 @@ class _UserSequential(nn.Sequential):
 
 #: Attributes that engines have been seen to overwrite.
 _ATTRIBUTES: dict[str, Any] = {"id": "mine", "scale": 3.0}
+
+
+#: What user code sets later: one of them again, and one that is new.
+_WRITTEN: dict[str, Any] = {"scale": 4.0, "note": "added later"}
+
+
+def _narrow(model: nn.Module) -> None:
+    """Set the limits of every hardtanh to an eighth."""
+    for module in model.modules():
+        if isinstance(module, nn.Hardtanh):
+            module.min_val, module.max_val = -0.125, 0.125
 
 
 def _with_user_attributes(rank: int) -> nn.Module:

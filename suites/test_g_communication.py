@@ -103,6 +103,28 @@ class CommunicationSchedule(ConformanceTestCase):
             )
         )
 
+    @conformance_case(
+        "R068",
+        chapter="G",
+        axes={"world_size": (2,), "reduce": ("default", "float32")},
+        needs=lambda values: [
+            *("zero3", "coll_volume", "mixed_precision"), *["mp_reduce"] * (values["reduce"] == "float32")
+        ],
+        kills=lambda values: ["gathers-in-full-precision"]
+        + ["reduces-in-full-precision"] * (values["reduce"] == "default"),
+    )  # fmt: skip
+    def test_volume_in_bfloat16(self, world_size: int, reduce: str) -> None:
+        """Parameters are gathered in bfloat16, and gradients are sent in the dtype of the reduction."""
+        workload = models.wide_mlp()
+        reduce_dtype = "float32" if reduce == "float32" else None
+        plan = self.plan(workload, sharding=Sharding.FULL, param_dtype="bfloat16", reduce_dtype=reduce_dtype)
+        run = self.train(workload, plan, observe=False)
+        self.check(
+            communication.wire_volume(
+                run, workload, plan, world_size=world_size, padding=self.padding, requirement="R068"
+            )
+        )
+
     @conformance_case("R069", chapter="G", world_size=4, needs=("hsdp",), kills=("world-instead-of-subgroup",))
     def test_hybrid_groups(self) -> None:
         """Under hybrid sharding, gathers and reduce-scatters stay in shard groups, all-reduces in replica groups."""

@@ -9,19 +9,16 @@ from torch import nn
 
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
+from fsdp_conformance.checks.order import gathered_units
 from fsdp_conformance.config import BackwardPrefetch, Plan, Sharding
 from fsdp_conformance.fixtures import deep, shapes
 from fsdp_conformance.harness.recording import process_group
-from fsdp_conformance.history.collective import Op
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Workload
 
-#: Tells units' gathers from the root's, which is much smaller.
-_UNIT_BYTES = deep.WIDTH * deep.WIDTH * 4
-
 
 class Prefetch(ConformanceTestCase):
-    """Four equal units in sequence: when each computes, exactly the expected number of gathers has been issued."""
+    """Four units in sequence: when each computes, exactly the expected gathers have been issued, in order."""
 
     @conformance_case(
         "R076",
@@ -32,7 +29,7 @@ class Prefetch(ConformanceTestCase):
     )
     def test_order_of_events(self, world_size: int, policy: str) -> None:
         """With "pre", the next unit's gather is issued before this unit's gradients are computed, otherwise after."""
-        plan = self.plan(deep.deep_4(), sharding=Sharding.FULL, backward_prefetch=BackwardPrefetch(policy))
+        plan = self.plan(deep.deep_steps(), sharding=Sharding.FULL, backward_prefetch=BackwardPrefetch(policy))
         ahead = 1 if policy == "pre" else 0
         self._expect_gathers("R076", plan, {"backward": lambda index: index + 1 + ahead})
 
@@ -41,42 +38,38 @@ class Prefetch(ConformanceTestCase):
         chapter="H",
         axes={"world_size": (2,), "length": (1, 2)},
         needs=("prefetch_explicit", "zero3"),
-        kills=("prefetches-fewer",),
+        kills=lambda values: ["prefetches-fewer", *["reverses-prefetch-lists"] * (values["length"] > 1)],
     )
     def test_lists_are_followed(self, world_size: int, length: int) -> None:
-        """With a list of one or two units, that many gathers run ahead of computation, in forward and in backward."""
-        plan = self.plan(deep.deep_4(), sharding=Sharding.FULL, explicit_prefetch=length)
+        """With a list of one or two units, these are gathered ahead of computation, in the order of the list."""
+        plan = self.plan(deep.deep_steps(), sharding=Sharding.FULL, explicit_prefetch=length)
         ahead: Callable[[int], int] = lambda index: index + 1 + length  # noqa: E731 - two phases share it
         self._expect_gathers("R077", plan, {"forward": ahead, "backward": ahead})
 
     def _expect_gathers(self, requirement: str, plan: Plan, wanted: dict[str, Callable[[int], int]]) -> None:
-        """Train; `wanted` maps a phase to the gathers issued when its unit number `index` computes."""
-        workload = deep.deep_4()
-        depth = len(workload.units)
+        """Train; `wanted` maps a phase to the number of gathers issued when its unit number `index` computes."""
+        workload = deep.deep_steps()
         log = process_group.log()
-        begin = len(log.records)
         visits: list[tuple[int | None, str, int]] = []
 
         def note(moment: str, module: nn.Module) -> None:
             visits.append((log.label[1], moment, len(log.records)))
 
+        begin = len(log.records)
         run = self.train(workload, plan, on_setup=lambda adapter: deep.visit(adapter.module(), note))
         self.check_parity(run, workload)
-        gathers = [
-            (record.step, record.phase, index)
-            for index, record in enumerate(log.records[begin:], start=begin)
-            if record.op is Op.ALL_GATHER and record.nbytes >= _UNIT_BYTES
-        ]
         for step in range(len(run.steps)):
             for phase, expected_at in wanted.items():
+                order = workload.units if phase == "forward" else workload.units[::-1]
                 moments = [at for of, moment, at in visits if (of, moment) == (step, phase)]
                 where: dict[str, Any] = {"step": step, "phase": phase}
-                self.expect_equal(requirement, "visits", len(moments), depth, check="visits", **where)
-                for index, moment in enumerate(moments):
-                    issued = sum((of, part) == (step, phase) and at < moment for of, part, at in gathers)
-                    what = f"gathers issued when unit {index + 1} of the {phase} computes"
-                    expected = min(expected_at(index), depth)
-                    self.expect_equal(requirement, what, issued, expected, check="order of gathers", **where)
+                self.expect_equal(requirement, "visits", len(moments), len(order), check="visits", **where)
+                for unit, index, moment in zip(order, range(len(order)), moments, strict=False):
+                    issued = [each for each in log.records[begin:moment] if (each.step, each.phase) == (step, phase)]
+                    got = gathered_units(issued, workload, plan, world_size=self.world_size)
+                    what = f"gathers issued when {unit} computes"
+                    expected = list(order[: expected_at(index)])
+                    self.expect_equal(requirement, what, got, expected, check="order of gathers", **where)
 
 
 class AsyncUnshard(ConformanceTestCase):
@@ -113,7 +106,7 @@ class AsyncUnshard(ConformanceTestCase):
             on_loss=lambda adapter, step: adapter.unshard_async(workload.units[0]),
         )
         self.check_parity(run, workload, requirement="R079")
-        self.check_resharded(adapter, workload, "R079")
+        self.check_resharded(adapter, workload, "R079", run)
 
     def _expect_whole(self, adapter: Adapter, workload: Workload) -> None:
         """User code sees every parameter with its initial values."""

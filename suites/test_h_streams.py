@@ -205,7 +205,7 @@ class WrongPrefetch(ConformanceTestCase):
         )
         run = self.check_stream_safety(workload, plan, regime, adapter=adapter)
         self.check_parity(run, workload, regime, requirement="R078", none_or_zero=scenario == "unused")
-        self.check_resharded(adapter, workload, "R078")
+        self.check_resharded(adapter, workload, "R078", run, plan)
 
 
 class ChangedSizes(ConformanceTestCase):

@@ -14,14 +14,23 @@ class FrozenParameters(ConformanceTestCase):
     """Parameters that do not train, because they are frozen, ignored, or have their gradient dropped."""
 
     @conformance_case(
-        "R111", "R002", "R003", chapter="M", axes={"world_size": (2, 3, 4)}, kills=("frozen-gets-gradient",)
+        "R111",
+        "R002",
+        "R003",
+        chapter="M",
+        axes={"world_size": (2, 3, 4)},
+        kills=("frozen-gets-gradient", "leaves-frozen-gathered", "hides-frozen-gathered"),
     )
     def test_frozen_unit(self, world_size: int) -> None:
-        """A fully frozen unit keeps its values and flags and has no gradient, and the other units are at parity."""
+        """
+        A fully frozen unit keeps its values and flags, has no gradient and is resharded; the others are at parity.
+        """
         workload = probes.exact_frozen()
-        run = self.train(workload)
+        adapter = self.subject()
+        run = self.train(workload, adapter=adapter)
         self.check_parity(run, workload, requirements={"gradient": "R111", "parameter": "R111"})
         self.check_flags(run, workload, "R111")
+        self.check_resharded(adapter, workload, "R111", run)
 
     @conformance_case(
         "R112",
@@ -74,7 +83,7 @@ class FrozenParameters(ConformanceTestCase):
         adapter = self.subject()
         run = self.train(workload, adapter=adapter)
         self.check_parity(run, workload, requirements={"gradient": "R115"})
-        self.check_resharded(adapter, workload, "R115")
+        self.check_resharded(adapter, workload, "R115", run)
 
     @conformance_case(
         "R116",

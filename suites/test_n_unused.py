@@ -28,8 +28,8 @@ class UnusedParameters(ConformanceTestCase):
         """A unit that took no part in a step holds no full parameters after it."""
         workload = unused.unused_parameter()
         adapter = self.subject()
-        self.train(workload, regime=Regime(unused_parameters=True), adapter=adapter)
-        self.check_resharded(adapter, workload, "R117")
+        run = self.train(workload, regime=Regime(unused_parameters=True), adapter=adapter)
+        self.check_resharded(adapter, workload, "R117", run)
 
     @conformance_case("R118", "R002", "R003", chapter="N", axes={"world_size": (2, 3)}, kills=("garbage-for-unused",))
     def test_unused_output(self, world_size: int) -> None:
@@ -41,7 +41,7 @@ class UnusedParameters(ConformanceTestCase):
         self.check_parity(
             run, workload, regime, requirements={"gradient": "R118", "parameter": "R118"}, none_or_zero=True
         )
-        self.check_resharded(adapter, workload, "R118")
+        self.check_resharded(adapter, workload, "R118", run)
 
     @conformance_case(
         "R119",

@@ -11,8 +11,13 @@ from torch import Tensor, nn
 
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.checks import communication
+from fsdp_conformance.checks.result import comparison
+from fsdp_conformance.checks.traffic import nbytes, of
+from fsdp_conformance.checks.units import owning_units, parameter_bytes
 from fsdp_conformance.config import Sharding
-from fsdp_conformance.fixtures import models, probes
+from fsdp_conformance.fixtures import deep, models, probes
+from fsdp_conformance.harness.recording import process_group
+from fsdp_conformance.history.collective import Op
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Regime, Workload
 
@@ -114,6 +119,59 @@ class Nesting(ConformanceTestCase):
         grouped = replace(workload, units=(f"{first}+{second}",))
         run = self.train(grouped)
         self.check_parity(run, workload, requirements={"gradient": "R129", "parameter": "R129"})
+
+    @conformance_case(
+        "R129",
+        chapter="P",
+        axes={"world_size": (2, 3)},
+        needs=("multi_module_unit", "zero3"),
+        kills=("wraps-modules-one-by-one",),
+    )
+    def test_gathered_together(self, world_size: int) -> None:
+        """Modules that form one unit are all gathered when the first of them computes, and the unit only once."""
+        deepest = deep.deep_steps()
+        first, second, *others = deepest.units
+        workload = replace(deepest, units=(f"{first}+{second}", *others))
+        plan = self.plan(workload, sharding=Sharding.FULL)
+        log = process_group.log()
+        received: dict[int | None, int] = {}
+
+        def note(moment: str, module: nn.Module) -> None:
+            phase, step = log.label
+            if moment == "forward" and phase == "forward" and step not in received:
+                gathers = [each for each in log.records[begin:] if (each.phase, each.step) == log.label]
+                received[step] = nbytes(of(gathers, Op.ALL_GATHER))
+
+        begin = len(log.records)
+        run = self.train(workload, plan, on_setup=lambda adapter: deep.visit(adapter.module(), note))
+        self.check_parity(run, workload)
+        unit = next(each for each in owning_units(workload, plan).shared if "+" in each.fqn)
+        for step in range(len(run.steps)):
+            got, least = received.get(step, 0), parameter_bytes([unit])
+            what = f"gathered when the first module of {unit.fqn} computes"
+            message = comparison(what, expected=f"at least {least} B", got=f"{got} B")
+            self.expect(got >= least, "R129", message, step=step, phase="forward", check="gathered together")
+        if self.declares("coll_counts"):
+            self.check(communication.collective_counts(run, workload, plan, requirement="R129"))
+
+    @conformance_case(
+        "R129",
+        "R002",
+        "R003",
+        chapter="P",
+        axes={"world_size": (2, 3)},
+        needs=("multi_module_unit",),
+        kills=("sum-instead-of-mean",),
+    )
+    def test_only_some_of_a_unit(self, world_size: int) -> None:
+        """A forward that uses one of the two modules of a unit is at parity bit for bit, in every step."""
+        workload = probes.exact_unused()
+        grouped = replace(workload, units=("+".join(workload.units),))
+        regime = Regime(unused_parameters=True)
+        run = self.train(grouped, regime=regime)
+        self.check_parity(
+            run, workload, regime, requirements={"gradient": "R129", "parameter": "R129"}, none_or_zero=True
+        )
 
     @staticmethod
     def _is_unit(module: nn.Module, policy: str, largest: int) -> bool:

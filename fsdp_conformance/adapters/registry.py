@@ -93,7 +93,7 @@ def load(spec: str) -> type[Adapter]:
     """
     module, attribute = _module_of(spec)
     if attribute is None:
-        return _only_adapter(module, spec)
+        return _checked(_only_adapter(module, spec), spec)
     found: Any = module
     for part in attribute.split("."):
         found = getattr(found, part, None)
@@ -301,7 +301,7 @@ def _adapters_in(module: ModuleType) -> list[type[Adapter]]:
 
 
 def _checked(found: Any, spec: str) -> type[Adapter]:
-    from fsdp_conformance.adapters.base import Adapter
+    from fsdp_conformance.adapters.base import MAX_PADDING, Adapter
 
     if not inspect.isclass(found):
         raise AdapterError(f"{spec} must be a class derived from Adapter, got {type(found).__name__}")
@@ -311,6 +311,9 @@ def _checked(found: Any, spec: str) -> type[Adapter]:
             f"{spec} must derive from fsdp_conformance.adapters.base.Adapter (or TorchAdapter, for engines with a "
             f"torch-like API), got {bases}"
         )
+    padding: Any = found.padding
+    if not isinstance(padding, int | float) or not 0 <= padding <= MAX_PADDING:
+        raise AdapterError(f"{spec}: padding must be a number from 0 to {MAX_PADDING}, got {padding!r}")
     missing = sorted(getattr(found, "__abstractmethods__", ()))
     if missing:
         raise AdapterError([f"{spec} does not implement {method}(), which the protocol requires" for method in missing])

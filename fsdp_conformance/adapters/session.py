@@ -35,7 +35,8 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.adapters.sharded import materialise_norm
+from fsdp_conformance.adapters.names import OriginalNames
+from fsdp_conformance.adapters.sharded import full_copy, materialise_norm
 from fsdp_conformance.adapters.structures import map_tensors
 from fsdp_conformance.adapters.torch_like import compute_device
 from fsdp_conformance.adapters.watch import Watch, watch_for
@@ -146,6 +147,7 @@ class _Run:
     on_gradients: Callable[[Adapter, int], object] | None
     declared: frozenset[str] = field(init=False)
     watch: Watch = field(init=False)
+    names: OriginalNames = field(init=False)
 
     def __post_init__(self) -> None:
         self.declared = self.adapter.declared()
@@ -166,6 +168,7 @@ class _Run:
             model = self.workload.build(self.rank)
             for fault in self.faults:
                 fault.prepare(model)
+            self.names = OriginalNames(model)
             return model
 
         with self._phase("setup"):
@@ -220,6 +223,7 @@ class _Run:
         """Count the bytes this rank holds, and those that an unsharded run would hold."""
         with self._observing():
             self._weigh(lambda kind: kind not in _BEFORE_STEP)
+        self.history.final_requires_grad = self._requires_grad()
         self.history.full_bytes = self._unsharded_bytes()
 
     def _micro_batch(self, record: StepRecord, micro: int) -> None:
@@ -340,7 +344,15 @@ class _Run:
             self.history.checked_accesses = self.watch.accesses()
 
     def _buffers(self) -> dict[str, Tensor]:
-        return self.adapter.full_buffers() if "full_buffers" in self.declared else {}
+        """The adapter's answer, or, if it gives none, what user code finds in the wrapped module."""
+        if "full_buffers" in self.declared:
+            return self.adapter.full_buffers()
+        try:
+            found = self.names.buffers_of(self.adapter.module())
+        except NotImplementedError:
+            self.history.shows_buffers = False
+            return {}
+        return {name: full_copy(buffer) for name, buffer in found.items()}
 
     def _requires_grad(self) -> dict[str, bool]:
         try:

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from fsdp_conformance.adapters.base import Adapter
+from fsdp_conformance.adapters.base import MAX_PADDING, Adapter
 from fsdp_conformance.capability import CAPABILITIES, unknown
 
 #: How the suite calls each method, without `self`: positional arguments, keyword arguments.
@@ -59,7 +59,10 @@ _VARIABLES: dict[str, tuple[str, Any]] = {
     ),
     "shims": ("a tuple of sentences", lambda value: _is_collection(value, tuple | list)),
     "preload": ("a tuple of module names", lambda value: _is_collection(value, tuple | list)),
-    "padding": ("a non-negative number", lambda value: isinstance(value, int | float) and value >= 0),
+    "padding": (
+        f"a number from 0 to {MAX_PADDING}",
+        lambda value: isinstance(value, int | float) and 0 <= value <= MAX_PADDING,
+    ),
     "max_unsharded": ("a non-negative int", lambda value: isinstance(value, int) and value >= 0),
     "grad_reduction_of_accumulation": ('"local" or "reduced"', lambda value: value in ("local", "reduced")),
 }

@@ -17,6 +17,7 @@ References, what is compared with:
 Checks, each of which returns a CheckResult:
 
     parity              values of every step against the references (R001-R003, R010, R101, R130, R157)
+    resharding          whether units are resharded between steps, by what is gathered again (R111, R115, R118)
     equality            digests of what must be identical on every rank (R007, R067)
     partition           the sharding witness: sharded or replicated, by bytes and traffic (R188, R033)
     communication       number and bytes of collectives (R009, R062-R066, R068, R072, R083)
@@ -28,6 +29,7 @@ Checks, each of which returns a CheckResult:
 What they share:
 
     result              CheckResult and Tally: findings and counts
+    derived             gradients from the changes of parameters, where an implementation does not expose them
     comparison          one tensor against another
     units               which unit owns which parameter, and how large units are
     traffic             the collectives of a history by step, phase and kind

@@ -8,6 +8,9 @@ stated otherwise, a check covers the training phases (forward, backward, step) o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+
+import torch
 
 from fsdp_conformance.checks.result import CheckResult, Tally
 from fsdp_conformance.checks.traffic import (
@@ -199,7 +202,8 @@ def wire_volume(
     """
     All-gathers receive, and reduce-scatters send, the bytes of the parameters plus at most the declared padding (R068).
 
-    A pass over all parameters is ideally P bytes, where P is their size; at most P with dim 0 of each parameter padded
+    A pass over all parameters is ideally P bytes, where P is their size in the dtype of computation for gathers and in
+    that of the reduction for reductions; at most P with dim 0 of each parameter padded
     to a multiple of the shard group, times 1 + `padding`. A forward is one pass of gathers, a backward at most one, and
     a step one pass of reductions (of trainable parameters), unless micro-batches multiply them. Other ops carry at most
     the padding; under hybrid sharding all-reduces carry one more shard's worth.
@@ -212,9 +216,11 @@ def wire_volume(
     tally = Tally("wire volume", requirement, rank=history.rank)
     units = owning_units(workload, plan).shared
     group_size = world_size // plan.replicas
-    ideal, ideal_trained = parameter_bytes(units), parameter_bytes(units, trainable_only=True)
-    most = padded_bytes(units, group_size) * (1 + padding)
-    most_trained = padded_bytes(units, group_size, trainable_only=True) * (1 + padding)
+    computed, reduced = partial(_compute_dtype, plan), partial(_reduce_dtype, plan)
+    ideal = parameter_bytes(units, dtype=computed)
+    ideal_trained = parameter_bytes(units, trainable_only=True, dtype=reduced)
+    most = padded_bytes(units, group_size, dtype=computed) * (1 + padding)
+    most_trained = padded_bytes(units, group_size, trainable_only=True, dtype=reduced) * (1 + padding)
     seen: dict[str, float] = {}
     for step in steady_steps(history):
         records = in_step(history, step.step)
@@ -240,6 +246,21 @@ def wire_volume(
             "reduce": nbytes(scattered) / ideal_trained,
         }
     return tally.result(measurements={"wire volume over ideal": seen, "parameter bytes": ideal})
+
+
+def _compute_dtype(plan: Plan, unit: str) -> torch.dtype | None:
+    """The dtype in which a unit's parameters are gathered; None for their own."""
+    name = plan.dtype_of(unit)
+    dtype: torch.dtype | None = None if name is None else getattr(torch, name)
+    return dtype
+
+
+def _reduce_dtype(plan: Plan, unit: str) -> torch.dtype | None:
+    """The dtype in which a unit's gradients are reduced; None for that of its parameters."""
+    if plan.reduce_dtype is None:
+        return _compute_dtype(plan, unit)
+    dtype: torch.dtype = getattr(torch, plan.reduce_dtype)
+    return dtype
 
 
 def _names(units: tuple[Unit, ...]) -> str:

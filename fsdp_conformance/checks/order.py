@@ -98,6 +98,19 @@ def run_order(workload: Workload, plan: Plan, *, rank: int, world_size: int) -> 
     return list(dict.fromkeys(entered))
 
 
+def gathered_units(
+    records: Iterable[CollectiveRecord], workload: Workload, plan: Plan, *, world_size: int
+) -> list[str]:
+    """
+    The unit below the root that each all-gather belongs to, in order, told by its size; the root's are left out.
+
+    Raises SuiteError if two units cannot be told apart.
+    """
+    units = owning_units(workload, plan).shared
+    _require_distinct(units, world_size, workload)
+    return [name for name in _owners(of(records, Op.ALL_GATHER), units, world_size) if name]
+
+
 def _enter(entered: list[str], unit: str, module: nn.Module, args: object) -> None:
     """A forward pre-hook, once its first two arguments are bound."""
     entered.append(unit)
@@ -113,7 +126,7 @@ def _require_distinct(units: Sequence[Unit], world_size: int, workload: Workload
     if close:
         raise SuiteError(
             f"cannot tell units apart by size once padded for {world_size} ranks: {'; '.join(close)} "
-            f"[execution_order, workload {workload.name}]"
+            f"[workload {workload.name}]"
         )
 
 

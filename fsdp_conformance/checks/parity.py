@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fsdp_conformance.checks import explain
 from fsdp_conformance.checks.comparison import Difference, compare, number
+from fsdp_conformance.checks.derived import with_derived_gradients
 from fsdp_conformance.checks.references import Kind, References, values
 from fsdp_conformance.checks.result import CheckResult, comparison
 from fsdp_conformance.checks.tolerance import CEILING, Bound
@@ -83,23 +84,37 @@ def parity(
     Every comparison that the history and the regime allow; results in the order of a step.
 
     `requirements` replaces the requirement of a kind, by the kind's name. With `none_or_zero` a missing gradient and a
-    gradient of zeros count as equal. What the implementation does not expose (gradients, buffers, norms) is a note.
+    gradient of zeros count as equal. Gradients that the implementation does not expose are derived from the changes of
+    its parameters where possible (`checks.derived`). What cannot be seen at all (`hidden_kinds`) is a note.
     """
     replaced = {Kind(kind): requirement for kind, requirement in (requirements or {}).items()}
     results: list[CheckResult] = []
     diverged: dict[str, int] = {}
     for kind in _ORDER:
-        if not _applies(kind, history, references):
+        seen = _seen(kind, history, references)
+        if seen is None:
             continue
-        judge = _Judge(kind, history, references, replaced.get(kind), none_or_zero=none_or_zero, diverged=diverged)
+        judge = _Judge(kind, *seen, replaced.get(kind), none_or_zero=none_or_zero, diverged=diverged)
         result = judge.result()
+        if seen[0] is not history:
+            # What a rounded change shows less of, the parameters themselves show in the next comparison.
+            result.inconclusive = None
+            result.notes.append("gradients are not exposed: they were derived from the changes of the parameters")
         if kind is Kind.GRADIENT:
             diverged = {f.fqn: f.step for f in result.findings if f.fqn is not None and f.step is not None}
         results.append(result)
-    hidden = [kind for kind in (Kind.GRADIENT, Kind.BUFFER, Kind.NORM) if _hidden(kind, history, references)]
+    hidden = hidden_kinds(history, references)
     if hidden and results:
         results[0].notes.append(f"not exposed by the implementation, so not compared: {', '.join(hidden)}")
     return results
+
+
+def hidden_kinds(history: TrainingHistory, references: References) -> list[Kind]:
+    """What the references have and the implementation gives no way to see: gradients, buffers, norms."""
+    kinds = (Kind.GRADIENT, Kind.BUFFER, Kind.NORM)
+    return [
+        kind for kind in kinds if _has_values(references.expected, kind) and _seen(kind, history, references) is None
+    ]
 
 
 def kind_parity(
@@ -150,15 +165,13 @@ def _applies(kind: Kind, history: TrainingHistory, references: References) -> bo
         return True
     if kind in (Kind.INITIAL, Kind.PARAMETER):
         # A model without parameters has nothing to compare, unless one side has names that the other lacks.
-        return any(
-            values(side, kind, step) for side in (history, references.expected) for step in range(len(side.steps))
-        )
+        return any(_has_values(side, kind) for side in (history, references.expected))
     if kind is Kind.OUTPUT:
         return references.regime.keep_outputs
     if kind is Kind.EVAL:
         return bool(references.expected.eval_outputs)
     if kind is Kind.BUFFER:
-        return any(record.buffers for record in history.steps)
+        return history.shows_buffers and any(_has_values(side, kind) for side in (history, references.expected))
     if kind is Kind.GRADIENT:
         return bool(history.initial_params) and any(record.grads is not None for record in history.steps)
     if kind is Kind.NORM:
@@ -166,9 +179,17 @@ def _applies(kind: Kind, history: TrainingHistory, references: References) -> bo
     return references.regime.max_norm is not None and any(record.clipped_grads is not None for record in history.steps)
 
 
-def _hidden(kind: Kind, history: TrainingHistory, references: References) -> bool:
-    expected = any(values(references.expected, kind, step) for step in range(len(references.expected.steps)))
-    return expected and not _applies(kind, history, references)
+def _seen(kind: Kind, history: TrainingHistory, references: References) -> tuple[TrainingHistory, References] | None:
+    """What to compare for a kind: the history and the references, both with derived gradients, or nothing."""
+    if _applies(kind, history, references):
+        return history, references
+    if kind is Kind.GRADIENT and _has_values(references.expected, kind):
+        return with_derived_gradients(history, references)
+    return None
+
+
+def _has_values(history: TrainingHistory, kind: Kind) -> bool:
+    return any(values(history, kind, step) for step in range(len(history.steps)))
 
 
 class _Judge:
@@ -218,10 +239,9 @@ class _Judge:
     def _step(self, step: int) -> list[Finding]:
         got = values(self.history, self.kind, step)
         expected = values(self.references.expected, self.kind, step)
-        if self.kind is Kind.INITIAL:
-            # An adapter may not expose buffers; their names are judged where it does.
+        if self.kind is Kind.INITIAL and not self.history.shows_buffers:
             buffers = self.references.expected.initial_buffers
-            expected = {name: value for name, value in expected.items() if name in got or name not in buffers}
+            expected = {name: value for name, value in expected.items() if name not in buffers}
         findings = self._names(step, got, expected)
         for name in (name for name in expected if name in got):
             finding = self._one(step, name, got[name], expected[name])

@@ -90,6 +90,8 @@ class References:
     """Of every parameter and buffer of the newly built model."""
     local: frozenset[str] = frozenset()
     """Parameters that only this rank has."""
+    gradient_bases: dict[str, Tensor] = field(default_factory=dict)
+    """Where gradients are derived from changes of parameters: what is rounded in a change, see `checks.derived`."""
     _bounds: dict[tuple[Kind, int], dict[str, Bound | None]] = field(default_factory=dict, repr=False)
     _contributions: list[list[list[Gradients]]] | None = field(default=None, repr=False)
 
@@ -161,7 +163,7 @@ class References:
         if self.exact or kind is Kind.INITIAL:
             return dict.fromkeys(expected, BITWISE)
         samples = [values(sample, kind, step) for sample in self.samples]
-        bases = self.expected.initial_params if kind is Kind.PARAMETER else {}
+        bases, roundings = self._roundings(kind, step)
         scales = self._scales(kind, step)
         bounds: dict[str, Bound | None] = {}
         for name, value in expected.items():
@@ -173,12 +175,20 @@ class References:
                 value,
                 [tensor for tensor in found if tensor.shape == value.shape],
                 base=bases.get(name),
-                roundings=step + 1 if kind is Kind.PARAMETER else 0,
+                roundings=roundings,
                 scale=scales.get(name),
                 model_scale=max(scales.values(), default=0.0),
                 floor=self._floor(),
             )
         return bounds
+
+    def _roundings(self, kind: Kind, step: int) -> tuple[dict[str, Tensor], int]:
+        """The values whose rounding is part of the kind's, and how many ulps of them."""
+        if kind is Kind.PARAMETER:
+            return self.expected.initial_params, step + 1
+        # A change has two rounded parameters in it, and so has the change before, through the momentum: half an ulp
+        # each.
+        return (self.gradient_bases, 2) if kind is Kind.GRADIENT and self.gradient_bases else ({}, 0)
 
     def _scales(self, kind: Kind, step: int) -> dict[str, float]:
         """

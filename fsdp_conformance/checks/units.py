@@ -8,9 +8,10 @@ alone, never from the implementation.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fsdp_conformance.checks.loop import local_names
@@ -120,22 +121,33 @@ def owner(parameter: str, units: tuple[str, ...]) -> str:
     return max(inside, default=(0, ROOT))[1]
 
 
-def parameter_bytes(units: Iterable[Unit], *, trainable_only: bool = False) -> int:
-    """Bytes of the units' parameters, unsharded and unpadded."""
-    chosen = _parameters(units, trainable_only=trainable_only)
-    return sum(parameter.numel * parameter.itemsize for parameter in chosen)
+def parameter_bytes(
+    units: Iterable[Unit], *, trainable_only: bool = False, dtype: Callable[[str], torch.dtype | None] | None = None
+) -> int:
+    """Bytes of the units' parameters, unsharded and unpadded; `dtype` maps a unit to the dtype to count them in."""
+    return padded_bytes(units, 1, trainable_only=trainable_only, dtype=dtype)
 
 
-def padded_bytes(units: Iterable[Unit], group_size: int, *, trainable_only: bool = False) -> int:
-    """Bytes of the units' parameters with dim 0 of each padded to a multiple of `group_size`."""
-    chosen = _parameters(units, trainable_only=trainable_only)
-    return sum(parameter.padded_numel(group_size) * parameter.itemsize for parameter in chosen)
+def padded_bytes(
+    units: Iterable[Unit],
+    group_size: int,
+    *,
+    trainable_only: bool = False,
+    dtype: Callable[[str], torch.dtype | None] | None = None,
+) -> int:
+    """
+    Bytes of the units' parameters with dim 0 of each padded to a multiple of `group_size`.
 
-
-def _parameters(units: Iterable[Unit], *, trainable_only: bool) -> list[OwnedParameter]:
-    return [
-        parameter for unit in units for parameter in unit.parameters if parameter.trainable or not trainable_only
-    ]  # fmt: skip
+    `dtype` maps a unit's name to the dtype in which its parameters are counted; None is their own.
+    """
+    total = 0
+    for unit in units:
+        counted = dtype(unit.fqn) if dtype is not None else None
+        for parameter in unit.parameters:
+            if parameter.trainable or not trainable_only:
+                itemsize = parameter.itemsize if counted is None else counted.itemsize
+                total += parameter.padded_numel(group_size) * itemsize
+    return total
 
 
 def _units(owned: Mapping[str, Mapping[str, Tensor]]) -> tuple[Unit, ...]:

@@ -51,7 +51,12 @@ class TrainingHistory:
     initial_params: Tensors = field(default_factory=dict)
     """After setup and before the first forward."""
     initial_buffers: Tensors = field(default_factory=dict)
+    shows_buffers: bool = True
+    """False: the implementation has no way to read its buffers. Otherwise missing buffers are missing."""
     requires_grad: dict[str, bool] = field(default_factory=dict)
+    """After setup; empty if the implementation has no way to read it."""
+    final_requires_grad: dict[str, bool] = field(default_factory=dict)
+    """The same after the last step."""
     steps: list[StepRecord] = field(default_factory=list)
     eval_outputs: list[Any] = field(default_factory=list)
     collectives: list[CollectiveRecord] = field(default_factory=list)

@@ -101,6 +101,7 @@ def _reduced(report: RankReport, shared: set[str]) -> RankReport:
         findings=report.findings,
         checks=report.checks,
         asked=report.asked,
+        unobserved=report.unobserved,
         digests=digests,
         error=report.error,
         not_run=report.not_run,

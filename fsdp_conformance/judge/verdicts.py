@@ -273,6 +273,10 @@ def _judge_reports(record: CaseRecord, evidence: Evidence) -> None:
         decided(record, Verdict.FAIL, record.findings[0].sentence())
     elif any(report.not_run is not None for report in evidence.reports):
         _judge_not_run(record, evidence.reports)
+    elif unobserved := list(dict.fromkeys(flag for report in evidence.reports for flag in report.unobserved)):
+        record.measurements["undeclared"] = unobserved
+        requirement = evidence.case.requirements[0]
+        decided(record, Verdict.UNSUPPORTED, f"{requirement} cannot be judged: {', '.join(unobserved)} is not declared")
     elif empty := _compared_nothing(evidence.reports):
         decided(record, Verdict.ERROR_SUITE, empty)
     else:

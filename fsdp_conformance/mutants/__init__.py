@@ -19,6 +19,7 @@ in the ranks, by `adapters.registry.load(MUTANTS[name].spec)`.
     streams         missing waits, memory freed in flight, copies read too early
     memory          memory held too long, and leaks
     precision       ignored precision policies, inputs that lose their gradients
+    hidden          defects in what the adapter declines to show
 
     reducer         components: bucket contents, reduction order, communication hooks
     bucketer        components: which reduce-scatters are coalesced, and who gets which result

@@ -24,6 +24,7 @@ from fsdp_conformance.adapters.base import ModelFn, OptimFn
 from fsdp_conformance.adapters.torch_ddp import TorchDDP
 from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.config import Plan, Sharding
+from fsdp_conformance.harness.devices import use_device
 
 
 class SeamFSDP2(TorchFSDP2):
@@ -75,6 +76,10 @@ class SeamFSDP2(TorchFSDP2):
                 module.register_forward_pre_hook(self._hook_parameters)
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        if plan.device_id is not None:
+            # FSDP2 computes on the current device, and moves parameters to it, but not buffers.
+            use_device(self.device)
+            model.to(self.device)
         if plan.sync_module_states:
             self.synchronise(model)
         plan = self.prepare(model, plan)

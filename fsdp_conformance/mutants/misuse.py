@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -158,6 +159,42 @@ class MovesFlatInputsOnly(SeamFSDP2):
         return (tuple(moved(value) for value in args),), ({name: moved(value) for name, value in kwargs.items()},)
 
 
+@known_wrong("R016", environment=("accelerator",))
+class UsesTheCurrentDevice(TorchFSDP1):
+    """A requested device is accepted, but the current one is used."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        super().setup(model_fn, optim_fn, replace(plan, device_id=None))
+
+
+@known_wrong("R060")
+class LosesAttributeWrites(SeamFSDP2):
+    """Attributes that are set on the wrapped module are lost; those of the original can be read."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        return _ReadOnlyWrapper(super().wrap(model, plan))
+
+
+@known_wrong("R060")
+class ShowsACopy(SeamFSDP2):
+    """User code gets the module as it was before it was wrapped, which does not compute."""
+
+    def prepare(self, model: nn.Module, plan: Plan) -> Plan:
+        self._copy = copy.deepcopy(model)
+        return plan
+
+    def module(self) -> nn.Module:
+        return self._copy
+
+
+@known_wrong("R129")
+class WrapsModulesOneByOne(SeamFSDP2):
+    """Modules that should form one unit become one unit each."""
+
+    def prepare(self, model: nn.Module, plan: Plan) -> Plan:
+        return replace(plan, units=tuple(module for unit in plan.units for module in unit.split("+")))
+
+
 class _Wrapper(nn.Module):
     """Calls the wrapped module and hides its attributes."""
 
@@ -167,6 +204,24 @@ class _Wrapper(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.inner(*args, **kwargs)
+
+
+class _ReadOnlyWrapper(_Wrapper):
+    """Shows the wrapped module's attributes, and forgets those that are set on it."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("inner", "training") or name.startswith("_"):
+            super().__setattr__(name, value)
+
+    def __getitem__(self, index: int) -> Any:
+        inner: Any = self.inner
+        return inner[index]
 
 
 class _Flattened(tuple):  # type: ignore[type-arg]  # noqa: SLOT001 - the names need a dict

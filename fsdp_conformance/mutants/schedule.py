@@ -142,3 +142,38 @@ class AsyncUnshardDoesNothing(SeamFSDP2):
 
     def unshard_async(self, fqn: str) -> Any:
         return SimpleNamespace(wait=lambda: None)
+
+
+@known_wrong("R068")
+class GathersInFullPrecision(SeamFSDP2):
+    """Parameters are gathered in the dtype they are stored in, and cast to the compute dtype afterwards."""
+
+    def prepare(self, model: nn.Module, plan: Plan) -> Plan:
+        return replace(plan, param_dtype=None, reduce_dtype=plan.reduce_dtype or plan.param_dtype)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        dtype = None if self.plan.param_dtype is None else getattr(torch, self.plan.param_dtype)
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+            return super().forward(*args, **kwargs)
+
+
+@known_wrong("R068")
+class ReducesInFullPrecision(SeamFSDP2):
+    """Gradients are sent in float32, whatever was requested."""
+
+    def prepare(self, model: nn.Module, plan: Plan) -> Plan:
+        return plan if plan.param_dtype is None else replace(plan, reduce_dtype="float32")
+
+
+@known_wrong("R077")
+class ReversesPrefetchLists(SeamFSDP2):
+    """Explicit prefetch lists are walked from the end."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        wrapped = super().wrap(model, plan)
+        for module in wrapped.modules():
+            if isinstance(module, FSDPModule):
+                state = module._get_fsdp_state()
+                state._states_to_forward_prefetch.reverse()
+                state._states_to_backward_prefetch.reverse()
+        return wrapped

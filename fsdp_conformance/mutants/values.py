@@ -158,14 +158,16 @@ class RenamedParameter(SeamFSDP2):
 
 @known_wrong("R130")
 class BufferNotUpdated(SeamFSDP2):
-    """Buffers that forward writes are reset."""
+    """Buffers that forward writes are reset after backward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        before: Mapping[str, Tensor] = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        output = super().forward(*args, **kwargs)
+        self._before: Mapping[str, Tensor] = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
+        return super().forward(*args, **kwargs)
+
+    def after_backward(self) -> None:
+        # Not before: autograd notices if a buffer that backward needs has changed.
         for name, buffer in self.model.named_buffers():
-            buffer.copy_(before[name])
-        return output
+            buffer.copy_(self._before[name])
 
 
 def _wrapped_parts(model: nn.Module) -> Iterator[nn.Module]:

@@ -51,6 +51,16 @@ def test_modules() -> None:
     assert registry.load("fsdp_conformance.tests.adapters.example_adapter").__name__ == "MyFSDP"
 
 
+@pytest.mark.parametrize("padding", ["100", "0.26", "-0.1", "'much'"])
+def test_padding_has_a_limit(tmp_path: Path, padding: str) -> None:
+    """With enough padding declared, twice the bytes on the wire would be within the bound."""
+    file = adapter_file(tmp_path, "Mine")
+    file.write_text(file.read_text() + f"\n    padding = {padding}\n")
+
+    with pytest.raises(AdapterError, match=r"my_adapter.py.*: padding must be a number from 0 to 0.25, got "):
+        registry.load(f"{file}:Mine")
+
+
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A path, absolute or not, with the class or, if it is the only one, without; the same class each time."""
     file = adapter_file(tmp_path, "Mine")

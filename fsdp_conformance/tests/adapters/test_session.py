@@ -94,6 +94,12 @@ class NoGradients(TorchFSDP2):
 
     declines: ClassVar[frozenset[str]] = frozenset({"full_grads", "full_buffers"})
 
+    def module(self) -> nn.Module:
+        raise NotImplementedError
+
+    def train(self, mode: bool = True) -> None:
+        self.model.train(mode)
+
     def parameters(self) -> dict[str, nn.Parameter]:
         raise NotImplementedError
 
@@ -102,6 +108,12 @@ class NoGradients(TorchFSDP2):
 
     def local_tensors(self) -> dict[str, list[Tensor]]:
         return {"params": [local_part(parameter) for parameter in self.model.parameters()], "optim": []}
+
+
+class NoBuffers(TorchFSDP2):
+    """The adapter does not read buffers, but exposes the module."""
+
+    declines: ClassVar[frozenset[str]] = frozenset({"full_buffers"})
 
 
 class Failing(TorchFSDP2):
@@ -202,7 +214,8 @@ class Loop(RankTestCase):
         regime = Regime(steps=2, keep_outputs=True, eval_before=(1,))
         history = self.run_training("torch-fsdp2", RICH, regime)
 
-        self.assertEqual([False, False], [history.requires_grad[f"frozen.{key}"] for key in ("weight", "bias")])
+        for flags in (history.requires_grad, history.final_requires_grad):
+            self.assertEqual([False, False], [flags[f"frozen.{key}"] for key in ("weight", "bias")])
         self.assertEqual([1, 2], [int(record.buffers["count"]) for record in history.steps])
         self.assertEqual(0, int(history.initial_buffers["count"]))
         self.assertIsInstance(history.steps[0].outputs[0], Output)
@@ -215,6 +228,14 @@ class Loop(RankTestCase):
         history = self.assert_trains(NoGradients, RICH)
         self.assertIsNone(history.steps[0].grads)
         self.assertEqual(({}, {}), (history.steps[0].buffers, history.requires_grad))
+        self.assertFalse(history.shows_buffers)
+
+    def test_buffers_are_read_from_the_module(self) -> None:
+        """An adapter that does not read them itself cannot hide them."""
+        history = self.assert_trains(NoBuffers, RICH)
+        self.assertTrue(history.shows_buffers)
+        self.assertEqual([1, 2, 3], [int(record.buffers["count"]) for record in history.steps])
+        self.assertEqual(0, int(history.initial_buffers["count"]))
 
     def test_unobserved(self) -> None:
         """For timing: losses of every step and the parameters at the end, and nothing is gathered in between."""

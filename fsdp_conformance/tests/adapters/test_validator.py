@@ -40,7 +40,7 @@ def test_right_adapters_have_no_problems() -> None:
                 "declines_on must be a dict of device types to frozensets of flags, got {'cpu': 'zero3'}",
                 "environment must be a dict of str to str, got {'THREADS': 1}",
                 "shims must be a tuple of sentences, got 'a shim'",
-                "padding must be a non-negative number, got -0.5",
+                "padding must be a number from 0 to 0.25, got -0.5",
                 """grad_reduction_of_accumulation must be "local" or "reduced", got 'later'""",
             ],
         ),

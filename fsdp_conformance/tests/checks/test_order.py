@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fsdp_conformance.checks.order import execution_order, run_order, steady_schedule
+from fsdp_conformance.checks.order import execution_order, gathered_units, run_order, steady_schedule
 from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import SuiteError
@@ -144,3 +144,13 @@ def test_a_growing_step_is_reported() -> None:
     assert [finding.message for finding in steady(records).findings] == [
         "collectives: expected the 18 of step 1, got 19; +1 step all_reduce 4B float32 [0,1]"
     ]
+
+
+def test_gathers_are_told_apart_by_size() -> None:
+    """In the order in which they were issued, without the root's."""
+    forward = [record for record in full_sharding(STAIRCASE, PLAN) if (record.step, record.phase) == (1, "forward")]
+
+    assert gathered_units(forward, STAIRCASE, PLAN, world_size=2) == list(STAIRCASE.units)
+    assert gathered_units(forward[::-1], STAIRCASE, PLAN, world_size=2) == list(STAIRCASE.units)[::-1]
+    with pytest.raises(SuiteError, match="cannot tell units apart"):
+        gathered_units(forward, models.wide_mlp(), Plan(units=models.wide_mlp().units), world_size=2)

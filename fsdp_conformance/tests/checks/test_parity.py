@@ -14,7 +14,7 @@ from fsdp_conformance.checks.references import Kind, References
 from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.errors import NothingCompared, SuiteError
 from fsdp_conformance.fixtures import buffers, models, probes, structures, workload_by_name, workload_names
-from fsdp_conformance.fixtures.transformer import transformer
+from fsdp_conformance.fixtures.transformer import transformer_batch_norm
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.outcome import Finding, RankReport
 from fsdp_conformance.tests.checks.reference_runs import damaged, gradient, implementation_run, references_of
@@ -280,8 +280,9 @@ def test_eval_outputs_are_compared() -> None:
 
 def test_what_is_not_exposed_is_noted() -> None:
     """An implementation without gradients and buffers is compared by the rest, with a note in the report."""
-    references = references_of(transformer())
+    references = references_of(transformer_batch_norm(), Regime(optimizer="adam"))
     history = damaged(implementation_run(references))
+    history.shows_buffers, history.initial_buffers = False, {}
     for record in history.steps:
         record.grads = None
         record.buffers = {}
@@ -290,6 +291,21 @@ def test_what_is_not_exposed_is_noted() -> None:
 
     assert [result.check for result in results] == ["initial parity", "loss parity", "parameter parity"]
     assert results[0].notes == ["not exposed by the implementation, so not compared: gradient, buffer"]
+    assert parity.hidden_kinds(history, references) == [Kind.GRADIENT, Kind.BUFFER]
+
+
+def test_missing_buffers_are_no_hidden_ones() -> None:
+    """An implementation that shows buffers, but none, has lost them."""
+    references = references_of(buffers.batch_norm())
+    history = damaged(implementation_run(references))
+    history.initial_buffers = {}
+    for record in history.steps:
+        record.buffers = {}
+
+    found = _findings(history, references)
+
+    assert {finding.check for finding in found} == {"initial parity", "buffer parity"}
+    assert "buffer 'input_mean' is missing" in {finding.message for finding in found}
 
 
 def test_comparing_nothing_is_an_error() -> None:

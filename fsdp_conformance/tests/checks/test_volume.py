@@ -71,3 +71,20 @@ def test_parameters_that_are_not_gathered_are_reported() -> None:
     records = [r for r in full_sharding(STAIRCASE, PLAN) if not (r.phase == "forward" and r.nbytes == 2392)]
 
     assert messages(volume(records)) == ["received by all-gathers in forward: expected 6256 B, got 3864 B"]
+
+
+def test_bytes_are_those_of_the_dtypes() -> None:
+    """Parameters in bfloat16 have half the bytes; gradients have those of the reduction, by default the same."""
+    plan = replace(PLAN, param_dtype="bfloat16")
+    halved = [replace(r, nbytes=r.nbytes // 2) for r in full_sharding(STAIRCASE, PLAN)]
+
+    def judged(records: Sequence[CollectiveRecord], reduce_dtype: str | None) -> list[str]:
+        asked = replace(plan, reduce_dtype=reduce_dtype)
+        return messages(wire_volume(history(records), STAIRCASE, asked, world_size=2, padding=0.0, requirement="R068"))
+
+    assert judged(halved, None) == []
+    assert judged(halved, "float32") == ["sent by reduce-scatters: expected 6256 B, got 3128 B"]
+    assert judged(full_sharding(STAIRCASE, PLAN), "float32") == [
+        "received by all-gathers in forward: expected 3128 B, got 6256 B",
+        "received by all-gathers in backward: expected at most 3128 B, got 6256 B",
+    ]

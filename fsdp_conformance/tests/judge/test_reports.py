@@ -35,6 +35,29 @@ def test_comparisons_that_all_held_pass() -> None:
     assert (record.seconds, record.ranks, record.device) == (1.5, "processes", "cpu")
 
 
+def test_what_cannot_be_seen_does_not_pass() -> None:
+    """UNSUPPORTED, with the flag that would show it, whatever else was compared."""
+    blind = a_report(1)
+    blind.unobserved = ["full_buffers"]
+    record = judged(a_report(0), blind)
+
+    assert (record.verdict, record.reason) == (
+        Verdict.UNSUPPORTED,
+        "R001 cannot be judged: full_buffers is not declared",
+    )
+    assert record.measurements["undeclared"] == ["full_buffers"]
+
+
+def test_what_cannot_be_seen_excuses_no_finding() -> None:
+    """What was seen to be wrong stays wrong, and is not a matter of loud refusal."""
+    blind = a_report(0, findings=[a_finding()])
+    blind.unobserved = ["full_buffers"]
+    record = judged(blind, a_report(1))
+
+    assert record.verdict is Verdict.FAIL
+    assert [finding.requirement for finding in record.findings] == [a_finding().requirement]
+
+
 # Vacuity.
 
 

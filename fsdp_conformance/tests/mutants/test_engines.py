@@ -79,7 +79,7 @@ ELSEWHERE = {
 }  # fmt: skip
 #: Seen only where there is a device beside the CPU, simulated or not.
 ON_ACCELERATORS = {
-    "accepts-mixed-devices", "ignores-offload", "moves-flat-inputs-only",
+    "accepts-mixed-devices", "ignores-offload", "uses-the-current-device", "moves-flat-inputs-only",
     "keeps-full-parameters", "keeps-parameters-after-forward", "keeps-full-gradients", "gathers-everything-first",
     "leaks-every-step", "survives-its-owner", "keeps-low-precision-copies",
     "frees-in-flight", "steps-on-a-side-stream", "scales-without-waiting", "prefetches-before-the-step",
@@ -89,7 +89,9 @@ ON_ACCELERATORS = {
 BY_CASES = {
     "all-reduces-every-micro-batch", "async-unshard-does-nothing",
     "manual-reshard-does-nothing", "persistent-not-reduced", "prefetches-fewer", "replicated-gradients",
-    "shows-its-own-parameters", "swaps-prefetch",
+    "shows-its-own-parameters", "swaps-prefetch", "reverses-prefetch-lists", "wraps-modules-one-by-one",
+    "gathers-in-full-precision", "reduces-in-full-precision", "loses-attribute-writes", "shows-a-copy",
+    "hides-summed-gradients", "hides-lost-buffers", "leaves-frozen-gathered", "hides-frozen-gathered",
     "all-reduces-over-shard-group", "divides-by-shard-group-only", "divides-by-replicas-only",
     "all-reduces-the-full-gradient", "all-reduces-in-pieces", "synchronises-inside-shard-groups",
 }  # fmt: skip
