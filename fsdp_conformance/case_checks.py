@@ -216,8 +216,15 @@ class CaseChecks:
             if got.grads is not None and want.grads is not None:
                 for name, gradient in want.grads.items():
                     self._bitwise(requirement, got.grads.get(name), gradient, step=got.step, phase="reduce", fqn=name)
+            elif want.grads is not None:
+                self._note("gradients are not exposed: the parameters they lead to were compared")
             for name, value in want.params.items():
                 self._bitwise(requirement, got.params.get(name), value, step=got.step, phase="step", fqn=name)
+
+    def _note(self, text: str) -> None:
+        """Add a note once."""
+        if text not in self.report.notes:
+            self.report.notes.append(text)
 
     def _bitwise(self, requirement: str, got: Tensor | None, want: Tensor | None, **where: Any) -> None:
         what = "values"

@@ -98,3 +98,16 @@ def test_rounding_that_is_not_determined_is_refused(regime: Regime, world_size: 
     """If the rounding depends on the order of sums, the reference cannot be used."""
     with pytest.raises(SuiteError, match="rounding is only determined"):
         trained(PLAN, regime, world_size)
+
+
+def test_hidden_gradients_are_judged_by_the_parameters() -> None:
+    """An implementation that does not expose gradients passes if its parameters round alike, and only then."""
+    right, wrong = trained(), trained(replace(PLAN, reduce_dtype="float32"))
+    for run in (right, wrong):
+        for record in run.steps:
+            record.grads = None
+
+    results = [rounds_alike(run, trained(), requirement="R084", kinds=[Kind.GRADIENT]) for run in (right, wrong)]
+
+    assert [bool(result.findings) for result in results] == [False, True]
+    assert results[0].notes == ["gradients are not exposed: the parameters they lead to were compared"]
