@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.judge import judge
+from fsdp_conformance.config import RunSettings
+from fsdp_conformance.judge import contradictions, judge, keep_evidence
 from fsdp_conformance.judge.findings import MAX_FINDINGS
 from fsdp_conformance.outcome import CaseRecord, CheckCount, RankReport
 from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_report, exits
@@ -46,6 +47,23 @@ def test_what_cannot_be_seen_does_not_pass() -> None:
         "R001 cannot be judged: full_buffers is not declared",
     )
     assert record.measurements["undeclared"] == ["full_buffers"]
+
+
+def test_what_cannot_be_seen_is_part_of_the_evidence() -> None:
+    """The verdict follows from what the record keeps, and PASS does not."""
+    blind = a_report(0)
+    blind.unobserved = ["full_buffers"]
+    reports = [blind, a_report(1)]
+    record = keep_evidence(judged(*reports), reports)
+
+    def problems(verdict: Verdict) -> list[str]:
+        record.verdict = verdict
+        return contradictions(record, a_case(), declared=lambda device: frozenset(), settings=RunSettings())
+
+    assert problems(Verdict.UNSUPPORTED) == []
+    assert problems(Verdict.PASS) == [
+        "stated PASS, but its evidence yields UNSUPPORTED: R001 cannot be judged: full_buffers is not declared"
+    ]
 
 
 def test_what_cannot_be_seen_excuses_no_finding() -> None:
