@@ -20,7 +20,7 @@ BASE = ("base",)
 ADVICE = ()
 
 #: Extensions of several capabilities. Any other capability is an extension by itself, under its own name with hyphens.
-_GROUPS = {
+GROUPS = {
     "accumulation": {"no_sync"},
     "call-order": {"exec_order_divergent", "exec_order_check"},
     "clipping": {"clip_grad_norm", "clip_norm_type"},
@@ -45,7 +45,7 @@ _GROUPS = {
 }
 
 #: Extensions that only make sense within others: their cases do not form combinations with them.
-_WITHIN = {
+WITHIN = {
     "auto-wrap": {"zero-3"},
     "explicit-prefetch": {"zero-3"},
     "hsdp-defer-allreduce": {"hybrid"},
@@ -57,12 +57,12 @@ _WITHIN = {
 }
 
 #: Extensions that let the suite look closer. Next to another one, they do not count: the other one is what is tested.
-_VIEWS = frozenset({"traffic", "sharded-state", "full-grads", "full-buffers", "full-optim-state", "orig-params"})
+VIEWS = frozenset({"traffic", "sharded-state", "full-grads", "full-buffers", "full-optim-state", "orig-params"})
 
 
 def extension_of(flag: str) -> str:
     """The extension that a capability belongs to."""
-    return next((name for name, flags in _GROUPS.items() if flag in flags), flag.replace("_", "-"))
+    return next((name for name, flags in GROUPS.items() if flag in flags), flag.replace("_", "-"))
 
 
 def scope_of(requirement: Requirement, needs: Iterable[str]) -> tuple[str, ...]:
@@ -75,8 +75,8 @@ def scope_of(requirement: Requirement, needs: Iterable[str]) -> tuple[str, ...]:
         return ADVICE
     flags = tuple(needs) or (requirement.flags[:1] if requirement.level is Level.DECLARED else ())
     names = {extension_of(flag) for flag in flags}
-    names -= {outer for name in names for outer in _WITHIN.get(name, ())}
-    names = (names - _VIEWS) or names
+    names -= {outer for name in names for outer in WITHIN.get(name, ())}
+    names = (names - VIEWS) or names
     return tuple(sorted(names)) or BASE
 
 

@@ -72,8 +72,6 @@ def _of_ranks(record: CaseRecord, case: Case, device: str, declared: frozenset[s
         declared=declared,
         reports=[by_rank.get(rank) for rank in range(case.world_size)],
         exits=record.exits,
-        device=device,
-        ranks=record.ranks,
     )
     if len(by_rank) != len(record.evidence) or set(by_rank) - set(range(case.world_size)):
         problems.append(f"reports of ranks {sorted(report.rank for report in record.evidence)}")

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -190,42 +190,28 @@ def _shown(record: CaseRecord | None, entry: Entry, run: RunFile, contract: Cont
     found = _Shown(entry=entry, state=_STATE.get(record.verdict, State.UNJUDGED), verdict=record.verdict)
     if record.world_size != entry.world_size or tuple(record.requirements) != entry.requirements:
         reason = "ran with a world size or requirements that are not those in the profile"
-        return _replaced(found, State.UNJUDGED, reason)
+        return replace(found, state=State.UNJUDGED, reason=reason)
     settings = settings_from_json(run.header.get("settings") or {})
     lies = contradictions(
         record, entry.case(), declared=lambda device: _declared(run, device), settings=settings
     ) or _another_subject(record, run)
     if lies:
-        return _replaced(found, State.UNJUDGED, f"the record contradicts itself ({'; '.join(lies)})")
+        return replace(found, state=State.UNJUDGED, reason=f"the record contradicts itself ({'; '.join(lies)})")
     match record.verdict:
         case Verdict.PASS:
             return found
         case Verdict.FAIL if _only_should(record, contract):
-            return _Shown(
-                entry=entry,
-                state=State.PASSED,
-                verdict=record.verdict,
-                remark=f"SHOULD, not met: {record.case}: {record.reason}",
-            )
+            return replace(found, state=State.PASSED, remark=f"SHOULD, not met: {record.case}: {record.reason}")
         case Verdict.UNSUPPORTED:
             flags = ", ".join(map(str, record.measurements.get("undeclared", ()))) or "something unnamed"
-            return _replaced(found, State.DECLINED, f"declined ({flags})")
+            return replace(found, reason=f"declined ({flags})")
         case Verdict.NOT_RUN_ENV:
             absent = ", ".join(map(str, record.measurements.get("absent", ()))) or "something unnamed"
-            return _replaced(found, State.NOT_HERE, f"NOT_RUN_ENV (this machine lacks {absent})")
+            return replace(found, reason=f"NOT_RUN_ENV (this machine lacks {absent})")
         case Verdict.DISABLED:
-            return _replaced(found, State.LEFT_OUT, "incomplete: DISABLED")
-    return _Shown(
-        entry=entry,
-        state=found.state,
-        verdict=record.verdict,
-        reason=str(record.verdict),
-        silent=found.state is State.FAILED and _is_silent(record, entry),
-    )
-
-
-def _replaced(shown: _Shown, state: State, reason: str) -> _Shown:
-    return _Shown(entry=shown.entry, state=state, verdict=shown.verdict, reason=reason)
+            return replace(found, reason="incomplete: DISABLED")
+    silent = found.state is State.FAILED and _is_silent(record, entry)
+    return replace(found, reason=str(record.verdict), silent=silent)
 
 
 def _is_silent(record: CaseRecord, entry: Entry) -> bool:
@@ -288,9 +274,7 @@ def _scopes(shown: Sequence[_Shown]) -> tuple[Scope, ...]:
                 state=state,
                 cases=len(items),
                 passed=sum(item.state is State.PASSED for item in items),
-                example=next((item.entry.id for item in items if item.state is state), "")
-                if state is not State.PASSED
-                else "",
+                example="" if state is State.PASSED else next(item.entry.id for item in items if item.state is state),
             )
         )
     return tuple(scopes)
@@ -298,17 +282,19 @@ def _scopes(shown: Sequence[_Shown]) -> tuple[Scope, ...]:
 
 def _subject(run: RunFile) -> dict[str, str]:
     """What was judged, and by what."""
-    implementation: Mapping[str, Any] = run.header.get("implementation") or {}
-    environment: Mapping[str, Any] = run.header.get("environment") or {}
-    return {
-        "implementation": str(implementation.get("name", "")),
-        "version": str(implementation.get("version", "")),
-        "adapter": str(implementation.get("source_sha256", "")),
-        "suite": str(run.header.get("suite", "")),
-        "suite_sha256": str(run.header.get("suite_sha256", "")),
-        "torch": str(environment.get("torch", "")),
-        "python": str(environment.get("python", "")),
+    header = run.header
+    implementation: Mapping[str, Any] = header.get("implementation") or {}
+    environment: Mapping[str, Any] = header.get("environment") or {}
+    found = {
+        "implementation": implementation.get("name"),
+        "version": implementation.get("version"),
+        "adapter": implementation.get("source_sha256"),
+        "suite": header.get("suite"),
+        "suite_sha256": header.get("suite_sha256"),
+        "torch": environment.get("torch"),
+        "python": environment.get("python"),
     }
+    return {key: str(value or "") for key, value in found.items()}
 
 
 def _declarations(run: RunFile) -> list[str]:
@@ -396,7 +382,7 @@ def _manifest_problems(run: RunFile, profile: Profile, *, private: bool) -> list
 def _only_should(record: CaseRecord, contract: Contract) -> bool:
     """True if all requirements that were seen to fail are SHOULD requirements."""
     levels = [contract[item.requirement].level for item in record.findings if item.requirement in contract.requirements]
-    return len(levels) == len(record.findings) > 0 and set(levels) == {Level.SHOULD}
+    return len(levels) == len(record.findings) and set(levels) == {Level.SHOULD}
 
 
 def _gathered(blocking: Sequence[_Shown]) -> list[str]:

@@ -175,7 +175,8 @@ def basis(certificate: Certificate) -> list[str]:
         lines += _wrapped("mandatory, but not observed: ", ", ".join(certificate.unobserved))
     if certificate.certified:
         lines += _wrapped("judged: ", _subject(certificate.subject))
-    lines += [f"declared: {phrase}" for phrase in certificate.declarations]
+    if certificate.executed == certificate.expected:
+        lines += [f"declared: {phrase}" for phrase in certificate.declarations]
     return lines + [f"note: {remark}" for remark in certificate.remarks]
 
 

@@ -11,7 +11,7 @@ from fsdp_conformance.case import Case
 from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import INTERPRETATION, Profile, profile_of
 from fsdp_conformance.outcome import CaseRecord
-from fsdp_conformance.report.certificate import Certificate, State, certify
+from fsdp_conformance.report.certificate import Certificate, Scope, State, certify
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.tests.report.evidence import LOADED, a_case, a_finding, a_record, a_report
 from fsdp_conformance.verdict import Verdict
@@ -351,6 +351,78 @@ def test_what_is_declined_is_absent_from_the_certificate() -> None:
     assert states(certificate) == {"base": "passed", "accumulation": "declined"}
 
 
+def test_a_scope_that_is_passed_needs_no_example() -> None:
+    """It says how many cases it rests on."""
+    assert certified().scopes == (
+        Scope(names=("base",), state=State.PASSED, cases=2, passed=2),
+        Scope(names=("accumulation",), state=State.PASSED, cases=1, passed=1),
+    )
+
+
+def test_a_scope_that_was_not_run_is_not_passed() -> None:
+    """Whether the user switched its case off, or the case never ran."""
+    run = a_run()
+    gone = next(record for record in run.records if record.case.startswith("R093"))
+    run.records.remove(gone)
+    run.started.remove(gone.case)
+    disabled = certified(a_record("R093/probe-ws2", Verdict.DISABLED))
+
+    for certificate in (certificate_of(run), disabled):
+        assert states(certificate) == {"base": "passed", "accumulation": "not run"}
+
+
+@pytest.mark.parametrize("verdict", [Verdict.INCONCLUSIVE, Verdict.ERROR_SUITE, Verdict.XFAIL, Verdict.XPASS])
+def test_what_was_not_judged_is_not_granted(verdict: Verdict) -> None:
+    """Nor held against the implementation."""
+    certificate = certified(a_record("R093/probe-ws2", verdict))
+
+    assert certificate.certified
+    assert states(certificate)["accumulation"] == "not judged"
+    assert certificate.status == (4 if verdict is Verdict.ERROR_SUITE else 0)
+
+
+def test_a_record_of_another_world_size_is_not_judged() -> None:
+    """In an extension, too."""
+    certificate = certified(a_record("R093/probe-ws2", world_size=3))
+
+    assert states(certificate)["accumulation"] == "not judged"
+
+
+def test_a_case_that_shows_only_a_should_counts_as_passed() -> None:
+    """The mandatory part held."""
+    certificate = certified(a_record(PARITY, Verdict.FAIL, a_finding("R070")))
+
+    assert states(certificate)["base"] == "passed"
+    assert certificate.status == 0
+
+
+def test_every_flag_that_was_declined_is_named() -> None:
+    """Or it is said that none was."""
+    profile = a_profile(*CASES, a_case(requirements=["R033"], environment=("accelerator",)))
+    record = unsupported("R033/probe-ws2", device="sim", measurements={"undeclared": ["any_accelerator", "zero3"]})
+    nothing = unsupported("R033/probe-ws2", device="sim")
+
+    assert only_reason(certified(record, profile=profile)) == "declined (any_accelerator, zero3): R033/probe-ws2"
+    assert only_reason(certified(nothing, profile=profile)) == "declined (something unnamed): R033/probe-ws2"
+
+
+def test_every_contradiction_is_named() -> None:
+    """All of them at once."""
+    record = a_record(PARITY, findings=[a_finding()], comparisons=9)
+
+    assert only_reason(certified(record)) == (
+        "the record contradicts itself (PASS with 1 finding; stated 9 comparisons, but its ranks made 8): "
+        "R001/probe-ws2"
+    )
+
+
+def test_a_silent_failure_of_a_feature_that_was_refused_elsewhere_counts() -> None:
+    """R000 is named by the finding, although the case needs a flag that the plan asks for."""
+    failing = a_record("R093/probe-ws2", Verdict.FAIL, a_finding("R000"))
+
+    assert only_reason(certified(failing)) == "FAIL: R093/probe-ws2"
+
+
 def test_an_extension_is_granted_completely_or_not_at_all() -> None:
     """One case of two is not half of it."""
     profile = a_profile(*CASES, a_case(requirements=["R093"], needs=("no_sync",), world_size=3))
@@ -517,11 +589,15 @@ def test_a_machine_that_was_also_narrowed_is_not_to_blame() -> None:
 
 def test_the_certificate_names_what_was_judged() -> None:
     """Versions and hashes."""
-    subject = certified().subject
-
-    assert subject["adapter"] == LOADED["adapter"]
-    assert subject["torch"] == LOADED["torch"]
-    assert set(subject) == {"implementation", "version", "adapter", "suite", "suite_sha256", "torch", "python"}
+    assert certified().subject == {
+        "implementation": "mine",
+        "version": "1",
+        "adapter": LOADED["adapter"],
+        "suite": "0.1",
+        "suite_sha256": "5417e" * 12,
+        "torch": LOADED["torch"],
+        "python": "3.11.7",
+    }
 
 
 @pytest.mark.parametrize(
@@ -539,6 +615,32 @@ def test_a_header_that_names_nothing_certifies_nobody(part: str | None, key: str
     del (run.header[part] if part else run.header)[key]
 
     assert only_reason(certificate_of(run)) == f"the header does not name what was judged: {words} is missing"
+
+
+@pytest.mark.parametrize(
+    ("part", "key", "words"),
+    [
+        ("implementation", "source_sha256", "the hash of the adapter's source"),
+        ("environment", "torch", "the version of torch"),
+    ],
+)
+def test_what_the_ranks_say_too_must_be_in_the_header(part: str, key: str, words: str) -> None:
+    """Its absence is a reason by itself, and the records do not fit either."""
+    run = a_run()
+    del run.header[part][key]
+    certificate = certificate_of(run)
+
+    assert certificate.reasons[0] == f"the header does not name what was judged: {words} is missing"
+    assert certificate.reasons[1].startswith("the record contradicts itself (its ranks loaded ")
+    assert certificate.subject["adapter" if key == "source_sha256" else key] == ""
+
+
+def test_a_version_may_be_unknown() -> None:
+    """Some engines have none."""
+    run = a_run()
+    run.header["implementation"]["version"] = ""
+
+    assert certificate_of(run).certified
 
 
 def test_what_loosens_a_check_is_printed() -> None:
