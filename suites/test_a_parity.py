@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from fsdp_conformance.case import conformance_case
-from fsdp_conformance.checks import communication, partition
-from fsdp_conformance.config import Sharding
+from fsdp_conformance.checks import communication, groups, partition
+from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.fixtures import models, probes, transformer, workload_by_name
+from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.workload import Regime, Workload
 
 WORLD_SIZES = (2, 3, 4)
 
@@ -97,13 +98,20 @@ class NumericalParity(ConformanceTestCase):
         needs=lambda values: {"full": ["zero3"], "grad_optim": ["zero2"], "optim": ["zero1"], "none": ["no_shard"]}[
             values["sharding"]
         ],
-        kills=("sum-instead-of-mean",),
+        kills=lambda values: {
+            "full": ("sum-instead-of-mean", "one-degree-for-all", "views-of-full-storage"),
+            "grad_optim": ("sum-instead-of-mean", "ignores-reshard", "views-of-full-storage"),
+            "optim": ("shards-no-optimizer-state",),
+            "none": ("sum-instead-of-mean", "one-degree-for-all"),
+        }[values["sharding"]],
     )
     def test_sharding_degree(self, sharding: str, world_size: int) -> None:
-        """Parity holds whichever of parameters, gradients and optimizer state are sharded."""
+        """Parity holds whichever of parameters, gradients and optimizer state are sharded, and these are sharded."""
         workload = probes.exact_nested()
-        run = self.train(workload, self.plan(workload, sharding=Sharding(sharding)))
+        plan = self.plan(workload, sharding=Sharding(sharding))
+        run = self.train(workload, plan)
         self.check_parity(run, workload)
+        self.check_degree(run, workload, plan)
 
     @conformance_case(
         "R005",
@@ -122,15 +130,33 @@ class NumericalParity(ConformanceTestCase):
         run = self.train(workload, plan)
         self.check_parity(run, workload)
         self.check_same_on_every_rank(run, "R005")
+        self.check_degree(run, workload, plan)
+
+    def check_degree(self, run: TrainingHistory, workload: Workload, plan: Plan) -> None:
+        """The requested degree was used, by what is held and gathered."""
+        regathers = self.declares("reshard_after_forward")
+        self.check(
+            partition.degree_used(
+                run, workload, plan, world_size=self.world_size, regathers=regathers, requirement="R005"
+            )
+        )
 
     @conformance_case(
-        "R005", "R002", "R003", chapter="A", world_size=4, needs=("reshard_int",), kills=("sum-instead-of-mean",)
+        "R005",
+        "R002",
+        "R003",
+        chapter="A",
+        world_size=4,
+        needs=("reshard_int",),
+        kills=("sum-instead-of-mean", "ignores-reshard-group"),
     )
     def test_reshard_to_smaller_group(self) -> None:
-        """Parity holds when parameters are resharded to a group of two after forward."""
+        """Parity holds when parameters are resharded to a group of two after forward, which backward gathers from."""
         workload = probes.exact_nested()
-        run = self.train(workload, self.plan(workload, reshard_after_forward=2))
+        plan = self.plan(workload, reshard_after_forward=2)
+        run = self.train(workload, plan)
         self.check_parity(run, workload)
+        self.check(groups.reshard_group_used(run, workload, plan, requirement="R005"))
 
     @conformance_case("R006", chapter="A", world_size=2, kills=("sum-instead-of-mean", "last-padded-row-dropped"))
     def test_closed_form(self) -> None:
@@ -196,7 +222,9 @@ class NumericalParity(ConformanceTestCase):
         second = self.train(workload)
         self.check_bitwise(second, first, "R011")
 
-    @conformance_case("R188", "R033", chapter="A", axes={"world_size": WORLD_SIZES}, kills=("silent-ddp",))
+    @conformance_case(
+        "R188", "R033", chapter="A", axes={"world_size": WORLD_SIZES}, kills=("silent-ddp", "views-of-full-storage")
+    )
     def test_it_shards(self, world_size: int) -> None:
         """The bytes a rank holds and the traffic it sees are those of sharded training, not of replicated training."""
         workload = models.wide_mlp()

@@ -366,6 +366,7 @@ class _Run:
         for kind, tensors in self.adapter.local_tensors().items():
             if wanted(kind):
                 self.history.held_bytes[kind] = storage_bytes(tensors)
+                self.history.shown_bytes[kind] = sum(tensor.nbytes for tensor in tensors)
 
     def _unsharded_bytes(self) -> dict[str, int]:
         """Bytes of parameters, gradients and optimizer state of one unsharded, trained copy."""

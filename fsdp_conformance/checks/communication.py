@@ -24,6 +24,7 @@ from fsdp_conformance.checks.traffic import (
     lines,
     nbytes,
     of,
+    parameter_gathers,
     sites,
     steady_steps,
 )
@@ -107,7 +108,7 @@ def deferred_counts(history: TrainingHistory, workload: Workload, plan: Plan, *,
         )  # fmt: skip
         if _stays_gathered(plan):
             expect_bytes(
-                tally, f"parameters gathered over {len(step.losses)} micro-batches", of(records, *GATHERING),
+                tally, f"parameters gathered over {len(step.losses)} micro-batches", parameter_gathers(records),
                 most=ONCE * padded_bytes(units, history.world_size), step=step.step, phase="forward",
                 details="parameters stay gathered after a deferred backward",
             )  # fmt: skip

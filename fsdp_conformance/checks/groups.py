@@ -11,10 +11,12 @@ from collections.abc import Iterable
 
 from fsdp_conformance.checks.result import CheckResult, Tally
 from fsdp_conformance.checks.traffic import (
+    EXCHANGING,
     REDUCING,
     expect_bytes,
     expect_count,
     in_step,
+    nbytes,
     of,
     sites,
     steady_steps,
@@ -65,6 +67,30 @@ def groups_used(history: TrainingHistory, workload: Workload, plan: Plan, *, req
             _judge_presence(tally, step, in_step(history, step.step), history, plan)
         if plan.local_units:
             _judge_local(tally, step, history, workload, plan)
+    return tally.result()
+
+
+def reshard_group_used(history: TrainingHistory, workload: Workload, plan: Plan, *, requirement: str) -> CheckResult:
+    """
+    Backward gathers the units below the root over the group that parameters are resharded to after forward (R005).
+
+    Half of their bytes decide, because an engine may keep the last unit of the forward gathered.
+    """
+    size = plan.reshard_after_forward
+    if not size or isinstance(size, bool) or history.world_size % size:
+        raise SuiteError(
+            f"reshard_after_forward must divide {history.world_size} ranks, got {size} [reshard_group_used]"
+        )
+    tally = Tally("reshard group", requirement, rank=history.rank)
+    group = shard_group(history.rank, history.world_size, history.world_size // size)
+    below_root = [unit for unit in owning_units(workload, plan).shared if unit.fqn]
+    for step in steady_steps(history):
+        gathered = of(in_step(history, step.step, "backward"), Op.ALL_GATHER)
+        expect_bytes(
+            tally, f"gathered in backward over {_text(group)}", [record for record in gathered if record.group == group],
+            least=parameter_bytes(below_root) // 2, details=f"{nbytes(gathered)} B over all groups", step=step.step,
+            phase="backward", likely="the requested group is not used",
+        )  # fmt: skip
     return tally.result()
 
 
@@ -139,7 +165,7 @@ def _judge_presence(
         (shard_group(rank, world, plan.replicas), "shard group"),
         (replica_group(rank, world, plan.replicas), "replica group"),
     ):
-        seen = [record for record in of(records, *REDUCING) if record.group in (group, whole)]
+        seen = [record for record in of(records, *REDUCING, *EXCHANGING) if record.group in (group, whole)]
         tally.compare(
             bool(seen) or len(group) == 1, f"gradients reduced over the {what} {_text(group)}",
             expected="all", got="none", step=step.step, phase="reduce",
@@ -154,7 +180,11 @@ def _judge_local(tally: Tally, step: StepRecord, history: TrainingHistory, workl
     if not local:
         raise SuiteError(f"local units must own parameters, got 0 B [groups_used, workload {workload.name}]")
     most = (padded_bytes(units.shared, history.world_size) + local // 2) * len(step.losses)
-    for phase, ops in (("forward", {Op.ALL_GATHER}), ("backward", {Op.ALL_GATHER}), ("backward", REDUCING)):
+    for phase, ops in (
+        ("forward", {Op.ALL_GATHER}),
+        ("backward", {Op.ALL_GATHER}),
+        ("backward", REDUCING | EXCHANGING),
+    ):
         verb = "gathered" if Op.ALL_GATHER in ops else "reduced"
         expect_bytes(
             tally, f"{verb} over more than one rank", of(in_step(history, step.step, phase), *ops), most=most,

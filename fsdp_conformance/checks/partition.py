@@ -12,11 +12,21 @@ from dataclasses import dataclass
 from math import prod
 
 from fsdp_conformance.checks.result import CheckResult, Tally
-from fsdp_conformance.checks.traffic import GATHERING, expect_bytes, gradient_reductions, in_step, nbytes, of
+from fsdp_conformance.checks.traffic import (
+    GATHERING,
+    expect_bytes,
+    gradient_reductions,
+    in_step,
+    nbytes,
+    of,
+    parameter_gathers,
+)
+from fsdp_conformance.checks.units import owning_units, padded_bytes, parameter_bytes
 from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.workload import Workload
 
 #: What a plan promises to shard. An engine's default must shard at least its optimizer state.
 SHARDED_KINDS = {
@@ -47,7 +57,8 @@ def sharding_witness(history: TrainingHistory, plan: Plan, *, world_size: int, p
 
     R188, for every kind that the plan shards: the bytes held are nearer to a shard than to the whole, and not zero for
     optimizer state; and in the last step parameters come over the wire, as they must if no rank has all of them. (An
-    engine may distribute whole parameters unevenly, so "nearer to" is as strict as this can be.)
+    engine may distribute whole parameters unevenly, so "nearer to" is as strict as this can be.) A kind that the plan
+    leaves open counts as sharded if the tensors shown are shards: views of a whole are no shards.
 
     R033, for parameters that are sharded: at most the largest shard times 1 + `padding`. A module that is emptied
     between steps holds none.
@@ -66,7 +77,7 @@ def sharding_witness(history: TrainingHistory, plan: Plan, *, world_size: int, p
         notes.append(f"shard group of one rank (world size {world_size}): the shard is the whole and shows nothing")
         _judge_shard_size(tally, history, plan, group_size=1, padding=padding)
     else:
-        for kind in SHARDED_KINDS[plan.sharding]:
+        for kind in _sharded_kinds(history, plan, group_size):
             _judge_kind(tally, history, plan, kind, group_size=group_size, notes=notes)
         _judge_parameter_traffic(tally, history)
         if _params_are_sharded(history, plan, group_size):
@@ -74,6 +85,52 @@ def sharding_witness(history: TrainingHistory, plan: Plan, *, world_size: int, p
     if world_size > 1:
         _judge_gradient_traffic(tally, history)
     return tally.result(measurements=_measurements(history, group_size), notes=notes)
+
+
+def degree_used(
+    history: TrainingHistory, workload: Workload, plan: Plan, *, world_size: int, regathers: bool, requirement: str
+) -> CheckResult:
+    """
+    What this rank holds and gathers is what the requested sharding degree means (R005).
+
+    Every kind that the degree shards is held as a shard, by bytes; without sharding, parameters are held whole. In a
+    step, parameters are gathered once under ZeRO-1 and 2, and not at all without sharding. With full sharding they are
+    gathered again in backward if `regathers`: the engine promises to reshard them after forward.
+    """
+    tally = Tally("sharding degree", requirement, rank=history.rank)
+    group_size = shard_group_size(history, plan, world_size=world_size)
+    notes: list[str] = []
+    if group_size > 1:
+        for kind in _sharded_kinds(history, plan, group_size):
+            _judge_kind(tally, history, plan, kind, group_size=group_size, notes=notes)
+    if plan.sharding is Sharding.NONE:
+        _judge_whole(tally, history)
+    least, most = _passes(plan, group_size, regathers=regathers)
+    units = owning_units(workload, plan).shared
+    step = history.steps[-1].step
+    expect_bytes(
+        tally, "parameters gathered in the step", parameter_gathers(in_step(history, step)),
+        least=least * parameter_bytes(units), most=most * padded_bytes(units, world_size), step=step, phase="forward",
+        details=f"sharding={plan.sharding}", likely="a different sharding degree was used",
+    )  # fmt: skip
+    return tally.result(measurements=_measurements(history, group_size), notes=notes)
+
+
+def _judge_whole(tally: Tally, history: TrainingHistory) -> None:
+    held, full = history.held_bytes.get("params", 0), history.full_bytes["params"]
+    tally.compare(
+        held >= full, "parameters held", expected=f"{full} B", got=f"{held} B", details="no sharding was requested",
+        elements=full, phase="init", likely="the parameters are sharded",
+    )  # fmt: skip
+
+
+def _passes(plan: Plan, group_size: int, *, regathers: bool) -> tuple[float, float]:
+    """The least and the most times that a step of one micro-batch gathers all parameters: halves decide."""
+    if plan.sharding is Sharding.NONE or group_size == 1:
+        return 0, 0.5
+    if plan.sharding in (Sharding.FULL, Sharding.HYBRID):
+        return (1.5 if regathers else 0.5), 2.5
+    return 0.5, 1.5
 
 
 def shard_group_size(history: TrainingHistory, plan: Plan, *, world_size: int) -> int:
@@ -115,10 +172,22 @@ def _limit(history: TrainingHistory, plan: Plan, kind: str, group_size: int) -> 
 
 
 def _params_are_sharded(history: TrainingHistory, plan: Plan, group_size: int) -> bool:
-    """Promised by the plan, or shown by an engine's default."""
+    """Promised by the plan, or held by an engine's default."""
     if plan.sharding is Sharding.DEFAULT:
         return history.held_bytes.get("params", 0) <= _limit(history, plan, "params", group_size)
     return "params" in SHARDED_KINDS[plan.sharding]
+
+
+def _sharded_kinds(history: TrainingHistory, plan: Plan, group_size: int) -> list[str]:
+    """The kinds that the plan promises to shard, and those that are shown as shards although it promises nothing."""
+    promised = SHARDED_KINDS[plan.sharding]
+    shown = [kind for kind in _NAMES if _shown_as_shards(history, plan, kind, group_size)]
+    return [kind for kind in _NAMES if kind in promised or kind in shown]
+
+
+def _shown_as_shards(history: TrainingHistory, plan: Plan, kind: str, group_size: int) -> bool:
+    shown, full = history.shown_bytes.get(kind, 0), history.full_bytes.get(kind, 0)
+    return 0 < shown <= _limit(history, plan, kind, group_size) < full
 
 
 def _judge_kind(
@@ -132,13 +201,15 @@ def _judge_kind(
         notes.append(f"the adapter does not report the {_NAMES[kind]} that a rank holds")
         return
     held, limit = history.held_bytes[kind], _limit(history, plan, kind, group_size)
-    shard = share(history, plan, group_size)
+    shard, shown = share(history, plan, group_size), history.shown_bytes.get(kind, held)
     wanted = f"about {int(full * shard.largest)} B, at most {limit} B"
+    likely = "replicated training: every rank holds the whole" if held >= full else None
+    if held > limit >= shown:
+        likely = f"the shards, of {shown} B, are views of whole tensors, so nothing is freed"
     tally.compare(
         held <= limit, f"{_NAMES[kind]} held", expected=wanted, got=f"{held} B",
         details=f"{held / full:.3f} of {full} B, which is sharded over {group_size} ranks",
-        elements=full, phase="init" if kind == "params" else None, ratio=held / full,
-        likely="replicated training: every rank holds the whole" if held >= full else None,
+        elements=full, phase="init" if kind == "params" else None, ratio=held / full, likely=likely,
     )  # fmt: skip
     if kind == "optim" and shard.smallest > 0:
         tally.compare(

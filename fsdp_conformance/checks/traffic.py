@@ -23,6 +23,9 @@ GATHERING = frozenset({Op.ALL_GATHER, Op.BROADCAST, Op.GATHER, Op.SCATTER, Op.AL
 #: Ops that add values of several ranks.
 REDUCING = frozenset({Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.REDUCE})
 
+#: Ops by which ranks exchange values that they then add themselves. A message counts where it is sent.
+EXCHANGING = frozenset({Op.ALL_TO_ALL, Op.SEND})
+
 
 def in_step(history: TrainingHistory, step: int, *phases: str) -> list[CollectiveRecord]:
     """The traffic of one step, in order, in `phases` (default: those of training)."""
@@ -56,14 +59,28 @@ def nbytes(records: Iterable[CollectiveRecord]) -> int:
 
 def gradient_reductions(records: Iterable[CollectiveRecord]) -> list[CollectiveRecord]:
     """
-    The collectives that reduce gradients: reduce-scatters if there are any, else all-reduces and reduces of floats.
+    The collectives that reduce gradients: reduce-scatters if there are any, else all-reduces and reduces of floats,
+    and what ranks exchange after the loss to add it themselves.
 
     An all-reduce beside reduce-scatters belongs to hybrid sharding and carries the same gradients again; one of
-    integers is bookkeeping.
+    integers is bookkeeping. An exchange in forward carries no gradients.
     """
     seen = list(records)
     return of(seen, Op.REDUCE_SCATTER) or [
-        record for record in of(seen, Op.ALL_REDUCE, Op.REDUCE) if "float" in record.dtype
+        record
+        for record in seen
+        if "float" in record.dtype
+        and (record.op in REDUCING or (record.op in EXCHANGING and record.phase in ("backward", "step")))
+    ]
+
+
+def parameter_gathers(records: Iterable[CollectiveRecord]) -> list[CollectiveRecord]:
+    """The collectives that bring this rank parameters; what ranks exchange after the loss are gradients."""
+    exchanging = EXCHANGING | {Op.RECV}
+    return [
+        record
+        for record in of(records, *GATHERING)
+        if record.op not in exchanging or record.phase not in ("backward", "step")
     ]
 
 

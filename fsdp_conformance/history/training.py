@@ -63,6 +63,8 @@ class TrainingHistory:
     """The collectives of this run, in order, each with step and phase."""
     held_bytes: dict[str, int] = field(default_factory=dict)
     """Bytes of local storage on this rank after the last step, by kind ("params", "optim", "grads"), each once."""
+    shown_bytes: dict[str, int] = field(default_factory=dict)
+    """Bytes of the same tensors by their own sizes: less than `held_bytes` if they are views of larger storages."""
     full_bytes: dict[str, int] = field(default_factory=dict)
     """What an unsharded run holds, by the same kinds."""
     memory: list[MemoryMark] = field(default_factory=list)
