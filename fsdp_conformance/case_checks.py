@@ -10,7 +10,6 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +33,7 @@ from fsdp_conformance.harness.devices import device_count, use_device
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.outcome import CheckCount, Finding, RankReport
+from fsdp_conformance.refusal import Refusal, why_no_refusal
 from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
 
 if TYPE_CHECKING:
@@ -42,15 +42,6 @@ if TYPE_CHECKING:
 
 #: The capability flag with which an implementation shows values of a kind.
 _SHOWN_BY = {Kind.GRADIENT: "full_grads", Kind.BUFFER: "full_buffers"}
-
-
-@dataclass(slots=True)
-class Refusal:
-    """The outcome of a block that should raise."""
-
-    error: Exception | None = None
-    excused: bool = False
-    """Set by the case if continuing correctly is as good as refusing."""
 
 
 class CaseChecks:
@@ -63,6 +54,8 @@ class CaseChecks:
     """Adapters that are open."""
     trained_references: dict[tuple[str, Regime], References]
     """By workload and regime, so that a case with several checks trains them once."""
+    steps_trained: int = 0
+    """Optimizer steps since the last `refusal` began."""
     hazard_requirements: Mapping[str, str] = MappingProxyType({})
     """Kinds of hazards (and "parameters") that violate a different requirement in this case: see `checks.streams`."""
 
@@ -170,26 +163,31 @@ class CaseChecks:
         )
 
     @contextmanager
-    def refusal(self, requirement: str, what: str) -> Iterator[Refusal]:
+    def refusal(self, requirement: str, what: str, *, names: Sequence[str]) -> Iterator[Refusal]:
         """
-        The implementation should raise inside, on every rank, because of `what`.
+        The implementation should refuse inside, on every rank, because of `what`: see `refusal.why_no_refusal`.
 
-        Adds a finding if it does not. The exception's text becomes a note, because an incomprehensible message still
-        counts as a refusal, and the report's reader should see it.
+        Adds a finding if nothing is raised, if the error is no refusal or names none of `names`, or if it comes after a
+        step was trained: a refusal is due at construction or at first use. Its text becomes a note.
         """
         outcome = Refusal()
+        self.steps_trained = 0
+        problem: str | None = "none"
         try:
             yield outcome
         except (SuiteError, EnvironmentUnavailable, RequirementFailed):
             raise
-        except Exception as error:  # noqa: BLE001 - a refusal may be any exception
+        except Exception as error:  # noqa: BLE001 - whether it is a refusal is judged below
             self.note_refusal()
             outcome.error = error
             self.report.notes.append(
                 f"refused ({what}): {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             )
-        refused = outcome.error is not None or outcome.excused
-        self.expect(refused, requirement, comparison(what, expected="an exception", got="none"), check="refusal")
+            problem = why_no_refusal(error, names)
+            if problem is None and self.steps_trained:
+                problem = f"one after {self.steps_trained} steps"
+        message = comparison(what, expected="a refusal", got=problem)
+        self.expect(problem is None or outcome.excused, requirement, message, check="refusal")
 
     def check_equal(self, requirement: str, got: Tensor | None, expected: Tensor, *, check: str, **where: Any) -> None:
         """Bitwise equality of one tensor with a value that was computed independently."""

@@ -254,6 +254,7 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
                 rank=self.rank,
                 world_size=self.world_size,
                 faults=faults,
+                on_step=self._count_step,
                 **options,
             )
         self.report.schedule += [record.line() for record in run.collectives]
@@ -266,6 +267,9 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         if run.checked_accesses is not None:
             self.check(stream_safety(run, self.hazard_requirements))
         return run
+
+    def _count_step(self, step: int) -> None:
+        self.steps_trained += 1
 
     def check_stream_safety(
         self, workload: Workload, plan: Plan | None = None, regime: Regime | None = None, **options: Any

@@ -214,6 +214,21 @@ class NumericalParity(ConformanceTestCase):
         run = self.train(workload, regime=regime)
         self.check_parity(run, workload, regime, requirement="R010", requirements={"eval": "R010"})
 
+    @conformance_case(
+        "R010",
+        chapter="A",
+        axes={"sharding": ("full", "grad_optim"), "world_size": (2,)},
+        needs=lambda values: ["prefetch_forward", {"full": "zero3", "grad_optim": "zero2"}[values["sharding"]]],
+        kills=("evaluates-with-older-prefetch",),
+    )
+    def test_eval_with_prefetch(self, sharding: str, world_size: int) -> None:
+        """With forward prefetch, a forward in eval mode before a step is right too, and does not affect training."""
+        workload = probes.exact_nested()
+        regime = Regime(eval_before=(0, 1, 2), keep_outputs=True)
+        plan = self.plan(workload, sharding=Sharding(sharding), forward_prefetch=True)
+        run = self.train(workload, plan, regime)
+        self.check_parity(run, workload, regime, requirement="R010", requirements={"eval": "R010"})
+
     @conformance_case("R011", chapter="A", world_size=2, kills=("random-noise",))
     def test_two_runs_are_equal(self) -> None:
         """Two runs with the same seed are bitwise equal."""

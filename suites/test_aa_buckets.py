@@ -93,5 +93,8 @@ class Assignments(ConformanceTestCase):
         """An empty list and an actual sparse tensor are rejected."""
         tensors = [] if mistake == "empty" else [torch.eye(3).to_sparse()]
         adapter = self.subject()
-        with self.refusal("R164", f"tensors: {mistake}"), self.blaming("implementation"):
+        with (
+            self.refusal("R164", f"tensors: {mistake}", names=("tensors", "empty", "sparse", "flags")),
+            self.blaming("implementation"),
+        ):
             adapter.bucket_assignment(tensors, [400])

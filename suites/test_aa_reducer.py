@@ -142,7 +142,10 @@ class Misuse(Reducing):
         model = _Twice(with_first=others == "pending")
         reducer = self.reducer(model, bucket_cap_bytes=EACH)
         x = torch.ones(2, 3, device=self.device, requires_grad=True)
-        with self.refusal("R166", "two gradients of one parameter") as outcome, self.blaming("implementation"):
+        with (
+            self.refusal("R166", "two gradients of one parameter", names=("ready", "gradient")) as outcome,
+            self.blaming("implementation"),
+        ):
             reducer(x).sum().backward()
         if outcome.error is not None:
             self._expect_named(
@@ -168,7 +171,9 @@ class Misuse(Reducing):
         try:
             reducer = self.reducer(Coded(), bucket_cap_bytes=EACH)
             self.step(reducer, use=(0, 3))
-            with self.refusal("R166", "parameters p1 and p2 had no gradient") as outcome:
+            with self.refusal(
+                "R166", "parameters p1 and p2 had no gradient", names=("reduction", "gradient")
+            ) as outcome:
                 self.step(reducer, 1)
         finally:
             _DEBUG.set_debug_level(before)
@@ -390,7 +395,7 @@ class Hooks(Reducing):
         if mistake == "second":
             with self.blaming("implementation"):
                 reducer.register_comm_hook(None, _right_hook)
-        with self.refusal("R170", f"hook: {mistake}"), self.blaming("implementation"):
+        with self.refusal("R170", f"hook: {mistake}", names=("hook",)), self.blaming("implementation"):
             reducer.register_comm_hook(None, wrong[mistake])
 
     @conformance_case(
@@ -412,7 +417,10 @@ class Hooks(Reducing):
         reducer = self.reducer(Coded([(5,)]))
         with self.blaming("implementation"):
             reducer.register_comm_hook(None, _unannotated(hook))
-        with self.refusal("R170", f"a hook's result: {result}"), self.blaming("implementation"):
+        with (
+            self.refusal("R170", f"a hook's result: {result}", names=("hook", "result")),
+            self.blaming("implementation"),
+        ):
             reducer(rank_code(self.rank)).backward()
 
 

@@ -281,7 +281,10 @@ class Edges(Bucketing):
         bucketer = self.start(16)
         inputs = self.inputs(1, (3,))
         wrong = inputs[:-1] if length == "short" else [*inputs, inputs[0]]
-        with self.refusal("R176", f"{len(wrong)} inputs for {world_size} ranks"), self.blaming("implementation"):
+        with (
+            self.refusal("R176", f"{len(wrong)} inputs for {world_size} ranks", names=("inputs", "tensors", "list")),
+            self.blaming("implementation"),
+        ):
             bucketer.reduce_scatter(wrong, None, self.note(1))
         self.give(bucketer, 2, 3)
         self.finish(bucketer)
@@ -293,7 +296,10 @@ class Edges(Bucketing):
         """Teardown raises while inputs are pending, and they are not lost."""
         bucketer = self.start(16)
         self.give(bucketer, 1, 3)
-        with self.refusal("R176", "teardown with pending data"), self.blaming("implementation"):
+        with (
+            self.refusal("R176", "teardown with pending data", names=("pending", "waiting", "flush")),
+            self.blaming("implementation"),
+        ):
             bucketer.teardown()
         self.finish(bucketer)
         self.expect_called("R176", 1, when="after the flush")

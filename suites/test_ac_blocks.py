@@ -70,7 +70,10 @@ class FusedChunks(Blocks):
             self.expect_use(pool, 1, 0, when="with a fused chunk gathered")
             plain.access()
         self.expect_use(pool, 0, 1, when="with both gathered")
-        with self.refusal("R179", "a release of a fused chunk"), self.blaming("implementation"):
+        with (
+            self.refusal("R179", "a release of a fused chunk", names=("fused", "release")),
+            self.blaming("implementation"),
+        ):
             fused.release()
         self.check_values(fused, 1, when="after a refused release")
         with self.blaming("implementation"):
@@ -106,7 +109,10 @@ class Partners(Blocks):
             other = pool.chunk(NUMEL, torch.float32)
             other.append(self.tensors()[0])
             other.close()
-        with self.refusal("R179", "a partner with a different layout"), self.blaming("implementation"):
+        with (
+            self.refusal("R179", "a partner with a different layout", names=("partner", "layout", "pair")),
+            self.blaming("implementation"),
+        ):
             low.pair(other)
         with self.blaming("implementation"):
             low.pair(master)

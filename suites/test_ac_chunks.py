@@ -146,7 +146,12 @@ class Filling(Chunks):
             chunk = pool.chunk(NUMEL, torch.float32)
             chunk.append(position_code((20,)).to(self.device))
         wrong = torch.ones(2, dtype=torch.float64) if mistake == "dtype" else torch.ones(5)
-        with self.refusal("R177", f"a tensor with the wrong {mistake}"), self.blaming("implementation"):
+        with (
+            self.refusal(
+                "R177", f"a tensor with the wrong {mistake}", names=("dtype", "room", "element", "size", "fit")
+            ),
+            self.blaming("implementation"),
+        ):
             chunk.append(wrong.to(self.device))
         with self.blaming("implementation"):
             chunk.append(position_code((4,), first=21).to(self.device))  # just fits
@@ -158,7 +163,10 @@ class Filling(Chunks):
     def test_size_not_divisible(self) -> None:
         """A chunk size that is not a multiple of the group size is rejected."""
         pool = self.pool(numel=25)
-        with self.refusal("R177", "25 elements over 2 ranks"), self.blaming("implementation"):
+        with (
+            self.refusal("R177", "25 elements over 2 ranks", names=("divi", "multiple")),
+            self.blaming("implementation"),
+        ):
             pool.chunk(25, torch.float32)
 
 
@@ -181,7 +189,10 @@ class States(Chunks):
             if legal:
                 self._expect_moved(chunk, begin, end)
             else:
-                with self.refusal("R178", f"from {begin} to {end}"), self.blaming("implementation"):
+                with (
+                    self.refusal("R178", f"from {begin} to {end}", names=("state", "transition", begin, end)),
+                    self.blaming("implementation"),
+                ):
                     chunk.move(0, end)
                 self._expect_state(chunk, begin, f"after a rejected move to {end}")
             self._back_to_hold(chunk)
@@ -221,7 +232,10 @@ class States(Chunks):
         with self.blaming("implementation"):
             chunk.access()
             chunk.move(1, "compute")
-        with self.refusal("R178", "tensor 1 is in use"), self.blaming("implementation"):
+        with (
+            self.refusal("R178", "tensor 1 is in use", names=("state", "in use", "tensor 1", "compute")),
+            self.blaming("implementation"),
+        ):
             chunk.release()
         self.check_values("R178", chunk)
         self.expect_use("R178", pool, 1, 1, when="after a rejected release")
@@ -239,7 +253,10 @@ class States(Chunks):
             chunk.put_gradients(self.own_gradients())
         self.go(chunk, "compute", "hold_after_bwd")
         self.go(chunk, "ready_for_reduce", count=2)
-        with self.refusal("R178", "tensor 2 is not ready"), self.blaming("implementation"):
+        with (
+            self.refusal("R178", "tensor 2 is not ready", names=("state", "ready", "tensor 2")),
+            self.blaming("implementation"),
+        ):
             chunk.reduce()
         with self.blaming("implementation"):
             chunk.move(2, "ready_for_reduce")
@@ -326,7 +343,7 @@ class RoundTrips(Chunks):
         chunk, other = self.filled(pool), self.filled(pool, first=100)
         with self.blaming("implementation"):
             chunk.access()
-        with self.refusal("R179", "the only block is taken"), self.blaming("implementation"):
+        with self.refusal("R179", "the only block is taken", names=("block", "pool")), self.blaming("implementation"):
             other.access()
         self.expect_use("R179", pool, 0, 1, when="after a refused access")
         self.check_values("R179", chunk)
@@ -350,7 +367,10 @@ class Statistics(Chunks):
         """The squared norm covers the valid elements of this rank's shard, from the last reduction only."""
         pool = self.pool()
         chunk = self.filled(pool)
-        with self.refusal("R180", "no reduction yet"), self.blaming("implementation"):
+        with (
+            self.refusal("R180", "no reduction yet", names=("reduc", "norm", "statistics")),
+            self.blaming("implementation"),
+        ):
             chunk.statistics()
         for factor in (1, 2):
             self.reduced(chunk, self.own_gradients(factor))
@@ -435,18 +455,18 @@ class Pool(Chunks):
         shared = blocks[0].payload.data_ptr() == blocks[1].payload.data_ptr()
         self.expect(not shared, "R181", "two blocks share their memory")
         self.expect_use("R181", pool, 0, 2, when="with both leased")
-        with self.refusal("R181", "a third block of two"), self.blaming("implementation"):
+        with self.refusal("R181", "a third block of two", names=("block", "pool")), self.blaming("implementation"):
             pool.lease()
         self.expect_use("R181", pool, 0, 2, when="after a rejected lease")
         with self.blaming("implementation"):
             pool.give_back(blocks[0])
         self.expect_use("R181", pool, 1, 1, when="after one return")
-        with self.refusal("R181", "a second return"), self.blaming("implementation"):
+        with self.refusal("R181", "a second return", names=("block", "pool")), self.blaming("implementation"):
             pool.give_back(blocks[0])
         self.expect_use("R181", pool, 1, 1, when="after a rejected return")
         with self.blaming("implementation"):
             foreign = self.pool().lease()
-        with self.refusal("R181", "another pool's block"), self.blaming("implementation"):
+        with self.refusal("R181", "another pool's block", names=("block", "pool")), self.blaming("implementation"):
             pool.give_back(foreign)
         with self.blaming("implementation"):
             pool.lease()

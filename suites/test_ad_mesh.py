@@ -400,7 +400,10 @@ class Metadata(Mesh):
         tensor = self.tensor(difference, different=self.rank == odd)
         asked = {name: True for name in ("shape", "stride") if name == difference}
         if odd in self.row:
-            with self.refusal("R185", f"a different {difference} on rank {odd}"), self.blaming("implementation"):
+            with (
+                self.refusal("R185", f"a different {difference} on rank {odd}", names=(difference.replace("-", "_"),)),
+                self.blaming("implementation"),
+            ):
                 collectives.check_meta(tensor, self.mesh, axis, **asked)
         else:
             with self.blaming("implementation"):
@@ -431,7 +434,7 @@ class Metadata(Mesh):
         collectives = self.start("2x2", 1)
         if self.rank >= 2:
             tensor = self.tensor("dtype", different=self.rank == 3)
-            with self.refusal("R185", "a different dtype on rank 3"), self.blaming("implementation"):
+            with self.refusal("R185", "a different dtype on rank 3", names=("dtype",)), self.blaming("implementation"):
                 collectives.check_meta(tensor, self.mesh, 1)
             self.expect_row_alone("R185")
         else:

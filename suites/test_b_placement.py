@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.checks import communication
 from fsdp_conformance.config import InitMode, Offload
@@ -85,7 +86,8 @@ class InitModes(ConformanceTestCase):
     def test_offloaded_and_moved(self) -> None:
         """Offloaded parameters that are moved to the device raise at the first forward."""
         workload = probes.exact_mlp()
-        with self.refusal("R015", "parameters are offloaded to the CPU and were moved to the device"):
+        reason = "parameters are offloaded to the CPU and were moved to the device"
+        with self.refusal("R015", reason, names=("offload",)):
             self.train(workload, self.plan(workload, init_mode=InitMode.AFTER, offload=Offload.CPU))
 
     @conformance_case("R016", chapter="B", world_size=2, needs=("device_id",), kills=("ignores-device-id",))
@@ -145,7 +147,7 @@ class InitModes(ConformanceTestCase):
             return model
 
         adapter = self.subject()
-        with self.refusal("R018", "parameters on several devices") as outcome:
+        with self.refusal("R018", "parameters on several devices", names=("device", "init_never")) as outcome:
             run = self.train(replace(base, build=build), self.plan(base, init_mode=InitMode.NEVER), adapter=adapter)
             outcome.excused = self.declares("init_never")
         if outcome.excused:
@@ -166,7 +168,20 @@ class InitModes(ConformanceTestCase):
         changed = with_values(workload, lambda value: value.neg())
         values = {name: tensor.detach().clone() for name, tensor in changed.build(self.rank).named_parameters()}
         run = self.train(workload, on_setup=lambda adapter: adapter.write_params(values))
-        self.check_parity(run, changed)
+        self.check_parity(run, changed, requirement="R019")
+
+    @conformance_case(
+        "R019",
+        "R002",
+        chapter="B",
+        axes={"world_size": (2, 3)},
+        kills=("writes-after-wrap-lost", "updates-the-values-from-wrap"),
+    )
+    def test_changed_in_place(self, world_size: int) -> None:
+        """Training starts from what is stored on the ranks, each element of which was negated after wrapping."""
+        workload = probes.exact_nested()
+        run = self.train(workload, on_setup=_negate)
+        self.check_parity(run, with_values(workload, lambda value: value.neg()), requirement="R019")
 
     @conformance_case(
         "R020",
@@ -197,7 +212,9 @@ class InitModes(ConformanceTestCase):
         workload = probes.exact_mlp()
         divergent = with_values(workload, lambda value: value + self.rank)
         plan = self.plan(workload, init_mode=InitMode.NEVER, sync_module_states=True)
-        with self.refusal("R021", "sync_module_states with a module on the CPU") as outcome:
+        with self.refusal(
+            "R021", "sync_module_states with a module on the CPU", names=("sync", "device", "cpu")
+        ) as outcome:
             run = self.train(divergent, plan)
             outcome.excused = True
         if outcome.excused:
@@ -241,12 +258,29 @@ class InitModes(ConformanceTestCase):
         """A module that was moved off its device between init and forward raises an error that names the device."""
         workload = probes.exact_mlp()
         plan = self.plan(workload, init_mode=InitMode.BEFORE)
-        with self.refusal("R023", "the module was moved to the CPU after it was wrapped"):
+        reason = "the module was moved to the CPU after it was wrapped"
+        with self.refusal("R023", reason, names=(self.device.type, "cpu")):
             self.train(workload, plan, on_setup=lambda adapter: adapter.module().to("cpu"))
 
     @conformance_case("R024", chapter="B", world_size=2, needs=("pg_sanity",), kills=("sum-instead-of-mean",))
     def test_group_that_contradicts_the_launcher(self) -> None:
         """A process group of one rank in a launch of two is reported."""
-        with self.refusal("R024", "a group of one rank on every rank, in a launch of two"):
+        with self.refusal(
+            "R024", "a group of one rank on every rank, in a launch of two", names=("world", "launch", "group")
+        ):
             workload = models.wide_mlp()
             self.train(workload, self.plan(workload, local_units=("",)))
+
+
+@torch.no_grad()
+def _negate(adapter: Adapter) -> None:
+    """Change the sign of everything that this rank stores of the parameters, including copies for the optimizer."""
+    held = adapter.local_tensors()
+    # A tensor that is listed twice is changed once.
+    distinct = {
+        (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape)): tensor
+        for tensor in (*held["params"], *held.get("master", ()))
+        if tensor.numel()
+    }
+    for tensor in distinct.values():
+        tensor.neg_()

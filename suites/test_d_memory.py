@@ -104,15 +104,18 @@ class Bytes(ConformanceTestCase):
         axes={"world_size": (2, 4), "reshard": (True, False)},
         needs=lambda values: ("mem_bounds", "zero3" if values["reshard"] else "zero2"),
         environment=("accelerator",),
-        kills=lambda values: ["gathers-everything-first" if values["reshard"] else "keeps-full-gradients"],
-    )
+        kills=lambda values: [
+            "gathers-everything-first" if values["reshard"] else "keeps-full-gradients", "keeps-full-parameters"
+        ],
+    )  # fmt: skip
     def test_peaks(self, world_size: int, reshard: bool) -> None:
         """Peak memory is a few units, whatever the depth, or the whole model if parameters are kept."""
         workload = deep.deep_8()
         plan = self.plan(workload, sharding=Sharding.FULL if reshard else Sharding.GRAD_OPTIM)
         run = self.train(workload, plan)
         activations = self.activations(workload)
-        self.check(memory.peaks(run, workload, plan, activations, world_size=world_size))
+        padding = self.padding
+        self.check(memory.peaks(run, workload, plan, activations, world_size=world_size, padding=padding))
 
     @conformance_case(
         "R039",
@@ -170,15 +173,18 @@ class Bytes(ConformanceTestCase):
         axes={"world_size": (2,), "depth": (4, 8)},
         needs=("rate_limit", "sharded_state", "zero3"),
         environment=("accelerator",),
-        kills=("gathers-everything-first",),
+        kills=("gathers-everything-first", "hides-gathered-units"),
     )
     def test_bounded_number_of_units(self, world_size: int, depth: int) -> None:
-        """While a unit computes, at most the declared number of units is unsharded, whatever the depth."""
+        """While a unit computes, at most the declared number of units is unsharded: by its own account and by bytes."""
         workload = {4: deep.deep_4, 8: deep.deep_8}[depth]()
         adapter = self.subject()
         counts: list[tuple[str, int]] = []
+        held: list[tuple[str, int, int]] = []
 
         def count(moment: str, module: nn.Module) -> None:
+            # Every unit computes once in forward and once in backward.
+            held.append((moment, len(held) // (2 * depth), self.allocated_bytes()))
             counts.append((moment, sum(adapter.unit_is_unsharded(unit) for unit in workload.units)))
 
         plan = self.plan(workload, sharding=Sharding.FULL)
@@ -190,6 +196,13 @@ class Bytes(ConformanceTestCase):
             message = comparison(f"units unsharded in {moment}", expected=expected, got=unsharded)
             bounded = 1 <= unsharded <= adapter.max_unsharded
             self.expect(bounded, "R042", message, phase=moment, check="units gathered at once")
+        activations = self.activations(workload)
+        self.check(
+            memory.units_gathered(
+                run, workload, plan, activations, held,
+                world_size=world_size, most=adapter.max_unsharded, padding=self.padding,
+            )
+        )  # fmt: skip
 
 
 class Lifecycle(ConformanceTestCase):

@@ -125,6 +125,27 @@ class CommunicationSchedule(ConformanceTestCase):
             )
         )
 
+    @conformance_case(
+        "R068", chapter="G", axes={"world_size": (2, 4)}, kills=("all-reduce-and-slice", "gathers-twice-the-bytes")
+    )
+    def test_total_volume(self, world_size: int) -> None:
+        """A step sends no more than gathering all parameters twice and reducing all gradients once."""
+        workload = models.wide_mlp()
+        plan = self.plan(workload)
+        run = self.train(workload, plan)
+        self.check(
+            communication.total_volume(
+                run, workload, plan, world_size=world_size, padding=self.padding, requirement="R068"
+            )
+        )
+
+    @conformance_case("R069", chapter="G", world_size=3, kills=("uses-a-group-of-its-own",))
+    def test_world_alone(self) -> None:
+        """Where no group but the world is declared, nothing is sent over a part of it."""
+        workload = probes.exact_nested()
+        run = self.train(workload)
+        self.check(groups.world_alone(run, requirement="R069"))
+
     @conformance_case("R069", chapter="G", world_size=4, needs=("hsdp",), kills=("world-instead-of-subgroup",))
     def test_hybrid_groups(self) -> None:
         """Under hybrid sharding, gathers and reduce-scatters stay in shard groups, all-reduces in replica groups."""

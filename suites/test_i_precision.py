@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterable
+from typing import Any
 
+import torch
+from torch import Tensor, nn
+
+from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.checks import memory
 from fsdp_conformance.checks.communication import reductions_in
 from fsdp_conformance.checks.references import Kind
+from fsdp_conformance.checks.result import comparison
 from fsdp_conformance.fixtures import deep, precision
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import BatchKey, Regime
@@ -22,19 +28,76 @@ class LowPrecision(ConformanceTestCase):
         axes={"world_size": (2, 4)},
         needs=("mixed_precision",),
         environment=("accelerator",),
-        kills=("keeps-low-precision-copies",),
+        kills=("keeps-low-precision-copies", "keeps-copies-in-any-precision"),
     )
     def test_copies_live_while_gathered(self, world_size: int) -> None:
-        """Between steps and after each backward, as many bytes are held as without low-precision copies."""
+        """Between steps and after each backward, shards are held in their own dtype alone, and no more than without."""
         workload = deep.deep_4()
         plain = self.train(workload, self.plan(workload), observe=False)
-        lower = self.train(workload, self.plan(workload, param_dtype="bfloat16"), observe=False)
+        plan = self.plan(workload, param_dtype="bfloat16")
+        lower = self.train(workload, plan, observe=False)
+        self.check(
+            memory.shards_without_copies(
+                lower, workload, plan, world_size=world_size, padding=self.padding, requirement="R085"
+            )
+        )
         self.check(memory.same_bytes(lower, plain, "R085", what="mixed precision"))
 
     @conformance_case(
-        "R084",
         "R081",
+        chapter="I",
+        world_size=2,
+        needs=("mixed_precision",),
+        kills=("ignores-param-dtype", "rounds-integer-inputs"),
+    )
+    def test_dtypes_in_forward(self) -> None:
+        """In forward, parameters are in bfloat16, and integer inputs keep their dtype."""
+        workload = precision.scaled()
+        seen: dict[str, list[str]] = {}
+        run = self.train(
+            workload,
+            self.plan(workload, param_dtype="bfloat16"),
+            on_setup=lambda adapter: _watch_dtypes(adapter.module(), seen),
+        )
+        self.expect_equal("R081", "training", len(run.steps), 3)
+        wanted = {"parameters": "bfloat16", "tokens": "int64"}
+        for what, dtype in wanted.items():
+            self.expect_equal(
+                "R081", f"dtypes of {what}", sorted(set(seen.get(what, []))), [dtype], phase="forward",
+                check="dtypes in forward",
+            )  # fmt: skip
+
+    @conformance_case(
         "R082",
+        chapter="I",
+        world_size=2,
+        axes={"optimizer": ("sgd", "adam")},
+        needs=("mixed_precision",),
+        kills=("keeps-gradients-in-low-precision", "keeps-state-in-low-precision"),
+    )
+    def test_dtypes_for_the_optimizer(self, optimizer: str) -> None:
+        """After backward, and between steps, parameters, gradients and optimizer state are in float32."""
+        workload = precision.scaled()
+        plan, adapter = self.plan(workload, param_dtype="bfloat16"), self.subject()
+        self.train(workload, plan, Regime(optimizer=optimizer), adapter=adapter, on_gradients=self._expect_float32)
+        for kind, tensors in adapter.local_tensors().items():
+            self._expect_only_float32(kind, tensors, phase="step")
+
+    def _expect_float32(self, adapter: Adapter, step: int) -> None:
+        parameters = adapter.parameters().values()
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        self.expect(
+            bool(grads), "R082", comparison("gradients", expected="some", got="none"), step=step, phase="reduce"
+        )
+        self._expect_only_float32("parameters", parameters, step=step, phase="reduce")
+        self._expect_only_float32("gradients", grads, step=step, phase="reduce")
+
+    def _expect_only_float32(self, what: str, tensors: Iterable[Tensor], **where: Any) -> None:
+        strange = sorted({str(tensor.dtype) for tensor in tensors} - {"torch.float32"})
+        self.expect_equal("R082", f"other dtypes of {what} than float32", strange, [], check="dtypes", **where)
+
+    @conformance_case(
+        "R084",
         chapter="I",
         world_size=2,
         axes={"reduce": ("default", "float32")},
@@ -104,6 +167,20 @@ class LowPrecision(ConformanceTestCase):
         self.expect_equal("R088", "dtype of the input's gradient", got, torch.float32, phase="backward")
         nonzero = x.grad is not None and bool(x.grad.any())
         self.expect(nonzero, "R088", "the gradient of the input is zero", phase="backward")
+
+
+def _watch_dtypes(module: nn.Module, seen: dict[str, list[str]]) -> None:
+    """Note the dtypes of each linear layer's parameters and of the embedding's tokens in each forward."""
+
+    def note(what: str, tensors: Iterable[Tensor]) -> None:
+        seen.setdefault(what, []).extend(str(tensor.dtype).removeprefix("torch.") for tensor in tensors)
+
+    for child in module.modules():
+        # Inside of whatever wraps the modules: the hooks run when the user's own forward does.
+        if isinstance(child, nn.Linear):
+            child.register_forward_pre_hook(lambda linear, args: note("parameters", [linear.weight, linear.bias]))
+        elif isinstance(child, nn.Embedding):
+            child.register_forward_pre_hook(lambda table, args: note("tokens", args))
 
 
 class PrecisionByUnit(ConformanceTestCase):

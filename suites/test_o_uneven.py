@@ -89,7 +89,7 @@ class UnevenShards(ConformanceTestCase):
             run = self.train(problem, plan)
             self.check_parity(run, problem, requirements={"gradient": "R125", "parameter": "R125"})
         else:
-            with self.refusal("R125", "uneven shards along dimension 1") as outcome:
+            with self.refusal("R125", "uneven shards along dimension 1", names=("uneven", "dim", "divi")) as outcome:
                 run = self.train(problem, plan)
                 outcome.excused = True
             if outcome.excused:

@@ -80,6 +80,7 @@ def train(
     on_setup: Callable[[Adapter], object] | None = None,
     on_loss: Callable[[Adapter, int], object] | None = None,
     on_gradients: Callable[[Adapter, int], object] | None = None,
+    on_step: Callable[[int], object] | None = None,
     inputs_on_cpu: bool = False,
 ) -> TrainingHistory:
     """
@@ -89,7 +90,8 @@ def train(
     open, so that the caller can inspect it. Faults are prepared with the model, installed after setup and removed at
     the end. With `observe=False`, only losses and the final parameters are read. `on_setup` is called after setup and
     before initial values are recorded; `on_loss`, with the step, between a loss and its backward, like a user's own
-    code; `on_gradients` after a step's gradients are complete, as an observer. With `inputs_on_cpu`, batches stay on
+    code; `on_gradients` after a step's gradients are complete, as an observer; `on_step` with
+    each step whose optimizer step has returned. With `inputs_on_cpu`, batches stay on
     the CPU for the engine to move.
 
     Raises Unsupported for a plan with undeclared flags, or for a regime that the adapter cannot follow.
@@ -121,6 +123,8 @@ def train(
                 installed.enter_context(fault)
             for step in range(regime.steps):
                 run.step(step)
+                if on_step is not None:
+                    on_step(step)
         run.finish()
     finally:
         # Recorded even if the run raised: a failure's report quotes it.

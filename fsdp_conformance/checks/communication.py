@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from fsdp_conformance.checks.partition import shard_group_size
 from fsdp_conformance.checks.result import CheckResult, Tally
 from fsdp_conformance.checks.traffic import (
     GATHERING,
@@ -262,6 +263,34 @@ def _reduce_dtype(plan: Plan, unit: str) -> torch.dtype | None:
         return _compute_dtype(plan, unit)
     dtype: torch.dtype = getattr(torch, plan.reduce_dtype)
     return dtype
+
+
+def total_volume(
+    history: TrainingHistory, workload: Workload, plan: Plan, *, world_size: int, padding: float, requirement: str
+) -> CheckResult:
+    """
+    What a step sends in all is at most two passes of parameters and one of gradients, plus the declared padding (R068).
+
+    That is full sharding; less sharding needs less. An all-reduce counts twice, because it is a reduction and a gather.
+    An engine whose default is hybrid also all-reduces a shard.
+    """
+    tally = Tally("total volume", requirement, rank=history.rank)
+    units = owning_units(workload, plan).shared
+    group_size = shard_group_size(history, plan, world_size=world_size)
+    passes = 2 * padded_bytes(units, group_size)
+    trained = padded_bytes(units, group_size, trainable_only=True)
+    over_replicas = 2 * trained / group_size if group_size < world_size else 0
+    most = (passes + trained + over_replicas) * (1 + padding)
+    for step in steady_steps(history):
+        # What one rank receives by itself, another has sent.
+        records = [record for record in in_step(history, step.step) if record.op is not Op.RECV]
+        sent = nbytes(records) + nbytes(of(records, Op.ALL_REDUCE))
+        tally.compare(
+            sent <= most * len(step.losses), "sent in the step", expected=f"at most {int(most) * len(step.losses)} B",
+            got=f"{sent} B", details=f"the parameters have {parameter_bytes(units)} B, padding at most {padding:.0%}",
+            elements=max(len(records), 1), step=step.step, call=sites(records) if sent > most else None,
+        )  # fmt: skip
+    return tally.result()
 
 
 def _names(units: tuple[Unit, ...]) -> str:

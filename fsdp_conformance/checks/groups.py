@@ -70,6 +70,21 @@ def groups_used(history: TrainingHistory, workload: Workload, plan: Plan, *, req
     return tally.result()
 
 
+def world_alone(history: TrainingHistory, *, requirement: str) -> CheckResult:
+    """In a step, every collective of more than one rank runs over the world, and there are some (R069)."""
+    tally = Tally("groups", requirement, rank=history.rank)
+    world = tuple(range(history.world_size))
+    for step in history.steps:
+        records = in_step(history, step.step)
+        for op in dict.fromkeys(record.op for record in records):
+            _judge_groups(tally, step, of(records, op), {world})
+        tally.compare(
+            bool(records), f"collectives over {_text(world)}", expected="at least 1", got=len(records), step=step.step,
+            likely="ranks train independently",
+        )  # fmt: skip
+    return tally.result()
+
+
 def reshard_group_used(history: TrainingHistory, workload: Workload, plan: Plan, *, requirement: str) -> CheckResult:
     """
     Backward gathers the units below the root over the group that parameters are resharded to after forward (R005).
@@ -86,8 +101,9 @@ def reshard_group_used(history: TrainingHistory, workload: Workload, plan: Plan,
     below_root = [unit for unit in owning_units(workload, plan).shared if unit.fqn]
     for step in steady_steps(history):
         gathered = of(in_step(history, step.step, "backward"), Op.ALL_GATHER)
+        inside = [record for record in gathered if record.group == group]
         expect_bytes(
-            tally, f"gathered in backward over {_text(group)}", [record for record in gathered if record.group == group],
+            tally, f"gathered in backward over {_text(group)}", inside,
             least=parameter_bytes(below_root) // 2, details=f"{nbytes(gathered)} B over all groups", step=step.step,
             phase="backward", likely="the requested group is not used",
         )  # fmt: skip

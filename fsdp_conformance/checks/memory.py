@@ -13,6 +13,7 @@ Bounds are derived from the workload and the plan. With W ranks in a shard group
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_conformance.checks.result import CheckResult, Tally
@@ -144,45 +145,96 @@ def nothing_full_after_backward(
 
 
 def peaks(
-    history: TrainingHistory, workload: Workload, plan: Plan, activations: Activations, *, world_size: int
+    history: TrainingHistory,
+    workload: Workload,
+    plan: Plan,
+    activations: Activations,
+    *,
+    world_size: int,
+    padding: float,
 ) -> CheckResult:
     """
-    Peaks above the bytes held between steps (R038), where parameters are resharded after forward:
+    Peaks above the bytes allocated before setup (R038), where parameters are resharded after forward:
 
-        forward    3 x largest + root + activations         two gathered units and a copy, or a prefetched one
-        backward   shard + 4 x largest + root + activations two gathered units, gradients of one and their copy
+        forward    sharded + 3 x largest + root + activations   two gathered units and a copy, or a prefetched one
+        backward   2 x sharded + 4 x largest + root             two gathered units, gradients of one and their copy
 
-    and where they are kept:
+    and where they are kept, in both:
 
-        forward    full + 2 x largest + activations         buffers of two gathers beside what was copied out of them
-        backward   full + shard + 1.5 x largest + activations
+        sharded + full + 2 x largest + activations              the buffers of a gather, or a unit's gradients twice
 
-    Activations in backward count twice: once for the forward's and once for their gradients.
+    From the second step on, the optimizer's state is held as well. What is held after wrapping counts as sharded, as
+    far as R033 allows it.
     """
     bytes_of = sizes(workload, plan, world_size=world_size)
     kept = plan.reshard_after_forward is False or plan.sharding is Sharding.GRAD_OPTIM
     largest, root, full = bytes_of.largest, bytes_of.root, bytes_of.below_root + bytes_of.root
-    bounds = {
-        Point.FORWARD: (full + 2 * largest if kept else 3 * largest + root) + activations.forward_peak + SCALARS,
-        Point.BACKWARD: (full + 3 * largest // 2 if kept else 4 * largest + root)
-        + bytes_of.shard
-        + 2 * activations.forward_peak
-        + SCALARS,
-    }
+    sharded = _sharded_bytes(history, bytes_of, padding)
+    state = sharded * history.full_bytes["optim"] // history.full_bytes["params"]
+    if kept:
+        bounds = dict.fromkeys((Point.FORWARD, Point.BACKWARD), sharded + full + 2 * largest + activations.forward_peak)
+    else:
+        bounds = {
+            Point.FORWARD: sharded + 3 * largest + root + activations.forward_peak,
+            Point.BACKWARD: 2 * sharded + 4 * largest + root,
+        }
+    base = _first(history, Point.BEFORE_SETUP).allocated
     tally = Tally("peak bytes", "R038", rank=history.rank)
     figures: dict[str, int] = {}
     for point, bound in bounds.items():
-        for step, before, after in _pairs(history, point):
-            peak = after.peak - before
-            figures[f"{point.value}, step {step}"] = peak
+        for step, _, after in _pairs(history, point):
+            peak, most = after.peak - base, bound + (state if step else 0) + SCALARS
+            figures[f"{point.value}, step {step}"], figures[f"{point.value}, step {step}, bound"] = peak, most
             tally.compare(
-                peak <= bound, "peak above the bytes held between steps", expected=f"at most {bound} B",
+                peak <= most, "peak above the bytes before setup", expected=f"at most {most} B",
                 got=f"{peak} B", step=step, phase="forward" if point is Point.FORWARD else "backward",
-                details=f"the largest unit has {largest} B in full, the root {root} B, a shard {bytes_of.shard} B, "
-                f"activations at most {activations.forward_peak} B",
+                details=f"the largest unit has {largest} B in full, the root {root} B, what is sharded {sharded} B, "
+                f"activations at most {activations.forward_peak} B, optimizer state {state if step else 0} B",
             )  # fmt: skip
-        figures[f"{point.value}, bound"] = bound
     return tally.result(measurements=figures)
+
+
+def units_gathered(
+    history: TrainingHistory,
+    workload: Workload,
+    plan: Plan,
+    activations: Activations,
+    counted: Sequence[tuple[str, int, int]],
+    *,
+    world_size: int,
+    most: int,
+    padding: float,
+) -> CheckResult:
+    """
+    Bytes leave room for at most `most` gathered units while one computes (R042).
+
+    `counted` holds the moment ("forward" or "backward"), the step, and the bytes allocated then. Beside the gathered
+    units there may be the buffer of a gather, in backward also a unit's gradients twice, and their shards.
+    """
+    bytes_of = sizes(workload, plan, world_size=world_size)
+    sharded = _sharded_bytes(history, bytes_of, padding)
+    state = sharded * history.full_bytes["optim"] // history.full_bytes["params"]
+    base = _first(history, Point.BEFORE_SETUP).allocated
+    tally = Tally("bytes of gathered units", "R042", rank=history.rank)
+    for moment, step, allocated in counted:
+        held = sharded + (state if step else 0) + bytes_of.root + activations.forward_peak + SCALARS
+        units = most + 1
+        if moment == "backward":
+            held, units = held + sharded, units + 2
+        bound = held + units * bytes_of.largest
+        tally.compare(
+            allocated - base <= bound, "allocated while a unit computes", expected=f"at most {bound} B",
+            got=f"{allocated - base} B", step=step, phase=moment,
+            details=f"{held} B beside {most} gathered units of at most {bytes_of.largest} B and buffers",
+            likely="more units are gathered than declared",
+        )  # fmt: skip
+    return tally.result()
+
+
+def _sharded_bytes(history: TrainingHistory, bytes_of: Sizes, padding: float) -> int:
+    """What is held after wrapping, or what R033 allows if that is less."""
+    allowed = int(bytes_of.shard * (1 + padding)) + bytes_of.buffers
+    return min(_above_base(history, _first(history, Point.SETUP)), allowed)
 
 
 def no_growth(history: TrainingHistory, *, first: int = 1) -> CheckResult:
@@ -243,6 +295,36 @@ def same_bytes(history: TrainingHistory, other: TrainingHistory, requirement: st
                 phase="init" if point is Point.SETUP else point.value,
             )  # fmt: skip
     return tally.result(measurements=figures)
+
+
+def shards_without_copies(
+    history: TrainingHistory, workload: Workload, plan: Plan, *, world_size: int, padding: float, requirement: str
+) -> CheckResult:
+    """
+    After setup and after each backward, the shards are held in their own dtype alone (R085).
+
+    After backward these are the shards of parameters and gradients, and from the second step on of optimizer state.
+    """
+    bytes_of = sizes(workload, plan, world_size=world_size)
+    sharded = _sharded_bytes(history, bytes_of, padding)
+    state = sharded * history.full_bytes["optim"] // history.full_bytes["params"]
+    tally = Tally("bytes of shards", requirement, rank=history.rank)
+    for point, step, bound in (
+        (Point.SETUP, None, int(bytes_of.shard * (1 + padding)) + bytes_of.buffers),
+        *(
+            (Point.BACKWARD, mark.step, 2 * sharded + (state if mark.step else 0))
+            for mark in _marks(history, Point.BACKWARD)
+        ),
+    ):
+        mark = next(mark for mark in _marks(history, point) if mark.step == step)
+        held = _above_base(history, mark)
+        tally.compare(
+            held <= bound + SCALARS, f"held after {point.value}", expected=f"at most {bound} B", got=f"{held} B",
+            details=f"a shard of the parameters has {sharded} B", step=step,
+            phase="init" if point is Point.SETUP else point.value,
+            likely="copies in low precision outlive the reshard" if held >= bound + sharded // 2 else None,
+        )  # fmt: skip
+    return tally.result()
 
 
 def _marks(history: TrainingHistory, point: Point) -> list[MemoryMark]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -32,8 +32,9 @@ class ViewsOfFullStorage(SeamFSDP2):
                 whole = mine.new_zeros(self.world_size, mine.numel())
                 whole[self.rank] = mine
                 sharded._sharded_param_data = whole[self.rank]
-                local = sharded.sharded_param._local_tensor
-                sharded.sharded_param._local_tensor = whole[self.rank].as_strided(
+                parameter: Any = sharded.sharded_param
+                local = parameter._local_tensor
+                parameter._local_tensor = whole[self.rank].as_strided(
                     local.size(), local.stride(), whole[self.rank].storage_offset()
                 )
 

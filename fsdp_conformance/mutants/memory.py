@@ -154,3 +154,20 @@ class ReplicatedGradients(SeamFSDP2):
             grad = parameter.grad
             if isinstance(grad, DTensor):
                 parameter.grad = grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim)
+
+
+@known_wrong("R042", environment=("accelerator",))
+class HidesGatheredUnits(GathersEverythingFirst):
+    """Every unit is gathered at the start of forward and backward, and one of them is reported."""
+
+    def unit_is_unsharded(self, fqn: str) -> bool:
+        return fqn == self.plan.units[0]
+
+
+@known_wrong("R085", environment=("accelerator",))
+class KeepsCopiesInAnyPrecision(SeamFSDP2):
+    """Low-precision copies of the shards are kept from the start, whether or not a low precision is requested."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        super().setup(model_fn, optim_fn, plan)
+        self._copies = [local.bfloat16() for local in self.local_tensors()["params"]]

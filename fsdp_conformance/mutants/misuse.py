@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from dataclasses import replace
 from typing import Any, ClassVar
 from unittest import mock
@@ -98,14 +99,14 @@ class SwapsPrefetch(TorchFSDP1):
 class WrapsTwiceSilently(SeamFSDP2):
     """A second wrap is accepted and averages gradients again."""
 
-    _wraps = 0
+    _again = False
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
-        self._wraps += 1
-        return model if isinstance(model, FSDPModule) else super().wrap(model, plan)
+        self._again = isinstance(model, FSDPModule)
+        return model if self._again else super().wrap(model, plan)
 
     def local_gradient(self, name: str, grad: Tensor) -> Tensor:
-        return grad / self.world_size if self._wraps > 1 else grad
+        return grad / self.world_size if self._again else grad
 
 
 @known_wrong("R060")
@@ -193,6 +194,57 @@ class WrapsModulesOneByOne(SeamFSDP2):
 
     def prepare(self, model: nn.Module, plan: Plan) -> Plan:
         return replace(plan, units=tuple(module for unit in plan.units for module in unit.split("+")))
+
+
+@known_wrong("R054")
+class RefusesLate(SeamFSDP2):
+    """A module that was wrapped twice trains, and is rejected after two steps."""
+
+    _again = False
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        self._again = isinstance(model, FSDPModule)
+        return model if self._again else super().wrap(model, plan)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._again and self.num_steps == 2:
+            raise ValueError("the module was wrapped already")
+        return super().forward(*args, **kwargs)
+
+
+@known_wrong("R055")
+class WarnsOfSomethingElse(AcceptsContainers):
+    """A container without a forward is accepted as a unit, and a warning speaks of something else."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        warnings.warn("the first forward allocates memory", stacklevel=1)
+        return super().forward(*args, **kwargs)
+
+
+@known_wrong("R057")
+class IgnoresWhatItDoesNotOffer(SeamFSDP2):
+    """Options that the engine does not offer are accepted, and do nothing."""
+
+    declines: ClassVar[frozenset[str]] = frozenset({"hsdp", "reshard_int", "device_id"})
+
+    @classmethod
+    def refuse_undeclared(cls, plan: Plan) -> None:
+        return
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        super().setup(model_fn, optim_fn, Plan(device=plan.device, units=plan.units))
+
+
+@known_wrong("R057")
+class BreaksDown(SeamFSDP2):
+    """An invalid configuration is not checked: the code that uses it breaks down."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        try:
+            super().setup(model_fn, optim_fn, plan)
+        except (ValueError, RuntimeError, AssertionError):
+            groups: dict[int, Any] = {}
+            groups[plan.replicas].wait()
 
 
 class _Wrapper(nn.Module):

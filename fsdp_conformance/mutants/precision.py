@@ -61,6 +61,59 @@ class RoundsInputsOutsideOfAutograd(SeamFSDP2):
         return super().forward(*(_rounded(arg, dtype) for arg in args), **kwargs)
 
 
+@known_wrong("R081")
+class RoundsIntegerInputs(SeamFSDP2):
+    """All inputs are cast to the compute dtype, integers as well."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.plan.param_dtype is None:
+            return super().forward(*args, **kwargs)
+        dtype = getattr(torch, self.plan.param_dtype)
+        # Back to integers of another width, which an embedding accepts.
+        rounded = (arg.to(dtype).int() if not arg.is_floating_point() else arg for arg in args)
+        return super().forward(*rounded, **kwargs)
+
+
+@known_wrong("R082")
+class KeepsGradientsInLowPrecision(SeamFSDP2):
+    """The reduced gradients stay in the compute dtype, and the optimizer converts them."""
+
+    def after_backward(self) -> None:
+        if self.plan.param_dtype is None:
+            return
+        dtype = getattr(torch, self.plan.param_dtype)
+        for parameter in self.sharded().values():
+            if parameter.grad is not None:
+                parameter.grad_dtype = None
+                parameter.grad = parameter.grad.to(dtype)
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        for parameter in self.sharded().values():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad.to(parameter.dtype)
+        return super().step(max_norm, norm_type=norm_type)
+
+
+@known_wrong("R082")
+class KeepsStateInLowPrecision(SeamFSDP2):
+    """The optimizer's state is stored in the compute dtype."""
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        self._convert_state(torch.float32)
+        norm = super().step(max_norm, norm_type=norm_type)
+        if self.plan.param_dtype is not None:
+            self._convert_state(getattr(torch, self.plan.param_dtype))
+        return norm
+
+    def _convert_state(self, dtype: torch.dtype) -> None:
+        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+            state.update({key: value.to(dtype) for key, value in state.items() if _is_large(value)})
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() > 0
+
+
 def _rounded(value: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None or not isinstance(value, Tensor) or not value.is_floating_point():
         return value

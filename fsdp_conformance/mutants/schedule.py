@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
@@ -177,3 +177,39 @@ class ReversesPrefetchLists(SeamFSDP2):
                 state._states_to_forward_prefetch.reverse()
                 state._states_to_backward_prefetch.reverse()
         return wrapped
+
+
+@known_wrong("R069")
+class UsesAGroupOfItsOwn(SeamFSDP2):
+    """Every forward sends something over a group of all ranks but the last."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        super().setup(model_fn, optim_fn, plan)
+        self._group = dist.new_group(list(range(self.world_size - 1)))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.rank < self.world_size - 1:
+            dist.all_reduce(torch.zeros(1, device=self.device), group=self._group)
+        return super().forward(*args, **kwargs)
+
+
+@known_wrong("R010")
+class EvaluatesWithOlderPrefetch(SeamFSDP2):
+    """With forward prefetch, an evaluation computes with what the evaluation before it prefetched."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        super().setup(model_fn, optim_fn, plan)
+        self._prefetched: dict[str, Tensor] = {}
+        if plan.forward_prefetch:
+            last = self.names.modules[plan.units[-1]]
+            inner = next(module for module in last.modules() if any(True for _ in module.parameters(recurse=False)))
+            inner.register_forward_pre_hook(self._take_the_older)
+
+    def _take_the_older(self, module: nn.Module, args: Any) -> None:
+        if module.training:
+            return
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                fresh = parameter.detach().clone()
+                parameter.data.copy_(self._prefetched.get(key, fresh))
+                self._prefetched[key] = fresh

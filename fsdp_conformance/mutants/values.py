@@ -114,6 +114,21 @@ class WritesAfterWrapLost(SeamFSDP2):
         return super().forward(*args, **kwargs)
 
 
+@known_wrong("R019")
+class UpdatesTheValuesFromWrap(SeamFSDP2):
+    """The first optimizer step updates a copy of the parameters that was taken at wrap time."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        super().setup(model_fn, optim_fn, plan)
+        self._masters = [local.clone() for local in self.local_tensors()["params"]]
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        if not self.num_steps:
+            for local, master in zip(self.local_tensors()["params"], self._masters, strict=True):
+                local.copy_(master)
+        return super().step(max_norm, norm_type=norm_type)
+
+
 @known_wrong("R020")
 class SyncForgetsBuffers(SeamFSDP2):
     """Sync at init broadcasts parameters but not buffers."""

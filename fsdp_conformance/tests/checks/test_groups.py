@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdp_conformance.checks.groups import groups_used, replica_group, shard_group
+import pytest
+
+from fsdp_conformance.checks.groups import groups_used, replica_group, reshard_group_used, shard_group, world_alone
 from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.config import Plan, Sharding
+from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.fixtures import experts
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.tests.checks.schedules import (
@@ -49,6 +52,39 @@ def test_hybrid_groups() -> None:
     assert messages(grouped(everywhere, plan, world_size=4, rank=2)) == [
         "ranks of all_gather: expected [2,3], got [0,1,2,3]; 12 of 12 collectives"
     ]
+
+
+def test_the_world_alone() -> None:
+    """Three ranks over the world pass; two of them, or nothing at all, are reported; one rank alone is no traffic."""
+    right = full_sharding(STAIRCASE, PLAN, group=(0, 1, 2))
+    aside = [*right, collective(Op.ALL_REDUCE, 4, step=1, group=(0, 1))]
+    alone = [*right, collective(Op.ALL_REDUCE, 4, step=1, group=(0,))]
+
+    assert world_alone(history(right, world_size=3), requirement="R069").findings == []
+    assert world_alone(history(alone, world_size=3), requirement="R069").findings == []
+    assert messages(world_alone(history(aside, world_size=3), requirement="R069")) == [
+        "ranks of all_reduce: expected [0,1,2], got [0,1]; 1 of 1 collectives"
+    ]
+    assert messages(world_alone(history([], world_size=3), requirement="R069")) == [
+        "collectives over [0,1,2]: expected at least 1, got 0"
+    ]
+
+
+def test_the_group_that_parameters_are_resharded_to() -> None:
+    """Backward gathers over the group of two; over the world it is reported, and no such group is our own mistake."""
+    plan = plan_of(STAIRCASE, Sharding.DEFAULT, reshard_after_forward=2)
+    world = full_sharding(STAIRCASE, plan, group=(0, 1, 2, 3))
+    right = [replace(r, group=(2, 3)) if (r.phase, r.op) == ("backward", Op.ALL_GATHER) else r for r in world]
+
+    def found(records: Sequence[CollectiveRecord], asked: Plan = plan) -> CheckResult:
+        return reshard_group_used(history(records, world_size=4, rank=2), STAIRCASE, asked, requirement="R005")
+
+    assert found(right).findings == []
+    assert messages(found(world)) == [
+        "gathered in backward over [2,3]: expected at least 3020 B, got 0 B; 7072 B over all groups"
+    ]
+    with pytest.raises(SuiteError, match="reshard_after_forward must divide 4 ranks, got None"):
+        found(right, PLAN)
 
 
 def test_replicas_that_are_never_reduced_are_reported() -> None:

@@ -62,6 +62,7 @@ def run(**changes: int) -> TrainingHistory:
         ]
         before = after
     history = TrainingHistory(source="mine", rank=0, world_size=2)
+    history.full_bytes = {"params": FULL, "grads": FULL, "optim": FULL}
     history.memory = [
         MemoryMark(point=point, step=step, allocated=BASE + allocated, peak=BASE + peak)
         for point, step, allocated, peak in marks
@@ -130,11 +131,60 @@ def test_peaks_are_bounded(point: str) -> None:
     right, figure = run(), {"forward_peak": 4 * PADDED_UNIT, "backward_peak": SHARD + 5 * PADDED_UNIT}[point]
     wrong = run(**{point: figure + PADDED_ROOT + 2 * ACTIVATIONS.forward_peak + SCALARS})
 
-    assert holds(memory.peaks(right, WORKLOAD, plan(sharding=Sharding.FULL), ACTIVATIONS, world_size=2))
-    result = memory.peaks(wrong, WORKLOAD, plan(sharding=Sharding.FULL), ACTIVATIONS, world_size=2)
-    assert {finding.phase for finding in result.findings} == {point.removesuffix("_peak")}
+    assert holds(peaks(right))
+    assert {finding.phase for finding in peaks(wrong).findings} == {point.removesuffix("_peak")}
     # Where everything is kept, that is within bounds.
-    assert holds(memory.peaks(wrong, WORKLOAD, plan(sharding=Sharding.GRAD_OPTIM), ACTIVATIONS, world_size=2))
+    assert holds(peaks(right, sharding=Sharding.GRAD_OPTIM))
+
+
+def peaks(history: TrainingHistory, **changes: Any) -> CheckResult:
+    """R038 with 15 % padding; full sharding unless `changes` of the plan say otherwise."""
+    asked = plan(**{"sharding": Sharding.FULL, **changes})
+    return memory.peaks(history, WORKLOAD, asked, ACTIVATIONS, world_size=2, padding=0.15)
+
+
+def test_peaks_count_what_is_always_held() -> None:
+    """A copy that is held from the setup on is in the peak, although it is in the bytes between steps, too."""
+    assert not holds(peaks(run(held=SHARD + FULL)))
+    assert not holds(peaks(run(held=SHARD + FULL), sharding=Sharding.GRAD_OPTIM))
+
+
+def test_peaks_where_everything_is_kept() -> None:
+    """All units and two more of the largest are within bounds; three more are not."""
+    for spare, right in ((2, True), (3, False)):
+        most = FULL + spare * PADDED_UNIT + ACTIVATIONS.forward_peak + SCALARS
+        assert holds(peaks(run(forward_peak=most, backward_peak=most), sharding=Sharding.GRAD_OPTIM)) == right
+
+
+@pytest.mark.parametrize(("moment", "spare"), [("forward", 1), ("backward", 3)])
+def test_units_gathered_show_in_the_bytes(moment: str, spare: int) -> None:
+    """The declared number of units and the buffers beside them; one unit more is too many."""
+    beside = SHARD + (SHARD if moment == "backward" else 0) + PADDED_ROOT + ACTIVATIONS.forward_peak + SCALARS
+    for units, right in ((2 + spare, True), (3 + spare, False)):
+        counted = [(moment, step, BASE + beside + step * STATE + units * PADDED_UNIT) for step in (0, 1)]
+        result = memory.units_gathered(
+            run(), WORKLOAD, plan(), ACTIVATIONS, counted, world_size=2, most=2, padding=0.15
+        )
+        assert holds(result) == right
+
+
+@pytest.mark.parametrize(
+    ("changes", "phases"),
+    [
+        ({}, set()),
+        ({"held": SHARD + SHARD // 2, "backward": SHARD}, {"init", "backward"}),
+        ({"backward": SHARD + SHARD // 2}, {"backward"}),
+    ],
+    ids=["shards", "copies from the start", "copies after backward"],
+)
+def test_copies_of_shards(changes: dict[str, int], phases: set[str]) -> None:
+    """Half of a shard's bytes more is a copy in low precision."""
+    result = memory.shards_without_copies(
+        run(**changes), WORKLOAD, plan(), world_size=2, padding=0.15, requirement="R085"
+    )
+
+    assert result.count.comparisons == 3
+    assert {finding.phase for finding in result.findings} == phases
 
 
 def test_growth_is_seen_to_the_last_byte() -> None:

@@ -7,14 +7,21 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from fsdp_conformance.checks.partition import shard_group_size, sharding_witness, share
+from fsdp_conformance.checks.partition import degree_used, shard_group_size, sharding_witness, share
 from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.outcome import RankReport
-from fsdp_conformance.tests.checks.schedules import collective, history, replicated
+from fsdp_conformance.tests.checks.schedules import (
+    STAIRCASE,
+    STAIRCASE_BYTES,
+    collective,
+    history,
+    plan_of,
+    replicated,
+)
 
 #: 1200 bytes: 30 rows of 10 floats, even over 2, 3 and 5 ranks.
 FULL = 1200
@@ -32,6 +39,7 @@ def run(
     held = history(records, world_size=world_size)
     held.initial_params = {"weight": torch.zeros(30, 10)}
     held.held_bytes = {"params": params, "grads": grads, "optim": optim}
+    held.shown_bytes = dict(held.held_bytes)
     held.full_bytes = {"params": FULL, "grads": FULL, "optim": FULL}
     return held
 
@@ -88,6 +96,70 @@ def test_replicated_training_that_talks_fails_by_bytes() -> None:
 def test_an_adapter_that_shows_nothing_fails() -> None:
     """No optimizer state at all is not a shard of it."""
     assert findings(witness(run(600, 600, 0))) == [("R188", "optimizer state held: 0 B")]
+
+
+@pytest.mark.parametrize("kind", ["params", "grads"])
+def test_views_of_a_whole_are_no_shards(kind: str) -> None:
+    """An engine that shows shards by default holds shards: bytes of storage count, not those of the views."""
+    views = run(600, 600, 600)
+    views.held_bytes[kind] = FULL
+    found = witness(views)
+
+    assert findings(found) == [("R188", {"params": "parameters", "grads": "gradients"}[kind] + " held: 1200 B")]
+    assert found.findings[0].likely == "the shards, of 600 B, are views of whole tensors, so nothing is freed"
+
+
+@pytest.mark.parametrize("op", [Op.ALL_TO_ALL, Op.SEND])
+def test_gradients_may_be_exchanged_and_added(op: Op) -> None:
+    """Gradients travel after the loss, by whatever collective; what is exchanged in forward is something else."""
+    gathers = [record for record in GATHERED if record.op is Op.ALL_GATHER]
+    after, before = (
+        [*gathers, *(collective(op, FULL, step=step, phase=phase) for step in range(3))]
+        for phase in ("backward", "forward")
+    )
+
+    assert findings(witness(run(600, 600, 600, records=after))) == []
+    assert findings(witness(run(600, 600, 600, records=before))) == [("R188", "gradients reduced in the step: 0 B")]
+
+
+def degree(sharding: Sharding, held: tuple[int, int, int], gathers: int, *, regathers: bool = True) -> CheckResult:
+    """R005 on the staircase, whose parameters are gathered so many times in a step."""
+    records = [
+        collective(Op.ALL_GATHER, STAIRCASE_BYTES, step=step, phase=phase)
+        for step in range(3)
+        for phase in ("forward", "backward")[:gathers]
+    ]
+    history = run(*held, records=records)
+    return degree_used(
+        history, STAIRCASE, plan_of(STAIRCASE, sharding), world_size=2, regathers=regathers, requirement="R005"
+    )
+
+
+@pytest.mark.parametrize(
+    ("sharding", "held", "gathers"),
+    [
+        (Sharding.FULL, (600, 600, 600), 2),
+        (Sharding.GRAD_OPTIM, (1200, 600, 600), 1),
+        (Sharding.OPTIM, (1200, 1200, 600), 1),
+        (Sharding.NONE, (1200, 1200, 1200), 0),
+    ],
+)
+def test_each_degree_is_told_from_the_others(sharding: Sharding, held: tuple[int, int, int], gathers: int) -> None:
+    """Neither one gather more or less, nor what a lower degree holds, passes for the degree."""
+    assert findings(degree(sharding, held, gathers)) == []
+    for other in {0, 1, 2} - {gathers}:
+        assert findings(degree(sharding, held, other)) == [
+            ("R005", f"parameters gathered in the step: {other * STAIRCASE_BYTES} B")
+        ]
+    if sharding is not Sharding.NONE:
+        assert ("R005", "optimizer state held: 1200 B") in findings(degree(sharding, (1200, 1200, 1200), gathers))
+    else:
+        assert findings(degree(sharding, (600, 1200, 1200), 0)) == [("R005", "parameters held: 600 B")]
+
+
+def test_an_engine_that_promises_no_resharding_may_keep_parameters() -> None:
+    """Under full sharding, too, one gather in a step is enough then."""
+    assert findings(degree(Sharding.FULL, (600, 600, 600), 1, regathers=False)) == []
 
 
 @pytest.mark.parametrize(

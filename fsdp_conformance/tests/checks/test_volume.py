@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fsdp_conformance.checks.communication import wire_volume
+from fsdp_conformance.checks.communication import total_volume, wire_volume
 from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.fixtures import probes
 from fsdp_conformance.history.collective import CollectiveRecord, Op
@@ -88,3 +88,29 @@ def test_bytes_are_those_of_the_dtypes() -> None:
         "received by all-gathers in forward: expected 3128 B, got 6256 B",
         "received by all-gathers in backward: expected at most 3128 B, got 6256 B",
     ]
+
+
+def total(records: Sequence[CollectiveRecord], padding: float = 0.0) -> CheckResult:
+    """R068 for any engine, on two ranks: at most three passes of 6256 bytes."""
+    return total_volume(history(records), STAIRCASE, PLAN, world_size=2, padding=padding, requirement="R068")
+
+
+def test_three_passes_are_enough_for_any_engine() -> None:
+    """Two passes of parameters and one of gradients, by whatever collectives; an all-reduce is two passes."""
+    right = full_sharding(STAIRCASE, PLAN)
+    exchanged = [replace(r, op=Op.ALL_TO_ALL) if r.op is Op.REDUCE_SCATTER else r for r in right]
+    reduced = [replace(r, op=Op.ALL_REDUCE) if r.op is Op.REDUCE_SCATTER else r for r in right]
+
+    assert total(right).findings == []
+    assert total(exchanged).findings == []
+    assert messages(total(reduced, 0.15)) == [
+        "sent in the step: expected at most 21583 B, got 25024 B; the parameters have 6256 B, padding at most 15%"
+    ]
+
+
+def test_padding_counts_in_all() -> None:
+    """10 % more is within 15 % and beyond 5 %."""
+    padded = [replace(r, nbytes=r.nbytes * 11 // 10) for r in full_sharding(STAIRCASE, PLAN)]
+
+    assert total(padded, 0.15).findings == []
+    assert len(total(padded, 0.05).findings) == 2
