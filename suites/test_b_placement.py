@@ -156,7 +156,6 @@ class InitModes(ConformanceTestCase):
 
     @conformance_case(
         "R019",
-        "R002",
         chapter="B",
         axes={"world_size": (2, 3)},
         needs=("write_params",),
@@ -172,7 +171,6 @@ class InitModes(ConformanceTestCase):
 
     @conformance_case(
         "R019",
-        "R002",
         chapter="B",
         axes={"world_size": (2, 3)},
         kills=("writes-after-wrap-lost", "updates-the-values-from-wrap"),

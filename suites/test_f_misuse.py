@@ -224,7 +224,7 @@ class WrappedModule(ConformanceTestCase):
             output: Tensor = adapter.forward(*batch.args, **batch.kwargs)
         return output.detach().clone()
 
-    @conformance_case("R061", "R002", chapter="F", world_size=2, needs=("copyable",), kills=("copies-share-storage",))
+    @conformance_case("R061", chapter="F", world_size=2, needs=("copyable",), kills=("copies-share-storage",))
     def test_deepcopy(self) -> None:
         """A deep copy has its own parameters of equal value and gives the same output, or deepcopy raises."""
         workload = models.wide_mlp()

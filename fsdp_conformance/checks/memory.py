@@ -39,6 +39,8 @@ class Sizes:
     root: int
     below_root: int
     """Full bytes of all units except the root."""
+    gathered: int
+    """Of all units, each padded to a multiple of the group's rows."""
     buffers: int
 
 
@@ -66,6 +68,7 @@ def sizes(workload: Workload, plan: Plan, *, world_size: int) -> Sizes:
         largest=max(padded_bytes([unit], group) for unit in inner),
         root=padded_bytes(root, group),
         below_root=parameter_bytes(inner),
+        gathered=padded_bytes(units, group),
         buffers=sum(buffer.numel() * buffer.element_size() for buffer in workload.build(0).buffers()),
     )
 
@@ -168,7 +171,7 @@ def peaks(
     """
     bytes_of = sizes(workload, plan, world_size=world_size)
     kept = plan.reshard_after_forward is False or plan.sharding is Sharding.GRAD_OPTIM
-    largest, root, full = bytes_of.largest, bytes_of.root, bytes_of.below_root + bytes_of.root
+    largest, root, full = bytes_of.largest, bytes_of.root, bytes_of.gathered
     sharded = _sharded_bytes(history, bytes_of, padding)
     state = sharded * history.full_bytes["optim"] // history.full_bytes["params"]
     if kept:

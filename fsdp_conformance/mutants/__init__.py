@@ -7,6 +7,7 @@ in the ranks, by `adapters.registry.load(MUTANTS[name].spec)`.
 
     mutant          `@known_wrong`, which registers a class, and the registry's entry
     base            `SeamFSDP2`, a correct FSDP2 with seams to break it at; `SeamDDP`
+    legal           correct engines that do unusual things: nothing may fail them
     chunk_seams     the same for chunks
 
     gradients       the reduction: scale, missing ranks, wrong rows, wrong parameters
@@ -14,6 +15,7 @@ in the ranks, by `adapters.registry.load(MUTANTS[name].spec)`.
     values          wrong parameters and buffers
     unused          None, zero and garbage gradients; frozen and shared parameters
     schedule        collectives that are superfluous, too large, too early or on the wrong group
+    degrees         sharding degrees: shards that free nothing, requests that are replaced
     hybrid          hybrid sharding: reduction over replicas, and their initial values
     misuse          misuse that is accepted, and changes after wrapping that are lost
     streams         missing waits, memory freed in flight, copies read too early

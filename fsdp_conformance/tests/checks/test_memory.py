@@ -81,7 +81,7 @@ def test_sizes_are_those_of_the_model() -> None:
     found = memory.sizes(WORKLOAD, plan(), world_size=2)
 
     assert (found.full, found.shard, found.largest, found.root) == (FULL, SHARD, PADDED_UNIT, PADDED_ROOT)
-    assert found.below_root == 4 * UNIT
+    assert (found.below_root, found.gathered) == (4 * UNIT, 4 * PADDED_UNIT + PADDED_ROOT)
     hybrid = memory.sizes(WORKLOAD, plan(sharding=Sharding.HYBRID, replicas=2), world_size=4)
     assert hybrid.shard == SHARD
 
@@ -152,7 +152,7 @@ def test_peaks_count_what_is_always_held() -> None:
 def test_peaks_where_everything_is_kept() -> None:
     """All units and two more of the largest are within bounds; three more are not."""
     for spare, right in ((2, True), (3, False)):
-        most = FULL + spare * PADDED_UNIT + ACTIVATIONS.forward_peak + SCALARS
+        most = (4 + spare) * PADDED_UNIT + PADDED_ROOT + ACTIVATIONS.forward_peak + SCALARS
         assert holds(peaks(run(forward_peak=most, backward_peak=most), sharding=Sharding.GRAD_OPTIM)) == right
 
 

@@ -81,7 +81,8 @@ ELSEWHERE = {
 ON_ACCELERATORS = {
     "accepts-mixed-devices", "ignores-offload", "uses-the-current-device", "moves-flat-inputs-only",
     "keeps-full-parameters", "keeps-parameters-after-forward", "keeps-full-gradients", "gathers-everything-first",
-    "leaks-every-step", "survives-its-owner", "keeps-low-precision-copies",
+    "leaks-every-step", "survives-its-owner", "keeps-low-precision-copies", "keeps-copies-in-any-precision",
+    "hides-gathered-units",
     "frees-in-flight", "steps-on-a-side-stream", "scales-without-waiting", "prefetches-before-the-step",
     "reads-offloaded-gradients-early", "overwrites-parameters-in-flight",
 }  # fmt: skip
@@ -94,6 +95,9 @@ BY_CASES = {
     "hides-summed-gradients", "hides-lost-buffers", "leaves-frozen-gathered", "hides-frozen-gathered",
     "all-reduces-over-shard-group", "divides-by-shard-group-only", "divides-by-replicas-only",
     "all-reduces-the-full-gradient", "all-reduces-in-pieces", "synchronises-inside-shard-groups",
+    "views-of-full-storage", "one-degree-for-all", "shards-no-optimizer-state", "ignores-reshard-group",
+    "evaluates-with-older-prefetch", "updates-the-values-from-wrap", "uses-a-group-of-its-own",
+    "refuses-late", "warns-of-something-else", "ignores-what-it-does-not-offer", "breaks-down",
 }  # fmt: skip
 #: Wrong precision: a plain run asks for none. Wrong components: training does not use them, and cases drive them alone.
 BY_CASES |= {

@@ -1,0 +1,34 @@
+"""Correct engines that do unusual things pass the cases whose checks could mistake them for wrong ones."""
+
+from __future__ import annotations
+
+import pytest
+
+from fsdp_conformance.config import RunSettings
+from fsdp_conformance.mutants import legal
+from fsdp_conformance.mutants.legal import ExchangesAndAdds
+from fsdp_conformance.selftest import bound_case, run_case
+from fsdp_conformance.verdict import Verdict
+
+#: Cases that look at traffic, need no more than the variant declares, and run on simulated ranks.
+CASES = (
+    "R001/exact-probe-ws3",
+    "R005/sharding-degree-full-ws2",
+    "R005/sharding-degree-grad-optim-ws2",
+    "R065/deferred-reduction-ws2",
+    "R068/total-volume-ws2",
+    "R069/world-alone-ws3",
+    "R069/hybrid-groups-ws4",
+    "R069/expert-groups-ws2",
+    "R072/frozen-unit-ws2",
+    "R188/it-shards-ws3",
+)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_exchanged_gradients_are_right(case: str) -> None:
+    """Gradients that are exchanged and added on each rank are reduced, by whatever collective."""
+    spec = f"{legal.__name__}:{ExchangesAndAdds.__name__}"
+    record = run_case(bound_case(case), spec, base=RunSettings(ranks="simulated"))
+
+    assert (Verdict.PASS, []) == (record.verdict, list(record.findings)), record.reason
