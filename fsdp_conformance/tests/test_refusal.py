@@ -52,7 +52,7 @@ def test_refusals(error: Exception) -> None:
     ("act", "why"),
     [
         (lambda: None.replicas, "broke down (AttributeError: 'NoneType' object has no attribute 'replicas')"),  # type: ignore[attr-defined]
-        (lambda: {}["replicas"], "broke down (KeyError: 'replicas')"),
+        (lambda: dict[str, int]()["replicas"], "broke down (KeyError: 'replicas')"),
         (lambda: list(NAMES)[2], "broke down (IndexError: list index out of range)"),
         (lambda: len(3), "broke down (TypeError: object of type 'int' has no len())"),  # type: ignore[arg-type]
         (lambda: 1 / 0, "broke down (ZeroDivisionError: division by zero)"),
