@@ -109,7 +109,13 @@ class Refusals(ConformanceTestCase):
         if outcome.excused:
             self.check_parity(run, workload, requirement="R054")
 
-    @conformance_case("R055", chapter="F", world_size=2, kills=("accepts-containers", "warns-of-something-else"))
+    @conformance_case(
+        "R055",
+        chapter="F",
+        world_size=2,
+        kills=("accepts-containers", "warns-of-something-else"),
+        processes="Python catches warnings for all threads of a process at once",
+    )
     def test_container(self) -> None:
         """A ModuleList, which has no forward to hook into, is rejected as a unit or causes a warning that names it."""
         workload = probes.exact_nested()
