@@ -16,6 +16,9 @@ from fsdp_conformance.fixtures.recipes import with_values
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Regime
 
+#: Mutants that communicate for a unit without parameters.
+_EMPTY_UNITS = ("collective-for-empty-unit", "byte-for-empty-unit")
+
 
 class InitModes(ConformanceTestCase):
     """The caller moves the model to the compute device before wrapping, afterwards, or never."""
@@ -219,7 +222,7 @@ class InitModes(ConformanceTestCase):
             first = replace(workload, build=lambda rank: workload.build(0))
             self.check_parity(run, first, requirement="R021")
 
-    @conformance_case("R022", chapter="B", axes={"world_size": (2, 4)}, kills=("collective-for-empty-unit",))
+    @conformance_case("R022", chapter="B", axes={"world_size": (2, 4)}, kills=_EMPTY_UNITS)
     def test_module_without_parameters(self, world_size: int) -> None:
         """Units without parameters can be wrapped, train at parity, and issue no collectives."""
         workload = shapes.parameterless_units()
@@ -235,6 +238,9 @@ class InitModes(ConformanceTestCase):
                 call=record.site,
                 check="empty collectives",
             )
+        owning = tuple(unit for unit in workload.units if self.unit_parameters(workload, unit))
+        fewer = self.train(workload, self.plan(workload, units=owning))
+        self.check(communication.no_more_collectives(run, fewer, "units without parameters", requirement="R022"))
 
     @conformance_case("R022", chapter="B", world_size=2, kills=("collective-for-empty-unit",))
     def test_model_without_parameters(self) -> None:

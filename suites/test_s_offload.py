@@ -75,7 +75,7 @@ class ParameterOffload(ConformanceTestCase):
             *(["clip_grad_norm"] if values["scenario"] == "clipping" else []),
         ],
         environment=("accelerator", "pinned_memory"),
-        kills=("reads-offloaded-gradients-early", "overwrites-parameters-in-flight"),
+        kills=("reads-offloaded-gradients-early", "overwrites-parameters-in-flight", "ignores-offload"),
     )
     def test_copies_are_complete(self, scenario: str) -> None:
         """The host waits for copied gradients before it steps, and overwrites nothing that is still being read."""
@@ -86,7 +86,8 @@ class ParameterOffload(ConformanceTestCase):
             "clipping": Regime(max_norm=0.1),
             "adam": Regime(optimizer="adam"),
         }[scenario]
-        run = self.check_stream_safety(workload, self.plan(workload, offload=Offload.CPU_PINNED), regime)
+        plan = self.plan(workload, offload=Offload.CPU_PINNED)
+        run = self.check_stream_safety(workload, plan, regime, on_gradients=self._expect_on_cpu)
         self.check_parity(run, workload, regime, requirements=_COMPLETE)
 
     @conformance_case(
@@ -108,5 +109,5 @@ class ParameterOffload(ConformanceTestCase):
         """Under hybrid sharding, the buffer that is reduced over replicas is not reused before its copy is complete."""
         workload = probes.exact_nested()
         plan = self.plan(workload, offload=Offload(offload), sharding=Sharding.HYBRID, replicas=2)
-        run = self.check_stream_safety(workload, plan)
+        run = self.check_stream_safety(workload, plan, on_gradients=self._expect_on_cpu)
         self.check_parity(run, workload, requirements=_COMPLETE)

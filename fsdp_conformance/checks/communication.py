@@ -250,6 +250,21 @@ def wire_volume(
     return tally.result(measurements={"wire volume over ideal": seen, "parameter bytes": ideal})
 
 
+def no_more_collectives(
+    history: TrainingHistory, other: TrainingHistory, what: str, *, requirement: str
+) -> CheckResult:
+    """In every step, no op occurs more often than in another run of the same model without `what` (R022)."""
+    tally = Tally("collectives with and without", requirement, rank=history.rank)
+    for step in history.steps:
+        mine, theirs = in_step(history, step.step), in_step(other, step.step)
+        for op in dict.fromkeys(record.op for record in mine):
+            expect_count(
+                tally, f"{op.value} with {what}", of(mine, op), most=len(of(theirs, op)), step=step.step,
+                details="as many as without them",
+            )  # fmt: skip
+    return tally.result()
+
+
 def _compute_dtype(plan: Plan, unit: str) -> torch.dtype | None:
     """The dtype in which a unit's parameters are gathered; None for their own."""
     name = plan.dtype_of(unit)

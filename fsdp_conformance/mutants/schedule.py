@@ -213,3 +213,11 @@ class EvaluatesWithOlderPrefetch(SeamFSDP2):
                 fresh = parameter.detach().clone()
                 parameter.data.copy_(self._prefetched.get(key, fresh))
                 self._prefetched[key] = fresh
+
+
+@known_wrong("R022")
+class ByteForEmptyUnit(CollectiveForEmptyUnit):
+    """Units without parameters issue a collective of one element."""
+
+    def _gather_nothing(self, module: nn.Module, args: Any) -> None:
+        dist.all_reduce(torch.zeros(1, device=self.device))

@@ -85,6 +85,20 @@ def test_an_extra_collective_is_reported(extra: CollectiveRecord, expected: str)
     assert result.findings[0].requirement == "R062"
 
 
+def test_no_more_collectives_than_without() -> None:
+    """Fewer of an op are as good; one more is reported in each step that has it."""
+    records = full_sharding(STAIRCASE, PLAN)
+    more = [*records, collective(Op.ALL_REDUCE, 4, step=1)]
+
+    def found(mine: Sequence[CollectiveRecord], others: Sequence[CollectiveRecord]) -> list[str]:
+        return messages(
+            communication.no_more_collectives(history(mine), history(others), "empty units", requirement="R022")
+        )
+
+    assert found(records, records) == found(records, more) == []
+    assert found(more, records) == ["all_reduce with empty units: expected 0, got 1; as many as without them"]
+
+
 def test_the_first_step_is_not_counted() -> None:
     """One-time checks of the first iteration are another requirement's."""
     records = [*full_sharding(STAIRCASE, PLAN), collective(Op.ALL_GATHER, 280, step=0)]

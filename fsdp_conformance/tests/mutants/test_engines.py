@@ -97,7 +97,7 @@ BY_CASES = {
     "all-reduces-the-full-gradient", "all-reduces-in-pieces", "synchronises-inside-shard-groups",
     "views-of-full-storage", "one-degree-for-all", "shards-no-optimizer-state", "ignores-reshard-group",
     "evaluates-with-older-prefetch", "updates-the-values-from-wrap", "uses-a-group-of-its-own",
-    "refuses-late", "warns-of-something-else", "ignores-what-it-does-not-offer", "breaks-down",
+    "refuses-late", "byte-for-empty-unit", "warns-of-something-else", "ignores-what-it-does-not-offer", "breaks-down",
 }  # fmt: skip
 #: Wrong precision: a plain run asks for none. Wrong components: training does not use them, and cases drive them alone.
 BY_CASES |= {
