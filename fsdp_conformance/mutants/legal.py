@@ -36,6 +36,15 @@ class ExchangesAndAdds(TorchFSDP2):
                 module.set_custom_reduce_scatter(_AllToAllAndSum())
         return wrapped
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            # FSDP2 leaves the root gathered, and the next forward would use it (pytorch#131965).
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        return output
+
 
 class _AllToAllAndSum(ReduceScatter):
     """A reduce-scatter made of an all-to-all and a sum in rank order."""

@@ -15,6 +15,7 @@ CASES = (
     "R001/exact-probe-ws3",
     "R005/sharding-degree-full-ws2",
     "R005/sharding-degree-grad-optim-ws2",
+    "R010/eval-between-backward-and-step-ws2",
     "R065/deferred-reduction-ws2",
     "R068/total-volume-ws2",
     "R069/world-alone-ws3",
