@@ -412,12 +412,11 @@ def _unobserved(shown: Sequence[_Shown], profile: Profile, contract: Contract) -
 
 def _remarks(run: RunFile) -> list[str]:
     remarks = []
-    settings: Mapping[str, Any] = run.header.get("settings") or {}
-    scale = settings.get("deadline_scale", 1.0)
-    if scale != 1.0:
-        remarks.append(f"deadlines were multiplied by {scale:g}")
+    settings = settings_from_json(run.header.get("settings") or {})
+    if settings.deadline_scale != 1.0:
+        remarks.append(f"deadlines were multiplied by {settings.deadline_scale:g}")
     simulated = sum(record.device == SIMULATED and record.comparisons > 0 for record in run.records)
-    if simulated and settings.get("device") != SIMULATED:
+    if simulated and settings.device != SIMULATED:
         remarks.append(f"{simulated} case{'s' if simulated > 1 else ''} ran on the simulated accelerator")
     remarks += [note["text"] for note in run.notes if not note.get("refuses")]
     return remarks

@@ -68,6 +68,26 @@ def test_a_failure_keeps_nothing() -> None:
     assert (record.verdict, record.evidence) == (Verdict.FAIL, [])
 
 
+def test_what_decides_is_kept() -> None:
+    """Whatever a later version of the judge makes of it."""
+    decisive: dict[str, Any] = {
+        "asked": ["zero3"],
+        "unobserved": ["full_grads"],
+        "not_run": "no device",
+        "inconclusive": "the references disagree",
+        "error": an_error(),
+    }
+    report = a_report(0, a_finding(), **decisive)
+    record = keep_evidence(a_record(verdict=Verdict.PASS), [report])
+
+    assert record.evidence == [report]
+
+
+def test_no_report_leaves_no_evidence() -> None:
+    """As of ranks that never started."""
+    assert keep_evidence(a_record(verdict=Verdict.NOT_RUN_ENV), [None, None]).evidence == []
+
+
 def test_a_missing_report_is_not_kept() -> None:
     """As of a rank that another machine could not run."""
     reports = [a_report(0, comparisons=0, not_run="no device"), None]
@@ -135,5 +155,7 @@ def test_flags_are_weighed_on_the_device_of_the_case(declared: str, problems: in
     """A case that ran on the simulated accelerator needs an engine that knows others than CUDA."""
     record = judged(a_report(0), a_report(1))
     record.device = "sim"
+    flags = {"sim": frozenset(declared.split()), "cpu": frozenset({"zero3"})}
+    case = a_case(environment=("accelerator",))
 
-    assert len(found(record, declared, environment=("accelerator",))) == problems
+    assert len(contradictions(record, case, declared=flags.__getitem__, settings=RunSettings())) == problems

@@ -143,7 +143,11 @@ def test_another_profile_is_a_reason() -> None:
     """Same name, other content."""
     certificate = certificate_of(a_run(profile=a_profile(*CASES[:2])), a_profile(*CASES[:2], a_case(world_size=3)))
 
-    assert any(reason.startswith("profile of the run: expected core-test ") for reason in certificate.reasons)
+    mine, other = a_profile(*CASES[:2], a_case(world_size=3)), a_profile(*CASES[:2])
+    assert (
+        f"profile of the run: expected core-test {mine.sha256[:12]}, got core-test {other.sha256[:12]}"
+        in certificate.reasons
+    )
 
 
 def test_another_interpretation_is_a_reason() -> None:
@@ -167,6 +171,7 @@ def test_a_selection_certifies_nobody() -> None:
         ({"cases": ["R001"]}, "incomplete: --case left cases out"),
         ({"world_sizes": [2]}, "incomplete: --world-size left cases out"),
         ({"reuse_ranks": True}, "incomplete: --reuse-ranks, and a certificate needs fresh ranks for every case"),
+        ({"ranks": "simulated"}, "incomplete: simulated ranks do not exercise a real backend"),
     ],
 )
 def test_options_that_narrow_a_run_are_reasons(settings: dict[str, Any], reason: str) -> None:
@@ -209,7 +214,8 @@ def test_a_note_can_refuse_and_another_remarks() -> None:
     refusing = {"text": "not comparable: reruns", "refuses": True}
     remarking = {"text": "long deadlines", "refuses": False}
 
-    assert only_reason(certified(notes=[refusing])) == "not comparable: reruns"
+    refused = certified(notes=[refusing])
+    assert (only_reason(refused), refused.remarks) == ("not comparable: reruns", ())
     assert certified(notes=[remarking]).remarks == ("long deadlines",)
 
 
@@ -393,6 +399,7 @@ def test_a_case_that_shows_only_a_should_counts_as_passed() -> None:
     certificate = certified(a_record(PARITY, Verdict.FAIL, a_finding("R070")))
 
     assert states(certificate)["base"] == "passed"
+    assert certificate.unobserved == certified().unobserved
     assert certificate.status == 0
 
 
@@ -532,7 +539,9 @@ def test_only_a_shipped_profile_certifies() -> None:
     certificate = certify(a_run(profile=own), own)
 
     assert (certificate.word, certificate.private, certificate.certified) == ("PRIVATE RUN", True, False)
-    assert only_reason(certificate).startswith("private: the profile core-2026.11 ")
+    assert only_reason(certificate) == (
+        f"private: the profile core-2026.11 {own.sha256[:12]} is not shipped with this suite"
+    )
 
 
 def test_what_the_register_demands_is_counted_in_full() -> None:
@@ -564,6 +573,15 @@ def test_a_machine_that_cannot_run_the_base_cannot_certify(absent: list[str], wo
 
     assert only_reason(certificate) == f"NOT_RUN_ENV (this machine lacks {words}): R018/probe-ws2"
     assert certificate.status == 3
+
+
+def test_a_record_that_names_nothing_absent_blames_something_unnamed() -> None:
+    """It comes from a rank that gave no name."""
+    record = a_record("R018/probe-ws2", Verdict.NOT_RUN_ENV, requirements=["R018"])
+
+    assert only_reason(certified(record, profile=a_profile(*CUDA_CASES))) == (
+        "NOT_RUN_ENV (this machine lacks something unnamed): R018/probe-ws2"
+    )
 
 
 def test_an_extension_that_this_machine_cannot_run_is_absent() -> None:
@@ -635,6 +653,17 @@ def test_what_the_ranks_say_too_must_be_in_the_header(part: str, key: str, words
     assert certificate.subject["adapter" if key == "source_sha256" else key] == ""
 
 
+def test_all_that_a_header_lacks_is_said_at_once() -> None:
+    """A package that is not installed has no version either."""
+    run = a_run()
+    run.header["environment"]["python"] = "absent"
+    del run.header["suite"]
+
+    assert only_reason(certificate_of(run)) == (
+        "the header does not name what was judged: the suite's version, the version of Python is missing"
+    )
+
+
 def test_a_version_may_be_unknown() -> None:
     """Some engines have none."""
     run = a_run()
@@ -652,6 +681,7 @@ def test_what_loosens_a_check_is_printed() -> None:
         "max_unsharded": 3,
         "accumulation": "reduced",
         "environment": {"ENGINE_SAFE": "1"},
+        "declines_on": {"cpu": ["hsdp", "zero2"]},
     }
     certificate = certificate_of(run)
 
@@ -662,6 +692,7 @@ def test_what_loosens_a_check_is_printed() -> None:
         "accumulation: micro-batches are reduced one by one",
         "max_unsharded: up to 3 units hold full parameters at once",
         "environment: ENGINE_SAFE=1",
+        "declines on cpu: hsdp, zero2",
     )
 
 

@@ -207,7 +207,7 @@ def _elsewhere(lines: Lines) -> None:
         (_died_early, "its evidence yields CRASH"),
         (_terminated, "rank 1 did not shut down after it had reported and was terminated"),
         (_raised, "its evidence yields FAIL"),
-        (_no_evidence, "PASS without the reports of its ranks"),
+        (_no_evidence, "(PASS without the reports of its ranks)"),
         (_one_rank, "its evidence yields CRASH"),
         (_same_rank_twice, "reports of ranks [0, 0, 1]"),
         (_no_exits, "its evidence yields ERROR_SUITE: expected 2 reports and 2 exits"),
@@ -216,9 +216,9 @@ def _elsewhere(lines: Lines) -> None:
         (_digests, "its evidence yields FAIL"),
         (_not_run, "its evidence yields ERROR_SUITE: ranks disagree on whether to run"),
         (_inconclusive, "its evidence yields INCONCLUSIVE"),
-        (_other_adapter, "its ranks loaded adapter 000000000000, the header says ada9ada9ada9"),
+        (_other_adapter, "(its ranks loaded adapter 000000000000, the header says ada9ada9ada9)"),
         (_other_torch, "the header says 9.9.0"),
-        (_never_started, "it has a verdict but never started"),
+        (_never_started, "(it has a verdict but never started)"),
         (_reused, "fresh ranks for every case"),
         (_elsewhere, "ran on sim, but the run sends the case to cpu"),
     ],
@@ -259,6 +259,18 @@ def test_a_header_that_names_nothing_certifies_nothing(tmp_path: Path, profile: 
 
     assert found.certificate.word == "NOT CERTIFIED"
     assert found.status != 0
+
+
+def test_a_footer_that_grants_nothing_is_answered(tmp_path: Path, profile: Profile) -> None:
+    """Less than the lines show is as wrong as more."""
+    path = written(tmp_path, profile)
+    lines = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
+    for line in lines:
+        del line["chain"]
+    lines[-1]["certificate"]["scopes"] = []
+    _write(path, lines)
+
+    assert verify(path, profile).discrepancies == ("scopes: the footer grants none, but the lines accumulation, base",)
 
 
 def test_another_engines_file_under_a_new_name(tmp_path: Path, profile: Profile) -> None:

@@ -42,6 +42,16 @@ def test_simulated_cases_are_remarked() -> None:
     assert certified(record, profile=profile, flags=FLAGS, settings={"device": "sim"}).remarks == ()
 
 
+def test_only_cases_that_compared_something_are_counted() -> None:
+    """In the plural if there are several."""
+    cases = [a_case(requirements=["R035"], environment=("accelerator",), world_size=size) for size in (2, 3, 4)]
+    records = [a_record(case.id, device="sim") for case in cases[:2]]
+    skipped = a_record(cases[2].id, Verdict.NOT_RUN_ENV, device="sim")
+    found = certified(*records, skipped, profile=a_profile(*CASES, *cases), flags=FLAGS)
+
+    assert found.remarks == ("2 cases ran on the simulated accelerator",)
+
+
 def test_a_reader_sees_the_device_and_the_whole_argument() -> None:
     """The report names the device if it is not the CPU, and keeps a finding's lines unchanged."""
     finding = a_finding("R075", detail="one reads what the other writes\n  first: add_\n  then: all_gather")
