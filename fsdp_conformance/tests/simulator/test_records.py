@@ -7,7 +7,7 @@ import pytest
 from fsdp_conformance.outcome import case_record_from_json
 from fsdp_conformance.report.certificate import State
 from fsdp_conformance.report.terminal import render_record
-from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record
+from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record, a_report
 from fsdp_conformance.tests.report.test_certificate import (
     CASES,
     PARITY,
@@ -45,7 +45,8 @@ def test_simulated_cases_are_remarked() -> None:
 def test_only_cases_that_compared_something_are_counted() -> None:
     """In the plural if there are several."""
     cases = [a_case(requirements=["R035"], environment=("accelerator",), world_size=size) for size in (2, 3, 4)]
-    records = [a_record(case.id, device="sim") for case in cases[:2]]
+    one = {"comparisons": 1, "evidence": [a_report(0, comparisons=1)]}
+    records = [a_record(cases[0].id, device="sim"), a_record(cases[1].id, device="sim", **one)]
     skipped = a_record(cases[2].id, Verdict.NOT_RUN_ENV, device="sim")
     found = certified(*records, skipped, profile=a_profile(*CASES, *cases), flags=FLAGS)
 
