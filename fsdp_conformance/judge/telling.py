@@ -19,6 +19,9 @@ from fsdp_conformance.outcome import Finding
 #: The check whose findings explain all others.
 RACES = "stream safety"
 
+#: Checks of how a case ended, whose finding comes first and decides.
+ENDS = frozenset({"training", "deadline", "process end", "refusal", "loud refusal"})
+
 #: Explanations that describe the difference, or refer to another one, and name no cause.
 _VAGUE = ("scaled:", "elements permuted", "a consequence of")
 
@@ -49,6 +52,8 @@ def most_telling(findings: Sequence[Finding]) -> Finding | None:
     """The finding to read first; None if there are none."""
     if not findings:
         return None
+    if findings[0].check in ENDS:
+        return findings[0]
     race = next((finding for finding in findings if finding.check == RACES), None)
     return race or _believed(findings) or _unexplained(findings[0])
 

@@ -286,7 +286,7 @@ def _judge_reports(record: CaseRecord, evidence: Evidence) -> None:
         decided(record, Verdict.INCONCLUSIVE, f"rank {inconclusive[0].rank}: {inconclusive[0].inconclusive}")
     elif record.findings:
         if evidence.undeclared:
-            record.findings.insert(0, _silent(record.findings[0], evidence.undeclared))
+            record.findings.insert(0, _silent(most_telling(record.findings) or record.findings[0], evidence.undeclared))
         telling = most_telling(record.findings) or record.findings[0]
         decided(record, Verdict.FAIL, telling.sentence())
     elif any(report.not_run is not None for report in evidence.reports):

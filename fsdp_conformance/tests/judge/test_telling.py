@@ -48,6 +48,13 @@ def test_a_race_explains_what_is_not_finite() -> None:
     assert most_telling([*nan, race]) is race
 
 
+def test_how_a_case_ended_decides() -> None:
+    """An exception, or training on what should have been refused, is not replaced by a value that it led to."""
+    refused = found("loud refusal", None)
+
+    assert most_telling([refused, *gradients("dropped: every element is zero")]) is refused
+
+
 def test_later_steps_are_consequences() -> None:
     """A cause that fits a later step is not believed, and a cause that was not believed is not shown."""
     first = gradients(None)
