@@ -133,7 +133,7 @@ def _unchanged(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[st
     if evidence.kind != "parameter" or previous is None:
         return
     if _moved(expected, previous.double()):
-        if _same(got, previous.double(), exactly=True):
+        if _is_kept(got, previous.double(), expected):
             yield "no update: the parameter has its value from before the step"
     elif _moved(got, previous.double()):
         yield "updated without a gradient: the parameter should not change in this step"
@@ -247,9 +247,8 @@ def _subsets(evidence: Evidence) -> Iterator[_Guess]:
             total = _sum([totals[rank] for rank in ranks])
             fact = f"equals the sum over {_ranks(ranks)}, divided by {world_size}"
             yield _Guess(f"{_ranks(absent)} missing", fact, total / world_size)
-            if size > 1:
-                cause = f"averaged over {_ranks(ranks)} only"
-                yield _Guess(cause, f"as in a group of {size}, with {_ranks(absent)} left out", total / size)
+            fact = f"as in a group of {size}, with {_ranks(absent)} left out"
+            yield _Guess(f"averaged over {_ranks(ranks)} only", fact, total / size)
 
 
 def _micro_batches(evidence: Evidence, expected: Tensor) -> Iterator[_Guess]:
@@ -415,8 +414,13 @@ def _missing(evidence: Evidence, wrong: Tensor, inside_E: slice) -> str | None:
         return "zero"
     if evidence.previous is None or evidence.kind != "parameter":
         return None
-    before = evidence.previous.double().flatten()[inside_E]
-    return "not updated" if _same(wrong, before, exactly=True) else None
+    before, right = (value.double().flatten()[inside_E] for value in (evidence.previous, evidence.expected))
+    return "not updated" if _is_kept(wrong, before, right) else None
+
+
+def _is_kept(got: Tensor, before: Tensor, expected: Tensor) -> bool:
+    """Whether a parameter has its value from before the step, apart from rounding, and should have another."""
+    return magnitude(got - before) <= 1e-2 * magnitude(expected - before)
 
 
 def _exchanged_shards(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
@@ -590,7 +594,7 @@ def _as_supposed(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[
 def _is_before(evidence: Evidence, value: Tensor) -> bool:
     """Whether a parameter would just keep its value."""
     before = evidence.previous
-    return evidence.kind == "parameter" and before is not None and _same(value, before.double(), exactly=True)
+    return evidence.kind == "parameter" and before is not None and _is_kept(value, before.double(), evidence.expected)
 
 
 def _split(phrase: str) -> tuple[str, str]:
@@ -625,11 +629,9 @@ _FOR_SMALL_DIFFERENCES = (_unchanged, _rows, _rounded, _as_supposed, _reduced_in
 # --- helpers ----------------------------------------------------------------------------------------------------------
 
 
-def _same(got: Tensor, predicted: Tensor, *, exactly: bool = False) -> bool:
+def _same(got: Tensor, predicted: Tensor) -> bool:
     if got.shape != predicted.shape:
         return False
-    if exactly:
-        return torch.equal(got, predicted)
     scale = max(magnitude(predicted), magnitude(got))
     return magnitude(got - predicted) <= _NEAR * scale
 

@@ -61,9 +61,11 @@ def supposed_gradients(references: References, step: int, losses: Sequence[Tenso
     if not _is_small(references) or references.local or backwards > _MAX_BACKWARDS or _has_own_buffers(references):
         return
     for mistake in (*_mistakes(references, step, references.regime.micro_batches - 1), *_one_batch(references, step)):
-        runs = [_Replay(references, step, mistake, rank) for rank in range(references.world_size)]
-        if not runs[references.rank].has(losses):
+        own = _Replay(references, step, mistake, references.rank)
+        if not own.has(losses):
             continue
+        others = (rank for rank in range(references.world_size) if rank != references.rank)
+        runs = [own, *(_Replay(references, step, mistake, rank) for rank in others)]
         found = [run.gradients() for run in runs]
         names = {name for grads in found for name in grads}
         yield mistake.phrase, {name: _total(name, found) / references.world_size for name in names}

@@ -109,9 +109,9 @@ multiplied by the number of micro-batches: got / expected = 4 at every element, 
         self.assertExpectedInline(
             "\n".join(cause(right, got) for got in seen),
             """\
-not reduced: equals this rank's own gradient
+not reduced, or averaged over rank 1 only: equals this rank's own gradient
 not reduced, or ranks 0, 2 missing: equals this rank's own gradient divided by the world size
-not reduced: equals rank 0's own gradient
+not reduced, or averaged over rank 0 only: equals rank 0's own gradient
 rank 2 missing: equals the sum over ranks 0, 1, divided by 3
 averaged over ranks 0, 1 only: as in a group of 2, with rank 2 left out
 rank 1 counted twice: its gradient divided by 3 is added once more""",
@@ -337,6 +337,16 @@ stale by one step: every element equals the previous step's buffer
 no update: the parameter has its value from before the step
 update scaled by 3: at every element, which is the world size""",
         )
+
+    def test_a_parameter_that_is_kept_in_float32(self) -> None:
+        """A later step's values are rounded: kept means much closer to the old value than the right one is."""
+        before = CODE / 7
+        right = replace(gradient(), kind="parameter", expected=before + 0.01, previous=before, contributions=None)
+
+        self.assertEqual(
+            "no update: the parameter has its value from before the step", cause(right, before.float().double())
+        )
+        self.assertNotIn("no update", cause(right, before + 0.004))
 
     def test_memory(self) -> None:
         """NaN in the tail, in the middle, everywhere; zeros everywhere."""
