@@ -34,4 +34,5 @@ What they share:
     units               which unit owns which parameter, and how large units are
     traffic             the collectives of a history by step, phase and kind
     explain             the likely cause of a difference, from its pattern
+    supposed            what a step would have given with one mistake in it, for explain
 """

@@ -8,7 +8,8 @@ steps are counted but not reported: they are consequences.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,14 +20,20 @@ from fsdp_conformance.checks.comparison import Difference, compare, number
 from fsdp_conformance.checks.derived import with_derived_gradients
 from fsdp_conformance.checks.references import Kind, References, values
 from fsdp_conformance.checks.result import CheckResult, comparison
+from fsdp_conformance.checks.supposed import (
+    supposed_gradients,
+    supposed_losses,
+    supposed_norms,
+    supposed_parameters,
+)
 from fsdp_conformance.checks.tolerance import CEILING, Bound
 from fsdp_conformance.checks.traffic import REDUCING, of
 from fsdp_conformance.checks.units import Unit, owner, owning_units, parameter_bytes
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord
-from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.history.training import Tensors, TrainingHistory
 from fsdp_conformance.outcome import Finding
-from fsdp_conformance.workload import Workload
+from fsdp_conformance.workload import Regime, Workload
 
 #: Requirement of each kind unless a case names another.
 REQUIREMENTS: dict[Kind, str] = {
@@ -217,6 +224,7 @@ class _Judge:
         self.diverged = diverged or {}
         self.found = CheckResult(check=f"{kind} parity", requirement=requirement or REQUIREMENTS[kind])
         self.unclear: list[str] = []
+        self._gradients_supposed: dict[int, list[tuple[str, Tensors]]] = {}
 
     def result(self) -> CheckResult:
         """Compare every step."""
@@ -289,8 +297,17 @@ class _Judge:
             return self._differs(step, name, self.kind, repr(got), repr(expected))
         if self.none_or_zero and all(value is None or not bool(value.any()) for value in (got, expected)):
             return None
-        likely = explain.likely_none(got, expected) if self.kind is Kind.GRADIENT else None
+        likely = self._likely_none(step, name, got, expected) if self.kind is Kind.GRADIENT else None
         return self._differs(step, name, self.kind, _described(got), _described(expected), likely=likely)
+
+    def _likely_none(self, step: int, name: str, got: Tensor | None, expected: Tensor | None) -> str | None:
+        own = self.references.contributions()[self.history.rank][step]
+        return explain.likely_none(
+            got,
+            expected,
+            trainable=self.references.expected.requires_grad.get(name, True),
+            used=any(micro.get(name) is not None for micro in own),
+        )
 
     def _dtype(self, name: str, expected: Tensor) -> torch.dtype:
         """The model's dtype, since the expected value is a float64 twin."""
@@ -302,8 +319,11 @@ class _Judge:
         self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound, difference: Difference
     ) -> Finding:
         counted = f"{difference.differing} of {difference.elements} elements differ" if difference.elements > 1 else ""
-        if self.diverged.get(name, step + 1) <= step and self.kind in (Kind.PARAMETER, Kind.CLIPPED):
-            likely: str | None = f"a consequence of the wrong gradient in step {self.diverged[name]}"
+        if self.found.findings:
+            # Only the first step that differs is reported.
+            likely: str | None = None
+        elif self.diverged.get(name, step + 1) <= step and self.kind in (Kind.PARAMETER, Kind.CLIPPED):
+            likely = f"a consequence of the wrong gradient in step {self.diverged[name]}"
         else:
             likely = explain.likely(self._evidence(step, name, got, expected, bound))
         return self._differs(
@@ -334,7 +354,43 @@ class _Judge:
             others={
                 n: v for n, v in others.items() if n != name and isinstance(v, Tensor) and v.shape == expected.shape
             },
+            factors=_factors(references.regime) if gradient else {},
+            unit=self._unit(step, name, others),
+            supposed=partial(self._supposed, step, name),
         )
+
+    def _unit(self, step: int, name: str, expected: Mapping[str, Any]) -> tuple[Tensor, Tensor] | None:
+        """The actual and the expected values of the parameter's unit, flat; None if they are not all comparable."""
+        if self.kind not in (Kind.INITIAL, Kind.GRADIENT, Kind.PARAMETER):
+            return None
+        units, got = self.references.workload.units, values(self.history, self.kind, step)
+        held: list[Tensor] = []
+        right: list[Tensor] = []
+        for other in (other for other in expected if owner(other, units) == owner(name, units)):
+            value, wanted = got.get(other), expected[other]
+            if wanted is None and value is None:
+                continue
+            if not isinstance(value, Tensor) or not isinstance(wanted, Tensor) or value.shape != wanted.shape:
+                return None
+            held.append(value.flatten())
+            right.append(wanted.flatten())
+        return torch.cat(held), torch.cat(right)
+
+    def _supposed(self, step: int, name: str) -> Iterable[tuple[str, Tensor]]:
+        """What the value would be with one mistake in the step."""
+        if self.kind is Kind.LOSS:
+            return supposed_losses(self.references, step, int(name.rpartition(" ")[2]))
+        if self.kind is Kind.NORM:
+            return supposed_norms(self.references, step)
+        if self.kind is Kind.PARAMETER:
+            return supposed_parameters(self.references, step, name)
+        if self.kind is not Kind.GRADIENT:
+            return ()
+        if step not in self._gradients_supposed:
+            self._gradients_supposed[step] = list(
+                supposed_gradients(self.references, step, self.history.steps[step].losses)
+            )
+        return [(phrase, grads[name]) for phrase, grads in self._gradients_supposed[step] if name in grads]
 
     def _differs(
         self, step: int, name: str, what: str, got: object, expected: object, *, details: str = "", **fields: Any
@@ -354,6 +410,16 @@ class _Judge:
             rank=self.history.rank,
             **fields,
         )
+
+
+def _factors(regime: Regime) -> dict[str, float]:
+    """What would scale all gradients in this regime, apart from ranks and micro-batches."""
+    factors = {}
+    if regime.backwards_per_forward > 1:
+        factors[f"one of {regime.backwards_per_forward} backwards missing"] = 1 / regime.backwards_per_forward
+    if regime.idle_forwards:
+        factors["divided by all forwards, with and without backward"] = 1 / (1 + regime.idle_forwards)
+    return factors
 
 
 def _by_rank(references: References, step: int, name: str) -> list[list[Tensor | None]]:

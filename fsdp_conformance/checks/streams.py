@@ -39,7 +39,7 @@ _LIKELY = {
     HazardKind.READ_AFTER_WRITE: "a wait is missing between the stream that writes and the one that reads",
     HazardKind.WRITE_AFTER_READ: "memory is overwritten while another stream may still read it",
     HazardKind.WRITE_AFTER_WRITE: "two streams write the same memory in no defined order",
-    HazardKind.REUSE_IN_FLIGHT: "freed too early, or without record_stream: another stream still uses the memory",
+    HazardKind.REUSE_IN_FLIGHT: "freed too early or without record_stream: another stream still uses the memory",
     HazardKind.HOST_WRITE_IN_FLIGHT: "the host writes pinned memory that a copy has not read yet",
     HazardKind.HOST_READ_IN_FLIGHT: "the host reads pinned memory before the copy into it has finished",
 }

@@ -5,6 +5,7 @@ The verdict on one case, derived from the reports of its ranks and the ends of t
     verdicts    after it ran: the record with its verdict
     endings     how each rank ended, and which failed first
     findings    the findings of all ranks as one list
+    telling     which of them says most
     mismatch    ranks that called different collectives
     evidence    what a record keeps of the reports, and whether its verdict follows from that
 

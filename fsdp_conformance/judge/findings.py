@@ -82,6 +82,8 @@ def _digest_finding(case: Case, label: str, by_digest: dict[str, list[int]], rep
             f"got {wrong or 'none'} on {ranks_in_words(differing)}"
         )
         likely = "ranks issue different collectives"
+    elif name == "params":
+        likely = f"ranks drift apart: {ranks_in_words(differing)} and {ranks_in_words(agreeing)} hold different values"
     return Finding(
         requirement=_digest_requirement(case, label, reports),
         check="equality over ranks",

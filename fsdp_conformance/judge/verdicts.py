@@ -16,11 +16,13 @@ from fsdp_conformance.judge.endings import (
     RankEnding,
     attribute,
     first_line,
+    kind_of_error,
     ranks_in_words,
 )
 from fsdp_conformance.judge.findings import digest_findings, sorted_and_folded
 from fsdp_conformance.judge.gate import decided, empty_record
 from fsdp_conformance.judge.mismatch import differing_calls
+from fsdp_conformance.judge.telling import most_telling
 from fsdp_conformance.outcome import CaseRecord, Finding, RankError, RankExit, RankReport
 from fsdp_conformance.verdict import Verdict
 
@@ -215,7 +217,7 @@ def _blame(error: RankError) -> str:
 def _ending_finding(record: CaseRecord, evidence: Evidence, headline: RankEnding) -> Finding:
     """The ending as a finding: against R000 if a refusal was due, otherwise against the case's own requirement."""
     last = {end.rank: end.last_collectives[-1] if end.last_collectives else "none" for end in record.exits}
-    likely = None
+    likely = _who_raised(evidence, headline) if headline.ending is Ending.RAISED else None
     if record.verdict is Verdict.HANG and len(set(last.values())) > 1:
         ranks = " | ".join(f"rank {rank} {line}" for rank, line in last.items())
         likely = differing_calls(record.exits) or f"ranks issue different collectives; the last of each: {ranks}"
@@ -232,6 +234,21 @@ def _ending_finding(record: CaseRecord, evidence: Evidence, headline: RankEnding
         likely=likely,
         detail=headline.error.message if headline.error is not None and headline.ending is Ending.TIMED_OUT else None,
     )
+
+
+def _who_raised(evidence: Evidence, headline: RankEnding) -> str | None:
+    """Whether the exception depends on the rank: the same one everywhere comes from the configuration or the step."""
+    errors = {report.rank: report.error for report in evidence.reports if report.error is not None}
+    raised = {rank: error for rank, error in errors.items() if kind_of_error(error) is Ending.RAISED}
+    size = evidence.case.world_size
+    if headline.error is None or size == 1:
+        return None
+    if len(raised) == size:
+        same = len({(error.kind, first_line(error.message)) for error in raised.values()}) == 1
+        return "every rank raised: the same exception" if same else "every rank raised: not all the same exception"
+    if list(raised) == [headline.rank]:
+        return f"only rank {headline.rank} raised: the others lost it as a peer, or had gone on"
+    return None
 
 
 def _judge_refusal(record: CaseRecord, evidence: Evidence, rank: int, error: RankError) -> None:
@@ -269,8 +286,9 @@ def _judge_reports(record: CaseRecord, evidence: Evidence) -> None:
         decided(record, Verdict.INCONCLUSIVE, f"rank {inconclusive[0].rank}: {inconclusive[0].inconclusive}")
     elif record.findings:
         if evidence.undeclared:
-            record.findings.insert(0, _silent(record.findings[0], evidence.undeclared))
-        decided(record, Verdict.FAIL, record.findings[0].sentence())
+            record.findings.insert(0, _silent(most_telling(record.findings) or record.findings[0], evidence.undeclared))
+        telling = most_telling(record.findings) or record.findings[0]
+        decided(record, Verdict.FAIL, telling.sentence())
     elif any(report.not_run is not None for report in evidence.reports):
         _judge_not_run(record, evidence.reports)
     elif unobserved := list(dict.fromkeys(flag for report in evidence.reports for flag in report.unobserved)):

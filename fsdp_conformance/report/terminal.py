@@ -20,7 +20,9 @@ from dataclasses import dataclass
 
 from fsdp_conformance import contract
 from fsdp_conformance.contract.scopes import BASE
+from fsdp_conformance.judge.telling import causes_in, most_telling
 from fsdp_conformance.outcome import CaseRecord, Finding, RankExit
+from fsdp_conformance.report.advice import look_at
 from fsdp_conformance.report.certificate import Certificate, Scope, State
 from fsdp_conformance.report.frames import engine_frames, frames_of_stack, frames_of_traceback
 from fsdp_conformance.verdict import Verdict
@@ -66,8 +68,8 @@ def grouped(records: Iterable[CaseRecord]) -> list[Group]:
     """
     What went wrong, every problem once; the groups with the most cases come first.
 
-    Cases belong together if the same check failed for the same requirement with the same likely cause. The case with
-    the smallest world size represents the group.
+    Cases belong together if the same check failed for the same requirement with the same likely cause. The case that
+    names the fewest causes represents the group, and of those the one with the smallest world.
     """
     alike: dict[tuple[object, ...], list[CaseRecord]] = {}
     for record in records:
@@ -75,16 +77,22 @@ def grouped(records: Iterable[CaseRecord]) -> list[Group]:
             alike.setdefault(_signature(record), []).append(record)
     groups = []
     for members in alike.values():
-        first, *others = sorted(members, key=lambda record: (record.world_size, record.case))
+        first, *others = sorted(members, key=lambda record: (_num_causes(record), record.world_size, record.case))
         groups.append(Group(first, tuple(others)))
     return sorted(groups, key=lambda group: (-len(group.others), group.first.case))
 
 
 def _signature(record: CaseRecord) -> tuple[object, ...]:
-    if not record.findings:
+    finding = most_telling(record.findings)
+    if finding is None:
         return record.verdict, record.requirements[0], record.reason
-    finding = record.findings[0]
-    return record.verdict, finding.requirement, finding.check, finding.likely or finding.phase
+    cause = next(iter(causes_in(finding.likely)), finding.likely or finding.phase)
+    return record.verdict, finding.requirement, finding.check, cause
+
+
+def _num_causes(record: CaseRecord) -> int:
+    finding = most_telling(record.findings)
+    return len(causes_in(finding.likely)) if finding is not None else 0
 
 
 def render_findings(records: Iterable[CaseRecord]) -> str:
@@ -94,11 +102,11 @@ def render_findings(records: Iterable[CaseRecord]) -> str:
 
 def render_record(record: CaseRecord, *, others: Sequence[CaseRecord] = ()) -> str:
     """The block of one case. `others` failed in the same way."""
-    finding = record.findings[0] if record.findings else None
+    finding = most_telling(record.findings)
     lines = [headline(record)]
     lines += _field("case", record.case + (f" · on {record.device}" if record.device not in ("", "cpu") else ""))
     if finding is not None:
-        lines += _finding_lines(finding)
+        lines += _finding_lines(finding, record.findings[0])
     if finding is None or record.verdict is Verdict.INCONCLUSIVE:
         lines += _field("reason", record.reason)
     lines += _raised_at(record)
@@ -109,7 +117,7 @@ def render_record(record: CaseRecord, *, others: Sequence[CaseRecord] = ()) -> s
         lines += _field("then", sentence)
     if finding is not None:
         lines += _field("likely", finding.likely or "")
-        lines += _field("look at", _look_at(finding.requirement))
+        lines += _field("look at", look_at(record, finding))
     if record.verdict not in QUIET and len(record.findings) > 1:
         lines += _field("and", f"{len(record.findings) - 1} more findings: fsdp-conformance explain {record.case}")
     if others:
@@ -123,7 +131,8 @@ def render_record(record: CaseRecord, *, others: Sequence[CaseRecord] = ()) -> s
 
 def headline(record: CaseRecord) -> str:
     """The sign, the requirement that was violated, its name, and the verdict unless it is FAIL."""
-    requirement = record.findings[0].requirement if record.findings else record.requirements[0]
+    finding = most_telling(record.findings)
+    requirement = finding.requirement if finding is not None else record.requirements[0]
     known = contract.load().requirements.get(requirement)
     name = known.name if known is not None else "(not in this contract)"
     verdict = "" if record.verdict is Verdict.FAIL else f"   {record.verdict}"
@@ -203,8 +212,13 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
-def _finding_lines(finding: Finding) -> list[str]:
-    lines = _field("first", finding.where())
+def _finding_lines(finding: Finding, first: Finding) -> list[str]:
+    """Where results first diverged, and the finding that says most."""
+    if (first.where(), first.message) == (finding.where(), finding.message):
+        lines = _field("first", finding.where())
+    else:
+        lines = _field("first", " · ".join(part for part in (first.where(), first.message) if part))
+        lines += _field("shown at", finding.where())
     if finding.got is not None or finding.expected is not None:
         figures = [f"{finding.got}", f"expected {finding.expected}"]
         if finding.ratio is not None:
@@ -237,11 +251,6 @@ def _raised_at(record: CaseRecord) -> list[str]:
     for frame in engine_frames(frames_of_traceback(record.traceback))[:_FRAMES_SHOWN]:
         lines += _field("called at" if lines else "raised at", str(frame), wrap=False)
     return lines
-
-
-def _look_at(requirement: str) -> str:
-    known = contract.load().requirements.get(requirement)
-    return known.look_at if known is not None else ""
 
 
 def _field(label: str, text: str, *, wrap: bool = True) -> list[str]:

@@ -7,6 +7,7 @@ numbers 1 to 21, turned by r + 5m places.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -44,8 +45,21 @@ def own(rank: int, micro: int = 0) -> Tensor:
 
 
 def cause(evidence: Evidence, got: Tensor, **fields: Any) -> str:
-    """What is said if `got` is seen in place of the right tensor."""
-    return str(likely(replace(evidence, got=got, **fields)))
+    """What is said if `got` is seen in place of the right tensor; a long text on two lines."""
+    told = str(likely(replace(evidence, got=got, **fields)))
+    return told if len(told) <= 115 else told.replace(": ", ":\n    ", 1)
+
+
+def by_rows(tensors: Sequence[Tensor]) -> Tensor:
+    """Each rank's rows of its own tensor."""
+    parts = [torch.chunk(tensor, len(tensors))[rank] for rank, tensor in enumerate(tensors)]
+    return torch.cat(parts)
+
+
+def flat(tensors: Sequence[Tensor], length: int) -> Tensor:
+    """Each rank's part of its own flat tensor, of that length."""
+    parts = [tensor.flatten()[rank * length : (rank + 1) * length] for rank, tensor in enumerate(tensors)]
+    return torch.cat(parts).view(tensors[0].shape)
 
 
 def edited(tensor: Tensor, rows: slice, value: float) -> Tensor:
@@ -69,8 +83,8 @@ class Explain(expecttest.TestCase):
 summed over ranks instead of averaged: got / expected = 3 at every element, which is the world size
 averaged twice: got / expected = 0.3333 at every element, which is 1 / world size
 counted twice: got / expected = 2 at every element
-divided by 2, but the world size is 3: got / expected = 1.5 at every element
-divided by 4, but the world size is 3: got / expected = 0.75 at every element
+divided by 2 instead of 3: got / expected = 1.5 at every element
+divided by 4 instead of 3: got / expected = 0.75 at every element
 wrong sign: got / expected = -1 at every element""",
         )
 
@@ -95,11 +109,11 @@ multiplied by the number of micro-batches: got / expected = 4 at every element, 
         self.assertExpectedInline(
             "\n".join(cause(right, got) for got in seen),
             """\
-not reduced: equals this rank's own gradient
-not reduced: equals this rank's own gradient divided by the world size
-not reduced: equals rank 0's own gradient
+not reduced, or averaged over rank 1 only: equals this rank's own gradient
+not reduced, or ranks 0, 2 missing: equals this rank's own gradient divided by the world size
+not reduced, or averaged over rank 0 only: equals rank 0's own gradient
 rank 2 missing: equals the sum over ranks 0, 1, divided by 3
-averaged over ranks 0, 1 only, as in a group of 2: rank 2 left out
+averaged over ranks 0, 1 only: as in a group of 2, with rank 2 left out
 rank 1 counted twice: its gradient divided by 3 is added once more""",
         )
 
@@ -128,10 +142,125 @@ scaled: got / expected = 0.9 at every element""",
             "\n".join(cause(right, got) for got in seen),
             """\
 overwritten instead of accumulated: equals the gradient of micro-batch 2 alone
-micro-batch 0 counted twice
+micro-batch 0 counted twice: it is added once more
 micro-batch 0 missing: the others are included
 micro-batch 2 not reduced: this rank's own gradient is in its place""",
         )
+
+    def test_shards_of_each_rank(self) -> None:
+        """
+        The full gradient of a sharded engine is made of the rows of each rank: 3, 3 and 1, or flat ones of 8, 8 and 5.
+        """
+        right = gradient()
+        totals = [own(rank) for rank in range(3)]
+        lacking = [right.expected - total / 3 for total in totals]
+        doubled = [right.expected + total / 3 for total in totals]
+        seen = (
+            by_rows(totals), by_rows([total / 3 for total in totals]), flat(totals, 8), by_rows(lacking),
+            by_rows(doubled), by_rows([total.t() for total in totals]).t(),
+        )  # fmt: skip
+
+        self.assertExpectedInline(
+            "\n".join(cause(right, got) for got in seen),
+            """\
+not reduced: the rows of each rank equal its own gradient
+not reduced: the rows of each rank equal its own gradient divided by the world size
+not reduced: the rows of each rank equal its own gradient
+every rank leaves itself out: the rows of each rank lack its own gradient
+every rank counts itself twice: the rows of each rank have its own gradient once more
+not reduced: the rows of each rank equal its own gradient""",
+        )
+
+    def test_shards_of_a_deferred_micro_batch(self) -> None:
+        """The last micro-batch is each rank's own, in its own rows."""
+        right = gradient(2, micro_batches=2)
+        first = (own(0) + own(1)) / 2
+
+        self.assertExpectedInline(
+            cause(right, by_rows([first + own(rank, 1) for rank in range(2)])),
+            """micro-batch 1 not reduced: in the rows of each rank its own gradient is in the place of the mean""",
+        )
+
+    def test_what_looks_alike_is_named_together(self) -> None:
+        """Two ranks cannot tell a sum from a gradient that is counted twice; other numbers of ranks can."""
+        two, four = gradient(2), gradient(4)
+        regime = {"factors": {"one of 2 backwards missing": 0.5}}
+        seen = (
+            cause(two, two.expected * 2), cause(two, two.expected / 2), cause(two, own(0) / 2, rank=0),
+            cause(four, four.expected * 2), cause(four, four.expected * 4), cause(two, two.expected / 2, **regime),
+        )  # fmt: skip
+
+        self.assertExpectedInline(
+            "\n".join(seen),
+            """\
+summed over ranks instead of averaged, or counted twice:
+    got / expected = 2 at every element, which is the world size
+averaged twice, or divided by 4 instead of 2: got / expected = 0.5 at every element, which is 1 / world size
+not reduced, or every rank leaves itself out, or rank 1 missing:
+    equals this rank's own gradient divided by the world size
+counted twice, or divided by 2 instead of 4: got / expected = 2 at every element
+summed over ranks instead of averaged: got / expected = 4 at every element, which is the world size
+averaged twice, or one of 2 backwards missing, or divided by 4 instead of 2:
+    got / expected = 0.5 at every element, which is 1 / world size""",
+        )
+
+    def test_too_many_causes_are_none(self) -> None:
+        """If eight ranks have equal gradients, three quarters of the mean may lack any two of them."""
+        same = [[CODE] for _ in range(8)]
+        right = replace(gradient(8), expected=CODE, contributions=same)
+
+        self.assertEqual("scaled: got / expected = 0.75 at every element", cause(right, CODE * 0.75))
+
+    def test_coincidence_in_pieces(self) -> None:
+        """A single rank's gradient is no piece, and neither are pieces that are right."""
+        right = gradient()
+        totals = [own(rank) for rank in range(3)]
+        turned = by_rows([totals[1], totals[0], totals[2]])
+
+        self.assertEqual([None, None], [
+            likely(replace(right, got=turned)),
+            likely(replace(right, got=by_rows([right.expected, totals[1] * 1.5, right.expected]))),
+        ])  # fmt: skip
+
+    def test_places_in_a_unit(self) -> None:
+        """A unit of 40 elements, of which the last 21 are this parameter: turned by a rank, reversed, shifted."""
+        whole = torch.cat([torch.arange(100.0, 119.0).double(), CODE.flatten()])
+        right = replace(gradient(), expected=CODE, contributions=None)
+        shards = torch.cat([whole, torch.zeros(2).double()]).view(3, 14)
+        seen = (shards.roll(1, 0).flatten()[:40], shards.flip(0).flatten()[:40], whole.roll(9))
+
+        self.assertExpectedInline(
+            "\n".join(cause(right, unit[19:].view(7, 3), unit=(unit, whole)) for unit in seen),
+            """\
+shards in the wrong place:
+    rank 0 has rank 2's, rank 1 has rank 0's, rank 2 has rank 1's (14 elements of the unit each)
+shards in the wrong place: rank 0 has rank 2's, rank 2 has rank 0's (14 elements of the unit each)
+flat offset off by 9: element i has the value of element i - 9 in the unit's flat tensor""",
+        )
+
+    def test_supposed_values(self) -> None:
+        """A value that one mistake gives; mistakes that give the right value, or only nearly this one, do not count."""
+        right = replace(gradient(), kind="loss", expected=torch.tensor(2.0).double(), contributions=None)
+        stale = ("stale parameters: forward saw those of the previous step", torch.tensor(2.5).double())
+        same = ("another rank's data: rank 1's", torch.tensor(2.0).double())
+        right = replace(right, supposed=lambda: [same, stale])
+        seen = [likely(replace(right, got=torch.tensor(got))) for got in (2.5, 2.4, 2.0001)]
+
+        self.assertEqual([stale[0], None, None], seen)
+
+    def test_low_precision_in_the_reduction(self) -> None:
+        """Rounded before it is added: the error is that of the ranks' own gradients, not any error of that size."""
+        right = gradient()
+        parts = [own(rank) / 7 + 0.1234567 for rank in range(3)]
+        whole = [[part] for part in parts]
+        right = replace(right, contributions=whole, expected=torch.stack(parts).sum(0) / 3)
+        rounded = torch.stack([part.bfloat16().double() for part in parts]).sum(0) / 3
+        other = right.expected * (1 + 2e-3 * torch.linspace(-1, 1, 21, dtype=torch.float64).view(7, 3).sin())
+
+        self.assertExpectedInline(
+            cause(right, rounded), """reduced in bfloat16: off by 2.1e-03 of the largest element (eps is 7.8e-03)"""
+        )
+        self.assertIsNone(likely(replace(right, got=other)))
 
     def test_rows(self) -> None:
         """Rows that were never written: the padded tail, one rank's shard, others."""
@@ -141,9 +270,9 @@ micro-batch 2 not reduced: this rank's own gradient is in its place""",
         self.assertExpectedInline(
             "\n".join(cause(right, got) for got in seen),
             """\
-last padded rows dropped (rank 2's shard): row 6 of 7 is zero, the others are correct
-rank 0's shard lost: rows 0 to 2 of 7 are zero, the others are correct
-rows lost: rows 2 to 3 of 7 are zero, the others are correct""",
+last padded rows dropped, or rows of a shard lost: row 6 of 7 (rank 2's shard) is zero, the others are correct
+rows of a shard lost: rows 0 to 2 of 7 (rank 0's shard) are zero, the others are correct
+rows of a shard lost: rows 2 to 3 of 7 are zero, the others are correct""",
         )
 
     def test_rows_of_a_parameter(self) -> None:
@@ -155,7 +284,9 @@ rows lost: rows 2 to 3 of 7 are zero, the others are correct""",
 
         self.assertExpectedInline(
             cause(right, got),
-            """last padded rows dropped (rank 2's shard): row 6 of 7 is not updated, the others are correct""",
+            """\
+last padded rows dropped, or rows of a shard lost:
+    row 6 of 7 (rank 2's shard) is not updated, the others are correct""",
         )
 
     def test_places(self) -> None:
@@ -204,8 +335,18 @@ elements permuted: every value is right but in the wrong place""",
 stale by one step: every element equals the previous step's gradient
 stale by one step: every element equals the previous step's buffer
 no update: the parameter has its value from before the step
-update scaled by 3 at every element, which is the world size""",
+update scaled by 3: at every element, which is the world size""",
         )
+
+    def test_a_parameter_that_is_kept_in_float32(self) -> None:
+        """A later step's values are rounded: kept means much closer to the old value than the right one is."""
+        before = CODE / 7
+        right = replace(gradient(), kind="parameter", expected=before + 0.01, previous=before, contributions=None)
+
+        self.assertEqual(
+            "no update: the parameter has its value from before the step", cause(right, before.float().double())
+        )
+        self.assertNotIn("no update", cause(right, before + 0.004))
 
     def test_memory(self) -> None:
         """NaN in the tail, in the middle, everywhere; zeros everywhere."""
@@ -223,8 +364,8 @@ update scaled by 3 at every element, which is the world size""",
             """\
 padding was read: the last 3 of 21 elements are not finite
 storage was read before it was written: 6 of 21 elements are not finite
-uninitialised or freed storage, or overflow: none of the 21 elements is finite
-dropped: every element is zero""",
+uninitialised storage, freed storage or overflow: none of the 21 elements is finite
+dropped, or rows of a shard lost: every element is zero""",
         )
 
     def test_names(self) -> None:
@@ -232,7 +373,8 @@ dropped: every element is zero""",
         right = replace(gradient(), contributions=None, others={"1.weight": CODE.flip(0) ** 2})
 
         self.assertExpectedInline(
-            cause(right, CODE.flip(0) ** 2), """mixed up with '1.weight': every element equals that gradient"""
+            cause(right, CODE.flip(0) ** 2),
+            """mixed up with another parameter: every element equals the gradient of '1.weight'""",
         )
 
     def test_precision(self) -> None:
@@ -248,14 +390,19 @@ dropped: every element is zero""",
     def test_none(self) -> None:
         """A gradient on one side alone."""
         zeros, some = torch.zeros(3), torch.ones(3)
-        seen = (likely_none(None, some), likely_none(zeros, None), likely_none(some, None))
+        seen = (
+            likely_none(None, some), likely_none(None, some, used=True), likely_none(zeros, None),
+            likely_none(some, None), likely_none(some, None, trainable=False),
+        )  # fmt: skip
 
         self.assertExpectedInline(
             "\n".join(map(str, seen)),
             """\
-this rank did not use the parameter and left it out of the reduction
+left out of the reduction: this rank did not use the parameter, and others did
+no gradient: this rank used the parameter, and the reduction never gave it one
 a gradient of zeros was created for a parameter that no rank used
-an earlier step's gradient was kept, or a frozen parameter received one""",
+an unused parameter received a gradient: one of an earlier step, or memory that was never written
+a frozen parameter received a gradient""",
         )
 
     def test_nothing_is_made_up(self) -> None:

@@ -76,4 +76,4 @@ def test_the_finding_carries_the_call() -> None:
 
     assert finding.call is not None
     assert finding.call.startswith("#3 backward reduce_scatter 1080B")
-    assert finding.likely == "counted twice: got / expected = 2 at every element"
+    assert finding.likely == "counted twice, or divided by 2 instead of 4: got / expected = 2 at every element"

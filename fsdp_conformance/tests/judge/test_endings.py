@@ -487,3 +487,30 @@ def test_evidence_out_of_order_is_the_suites_error(order: tuple[list[int], list[
     record = judge(a_case(), declared=frozenset(), reports=reports, exits=ends)
 
     assert record.verdict is Verdict.ERROR_SUITE
+
+
+# What an exception says of its cause.
+
+
+def test_an_exception_of_one_rank_depends_on_the_rank() -> None:
+    """The others only lost it: the finding says so."""
+    lost = failed(0, an_error(LOST_PEER, time=2.0)), an_exit(0, code=10)
+
+    assert str(judged(lost, raised(1, "13 elements")).findings[0].likely).startswith("only rank 1 raised: ")
+
+
+def test_an_exception_of_every_rank_does_not() -> None:
+    """The same message everywhere, or another one on some ranks."""
+    alike = judged(raised(0, "no such option"), raised(1, "no such option"))
+    unlike = judged(raised(0, "12 elements"), raised(1, "13 elements"))
+
+    assert alike.findings[0].likely == "every rank raised: the same exception"
+    assert unlike.findings[0].likely == "every rank raised: not all the same exception"
+
+
+def test_some_of_several_ranks_that_raise_say_nothing() -> None:
+    """Two of three: neither the step nor one rank. A single rank has no others."""
+    two_of_three = judged(raised(0), raised(1), well(2))
+
+    assert two_of_three.findings[0].likely is None
+    assert judged(raised(0)).findings[0].likely is None

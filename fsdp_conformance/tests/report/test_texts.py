@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,7 +144,8 @@ class Texts(TestCase):
     rank 1    had finished
     then      rank 1 raised RuntimeError: Connection closed by peer
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
-    look at   A collective issued under a condition that differs between ranks.
+    look at   The line where each rank waits: a collective that some ranks skip, issue in another order, or on another
+              group.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2""",
         )
 
@@ -169,10 +171,70 @@ class Texts(TestCase):
     then      rank 0 lost its peer
     then      rank 2 lost its peer
     then      rank 3 lost its peer
-    look at   The first step whose loss differs: at step 0 the forward is wrong (parameters, buffers, inputs), later the
-              gradient or the optimizer step is.
+    look at   What rank 1 printed, and its last collectives (`fsdp-conformance explain R001/probe-ws4`): native code, an
+              exit that the engine calls, or the system ending a process that takes too much memory.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws4""",
         )
+
+    def test_the_finding_that_says_most_is_shown(self) -> None:
+        """The first divergence is still there, in one line."""
+        loss = a_finding(
+            "R001", check="loss parity", message="loss: expected 1.5, got 1.75", phase="forward", fqn="micro-batch 0",
+            element=None, ratio=None, ulps=None, differing=None, elements=None, likely=None,
+        )  # fmt: skip
+        gradient = a_finding(likely="computed in bfloat16: with parameters that were rounded to it")
+        self.assertText(
+            render_record(a_record("R003/rank-coded-ws2", Verdict.FAIL, loss, gradient)),
+            """\
+(FAIL) R003  The gradient is the mean over the data-parallel ranks
+    case      R003/rank-coded-ws2
+    first     step 0 | forward | 'micro-batch 0' | rank 0 | loss: expected 1.5, got 1.75
+    shown at  step 0 | reduce | '0.weight' | rank 0 | element [3, 1]
+    got       1.0 | expected 0.5 | ratio 2 | on 16 of 16 elements (bitwise)
+    seen      gradient of '0.weight': expected 0.5, got 1.0 [gradient parity]
+    likely    computed in bfloat16: with parameters that were rounded to it
+    look at   The ratio got / expected: the world size means summed, its inverse means divided twice, another constant
+              means a wrong group or divisor.
+    and       1 more findings: fsdp-conformance explain R003/rank-coded-ws2
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R003/rank-coded-ws2""",
+        )
+
+    def test_an_exception_has_its_own_advice(self) -> None:
+        """By whether it depends on the rank."""
+        alone = a_finding(
+            "R001", check="training", message="rank 1 raised ValueError: 13 elements", rank=1, step=None, phase=None,
+            fqn=None, element=None, got=None, expected=None, ratio=None, ulps=None, likely="only rank 1 raised: the "
+            "others lost it as a peer, or had gone on", bound=None, differing=None, elements=None,
+        )  # fmt: skip
+        same = replace(alone, likely="every rank raised: the same exception")
+        records = [a_record("R001/probe-ws4", Verdict.FAIL, finding) for finding in (alone, same)]
+        self.assertText(
+            "\n\n".join(render_record(record) for record in records),
+            """\
+(FAIL) R001  Losses equal DDP's
+    case      R001/probe-ws4
+    first     rank 1
+    seen      rank 1 raised ValueError: 13 elements [training]
+    likely    only rank 1 raised: the others lost it as a peer, or had gone on
+    look at   The exception's message, and what is different on rank 1: its shards, its batch, a branch on the rank.
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws4
+
+(FAIL) R001  Losses equal DDP's
+    case      R001/probe-ws4
+    first     rank 1
+    seen      rank 1 raised ValueError: 13 elements [training]
+    likely    every rank raised: the same exception
+    look at   The exception's message. What the ranks did before is under `fsdp-conformance explain R001/probe-ws4`.
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws4""",
+        )
+
+    def test_cases_that_name_one_of_several_causes_belong_together(self) -> None:
+        """Two ranks name two causes, three name one of them: the one to read."""
+        both = "summed over ranks instead of averaged, or counted twice: got / expected = 2"
+        one = "summed over ranks instead of averaged: got / expected = 3"
+        (group,) = grouped([failed("R003/x-ws2", likely=both), failed("R003/x-ws3", likely=one)])
+
+        self.assertEqual(("R003/x-ws3", ["R003/x-ws2"]), (group.first.case, [item.case for item in group.others]))
 
     def test_an_error_of_the_suite_has_a_reason(self) -> None:
         """There is no finding."""
@@ -212,7 +274,8 @@ class Texts(TestCase):
     rank 1    had finished
     then      rank 1 raised RuntimeError: Connection closed by peer
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
-    look at   A collective issued under a condition that differs between ranks.
+    look at   The line where each rank waits: a collective that some ranks skip, issue in another order, or on another
+              group.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2""",
         )
 
@@ -287,7 +350,8 @@ cases       1 of core-2026.11:
     rank 1    had finished
     then      rank 1 raised RuntimeError: Connection closed by peer
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
-    look at   A collective issued under a condition that differs between ranks.
+    look at   The line where each rank waits: a collective that some ranks skip, issue in another order, or on another
+              group.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2""",
         )
 
@@ -401,7 +465,8 @@ core-2026.11 | 5 of 5 cases | torch 2.13.0 | device cpu | python 3.12.1 | 1 min 
     rank 1    had finished
     then      rank 1 raised RuntimeError: Connection closed by peer
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
-    look at   A collective issued under a condition that differs between ranks.
+    look at   The line where each rank waits: a collective that some ranks skip, issue in another order, or on another
+              group.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2
 ```
 
