@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -85,10 +86,16 @@ def is_alarm(implementation: str, record: CaseRecord, known: list[Known]) -> boo
 
 
 def earlier(path: Path | None) -> Iterator[dict[str, object]]:
-    """The runs that are already in the results."""
-    if path is not None and path.exists():
-        for line in path.read_text(encoding="utf-8").splitlines():
-            if line.endswith("}"):  # the last line may be cut off
+    """The runs that are already in the results. A last line that was cut off is ended, and does not count."""
+    if path is None or not path.exists():
+        return
+    text = path.read_text(encoding="utf-8")
+    if text and not text.endswith("\n"):
+        with path.open("a", encoding="utf-8") as file:
+            file.write("\n")
+    for line in text.splitlines():
+        if line.startswith("{") and line.endswith("}"):
+            with contextlib.suppress(json.JSONDecodeError):
                 yield json.loads(line)
 
 
