@@ -95,7 +95,7 @@ def test_a_fault_without_its_collective_makes_the_case_inapplicable() -> None:
 
 
 def test_a_fault_without_its_collective_is_part_of_the_evidence() -> None:
-    """The verdict follows from what the record keeps; neither PASS nor a schedule with the collective agrees with it."""
+    """The verdict follows from what the record keeps; PASS does not, nor would it if a rank had the collective."""
     reports = [a_report(0, unmet=_UNMET), a_report(1, schedule=["step broadcast 64B float32 [0,1]"])]
     record = keep_evidence(judged(*reports), reports)
 
