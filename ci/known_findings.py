@@ -62,6 +62,15 @@ def known_findings(path: Path = LIST) -> list[Known]:
     return [Known(**entry) for entry in entries]
 
 
+def is_known(implementation: str, record: CaseRecord, known: Sequence[Known]) -> bool:
+    """Whether the list has this verdict of the case."""
+    return any(
+        fnmatchcase(implementation, entry.implementation)
+        and (entry.case, entry.device, entry.verdict) == (record.case, record.device, record.verdict)
+        for entry in known
+    )
+
+
 def differences(
     implementation: str, device: str, records: Iterable[CaseRecord], known: Sequence[Known]
 ) -> Iterator[str]:

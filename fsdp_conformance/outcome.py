@@ -114,6 +114,8 @@ class RankReport:
     """Label prefix ("params", "schedule") to the id of the requirement that demands equality."""
     schedule: list[str] = field(default_factory=list)
     """The collectives of this rank, one line each, in order."""
+    unmet: dict[str, list[str]] = field(default_factory=dict)
+    """Descriptions of faults that could not strike on this rank, with the ops that they strike: it saw none of them."""
     notes: list[str] = field(default_factory=list)
     """For readers of the certificate: under-declared capabilities, bounds used, shims."""
     measurements: dict[str, Any] = field(default_factory=dict)
@@ -146,6 +148,8 @@ class RankExit:
     """True if the rank's report had arrived before it ended."""
     ended_by_controller: bool = False
     """True if the controller terminated it (deadline, or a peer had failed)."""
+    suite_was_late: bool = False
+    """True if the suite's own work on this rank took longer than its deadline, so that the case had to end."""
     stack: str | None = None
     """Python stacks of all its threads, taken when a deadline expired."""
     last_collectives: list[str] = field(default_factory=list)

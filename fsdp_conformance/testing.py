@@ -36,7 +36,9 @@ from fsdp_conformance.checks.streams import stream_control, stream_safety
 from fsdp_conformance.config import SIMULATED, InitMode, Plan, RunSettings, TorchrunWorker
 from fsdp_conformance.errors import ConformanceError, RequirementFailed, SuiteError
 from fsdp_conformance.faults.fault import Fault
+from fsdp_conformance.harness import context
 from fsdp_conformance.harness.environment import Determinism
+from fsdp_conformance.harness.parts import Part
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.history.training import TrainingHistory
@@ -58,6 +60,8 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
     In the controller, `record` holds the verdict once the test method has returned or raised. In a rank, `report`
     collects what the body finds.
     """
+
+    first_part = Part.SUITE
 
     record: CaseRecord | None = None
     _blame: str | None = None
@@ -183,9 +187,10 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
 
     @contextmanager
     def blaming(self, part: str) -> Iterator[None]:
-        """Blame exceptions inside the block on a part: implementation, adapter or suite."""
+        """Blame exceptions inside the block, and its time, on a part: implementation, adapter or suite."""
         before, self._blame = self._blame, part
-        yield
+        with context.working(Part.SUITE if part == "suite" else Part.ENGINE):
+            yield
         # Not after an exception: `describe_error` then needs to know the part.
         self._blame = before
 
@@ -239,7 +244,8 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         """
         Train the workload through the adapter. Options go to `adapters.session.train`.
 
-        Every fault must strike on the ranks that it names; one that does not has tested nothing (SuiteError).
+        Every fault must strike on the ranks that it names: one that does not has tested nothing. If the engine issued
+        no collective that it could have struck, the report says so; otherwise raises SuiteError.
         """
         plan = plan or self.plan(workload)
         regime = regime or Regime()
@@ -258,7 +264,9 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
                 **options,
             )
         self.report.schedule += [record.line() for record in run.collectives]
-        silent = [text for fault in faults for text in fault.silent(self.rank)]
+        unmet = {text: ops for fault in faults for text, ops in fault.unmet(self.rank, run.collectives).items()}
+        self.report.unmet |= {text: sorted(ops) for text, ops in unmet.items()}
+        silent = [text for fault in faults for text in fault.silent(self.rank) if text not in unmet]
         if silent:
             raise SuiteError(
                 "; ".join(f"{text} never struck" for text in silent) + f" [{self.case.id}, rank {self.rank}]"

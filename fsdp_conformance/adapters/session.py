@@ -43,6 +43,8 @@ from fsdp_conformance.adapters.watch import Watch, watch_for
 from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import ConfigError, Unsupported
 from fsdp_conformance.faults.fault import Fault
+from fsdp_conformance.harness import context
+from fsdp_conformance.harness.parts import Part
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.memory import MemoryMark, Point
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
@@ -169,9 +171,10 @@ class _Run:
         self._mark(Point.BEFORE_SETUP)
 
         def build() -> nn.Module:
-            model = self.workload.build(self.rank)
-            for fault in self.faults:
-                fault.prepare(model)
+            with context.working(Part.SUITE):
+                model = self.workload.build(self.rank)
+                for fault in self.faults:
+                    fault.prepare(model)
             self.names = OriginalNames(model)
             return model
 
@@ -228,7 +231,8 @@ class _Run:
         with self._observing():
             self._weigh(lambda kind: kind not in _BEFORE_STEP)
         self.history.final_requires_grad = self._requires_grad()
-        self.history.full_bytes = self._unsharded_bytes()
+        with context.working(Part.SUITE):
+            self.history.full_bytes = self._unsharded_bytes()
 
     def _micro_batch(self, record: StepRecord, micro: int) -> None:
         batch = self._batch(record.step, micro)
@@ -270,7 +274,7 @@ class _Run:
 
     def _place_batches(self) -> None:
         """Put the whole run's inputs on the device in advance: copying pageable memory makes the host wait."""
-        with self.watch.suspended():
+        with context.working(Part.SUITE), self.watch.suspended():
             for step in range(self.regime.steps):
                 for micro in range(self.regime.micro_batches):
                     # A separate batch for each use, as on the CPU: a model may write into its inputs.
@@ -343,7 +347,9 @@ class _Run:
 
     def note_order(self) -> None:
         """Record what the simulated accelerator's checker has seen."""
-        if self.watch.checks_order:
+        if not self.watch.checks_order:
+            return
+        with context.working(Part.SUITE):
             self.history.hazards = self.watch.hazards()
             self.history.checked_accesses = self.watch.accesses()
 

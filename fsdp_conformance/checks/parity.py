@@ -8,8 +8,8 @@ steps are counted but not reported: they are consequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -137,21 +137,40 @@ def kind_parity(
     return result.demand_comparisons(f"{references.workload.name}, rank {history.rank}")
 
 
-def last_writer(history: TrainingHistory, kind: Kind, step: int, workload: Workload, name: str) -> str | None:
-    """
-    The collective that reduced a gradient, on one line, or None if none fits or several do.
+class LastWriters:
+    """The collectives that reduced the gradients of one history. The model is built once, for all gradients."""
 
-    It is recognised by its size: between the bytes of the parameter's unit and a quarter more.
-    """
-    if kind is not Kind.GRADIENT:
-        return None
-    backward = [record for record in history.collectives if record.step == step and record.phase == "backward"]
-    reduced = of(backward, *REDUCING)
-    if len(reduced) > 1:
-        fqn = owner(name, workload.units)
-        sizes = [_reduced_bytes(unit, history.world_size) for unit in owning_units(workload).shared if unit.fqn == fqn]
-        reduced = [record for record in reduced for least, most in sizes if least <= record.nbytes <= most]
-    return _reference_to(reduced[0]) if len(reduced) == 1 else None
+    def __init__(self, history: TrainingHistory, workload: Workload) -> None:
+        self._history = history
+        self._workload = workload
+
+    def of_gradient(self, step: int, name: str) -> str | None:
+        """
+        The collective that reduced a gradient, on one line, or None if none fits or several do.
+
+        It is recognised by its size: between the bytes of the parameter's unit and a quarter more.
+        """
+        reduced = self._reductions.get(step, [])
+        if len(reduced) > 1:
+            least, most = self._sizes.get(owner(name, self._workload.units), (1, 0))
+            reduced = [record for record in reduced if least <= record.nbytes <= most]
+        return _reference_to(reduced[0]) if len(reduced) == 1 else None
+
+    @cached_property
+    def _reductions(self) -> dict[int | None, list[CollectiveRecord]]:
+        """The reductions of backward, by step."""
+        found: dict[int | None, list[CollectiveRecord]] = {}
+        for record in of(self._history.collectives, *REDUCING):
+            if record.phase == "backward":
+                found.setdefault(record.step, []).append(record)
+        return found
+
+    @cached_property
+    def _sizes(self) -> dict[str, tuple[int, float]]:
+        """The least and the most bytes that reducing a unit takes, by the unit's name."""
+        return {
+            unit.fqn: _reduced_bytes(unit, self._history.world_size) for unit in owning_units(self._workload).shared
+        }
 
 
 def _reduced_bytes(unit: Unit, world_size: int) -> tuple[int, float]:
@@ -199,6 +218,10 @@ def _has_values(history: TrainingHistory, kind: Kind) -> bool:
     return any(values(history, kind, step) for step in range(len(history.steps)))
 
 
+#: A difference that was found, as the function that explains it.
+_Unexplained = Callable[[], Finding]
+
+
 class _Judge:
     """One kind of value of one history against the references."""
 
@@ -222,6 +245,7 @@ class _Judge:
         self.references = references
         self.none_or_zero = none_or_zero
         self.diverged = diverged or {}
+        self.writers = LastWriters(history, references.workload)
         self.found = CheckResult(check=f"{kind} parity", requirement=requirement or REQUIREMENTS[kind])
         self.unclear: list[str] = []
         self._gradients_supposed: dict[int, list[tuple[str, Tensors]]] = {}
@@ -230,11 +254,11 @@ class _Judge:
         """Compare every step."""
         once = self.kind in (Kind.INITIAL, Kind.EVAL)
         for step in range(1 if once else len(self.history.steps)):
-            findings = self._step(step)
-            if not self.found.findings and findings:
-                self.found.findings = findings[:MAX_FINDINGS]
-                if len(findings) > MAX_FINDINGS:
-                    rest = len(findings) - MAX_FINDINGS
+            differing = self._step(step)
+            if not self.found.findings and differing:
+                self.found.findings = [explained() for explained in differing[:MAX_FINDINGS]]
+                if len(differing) > MAX_FINDINGS:
+                    rest = len(differing) - MAX_FINDINGS
                     self.found.notes.append(
                         f"{rest} more {self.kind}s differ at step {step} on rank {self.history.rank}"
                     )
@@ -244,61 +268,71 @@ class _Judge:
         self.found.measurements = self.references.measurements(self.kind)
         return self.found
 
-    def _step(self, step: int) -> list[Finding]:
+    def _step(self, step: int) -> list[_Unexplained]:
+        """What differs at a step. Only the differences that are reported are explained, which takes longest."""
         got = values(self.history, self.kind, step)
         expected = values(self.references.expected, self.kind, step)
         if self.kind is Kind.INITIAL and not self.history.shows_buffers:
             buffers = self.references.expected.initial_buffers
             expected = {name: value for name, value in expected.items() if name not in buffers}
-        findings = self._names(step, got, expected)
+        differing = self._names(step, got, expected)
         for name in (name for name in expected if name in got):
-            finding = self._one(step, name, got[name], expected[name])
-            if finding is not None:
-                findings.append(finding)
-        return findings
+            difference = self._one(step, name, got[name], expected[name])
+            if difference is not None:
+                differing.append(difference)
+        return differing
 
-    def _names(self, step: int, got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[Finding]:
+    def _names(self, step: int, got: Mapping[str, Any], expected: Mapping[str, Any]) -> list[_Unexplained]:
         """Names that only one side has."""
         if got or expected:
             self.found.counted(elements=len(expected))
         missing = [name for name in expected if name not in got]
         added = [name for name in got if name not in expected]
         return [
-            *(self._finding(step, name, f"{self.kind} {name!r} is missing") for name in missing),
-            *(self._finding(step, name, f"unexpected {self.kind} {name!r}: the model has none") for name in added),
+            *(partial(self._finding, step, name, f"{self.kind} {name!r} is missing") for name in missing),
+            *(
+                partial(self._finding, step, name, f"unexpected {self.kind} {name!r}: the model has none")
+                for name in added
+            ),
         ]
 
-    def _one(self, step: int, name: str, got: Any, expected: Any) -> Finding | None:
+    def _one(self, step: int, name: str, got: Any, expected: Any) -> _Unexplained | None:
         if not isinstance(expected, Tensor) or not isinstance(got, Tensor):
             return self._none(step, name, got, expected)
         self.found.counted(elements=expected.numel())
         if got.shape != expected.shape:
-            return self._differs(
-                step, name, "shape", tuple(got.shape), tuple(expected.shape), details="must be the full tensor"
+            return partial(
+                self._differs,
+                step,
+                name,
+                "shape",
+                tuple(got.shape),
+                tuple(expected.shape),
+                details="must be the full tensor",
             )
         dtype = self._dtype(name, expected)
         # A norm may be in the widest dtype of the gradients, or in float64.
         if got.dtype != dtype and self.kind is not Kind.NORM:
-            return self._differs(step, name, "dtype", got.dtype, dtype)
+            return partial(self._differs, step, name, "dtype", got.dtype, dtype)
         bound = self.references.bound(self.kind, step, name)
         difference = compare(got, expected, bound)
         if difference is None:
             if bound.inconclusive and (self.kind is not Kind.PARAMETER or step == self.history.steps[-1].step):
                 self.unclear.append(f"the bound of {self.kind} {name!r} at step {step} is {bound.text()}")
             return None
-        return self._difference(step, name, got, expected, bound, difference)
+        return partial(self._difference, step, name, got, expected, bound, difference)
 
-    def _none(self, step: int, name: str, got: Any, expected: Any) -> Finding | None:
+    def _none(self, step: int, name: str, got: Any, expected: Any) -> _Unexplained | None:
         """Values at least one of which is not a tensor: gradients that are None, leaves of outputs."""
         self.found.counted(elements=1)
         if not isinstance(got, Tensor) and not isinstance(expected, Tensor):
             if type(got) is type(expected) and got == expected:
                 return None
-            return self._differs(step, name, self.kind, repr(got), repr(expected))
+            return partial(self._differs, step, name, self.kind, repr(got), repr(expected))
         if self.none_or_zero and all(value is None or not bool(value.any()) for value in (got, expected)):
             return None
         likely = self._likely_none(step, name, got, expected) if self.kind is Kind.GRADIENT else None
-        return self._differs(step, name, self.kind, _described(got), _described(expected), likely=likely)
+        return partial(self._differs, step, name, self.kind, _described(got), _described(expected), likely=likely)
 
     def _likely_none(self, step: int, name: str, got: Tensor | None, expected: Tensor | None) -> str | None:
         own = self.references.contributions()[self.history.rank][step]
@@ -329,7 +363,7 @@ class _Judge:
         return self._differs(
             step, name, self.kind, number(difference.got), number(difference.expected), details=counted,
             bound=bound.text(), likely=likely,
-            call=last_writer(self.history, self.kind, step, self.references.workload, name), **difference.place(),
+            call=self.writers.of_gradient(step, name) if self.kind is Kind.GRADIENT else None, **difference.place(),
         )  # fmt: skip
 
     def _evidence(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> explain.Evidence:

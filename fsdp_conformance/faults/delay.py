@@ -71,11 +71,24 @@ class CollectiveDelay(Delay, CollectiveObserver):
 
     def before(self, record: CollectiveRecord, group: ProcessGroup) -> None:
         """Strike if the collective is one of these."""
-        if self.op not in (None, record.op) or record.phase in QUIET_PHASES or not self._strikes_here():
+        if not self._concerns(record) or not self._strikes_here():
             return
         if self._met % self.every == 0:
             self._strike(record.device)
         self._met += 1
+
+    @property
+    def ops(self) -> frozenset[Op]:
+        """What it strikes."""
+        return frozenset(Op) if self.op is None else frozenset({self.op})
+
+    def unmet(self, rank: int, records: Iterable[CollectiveRecord]) -> dict[str, frozenset[Op]]:
+        """Itself, if it is silent and the engine issued none of its collectives in training."""
+        met = any(self._concerns(record) for record in records)
+        return {} if met else dict.fromkeys(self.silent(rank), self.ops)
+
+    def _concerns(self, record: CollectiveRecord) -> bool:
+        return record.op in self.ops and record.phase not in QUIET_PHASES
 
     def describe(self) -> str:
         """E.g. "delay of 20 ms before every reduce_scatter on ranks [1]"."""
@@ -92,15 +105,19 @@ class CollectiveDelay(Delay, CollectiveObserver):
 
 
 class ReductionDelay(CollectiveDelay):
-    """Late for every collective that reduces: the engine chooses which of them carry gradients."""
+    """
+    Late for every collective that reduces, and for all-to-alls, after which a rank may add by itself.
+
+    The engine chooses which of them carry gradients.
+    """
 
     def __init__(self, ranks: Iterable[int] | None, milliseconds: float) -> None:
         super().__init__(None, ranks, milliseconds)
 
-    def before(self, record: CollectiveRecord, group: ProcessGroup) -> None:
-        """Strike if the collective reduces."""
-        if record.reduce_op:
-            super().before(record, group)
+    @property
+    def ops(self) -> frozenset[Op]:
+        """What it strikes."""
+        return frozenset({Op.REDUCE_SCATTER, Op.ALL_REDUCE, Op.REDUCE, Op.ALL_TO_ALL})
 
     def describe(self) -> str:
         """E.g. "delay of 20 ms before every reduction on ranks [1]"."""

@@ -3,7 +3,7 @@ A fault: an object that can be installed, disturbs a rank, and can be removed wi
 
 A fault changes when things happen, but never the results of a correct implementation. It counts how often it struck
 (`fired`), because a fault that never strikes proves nothing: `silent(rank)` names the faults that should have struck
-and did not.
+and did not, and `unmet(rank, records)` those of them that had no collective to strike.
 
 A training loop makes these calls, in this order:
 
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.history.collective import CollectiveRecord, Op
 
 #: Places of the training loop at which a fault can strike.
 POINTS = ("after_loss", "before_step")
@@ -100,6 +101,13 @@ class Fault(ABC):
         """Descriptions of faults that apply to `rank` but never struck there: if any, the run proved nothing."""
         return [self.describe()] if self.targets(rank) and self.fired == 0 else []
 
+    def unmet(self, rank: int, records: Iterable[CollectiveRecord]) -> dict[str, frozenset[Op]]:
+        """
+        Descriptions of those silent faults that had nothing to strike among a run's collectives, with the ops that they
+        strike: the engine communicates by other means. Any other silence is a mistake in the plan.
+        """
+        return {}
+
     def problems_in_world(self, world_size: int | None) -> list[str]:
         """What is wrong with it in a world of that size (None: unknown)."""
         absent = sorted(rank for rank in self.ranks or () if world_size is not None and rank >= world_size)
@@ -152,6 +160,14 @@ class FaultSet(Fault):
     def silent(self, rank: int) -> list[str]:
         """Descriptions of the members that never struck on `rank` and should have."""
         return [phrase for fault in self.faults for phrase in fault.silent(rank)]
+
+    def unmet(self, rank: int, records: Iterable[CollectiveRecord]) -> dict[str, frozenset[Op]]:
+        """Those of its members."""
+        records = list(records)
+        found: dict[str, frozenset[Op]] = {}
+        for fault in self.faults:
+            found |= fault.unmet(rank, records)
+        return found
 
     def problems_in_world(self, world_size: int | None) -> list[str]:
         """The problems of all members."""

@@ -18,6 +18,7 @@ Ranks: starting them, watching them, ending them.
     environment          variables, seeds, threads and determinism of a rank
     rendezvous           makes ranks meet at a store of ours
     deadlines            the nested deadlines of a case
+    parts                whose code a rank runs, so that the suite's own work counts against nobody else
     devices              the devices of this machine, and how many cases fit on them
     leases               keeps two cases off one GPU
 

@@ -3,6 +3,7 @@ What belongs to the rank that is running: its log of collectives, and the case t
 
     context.log()        the log of collectives, in any process
     context.running()    the case of this rank, with its order, payload and report
+    context.working()    tells the controller whose code this rank runs
 
 There is one current context per process. In a rank that is a process it is that rank's. Simulated ranks take turns, and
 the scheduler switches the context with the turn (`simulated_ranks.state`), so that it is right in every thread that
@@ -11,7 +12,11 @@ works for the rank, autograd's threads included.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.harness.parts import Part
 from fsdp_conformance.harness.rank import RankRun
 from fsdp_conformance.harness.recording.collective_log import CollectiveLog
 
@@ -20,8 +25,15 @@ class RankContext:
     """The state of one rank. `run` is None in the controller, and in simulated ranks that run a bare function."""
 
     def __init__(self, run: RankRun | None = None) -> None:
-        self.run = run
+        self.run: RankRun | None = None
         self.log = CollectiveLog()
+        if run is not None:
+            self.begin(run)
+
+    def begin(self, run: RankRun) -> None:
+        """Run this case from now on."""
+        self.run = run
+        self.log.on_issue = run.meet_peers
 
 
 _current = RankContext()
@@ -48,3 +60,17 @@ def running() -> RankRun:
     if _current.run is None:
         raise SuiteError("this process is not running a case as a rank: it is the controller")
     return _current.run
+
+
+@contextmanager
+def working(part: Part) -> Iterator[None]:
+    """Tell the controller whose code this rank runs inside (`harness.parts`). Without a case, nothing is told."""
+    run = _current.run
+    if run is None:
+        yield
+        return
+    outer = run.turn_to(part)
+    try:
+        yield
+    finally:
+        run.turn_to(outer)

@@ -3,6 +3,9 @@ The nested deadlines of a case: the innermost one that can explain a hang expire
 
 A collective that passes its deadline raises in the rank, with the line of the call. A rank that passes its deadline is
 asked for its stack and terminated. At the case's deadline, whatever lives is killed.
+
+These are the deadlines of the code under test. The suite's own work on a rank (references, comparisons, analysis) stops
+them and has a deadline of its own, `suite_s`: see `harness.parts`.
 """
 
 from __future__ import annotations
@@ -20,9 +23,11 @@ class Deadlines:
     collective_s: float
     """One collective; passed to init_process_group."""
     rank_s: float
-    """From the start of the ranks to the report of each."""
+    """From the start of the ranks to the report of each, without the suite's own work."""
     case_s: float
-    """Everything, including the collection of stacks and the end of the ranks."""
+    """Everything but the suite's own work, including the collection of stacks and the end of the ranks."""
+    suite_s: float = 120.0
+    """The suite's own work."""
     settle_s: float = 0.25
     """From the first failure to the release of the failed rank: its peers may have their own failures to report."""
     grace_s: float = 3.0
@@ -35,7 +40,7 @@ class Deadlines:
     def __post_init__(self) -> None:
         problems = [
             f"{name} must be positive, got {getattr(self, name)}"
-            for name in ("collective_s", "rank_s", "case_s", "grace_s", "stack_s", "shutdown_s")
+            for name in ("collective_s", "rank_s", "case_s", "suite_s", "grace_s", "stack_s", "shutdown_s")
             if getattr(self, name) <= 0
         ]
         if self.settle_s < 0:
@@ -60,16 +65,17 @@ class Deadlines:
         """
         The deadlines of a case that may take `case_s`.
 
-        By default a rank gets 85 % of it and a collective 60 %. `scale` multiplies all deadlines, for slow machines and
-        debuggers.
+        By default a rank gets 85 % of it and a collective 60 %; the suite's own work gets as much again twice. `scale`
+        multiplies all deadlines, for slow machines and debuggers.
         """
         rank_s = 0.85 * case_s if rank_s is None else rank_s
         collective_s = min(0.6 * case_s, 0.75 * rank_s) if collective_s is None else collective_s
-        default = cls(collective_s=collective_s, rank_s=rank_s, case_s=case_s)
+        default = cls(collective_s=collective_s, rank_s=rank_s, case_s=case_s, suite_s=2 * case_s)
         return cls(
             collective_s=collective_s * scale,
             rank_s=rank_s * scale,
             case_s=case_s * scale,
+            suite_s=default.suite_s * scale,
             settle_s=default.settle_s * scale,
             grace_s=default.grace_s * scale,
             stack_s=default.stack_s * scale,

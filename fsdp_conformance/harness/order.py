@@ -18,6 +18,7 @@ from typing import Any
 from fsdp_conformance.config import TorchrunWorker
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism, rank_variables
+from fsdp_conformance.harness.parts import Part
 
 #: How much longer than the case a rank waits for the controller's goodbye, which is missing only if the controller
 #: hangs.
@@ -56,6 +57,8 @@ class CaseOrder:
     """Accept ranks that have run other cases. Only for ranks that are processes of one host."""
     simulated: bool = False
     """Run the ranks as threads of one process."""
+    first_part: Part = Part.ENGINE
+    """Whose code a rank runs until it says otherwise (`harness.parts`)."""
     name: str = ""
     """Under torchrun: a name that no other case of the run has."""
     worker: TorchrunWorker | None = None
@@ -64,7 +67,7 @@ class CaseOrder:
     @property
     def goodbye_timeout_s(self) -> float:
         """How long a rank waits for the controller's goodbye."""
-        return self.deadlines.case_s + _GOODBYE_SLACK_S
+        return self.deadlines.case_s + self.deadlines.suite_s + _GOODBYE_SLACK_S
 
     def for_ranks(self, device_variables: Mapping[str, str]) -> list[RankOrder]:
         """The order of each rank, in rank order, with its files made. `device_variables` select the leased devices."""

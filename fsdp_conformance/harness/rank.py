@@ -14,6 +14,7 @@ import json
 import os
 import pickle
 import sys
+import threading
 import time
 import traceback
 import unittest
@@ -34,6 +35,7 @@ from fsdp_conformance.errors import (
 )
 from fsdp_conformance.harness.environment import quoted_variables
 from fsdp_conformance.harness.order import RankOrder
+from fsdp_conformance.harness.parts import Part
 from fsdp_conformance.harness.processes import preload
 from fsdp_conformance.outcome import RankError, RankReport
 
@@ -65,6 +67,8 @@ class RankRun:
         self.report = RankReport(rank=order.rank)
         self.reported = False
         self.began = time.monotonic()
+        self._part = order.case.first_part
+        self._telling = threading.Lock()
 
     def prepare(self) -> None:
         """Take over streams, environment and deadlines from the order."""
@@ -128,6 +132,24 @@ class RankRun:
         self.speak()
         self.wait_for_goodbye()
         return code
+
+    def turn_to(self, part: Part) -> Part:
+        """
+        Tell the controller whose code this rank runs from now on. Returns whose it was, for turning back.
+
+        The suite's own work begins alone: its first collective makes it a meeting.
+        """
+        with self._telling:  # autograd's threads issue collectives, too
+            before = self._part
+            if part is not before and not self.reported:
+                self._part = part
+                self.pipe.send_bytes(json.dumps({"part": part, "rank": self.order.rank}).encode())
+        return Part.SUITE if before is Part.MEETING else before
+
+    def meet_peers(self) -> None:
+        """A collective is about to be issued."""
+        if self._part is Part.SUITE:
+            self.turn_to(Part.MEETING)
 
     def note(self, error: BaseException, described: RankError) -> None:
         """Record in the report what ended the body."""

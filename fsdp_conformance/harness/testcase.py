@@ -32,6 +32,7 @@ from fsdp_conformance.harness import context, devices
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
 from fsdp_conformance.harness.order import CaseOrder, packed
+from fsdp_conformance.harness.parts import Part
 from fsdp_conformance.harness.processes.launcher import Launch, launch
 from fsdp_conformance.harness.rank import ERROR_EXIT_CODE, describe_error, destroy_process_group
 from fsdp_conformance.harness.torch_testing import MultiProcessTestCase
@@ -58,6 +59,8 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     collective_timeout_s: float | None = None
     """None: 60 % of the case's. The default of init_process_group, also in a test's own calls."""
     deadline_scale: float = 1.0
+    first_part: Part = Part.ENGINE
+    """Whose time it is when a rank begins. A body that is the suite's tells when it enters the code under test."""
     determinism: Determinism = Determinism()
     rank_environment: Mapping[str, str] = MappingProxyType({})
     """Variables that are set first thing in every rank."""
@@ -148,6 +151,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
                 simulated=self.simulated_ranks,
                 name=meeting.name if meeting is not None else "",
                 worker=self.torchrun_worker,
+                first_part=self.first_part,
             ),
             meeting,
         )

@@ -37,6 +37,8 @@ class Ending(StrEnum):
     """A signal ended the process before it reported."""
     EXITED = "exited"
     """The process exited, with code 0 or another, before it reported."""
+    SUITE_LATE = "suite late"
+    """The suite's own work on it took longer than its deadline: the implementation is not to blame."""
     STOPPED = "stopped"
     """As STUCK, and the process had been stopped by a signal."""
     STUCK = "stuck"
@@ -51,7 +53,7 @@ class Ending(StrEnum):
 CAUSES = frozenset({Ending.FOUND, Ending.RAISED, Ending.DIED, Ending.EXITED})
 
 #: Endings of ranks that waited in vain, the best explanation first.
-_WAITED = (Ending.STOPPED, Ending.STUCK, Ending.TIMED_OUT, Ending.LOST_PEER)
+_WAITED = (Ending.SUITE_LATE, Ending.STOPPED, Ending.STUCK, Ending.TIMED_OUT, Ending.LOST_PEER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +131,9 @@ def attribute(reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -
 def ending_of(report: RankReport | None, end: RankExit) -> RankEnding:
     """How one rank ended."""
     time, error, last = end.time, None, ""
-    if report is None:
+    if end.suite_was_late and _has_no_cause(report, end):
+        kind, sentence = Ending.SUITE_LATE, "did not finish the suite's own work (not the implementation's) in time"
+    elif report is None:
         kind, sentence = _end_without_report(end)
         last = end.last_collectives[-1] if end.last_collectives else ""
     elif report.error is not None:
@@ -147,6 +151,13 @@ def ending_of(report: RankReport | None, end: RankExit) -> RankEnding:
     return RankEnding(
         rank=end.rank, ending=kind, time=time, sentence=f"rank {end.rank} {sentence}", error=error, last_collective=last
     )
+
+
+def _has_no_cause(report: RankReport | None, end: RankExit) -> bool:
+    """Whether the rank neither died nor raised independently."""
+    if report is None:
+        return end.exitcode is None or end.ended_by_controller
+    return report.error is None or kind_of_error(report.error) is not Ending.RAISED
 
 
 def shutdown_note(report: RankReport | None, end: RankExit) -> str | None:

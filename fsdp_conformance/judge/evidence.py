@@ -27,7 +27,9 @@ def keep_evidence(record: CaseRecord, reports: Sequence[RankReport | None]) -> C
     if record.verdict in CERTIFIABLE:
         arrived = [report for report in reports if report is not None]
         shared = set.intersection(*(set(report.digests) for report in arrived)) if arrived else set()
-        record.evidence = [_reduced(report, shared) for report in arrived]
+        # Whether a fault could strike follows from what every rank issued.
+        needs_schedule = any(report.unmet for report in arrived)
+        record.evidence = [_reduced(report, shared, with_schedule=needs_schedule) for report in arrived]
     return record
 
 
@@ -88,7 +90,7 @@ def _of_ranks(record: CaseRecord, case: Case, device: str, declared: frozenset[s
     return problems
 
 
-def _reduced(report: RankReport, shared: set[str]) -> RankReport:
+def _reduced(report: RankReport, shared: set[str], *, with_schedule: bool) -> RankReport:
     """The report without what the verdict does not depend on; digests that all ranks have become one."""
     digests = {label: digest for label, digest in report.digests.items() if label not in shared}
     if shared:
@@ -100,6 +102,8 @@ def _reduced(report: RankReport, shared: set[str]) -> RankReport:
         checks=report.checks,
         asked=report.asked,
         unobserved=report.unobserved,
+        unmet=report.unmet,
+        schedule=report.schedule if with_schedule else [],
         digests=digests,
         error=report.error,
         not_run=report.not_run,

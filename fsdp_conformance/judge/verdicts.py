@@ -291,6 +291,8 @@ def _judge_reports(record: CaseRecord, evidence: Evidence) -> None:
         decided(record, Verdict.FAIL, telling.sentence())
     elif any(report.not_run is not None for report in evidence.reports):
         _judge_not_run(record, evidence.reports)
+    elif any(report.unmet for report in evidence.reports):
+        _judge_unmet(record, evidence.reports)
     elif unobserved := list(dict.fromkeys(flag for report in evidence.reports for flag in report.unobserved)):
         record.measurements["undeclared"] = unobserved
         requirement = evidence.case.requirements[0]
@@ -312,6 +314,34 @@ def _judge_not_run(record: CaseRecord, reports: Sequence[RankReport]) -> None:
     # A certificate accepts only what the manifest names: a rank that names nothing is not excused.
     record.measurements.setdefault("absent", ["unnamed"])
     decided(record, Verdict.NOT_RUN_ENV, absent[0].not_run or "no reason given")
+
+
+def _judge_unmet(record: CaseRecord, reports: Sequence[RankReport]) -> None:
+    """
+    The verdict where a fault had no collective to strike, and everything else held: the case does not apply.
+
+    Whether the engine issues such collectives is read from the schedules of all ranks. If one has them, the plan of
+    faults is wrong.
+    """
+    for report in reports:
+        for fault, ops in report.unmet.items():
+            seen = [(other.rank, line) for other in reports for line in other.schedule if _is_one_of(line, ops)]
+            if seen:
+                rank, line = seen[0]
+                reason = f"{fault} never struck, although rank {rank} issues {line}"
+                decided(record, Verdict.ERROR_SUITE, reason)
+                return
+    faults = dict.fromkeys(fault for report in reports for fault in report.unmet)
+    missing = dict.fromkeys(" or ".join(ops) for report in reports for ops in report.unmet.values())
+    record.measurements["inapplicable"] = list(faults)
+    issued = f"the engine issues no {', and no '.join(missing)} in training"
+    decided(record, Verdict.UNSUPPORTED, f"{issued}, so the case does not apply: {'; '.join(faults)} never struck")
+
+
+def _is_one_of(line: str, ops: Sequence[str]) -> bool:
+    """Whether a line of a schedule is a collective of training of one of these kinds."""
+    phase, _, rest = line.partition(" ")
+    return phase != "setup" and rest.partition(" ")[0] in ops
 
 
 def _compared_nothing(reports: Sequence[RankReport]) -> str:

@@ -5,7 +5,7 @@ Each is an adapter, so the suite meets it like any other implementation, and at 
 case that kills none of them proves nothing. This module imports only the standard library; the classes are imported
 in the ranks, by `adapters.registry.load(MUTANTS[name].spec)`.
 
-    mutant          `@known_wrong`, which registers a class, and the registry's entry
+    mutant          `@known_wrong` and `@legal_variant`, which register a class, and the registries' entries
     base            `SeamFSDP2`, a correct FSDP2 with seams to break it at; `SeamDDP`
     legal           correct engines that do unusual things: nothing may fail them
     chunk_seams     the same for chunks
@@ -30,17 +30,24 @@ in the ranks, by `adapters.registry.load(MUTANTS[name].spec)`.
     mesh            components: collectives along a mesh axis, uneven shards
     cost            components: the cost of redistributions on a mesh
     ranks           components: simulated ranks that mix values or miss errors
+
+    variants        correct implementations that are unusual, which no case may accuse
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from fsdp_conformance.mutants.mutant import Mutant, registered
+from fsdp_conformance.mutants.mutant import Mutant, Variant, registered, registered_variants
 
-__all__ = ["ALL", "MUTANTS", "Mutant"]
+__all__ = ["ALL", "MUTANTS", "VARIANTS", "Mutant", "Variant"]
 
 ALL: list[Mutant] = list(registered(Path(__file__).parent, __name__))
 
 #: Every known-wrong implementation by name. Names are unique (a test checks it): cases refer to them.
 MUTANTS: dict[str, Mutant] = {mutant.name: mutant for mutant in ALL}
+
+#: Every correct variant by name.
+VARIANTS: dict[str, Variant] = {
+    variant.name: variant for variant in registered_variants(Path(__file__).parent, __name__)
+}

@@ -166,7 +166,9 @@ def launch(case: CaseOrder, meeting: CaseMeeting | None = None) -> Launch:
         ((process, connection),) = ranks.members
         send_orders(connection, orders)
         files = tuple(order.files for order in orders)
-        seats: list[Seat] = [rank_host.HostSeat(0, process, Mailbox(connection), files[0], rank_files=files)]
+        seats: list[Seat] = [
+            rank_host.HostSeat(0, process, Mailbox(connection), files[0], rank_files=files, part=case.first_part)
+        ]
     else:
         seats = take_seats([orders[meeting.worker.rank]] if meeting is not None else orders, ranks.members)
     return Launch(case, seats, ranks, shared_before=shared_before, meeting=meeting)
@@ -216,7 +218,7 @@ def take_seats(orders: Sequence[RankOrder], members: Sequence[Member]) -> list[S
     seats = []
     for order, (process, connection) in zip(orders, members, strict=True):
         send_orders(connection, [order])
-        seats.append(Seat(order.rank, process, Mailbox(connection), order.files))
+        seats.append(Seat(order.rank, process, Mailbox(connection), order.files, part=order.case.first_part))
     return seats
 
 

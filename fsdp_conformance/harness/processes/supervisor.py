@@ -12,6 +12,9 @@ gets its goodbye and has `shutdown_s` to end. Whatever lives at the case's deadl
 Ranks that still issue collectives at their deadline are slow, not stuck: the machine may be busy with something else.
 They get more time, and so does the case, as long as some rank makes progress in each quarter of the deadline, up to
 MOST_TIMES the deadline.
+
+The deadlines stand still while the suite does its own work in the ranks, which has a deadline of its own: see
+`harness.parts`.
 """
 
 from __future__ import annotations
@@ -29,6 +32,7 @@ from pathlib import Path
 
 from fsdp_conformance.harness.deadlines import Deadlines, remaining
 from fsdp_conformance.harness.order import RankFiles
+from fsdp_conformance.harness.parts import Clock, Part, owner_of_time
 from fsdp_conformance.harness.processes.forkserver import WarmProcess
 from fsdp_conformance.harness.processes.mailbox import Mailbox
 from fsdp_conformance.harness.processes.stacks import (
@@ -72,6 +76,12 @@ class Seat:
     """True once the controller has told the process to end."""
     mute: bool = False
     """True once the rank is past its deadline: its messages are ignored."""
+    part: Part = Part.ENGINE
+    """Whose code the rank runs."""
+    part_since: float = 0.0
+    """The seconds of the suite's own work in the case when the rank turned to this part."""
+    late: frozenset[int] = frozenset()
+    """The ranks on this seat that have kept the case waiting with the suite's own work."""
 
     @property
     def pid(self) -> int:
@@ -100,6 +110,16 @@ class Seat:
             return self.end is not None
         return bool(self.report.error or self.report.not_run or self.report.inconclusive)
 
+    @property
+    def parts(self) -> list[Part]:
+        """Whose code the ranks on this seat run that have not reported."""
+        return [] if self.spoken else [self.part]
+
+    def blame_suite(self) -> None:
+        """Note that the ranks that work for the suite have kept the case waiting."""
+        if self.part is not Part.ENGINE:
+            self.late = frozenset({self.rank})
+
     def reports(self) -> list[RankReport | None]:
         """The reports of the ranks on this seat: here of one rank."""
         return [self.report]
@@ -119,6 +139,8 @@ class Seat:
         data = json.loads(message)
         if "report" in data:
             self.report = rank_report_from_json(data["report"])
+        elif "part" in data:
+            self.part = Part(data["part"])
         elif "idle" in data:
             self.idle = True
 
@@ -135,6 +157,7 @@ class Supervisor:
         self.deadlines = deadlines
         self.keep = keep
         self.began = time.monotonic()
+        self._clock = Clock(self.began)
         self._granted_s = 0.0
         """The time that ranks got beyond their deadline because they made progress."""
         self._seen: list[str] = []
@@ -168,11 +191,9 @@ class Supervisor:
 
     @property
     def _case_deadline(self) -> float:
-        return self.began + self.deadlines.case_s + self._granted_s
-
-    @property
-    def _rank_deadline(self) -> float:
-        return self.began + self.deadlines.rank_s + self._granted_s
+        # The ranks of other workers may still be in the suite's own work.
+        suite_s = self._clock.suite_s if self._meeting is None else self.deadlines.suite_s
+        return self.began + self.deadlines.case_s + self._granted_s + suite_s
 
     @property
     def last_word(self) -> float:
@@ -183,16 +204,45 @@ class Supervisor:
         """Wait until every rank has spoken; at a deadline terminate those that have not."""
         settled = given_up = float("inf")
         while waiting := [seat for seat in self.seats if not seat.spoken]:
-            now = time.monotonic()
+            now = self._read_clock()
             if settled == float("inf") and any(seat.failed for seat in self.seats):
                 settled = now + self.deadlines.settle_s
                 given_up = settled + self.deadlines.grace_s
             if now >= settled:
                 self._release([seat for seat in self.seats if seat.failed])
-            if now >= given_up or (now >= self._rank_deadline and not self._grant(waiting)):
+            if given_up < float("inf") and Part.SUITE in self._parts():
+                # Such a rank waits for nobody, and has a report of its own to make.
+                given_up = max(given_up, now + self.deadlines.grace_s)
+            if now >= given_up or self._is_overdue(waiting):
                 self._end(waiting)
                 return
-            self._wait(min(moment for moment in (self._rank_deadline, settled, given_up) if moment > now))
+            self._wait(min(moment for moment in (now + self._left_s(), settled, given_up) if moment > now))
+
+    def _parts(self) -> list[Part]:
+        """Whose code the ranks run that have not reported."""
+        return [part for seat in self.seats for part in seat.parts]
+
+    def _read_clock(self) -> float:
+        """Now, by time.monotonic(), with the time since the last look attributed to whom it belongs."""
+        now = time.monotonic()
+        self._clock.advance(now, self._parts())
+        return now
+
+    def _left_s(self) -> float:
+        """What is left of the deadline that runs now; at most 0 when it has expired."""
+        if owner_of_time(self._parts()) is Part.SUITE:
+            return self.deadlines.suite_s - self._clock.suite_s
+        return self.deadlines.rank_s + self._granted_s - self._clock.engine_s
+
+    def _is_overdue(self, waiting: Sequence[Seat]) -> bool:
+        """Whether a deadline has expired that cannot be extended; if it is the suite's, its ranks are blamed."""
+        if self._left_s() > 0:
+            return False
+        if owner_of_time(self._parts()) is Part.ENGINE:
+            return not self._grant(waiting)
+        for seat in waiting:
+            seat.blame_suite()
+        return True
 
     def _await_peers(self, meeting: CaseMeeting) -> None:
         """Wait until the ranks of the other workers have spoken, too."""
@@ -208,7 +258,8 @@ class Supervisor:
         has_progressed, self._seen = seen != self._seen, seen
         if not has_progressed or self._granted_s >= (MOST_TIMES - 1) * self.deadlines.rank_s:
             return False
-        self._granted_s += _LOOK * self.deadlines.rank_s
+        # From now on: a controller that is late itself must not take it from the ranks.
+        self._granted_s = self._clock.engine_s - (1 - _LOOK) * self.deadlines.rank_s
         return True
 
     def _farewell(self) -> None:
@@ -257,17 +308,31 @@ class Supervisor:
         sources: dict[Connection | int, Seat] = {seat.sentinel: seat for seat in living}
         sources.update({seat.mailbox.connection: seat for seat in living if not seat.mailbox.closed})
         ready = multiprocessing.connection.wait(list(sources), remaining(until))
+        self._read_clock()
         for source in ready:
             if isinstance(source, Connection):
                 for message in sources[source].mailbox.receive():
-                    sources[source].accept(message)
+                    self._accept(sources[source], message)
         for source in ready:
             if isinstance(source, int):
                 self._note_end(sources[source])
 
+    def _accept(self, seat: Seat, message: bytes) -> None:
+        """Handle one message of a rank."""
+        part, had_failed = seat.part, seat.failed
+        seat.accept(message)
+        if seat.part is not part:
+            seat.part_since = self._clock.suite_s
+        if seat.failed and not had_failed:
+            for other in self.seats:
+                # A rank that kept its peers waiting for as long as a collective may take has made theirs time out.
+                busy = not other.spoken and other.part is Part.SUITE
+                if busy and self._clock.suite_s - other.part_since >= self.deadlines.collective_s:
+                    other.blame_suite()
+
     def _note_end(self, seat: Seat) -> None:
         for message in seat.mailbox.drain():
-            seat.accept(message)
+            self._accept(seat, message)
         seat.end = RankExit(
             rank=seat.rank,
             pid=seat.pid,
@@ -291,6 +356,7 @@ class Supervisor:
             reported=seat.report is not None,
             ended_by_controller=seat.signalled,
         )
+        end.suite_was_late = seat.rank in seat.late
         # A fatal signal leaves a stack, too.
         end.stack = seat.stack or readable(output_tail(seat.stack_file)) or None
         end.last_collectives = last_collectives(Path(seat.files.collectives))

@@ -64,12 +64,18 @@ class CollectiveObserver:
         """Called last, with the Work that the caller gets; None if the collective has none."""
 
 
+def _nothing() -> None:
+    """For a process that runs no case."""
+
+
 class CollectiveLog:
     """The collectives of one rank, in the order in which it issued them."""
 
     def __init__(self) -> None:
         self.records: list[CollectiveRecord] = []
         self.observers: list[CollectiveObserver] = []
+        self.on_issue: Callable[[], object] = _nothing
+        """Called before each collective, without its record."""
         self._trace: CollectiveTrace | None = None
         self._numbers = itertools.count()
         self._phase = ""
@@ -140,6 +146,7 @@ class CollectiveLog:
         issue: Callable[[], Work | None],
     ) -> Work | None:
         """Record a collective, tell the observers, issue it, and return the Work for its caller."""
+        self.on_issue()
         record = self.note(name, ranks, traffic)
         if self._trace is not None:
             self._trace.issued(record)

@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.order import RankFiles, RankOrder, decode
+from fsdp_conformance.harness.parts import Part
 from fsdp_conformance.harness.processes import rank_process
 from fsdp_conformance.harness.processes.stacks import last_collectives
 from fsdp_conformance.harness.processes.supervisor import Seat
@@ -72,7 +73,7 @@ def _run_case(orders: Sequence[RankOrder], pipe: Connection) -> int:
 
     def body(rank: int) -> None:
         run = _SimulatedRankRun(orders[rank], pipe)
-        context.current().run = run
+        context.current().begin(run)
         codes[rank] = run.run()
 
     with simulated_world(states) as scheduler:
@@ -91,6 +92,13 @@ class HostSeat(Seat):
     rank_files: tuple[RankFiles, ...] = ()
     spoke: dict[int, RankReport] = field(default_factory=dict)
     """The reports that have arrived, by rank."""
+    parts_by_rank: dict[int, Part] = field(default_factory=dict)
+    """Of the ranks that have changed it."""
+
+    @property
+    def parts(self) -> list[Part]:
+        """Whose code the ranks run that have not reported."""
+        return [self._part_of(rank) for rank in range(len(self.rank_files)) if rank not in self.spoke]
 
     @property
     def spoken(self) -> bool:
@@ -110,6 +118,13 @@ class HostSeat(Seat):
         if "report" in data:
             report = rank_report_from_json(data["report"])
             self.spoke[report.rank] = report
+        elif "part" in data:
+            self.parts_by_rank[data["rank"]] = Part(data["part"])
+
+    def blame_suite(self) -> None:
+        """Note that the ranks that work for the suite have kept the case waiting."""
+        waiting = [rank for rank in range(len(self.rank_files)) if rank not in self.spoke]
+        self.late = frozenset(rank for rank in waiting if self._part_of(rank) is not Part.ENGINE)
 
     def reports(self) -> list[RankReport | None]:
         """The report of each rank."""
@@ -127,9 +142,13 @@ class HostSeat(Seat):
                 stack=end.stack if rank == running else None,
                 last_collectives=last_collectives(Path(files.collectives)),
                 output=end.output if rank == 0 else "",
+                suite_was_late=rank in self.late,
             )
             for rank, files in enumerate(self.rank_files)
         ]
+
+    def _part_of(self, rank: int) -> Part:
+        return self.parts_by_rank.get(rank, self.part)
 
     def _running(self) -> int:
         try:

@@ -24,6 +24,7 @@ class RankTestCase(RecordedRanks):
         regime: Regime | None = None,
         *,
         on_setup: Callable[[Adapter], object] | None = None,
+        on_gradients: Callable[[Adapter, int], object] | None = None,
         faults: Any = (),
         **plan: Any,
     ) -> TrainingHistory:
@@ -39,6 +40,7 @@ class RankTestCase(RecordedRanks):
             rank=self.rank,
             world_size=self.world_size,
             on_setup=on_setup,
+            on_gradients=on_gradients,
             faults=faults,
         )
 

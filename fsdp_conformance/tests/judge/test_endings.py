@@ -235,6 +235,30 @@ def test_the_exit_code_of_a_rank_that_raised_is_no_note() -> None:
     assert judged(raised(0), raised(1, time=2.0)).notes == []
 
 
+# The suite's own work.
+
+
+@pytest.mark.parametrize("peer", [TIMED_OUT, LOST_PEER])
+def test_a_rank_kept_late_by_the_suite_explains_its_peers(peer: str) -> None:
+    """ERROR_SUITE: whatever the peers waited for in vain, the implementation is not accused."""
+    late = an_exit(1, suite_was_late=True)
+
+    record = judged(raised(0, peer), (a_report(1), late))
+
+    assert record.verdict is Verdict.ERROR_SUITE
+    assert record.reason == "rank 1 did not finish the suite's own work (not the implementation's) in time"
+    assert not record.findings
+
+
+def test_a_failure_of_its_own_counts_although_the_suite_was_late() -> None:
+    """An exception of the implementation, and a death, are causes."""
+    late = an_exit(1, suite_was_late=True)
+
+    assert judged(raised(0), (a_report(1), late)).verdict is Verdict.FAIL
+    died = judged(well(0), (None, an_exit(1, code=-9, suite_was_late=True, **GONE)))
+    assert died.verdict is Verdict.CRASH
+
+
 # Hangs.
 
 

@@ -76,6 +76,54 @@ def test_what_cannot_be_seen_excuses_no_finding() -> None:
     assert [finding.requirement for finding in record.findings] == [a_finding().requirement]
 
 
+# Faults that had nothing to strike.
+
+_UNMET = {"delay of 15 ms before every all_gather on ranks [0]": ["all_gather"]}
+
+
+def test_a_fault_without_its_collective_makes_the_case_inapplicable() -> None:
+    """UNSUPPORTED with the reason: an engine that gathers by broadcasts shows nothing about late all-gathers."""
+    schedule = ["setup all_gather 8B int64 [0,1]", "step broadcast 64B float32 [0,1]"]
+    record = judged(a_report(0, unmet=_UNMET, schedule=schedule), a_report(1, schedule=schedule))
+
+    assert record.verdict is Verdict.UNSUPPORTED
+    assert record.reason == (
+        "the engine issues no all_gather in training, so the case does not apply: "
+        "delay of 15 ms before every all_gather on ranks [0] never struck"
+    )
+    assert record.measurements["inapplicable"] == list(_UNMET)
+
+
+def test_a_fault_without_its_collective_is_part_of_the_evidence() -> None:
+    """The verdict follows from what the record keeps; PASS does not, nor would it if a rank had the collective."""
+    reports = [a_report(0, unmet=_UNMET), a_report(1, schedule=["step broadcast 64B float32 [0,1]"])]
+    record = keep_evidence(judged(*reports), reports)
+
+    def problems() -> list[str]:
+        return contradictions(record, a_case(), declared=lambda device: frozenset(), settings=RunSettings())
+
+    assert problems() == []
+    record.evidence[1].schedule = ["forward all_gather 64B float32 [0,1]"]
+    assert "its evidence yields ERROR_SUITE" in problems()[0]
+    record.evidence[1].schedule = []
+    record.verdict = Verdict.PASS
+    assert "stated PASS, but its evidence yields UNSUPPORTED" in problems()[0]
+
+
+def test_a_fault_without_its_collective_excuses_no_finding() -> None:
+    """Wrong numbers are a FAIL whatever could not be tried."""
+    assert judged(a_report(0, a_finding(), unmet=_UNMET), a_report(1)).verdict is Verdict.FAIL
+
+
+def test_a_fault_that_missed_a_collective_of_its_kind_is_the_suites_error() -> None:
+    """Another rank has it in its schedule, so the plan of faults, or the recording, is wrong."""
+    line = "forward all_gather 64B float32 [0,1]"
+    record = judged(a_report(0, unmet=_UNMET), a_report(1, schedule=[line]))
+
+    assert record.verdict is Verdict.ERROR_SUITE
+    assert record.reason == f"{next(iter(_UNMET))} never struck, although rank 1 issues {line}"
+
+
 # Vacuity.
 
 
