@@ -1,5 +1,5 @@
 """
-Known-wrong implementations: torch's engines and components of the reference engine, each with one defect.
+Known-wrong implementations: torch's engines, the reference engine and its components, each with one defect.
 
 Each is an adapter, so the suite meets it like any other implementation, and at least one requirement must kill it. A
 case that kills none of them proves nothing. This module imports only the standard library; the classes are imported
@@ -8,6 +8,7 @@ in the ranks, by `adapters.registry.load(MUTANTS[name].spec)`.
     mutant          `@known_wrong`, which registers a class, and the registry's entry
     base            `SeamFSDP2`, a correct FSDP2 with seams to break it at; `SeamDDP`
     legal           correct engines that do unusual things: nothing may fail them
+    engines         the same for the reference engine's fully sharded module and FSDP1
     chunk_seams     the same for chunks
 
     gradients       the reduction: scale, missing ranks, wrong rows, wrong parameters
@@ -22,6 +23,10 @@ in the ranks, by `adapters.registry.load(MUTANTS[name].spec)`.
     memory          memory held too long, and leaks
     precision       ignored precision policies, inputs that lose their gradients
     hidden          defects in what the adapter declines to show
+
+    in_reference    the reference engine's fully sharded module
+    in_fsdp1        torch's FSDP1
+    in_ddp          torch's DistributedDataParallel
 
     reducer         components: bucket contents, reduction order, communication hooks
     bucketer        components: which reduce-scatters are coalesced, and who gets which result
