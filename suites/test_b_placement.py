@@ -247,7 +247,7 @@ class InitModes(ConformanceTestCase):
         """A model without parameters can be wrapped, and runs forward and backward without collectives."""
         workload = shapes.no_parameters()
         run = self.train(workload, regime=Regime(steps=2, keep_outputs=True))
-        self.expect_equal("R022", "steps", len(run.steps), 2, check="training")
+        self.expect_equal("R022", "steps", len(run.steps), 2, check="steps")
         self.check(communication.no_collectives(run, requirement="R022"))
 
     @conformance_case(

@@ -16,7 +16,7 @@ from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.mutant import known_wrong
 
 
-@known_wrong("R003")
+@known_wrong("R003", shows=("finding", "refusal"))
 class SumInsteadOfMean(SeamFSDP2):
     """Gradients are summed over ranks instead of averaged."""
 
@@ -35,7 +35,7 @@ class AveragedTwice(SeamFSDP2):
         return grad / self.world_size
 
 
-@known_wrong("R008")
+@known_wrong("R008", "R003")
 class DividesByPowerOfTwo(SeamFSDP2):
     """Gradients are divided by the next power of two above the number of ranks."""
 
@@ -133,7 +133,7 @@ class UninitialisedPadding(SeamFSDP2):
         return grad + 0.0 * padded.sum()
 
 
-@known_wrong("R005")
+@known_wrong("R005", "R003")
 class ReducesOverShardGroupOnly(SeamFSDP2):
     """Under hybrid sharding gradients are never reduced over the replicas."""
 

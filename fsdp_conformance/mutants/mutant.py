@@ -32,7 +32,7 @@ class Symptom(StrEnum):
     HAZARD = "hazard"
     """Accesses to memory are not ordered."""
     RAISED = "raised"
-    """The engine raises where it has to train or to answer."""
+    """The engine raises the exception that is the defect: see `Mutant.raises`."""
     HANG = "hang"
     """A rank passes its deadline."""
     CRASH = "crash"
@@ -54,6 +54,8 @@ class Mutant:
     """What is wrong, in one sentence."""
     shows: tuple[Symptom, ...] = (Symptom.FINDING,)
     """How the defect shows: a case kills it by one of these."""
+    raises: str = ""
+    """The class of the exception that is the defect; any other exception is none of this mutant's."""
     environment: tuple[str, ...] = ()
     """Members of `case.ENVIRONMENTS` without which the defect cannot be seen."""
 
@@ -68,13 +70,14 @@ def known_wrong(
     name: str | None = None,
     engine: str | None = None,
     shows: tuple[str, ...] = ("finding",),
+    raises: str = "",
     environment: tuple[str, ...] = (),
 ) -> Callable[[C], C]:
     """
     Register the class below as a known-wrong implementation. All arguments must be literals: they are read as text.
 
     `name` is only needed where it differs from the class name in kebab case, `engine` where no base class is a bundled
-    adapter. `shows` lists members of `Symptom`.
+    adapter. `shows` lists members of `Symptom`; it contains "raised" if and only if `raises` names an exception.
     """
     return lambda cls: cls
 
@@ -104,13 +107,17 @@ def _mutant(cls: ast.ClassDef, decorator: ast.Call, module: ast.Module, spec: st
     engine = given.get("engine") or _engine_of(cls, module)
     if engine is None:
         raise ValueError(f"{spec}: no base class is a bundled adapter; name the engine with `engine=`")
+    shows, raises = tuple(map(Symptom, given.get("shows", ("finding",)))), given.get("raises", "")
+    if (Symptom.RAISED in shows) != bool(raises):
+        raise ValueError(f'{spec}: shows="raised" and raises="CLASS" go together, got {ast.unparse(decorator)}')
     return Mutant(
         name=given.get("name") or _kebab_case(cls.name),
         spec=spec,
         engine=engine,
         requirements=requirements,
         defect=" ".join(docstring.partition("\n\n")[0].split()),
-        shows=tuple(map(Symptom, given.get("shows", ("finding",)))),
+        shows=shows,
+        raises=raises,
         environment=given.get("environment", ()),
     )
 

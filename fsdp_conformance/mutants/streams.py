@@ -39,7 +39,7 @@ class SideStream(SeamFSDP2):
             yield
 
 
-@known_wrong("R074", environment=("accelerator",))
+@known_wrong("R074", shows=("hazard",), environment=("accelerator",))
 class StepsOnASideStream(SideStream):
     """The optimizer runs on a stream that the next forward does not wait for."""
 
@@ -78,7 +78,7 @@ class ScalesWithoutWaiting(SideStream):
                     grad.mul_(1.0)
 
 
-@known_wrong("R075", environment=("accelerator",))
+@known_wrong("R075", shows=("hazard",), environment=("accelerator",))
 class FreesInFlight(SideStream):
     """A buffer is freed, and its memory reused, while another stream still uses it."""
 
