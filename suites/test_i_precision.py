@@ -140,7 +140,10 @@ class LowPrecision(ConformanceTestCase):
         world_size=2,
         axes={"micro_batches": (2, 3)},
         needs=("mixed_precision", "mp_reduce", "no_sync"),
-        kills=("ignores-reduce-dtype",),
+        kills=(
+            "ignores-reduce-dtype",
+            "accumulates-in-compute-dtype",
+        ),
     )
     def test_accumulates_in_the_reduce_dtype(self, micro_batches: int) -> None:
         """Gradients of deferred micro-batches, computed in bfloat16, are accumulated in float32."""

@@ -23,6 +23,7 @@ standard library; the classes are imported in the ranks, by `adapters.registry.l
     misuse          misuse that is accepted, and changes after wrapping that are lost
     streams         missing waits, memory freed in flight, copies read too early
     memory          memory held too long, and leaks
+    scenarios       wrong in one scenario only: init modes, odd parameters, accumulation with offload
     precision       ignored precision policies, inputs that lose their gradients
     hidden          defects in what the adapter declines to show
 

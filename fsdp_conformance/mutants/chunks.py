@@ -81,7 +81,7 @@ class _Wasting(EngineChunk):
             raise
 
 
-@known_wrong("R177")
+@known_wrong("R177", shows=("raised",), raises="ChunkFull")
 class RefusedTensorTakesRoom(SeamChunks):
     """A rejected tensor still takes up room in the chunk."""
 
@@ -439,7 +439,7 @@ class _TakingAll(SeamPool):
             super().give_back(block)
 
 
-@known_wrong("R181")
+@known_wrong("R181", shows=("refusal",))
 class DoubleReturnAccepted(SeamChunks):
     """A block that is not leased can be returned."""
 

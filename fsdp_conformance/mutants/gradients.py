@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,9 @@ from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.mutant import known_wrong
 
 
-@known_wrong("R003", shows=("finding", "refusal"))
+@known_wrong("R003")
 class SumInsteadOfMean(SeamFSDP2):
     """Gradients are summed over ranks instead of averaged."""
-
-    # It also declares that it detects a group that contradicts the launcher, and does not detect it.
-    capabilities: ClassVar[frozenset[str]] = frozenset({"pg_sanity"})
 
     def local_gradient(self, name: str, grad: Tensor) -> Tensor:
         return grad * self.world_size

@@ -80,7 +80,7 @@ class SourceOfTheWorld(SeamMesh):
         return ranks.index(source) if source in ranks else 0
 
 
-@known_wrong("R182")
+@known_wrong("R182", shows=("finding", "raised"), raises="MeshError")
 class FirstSourceAlways(SeamMesh):
     """The source is always the first rank of the row."""
 
@@ -120,7 +120,7 @@ class ScattersItsOwnList(SeamMesh):
         return output
 
 
-@known_wrong("R182")
+@known_wrong("R182", shows=("raised",), raises="ValueError")
 class ListsMustFit(SeamMesh):
     """The lists of all ranks are validated, not only the source's."""
 

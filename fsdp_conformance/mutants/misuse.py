@@ -143,7 +143,7 @@ class OutputStructureChanged(SeamFSDP2):
         return _flattened(super().forward(*args, **kwargs))
 
 
-@known_wrong("R157", environment=("accelerator",))
+@known_wrong("R157", shows=("raised",), raises="RuntimeError", environment=("accelerator",))
 class MovesFlatInputsOnly(SeamFSDP2):
     """Inputs inside containers stay on the host."""
 

@@ -293,7 +293,7 @@ class _OwnOrder(BucketQueue):
         return list(mine)
 
 
-@known_wrong("R168")
+@known_wrong("R168", shows=("crash", "hang"))
 class RebuildsByOwnOrder(SeamReducer):
     """Each rank rebuilds its buckets in its own order of readiness."""
 
@@ -467,7 +467,7 @@ class _AnyHookResultAccepted(_SeamDataParallel):
         super().register_comm_hook(state, lambda state, bucket: forgiving(state, bucket))  # noqa: PLW0108
 
 
-@known_wrong("R170")
+@known_wrong("R170", shows=("refusal",))
 class AnyHookResultAccepted(SeamReducer):
     """A hook result that does not fit is silently dropped."""
 
