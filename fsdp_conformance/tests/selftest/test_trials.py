@@ -58,6 +58,14 @@ def test_upstream_defects_are_the_known_findings() -> None:
     assert not any(legal.has_upstream_defect("reference", case) for case in left_out)
 
 
+def test_a_case_that_torch_fails_kills_a_mutant_of_another_engine() -> None:
+    """It fails on every mutant of FSDP2, whatever the mutant does: such a kill shows nothing."""
+    for bound in bound_cases():
+        if legal.has_upstream_defect("torch-fsdp2", bound.case.id):
+            engines = {MUTANTS[name].engine for name in bound.case.kills}
+            assert engines - {"torch-fsdp2"}, bound.case.id
+
+
 _TRIAL = Trial(kind=Kind.KILL, group="gradients", engine="sum-instead-of-mean", case="R001/exact-probe-ws2")
 
 
