@@ -7,7 +7,6 @@ standard library; the classes are imported in the ranks, by `adapters.registry.l
 
     mutant          `@known_wrong`, which registers a class, and the registry's entry
     kill            whether a case kills one for the right reason
-    legal           correct engines that no case may kill
     base            `SeamFSDP2`, a correct FSDP2 with seams to break it at; `SeamDDP`
     legal           correct engines that do unusual things: nothing may fail them
     engines         the same for the reference engine's fully sharded module and FSDP1
