@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from fsdp_conformance.adapters.base import Adapter
@@ -193,6 +194,10 @@ class CaseChecks:
         """Bitwise equality of one tensor with a value that was computed independently."""
         if got is None:
             message = comparison(check, expected=f"a tensor of {tuple(expected.shape)}", got="None")
+            self.expect(False, requirement, message, check=check, **where)
+            return
+        if isinstance(got, DTensor):
+            message = comparison(check, expected="a whole tensor", got="a sharded one (DTensor)")
             self.expect(False, requirement, message, check=check, **where)
             return
         got = got.detach().cpu()

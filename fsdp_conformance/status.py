@@ -38,6 +38,11 @@ _OF_COMMAND: dict[str, dict[Status, str]] = {
         Status.NOT_CERTIFIED: "no way to shard the model fits in memory",
         Status.USAGE: "usage error: a wrong option, or a model that cannot be built",
     },
+    "selftest": {
+        Status.CERTIFIED: "every known-wrong engine was killed for its reason, and no correct one",
+        Status.NOT_CERTIFIED: "a known-wrong engine survived, or a correct one was killed",
+        Status.ENVIRONMENT: "no case can run on this machine",
+    },
     "sanitize": {
         Status.CERTIFIED: "clean: memory accesses were checked, and no hazard was found",
         Status.NOT_CERTIFIED: "hazards were found (even if the script failed afterwards)",

@@ -151,7 +151,10 @@ class Bytes(ConformanceTestCase):
         chapter="D",
         axes={"world_size": (2,), "at_once": (False, True)},
         environment=("accelerator",),
-        kills=("survives-its-owner",),
+        kills=(
+            "survives-its-owner",
+            "reference-survives-its-owner",
+        ),
     )
     def test_given_back(self, world_size: int, at_once: bool) -> None:
         """When the model is dropped, its memory is freed: immediately, and at the latest by the garbage collector."""
@@ -173,7 +176,7 @@ class Bytes(ConformanceTestCase):
         axes={"world_size": (2,), "depth": (4, 8)},
         needs=("rate_limit", "sharded_state", "zero3"),
         environment=("accelerator",),
-        kills=("gathers-everything-first", "hides-gathered-units"),
+        kills=("gathers-everything-first", "prefetches-too-far", "hides-gathered-units"),
     )
     def test_bounded_number_of_units(self, world_size: int, depth: int) -> None:
         """While a unit computes, at most the declared number of units is unsharded: by its own account and by bytes."""

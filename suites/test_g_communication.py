@@ -45,7 +45,14 @@ class CommunicationSchedule(ConformanceTestCase):
         self.check(communication.collective_counts(run, workload, plan, requirement="R063"))
 
     @conformance_case(
-        "R064", chapter="G", axes={"world_size": (2, 4)}, needs=("no_shard",), kills=("extra-collective",)
+        "R064",
+        chapter="G",
+        axes={"world_size": (2, 4)},
+        needs=("no_shard",),
+        kills=(
+            "extra-collective",
+            "gathers-unsharded",
+        ),
     )
     def test_no_sharding(self, world_size: int) -> None:
         """Without sharding nothing is gathered, and gradients are all-reduced."""

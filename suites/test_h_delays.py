@@ -122,6 +122,9 @@ def _environment(values: dict[str, Any]) -> list[str]:
 def _kills(values: dict[str, Any]) -> list[str]:
     # The races of an engine must not depend on the delay: the checker sees them in every case.
     races = ["scales-without-waiting"] if "accelerator" in _environment(values) and values["offload"] == "off" else []
+    if "prefetch_backward" in _needs(values):
+        races = ["reference-forgets-the-gather"] if "accelerator" in _environment(values) else []
+        return ["reference-sums-gradients", *races]
     return ["no-reduction", "reads-before-wait", *races]
 
 

@@ -70,6 +70,12 @@ HYBRID: dict[str, _Configuration] = {
 _WITHOUT_PARITY = frozenset({"bfloat16"})
 
 
+def _kills(values: dict[str, Any]) -> list[str]:
+    if "prefetch_backward" in CONFIGURATIONS[values["configuration"]][3]:
+        return ["reference-forgets-the-gather", "reference-sums-gradients"]
+    return ["frees-in-flight", *["no-reduction"] * (values["configuration"] != "bfloat16")]
+
+
 class StreamSafety(ConformanceTestCase):
     """Training configurations, each with its positive control."""
 
@@ -83,7 +89,7 @@ class StreamSafety(ConformanceTestCase):
         axes={"configuration": tuple(CONFIGURATIONS)},
         needs=lambda values: CONFIGURATIONS[values["configuration"]][3],
         environment=("accelerator",),
-        kills=lambda values: ["frees-in-flight", *([] if values["configuration"] == "bfloat16" else ["no-reduction"])],
+        kills=_kills,
     )
     def test_two_ranks(self, configuration: str) -> None:
         """Every access waits for those that it depends on, and training is at parity."""
@@ -187,7 +193,13 @@ class WrongPrefetch(ConformanceTestCase):
             "default": [], "forward": ["prefetch_forward"], "pre": ["prefetch_backward"], "post": ["prefetch_backward"]
         }[values["prefetch"]],
         environment=("accelerator",),
-        kills=lambda values: ["frees-in-flight"] + ["keeps-unused-unsharded"] * (values["scenario"] == "unused"),
+        kills=lambda values: {
+            "default": ["frees-in-flight", *["keeps-unused-unsharded"] * (values["scenario"] == "unused")],
+            "forward": ["frees-in-flight", *["keeps-unused-unsharded"] * (values["scenario"] == "unused")],
+        }.get(
+            values["prefetch"],
+            ["reference-forgets-the-gather", *["reference-keeps-unused"] * (values["scenario"] == "unused")],
+        ),
     )  # fmt: skip
     def test_harmless(self, world_size: int, scenario: str, prefetch: str) -> None:
         """Units that run in a new order, never, or repeatedly stay at parity, and all are resharded at the end."""

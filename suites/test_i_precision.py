@@ -119,7 +119,10 @@ class LowPrecision(ConformanceTestCase):
         needs=lambda values: [
             *["mixed_precision"] * (values["compute"] != "own"), *["mp_reduce"] * (values["reduce"] != "default")
         ],
-        kills=lambda values: ["ignores-param-dtype" if values["reduce"] == "default" else "ignores-reduce-dtype"],
+        kills=lambda values: {
+            ("bfloat16", "default"): ["ignores-param-dtype", "always-reduces-in-float32"],
+            ("bfloat16", "bfloat16"): ["always-reduces-in-float32"],
+        }.get((values["compute"], values["reduce"]), ["ignores-reduce-dtype"]),
     )  # fmt: skip
     def test_dtype_on_the_wire(self, world_size: int, compute: str, reduce: str) -> None:
         """Gradients are reduced in the reduce dtype, or in the compute dtype if there is none."""
@@ -137,7 +140,10 @@ class LowPrecision(ConformanceTestCase):
         world_size=2,
         axes={"micro_batches": (2, 3)},
         needs=("mixed_precision", "mp_reduce", "no_sync"),
-        kills=("ignores-reduce-dtype",),
+        kills=(
+            "ignores-reduce-dtype",
+            "accumulates-in-compute-dtype",
+        ),
     )
     def test_accumulates_in_the_reduce_dtype(self, micro_batches: int) -> None:
         """Gradients of deferred micro-batches, computed in bfloat16, are accumulated in float32."""

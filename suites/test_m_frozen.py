@@ -39,7 +39,10 @@ class FrozenParameters(ConformanceTestCase):
         chapter="M",
         axes={"world_size": (2, 3)},
         needs=("frozen_mixed",),
-        kills=("frozen-gets-gradient",),
+        kills=(
+            "frozen-gets-gradient",
+            "frozen-neighbours-not-reduced",
+        ),
     )
     def test_mixed_inside_a_unit(self, world_size: int) -> None:
         """Frozen and trainable parameters in one unit are at parity, or are rejected."""
@@ -55,7 +58,10 @@ class FrozenParameters(ConformanceTestCase):
         chapter="M",
         axes={"world_size": (2, 4)},
         needs=("frozen_dynamic",),
-        kills=("frozen-gets-gradient",),
+        kills=(
+            "frozen-gets-gradient",
+            "never-thaws",
+        ),
     )
     def test_frozen_and_thawed(self, world_size: int) -> None:
         """A unit that is frozen after one step and unfrozen after the next is at parity in every step."""
@@ -74,7 +80,17 @@ class FrozenParameters(ConformanceTestCase):
         run = self.train(workload, regime=regime)
         self.check_parity(run, workload, regime, requirements={"parameter": "R114"})
 
-    @conformance_case("R115", "R002", "R003", chapter="M", axes={"world_size": (2, 3)}, kills=("frozen-gets-gradient",))
+    @conformance_case(
+        "R115",
+        "R002",
+        "R003",
+        chapter="M",
+        axes={"world_size": (2, 3)},
+        kills=(
+            "frozen-gets-gradient",
+            "leaf-units-stay-gathered",
+        ),
+    )
     def test_input_without_gradient(self, world_size: int) -> None:
         """
         Units after a frozen first unit, whose input needs no gradient, are at parity and resharded after backward.

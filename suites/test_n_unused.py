@@ -31,7 +31,17 @@ class UnusedParameters(ConformanceTestCase):
         run = self.train(workload, regime=Regime(unused_parameters=True), adapter=adapter)
         self.check_resharded(adapter, workload, "R117", run)
 
-    @conformance_case("R118", "R002", "R003", chapter="N", axes={"world_size": (2, 3)}, kills=("garbage-for-unused",))
+    @conformance_case(
+        "R118",
+        "R002",
+        "R003",
+        chapter="N",
+        axes={"world_size": (2, 3)},
+        kills=(
+            "garbage-for-unused",
+            "unused-output-trained",
+        ),
+    )
     def test_unused_output(self, world_size: int) -> None:
         """A unit whose output does not reach the loss leaves the others at parity, and is resharded."""
         workload = unused.unused_output()
@@ -50,7 +60,10 @@ class UnusedParameters(ConformanceTestCase):
         chapter="N",
         axes={"world_size": (2, 3, 4)},
         needs=("unused_divergent",),
-        kills=("reduces-only-used",),
+        kills=(
+            "reduces-only-used",
+            "ddp-divides-by-users",
+        ),
     )
     def test_branches_of_one_unit(self, world_size: int) -> None:
         """
@@ -84,7 +97,10 @@ class UnusedParameters(ConformanceTestCase):
         chapter="N",
         axes={"world_size": (2, 4)},
         needs=("unused_divergent",),
-        kills=("reduces-only-used",),
+        kills=(
+            "reduces-only-used",
+            "ddp-divides-by-users",
+        ),
         timeout_s=45,
     )
     def test_units_chosen_by_rank(self, world_size: int) -> None:

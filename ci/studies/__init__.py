@@ -14,6 +14,10 @@ What the race checker of the simulated accelerator finds, and what it does not:
     stream_ranks       a function on freshly forked ranks
     stream_study       trainings under the checker, each without some of its waits
 
+Which cases kill which known-wrong engines, and which cases kill too few:
+
+    kill_matrix        a case against engines beyond those that it names
+
 Whether a report names the right cause:
 
     causes             the cause of each known defect, and how an answer is scored
@@ -21,11 +25,12 @@ Whether a report names the right cause:
     small_engine       a sharded engine in a few functions
     small_defects      that engine with one defect each
 
-Four scripts run them:
+Five scripts run them:
 
 - `ci/race-freedom`: no hazard in any training, and the CPU's results bit for bit.
 - `ci/sync-sites`: each synchronisation dropped on its own; the results are in `ci/sync-sites.toml`.
 - `ci/causes`: the first cause of each known defect is right, one of several, unknown or wrong.
+- `ci/kill-matrix`: cases and known-wrong engines.
 - `ci/bench/run simulator`: a training step on the simulated accelerator compared with the CPU.
 
 docs/simulated-accelerator.md has the results on races, docs/reading-a-verdict.md those on causes.

@@ -7,6 +7,7 @@ Commands:
     sanitize        run a training script on the simulated accelerator
     plan            find out how to shard a model, from a cost model
     doctor          check what this machine can run
+    selftest        show that known-wrong engines are killed, and correct ones are not
     listing         `list`: the cases and whether they would run
     explain         a requirement or a case, with what a run found
     verify          the verdict, derived again from a run file
@@ -35,6 +36,8 @@ Child processes. They import torch; the command itself, except for `smoke`, does
     examination     what `doctor` finds out in a child
     examine         ... and that child
     planner         the child of `plan`
+    answers         lines of JSON from a child, as they come
+    tryout          the child of `selftest`
     leftovers       processes and files that earlier runs left behind
 
 What `sanitize` prints:

@@ -158,6 +158,8 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
 
     _add_plan(command("plan", "price every way to shard a model, and choose the fastest that fits", notes=_PLAN_NOTES))
 
+    _add_selftest(command("selftest", "show that known-wrong engines are killed here, and correct ones are not"))
+
     listing = command(
         "list", "list the cases and whether they would run, without starting ranks",
         module="listing", notes=_SELECTION_NOTES,
@@ -195,9 +197,7 @@ def _add_run(parser: Parser) -> None:
     parser.add_argument(
         "--report", metavar="DIR", help="directory for the run file (default: .fsdp-conformance/NAME-TIME)"
     )
-    parser.add_argument(
-        "-n", dest="workers", metavar="N", type=_workers, help="pytest workers; `auto` fits the available devices"
-    )
+    _add_workers(parser, "pytest workers; `auto` fits the available devices")
     parser.add_argument(
         "--ranks",
         choices=RANKS,
@@ -207,9 +207,7 @@ def _add_run(parser: Parser) -> None:
     )
     parser.add_argument("--reuse-ranks", action="store_true", help="keep ranks from case to case: fast, cannot certify")
     parser.add_argument("--deadline-scale", metavar="F", help="multiply every deadline by F, for slow machines")
-    parser.add_argument(
-        "--suites", metavar="PACKAGE", default=None, help=argparse.SUPPRESS
-    )  # for tests of this command
+    _add_suites(parser, default=None)
 
 
 def _add_implementation(parser: Parser, default: str | None = DEFAULTS.implementation) -> None:
@@ -242,6 +240,21 @@ def _add_sanitize(parser: Parser) -> None:
     parser.add_argument(
         "script_words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script; all that follows is passed to it"
     )
+
+
+def _add_selftest(parser: Parser) -> None:
+    parser.add_argument("--quick", action="store_true", help="one known-wrong engine of each class: two minutes")
+    _add_workers(parser, "workers; `auto`, the default, fits the cores")
+    _add_suites(parser)
+
+
+def _add_workers(parser: Parser, text: str) -> None:
+    parser.add_argument("-n", dest="workers", metavar="N", type=_workers, help=text)
+
+
+def _add_suites(parser: Parser, default: str | None = "fsdp_conformance.suites") -> None:
+    """For tests of a command."""
+    parser.add_argument("--suites", metavar="PACKAGE", default=default, help=argparse.SUPPRESS)
 
 
 def _add_plan(parser: Parser) -> None:

@@ -19,6 +19,17 @@ the adapter does not declare it.
 
 from fsdp_conformance.judge.evidence import contradictions, keep_evidence
 from fsdp_conformance.judge.gate import Gated, Place, device_for, gate
-from fsdp_conformance.judge.verdicts import LOUD_REFUSAL, judge
+from fsdp_conformance.judge.verdicts import ENDINGS, LOUD_REFUSAL, WRONGFUL_REFUSAL, judge
 
-__all__ = ["LOUD_REFUSAL", "Gated", "Place", "contradictions", "device_for", "gate", "judge", "keep_evidence"]
+__all__ = [
+    "ENDINGS",
+    "LOUD_REFUSAL",
+    "WRONGFUL_REFUSAL",
+    "Gated",
+    "Place",
+    "contradictions",
+    "device_for",
+    "gate",
+    "judge",
+    "keep_evidence",
+]

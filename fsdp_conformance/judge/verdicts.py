@@ -49,6 +49,10 @@ _VERDICT_BY_BLAME = {
 #: Verdicts that accuse the implementation, with the check that the finding names.
 _ACCUSATIONS = {Verdict.FAIL: "training", Verdict.HANG: "deadline", Verdict.CRASH: "process end"}
 
+#: The checks of findings that no comparison made: how a rank ended, and an exception that refused what must work.
+ENDINGS = frozenset(_ACCUSATIONS.values())
+WRONGFUL_REFUSAL = "wrongful refusal"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
@@ -273,7 +277,7 @@ def _judge_refusal(record: CaseRecord, evidence: Evidence, rank: int, error: Ran
         message = f"refused although the case does not ask for {flag}: {said}"
     else:
         message = f"refused although everything the case asks for is declared or mandatory: {said}"
-    record.findings.insert(0, Finding(requirement=requirement, check="refusal", message=message, rank=rank))
+    record.findings.insert(0, Finding(requirement=requirement, check=WRONGFUL_REFUSAL, message=message, rank=rank))
     decided(record, Verdict.FAIL, message)
 
 

@@ -1,13 +1,19 @@
 """
-Known-wrong implementations: torch's engines and components of the reference engine, each with one defect.
+Known-wrong implementations: torch's engines, the reference engine and its components, each with one defect.
 
 Each is an adapter, so the suite meets it like any other implementation, and at least one requirement must kill it. A
-case that kills none of them proves nothing. This module imports only the standard library; the classes are imported
-in the ranks, by `adapters.registry.load(MUTANTS[name].spec)`.
+case that kills none of them proves nothing, and a kill is a finding that shows the defect. This module imports only the
+standard library; the classes are imported in the ranks, by `adapters.registry.load(MUTANTS[name].spec)`.
 
+<<<<<<< HEAD
     mutant          `@known_wrong` and `@legal_variant`, which register a class, and the registries' entries
+=======
+    mutant          `@known_wrong`, which registers a class, and the registry's entry
+    kill            whether a case kills one for the right reason
+>>>>>>> refs/tmp/kills
     base            `SeamFSDP2`, a correct FSDP2 with seams to break it at; `SeamDDP`
     legal           correct engines that do unusual things: nothing may fail them
+    engines         the same for the reference engine's fully sharded module and FSDP1
     chunk_seams     the same for chunks
 
     gradients       the reduction: scale, missing ranks, wrong rows, wrong parameters
@@ -20,8 +26,13 @@ in the ranks, by `adapters.registry.load(MUTANTS[name].spec)`.
     misuse          misuse that is accepted, and changes after wrapping that are lost
     streams         missing waits, memory freed in flight, copies read too early
     memory          memory held too long, and leaks
+    scenarios       wrong in one scenario only: init modes, odd parameters, accumulation with offload
     precision       ignored precision policies, inputs that lose their gradients
     hidden          defects in what the adapter declines to show
+
+    in_reference    the reference engine's fully sharded module
+    in_fsdp1        torch's FSDP1
+    in_ddp          torch's DistributedDataParallel
 
     reducer         components: bucket contents, reduction order, communication hooks
     bucketer        components: which reduce-scatters are coalesced, and who gets which result

@@ -31,7 +31,7 @@ class _Releasing(EngineChunk):
             super().release()
 
 
-@known_wrong("R179")
+@known_wrong("R179", shows=("refusal",))
 class FusedIsReleased(SeamChunks):
     """A fused chunk can be released."""
 
@@ -56,7 +56,7 @@ class _Pairing(EngineChunk):
         self.chunk.partner.partner = self.chunk
 
 
-@known_wrong("R179")
+@known_wrong("R179", shows=("refusal",))
 class PairsAnything(SeamChunks):
     """Chunks of different layouts become partners."""
 

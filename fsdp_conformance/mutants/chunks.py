@@ -52,7 +52,7 @@ class _Casting(EngineChunk):
         return super().append(tensor.to(self.chunk.dtype))
 
 
-@known_wrong("R177")
+@known_wrong("R177", shows=("refusal",))
 class AppendsOtherDtypes(SeamChunks):
     """A tensor of another dtype is cast when it is appended."""
 
@@ -81,7 +81,7 @@ class _Wasting(EngineChunk):
             raise
 
 
-@known_wrong("R177")
+@known_wrong("R177", shows=("raised",), raises="ChunkFull")
 class RefusedTensorTakesRoom(SeamChunks):
     """A rejected tensor still takes up room in the chunk."""
 
@@ -95,7 +95,7 @@ class _RoundingPool(SeamPool):
         return EngineChunk(Chunk(self.pool, numel // 2 * 2, dtype, group), self.group)
 
 
-@known_wrong("R177")
+@known_wrong("R177", shows=("refusal",))
 class RoundsSizesDown(SeamChunks):
     """A size that is not divisible by the group size is rounded down."""
 
@@ -174,7 +174,7 @@ class _ReleasingInUse(EngineChunk):
         super().release()
 
 
-@known_wrong("R178")
+@known_wrong("R178", shows=("refusal",))
 class ReleasesInUse(SeamChunks):
     """A chunk is released while one of its tensors is in use."""
 
@@ -187,7 +187,7 @@ class _ReducingEarly(EngineChunk):
         return super().reduce()
 
 
-@known_wrong("R178")
+@known_wrong("R178", shows=("refusal",))
 class ReducesTooEarly(SeamChunks):
     """A chunk is reduced before all of its tensors are ready."""
 
@@ -439,7 +439,7 @@ class _TakingAll(SeamPool):
             super().give_back(block)
 
 
-@known_wrong("R181")
+@known_wrong("R181", shows=("refusal",))
 class DoubleReturnAccepted(SeamChunks):
     """A block that is not leased can be returned."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,6 @@ from fsdp_conformance.mutants.mutant import known_wrong
 class SumInsteadOfMean(SeamFSDP2):
     """Gradients are summed over ranks instead of averaged."""
 
-    # It also declares that it detects a group that contradicts the launcher, and does not detect it.
-    capabilities: ClassVar[frozenset[str]] = frozenset({"pg_sanity"})
-
     def local_gradient(self, name: str, grad: Tensor) -> Tensor:
         return grad * self.world_size
 
@@ -35,7 +32,7 @@ class AveragedTwice(SeamFSDP2):
         return grad / self.world_size
 
 
-@known_wrong("R008")
+@known_wrong("R008", "R003")
 class DividesByPowerOfTwo(SeamFSDP2):
     """Gradients are divided by the next power of two above the number of ranks."""
 
@@ -133,7 +130,7 @@ class UninitialisedPadding(SeamFSDP2):
         return grad + 0.0 * padded.sum()
 
 
-@known_wrong("R005")
+@known_wrong("R005", "R003")
 class ReducesOverShardGroupOnly(SeamFSDP2):
     """Under hybrid sharding gradients are never reduced over the replicas."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -147,10 +149,12 @@ class ShowsItsOwnParameters(SeamFSDP2):
 class ReplicatedGradients(SeamFSDP2):
     """Every rank keeps the full gradients instead of the shards that its optimizer holds."""
 
-    def after_backward(self) -> None:
-        if not self._reduced:
-            return
-        for parameter in self.sharded().values():
+    @contextmanager
+    def microbatch(self, last: bool, *, reduced: bool = True) -> Iterator[None]:
+        with super().microbatch(last, reduced=reduced):
+            yield
+        # Earlier, another micro-batch would add its shards to the full gradients.
+        for parameter in self.sharded().values() if last else ():
             grad = parameter.grad
             if isinstance(grad, DTensor):
                 parameter.grad = grad.redistribute(placements=[Replicate()] * grad.device_mesh.ndim)

@@ -63,7 +63,7 @@ class SeamMesh(EngineMesh, ReferenceComponents):
 # --- which ranks -----------------------------------------------------------------------------------------------------
 
 
-@known_wrong("R182")
+@known_wrong("R182", shows=("finding", "raised"), raises="MeshError")
 class FirstAxisAlways(SeamMesh):
     """Every collective runs along the first mesh axis."""
 
@@ -80,7 +80,7 @@ class SourceOfTheWorld(SeamMesh):
         return ranks.index(source) if source in ranks else 0
 
 
-@known_wrong("R182")
+@known_wrong("R182", shows=("finding", "raised"), raises="MeshError")
 class FirstSourceAlways(SeamMesh):
     """The source is always the first rank of the row."""
 
@@ -120,7 +120,7 @@ class ScattersItsOwnList(SeamMesh):
         return output
 
 
-@known_wrong("R182")
+@known_wrong("R182", shows=("raised",), raises="ValueError")
 class ListsMustFit(SeamMesh):
     """The lists of all ranks are validated, not only the source's."""
 
@@ -355,7 +355,7 @@ class ChecksTheWorld(SeamMesh):
             check_tensor_meta(tensor, world, **asked)
 
 
-@known_wrong("R185")
+@known_wrong("R185", shows=("refusal",))
 class RaisesWhereDifferent(SeamMesh):
     """Only the ranks that differ from the first one raise."""
 
@@ -367,7 +367,7 @@ class RaisesWhereDifferent(SeamMesh):
                 raise
 
 
-@known_wrong("R185")
+@known_wrong("R185", shows=("refusal",))
 class DtypeIgnored(SeamMesh):
     """Dtypes are not compared."""
 
@@ -375,7 +375,7 @@ class DtypeIgnored(SeamMesh):
         super().check_meta(tensor.float(), mesh, axis, **asked)
 
 
-@known_wrong("R185")
+@known_wrong("R185", shows=("refusal",))
 class RequiresGradIgnored(SeamMesh):
     """`requires_grad` is not compared."""
 
@@ -383,7 +383,7 @@ class RequiresGradIgnored(SeamMesh):
         super().check_meta(tensor.detach(), mesh, axis, **asked)
 
 
-@known_wrong("R185")
+@known_wrong("R185", shows=("refusal",))
 class ShapeIgnored(SeamMesh):
     """Shapes are not compared, even on request."""
 
@@ -391,7 +391,7 @@ class ShapeIgnored(SeamMesh):
         super().check_meta(tensor, mesh, axis, **{**asked, "shape": False})
 
 
-@known_wrong("R185")
+@known_wrong("R185", shows=("refusal",))
 class StrideIgnored(SeamMesh):
     """Strides are not compared, even on request."""
 
@@ -399,7 +399,7 @@ class StrideIgnored(SeamMesh):
         super().check_meta(tensor, mesh, axis, **{**asked, "stride": False})
 
 
-@known_wrong("R185")
+@known_wrong("R185", shows=("raised",), raises="TensorMetaMismatch")
 class ShapeAlwaysCompared(SeamMesh):
     """Shapes are compared even when that was turned off."""
 
@@ -407,7 +407,7 @@ class ShapeAlwaysCompared(SeamMesh):
         super().check_meta(tensor, mesh, axis, **{**asked, "shape": True})
 
 
-@known_wrong("R185")
+@known_wrong("R185", shows=("raised",), raises="TensorMetaMismatch")
 class StrideAlwaysCompared(SeamMesh):
     """Strides are compared even when that was turned off."""
 

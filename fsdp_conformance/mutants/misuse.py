@@ -21,7 +21,7 @@ from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.mutant import known_wrong
 
 
-@known_wrong("R055")
+@known_wrong("R055", shows=("refusal",))
 class AcceptsContainers(SeamFSDP2):
     """A container without a forward is accepted as a unit."""
 
@@ -33,7 +33,7 @@ class AcceptsContainers(SeamFSDP2):
         )
 
 
-@known_wrong("R057")
+@known_wrong("R057", shows=("refusal",))
 class AcceptsAnything(SeamFSDP2):
     """An invalid configuration is replaced by the default."""
 
@@ -41,7 +41,7 @@ class AcceptsAnything(SeamFSDP2):
         super().setup(model_fn, optim_fn, Plan(device=plan.device, units=plan.units))
 
 
-@known_wrong("R018", environment=("accelerator",))
+@known_wrong("R018", shows=("finding", "refusal"), environment=("accelerator",))
 class AcceptsMixedDevices(SeamFSDP2):
     """A model on several devices is moved silently, and the values from the other device are lost."""
 
@@ -69,7 +69,7 @@ class IgnoresDeviceId(SeamFSDP2):
         return wrapped
 
 
-@known_wrong("R014", environment=("accelerator",))
+@known_wrong("R014", shows=("finding", "refusal"), environment=("accelerator",))
 class IgnoresOffload(SeamFSDP2):
     """Parameter offload is accepted but does nothing."""
 
@@ -143,7 +143,7 @@ class OutputStructureChanged(SeamFSDP2):
         return _flattened(super().forward(*args, **kwargs))
 
 
-@known_wrong("R157", environment=("accelerator",))
+@known_wrong("R157", shows=("raised",), raises="RuntimeError", environment=("accelerator",))
 class MovesFlatInputsOnly(SeamFSDP2):
     """Inputs inside containers stay on the host."""
 

@@ -29,6 +29,14 @@ class IgnoresReduceDtype(SeamFSDP2):
         return replace(plan, reduce_dtype=None)
 
 
+@known_wrong("R083")
+class AlwaysReducesInFloat32(SeamFSDP2):
+    """Gradients are reduced in float32, whatever was requested."""
+
+    def prepare(self, model: nn.Module, plan: Plan) -> Plan:
+        return replace(plan, reduce_dtype="float32") if plan.param_dtype is not None else plan
+
+
 @known_wrong("R087")
 class OnePolicyForAllUnits(SeamFSDP2):
     """All units, including the root, compute in the dtype of one of them."""

@@ -39,7 +39,7 @@ class SideStream(SeamFSDP2):
             yield
 
 
-@known_wrong("R074", environment=("accelerator",))
+@known_wrong("R074", shows=("hazard",), environment=("accelerator",))
 class StepsOnASideStream(SideStream):
     """The optimizer runs on a stream that the next forward does not wait for."""
 
@@ -48,7 +48,7 @@ class StepsOnASideStream(SideStream):
             return super().step(max_norm, norm_type=norm_type)
 
 
-@known_wrong("R074", environment=("accelerator",))
+@known_wrong("R074", shows=("hazard",), environment=("accelerator",))
 class PrefetchesBeforeTheStep(SideStream):
     """The first all-gather of a forward runs on a stream that did not wait for the optimizer."""
 
@@ -67,7 +67,7 @@ class PrefetchesBeforeTheStep(SideStream):
         return next(unit for unit in units if isinstance(unit, FSDPModule) and any(True for _ in unit.parameters()))
 
 
-@known_wrong("R075", environment=("accelerator",))
+@known_wrong("R075", shows=("hazard",), environment=("accelerator",))
 class ScalesWithoutWaiting(SideStream):
     """Gradients are read and written on a stream that did not wait for their reduction."""
 
@@ -78,7 +78,7 @@ class ScalesWithoutWaiting(SideStream):
                     grad.mul_(1.0)
 
 
-@known_wrong("R075", environment=("accelerator",))
+@known_wrong("R075", shows=("hazard",), environment=("accelerator",))
 class FreesInFlight(SideStream):
     """A buffer is freed, and its memory reused, while another stream still uses it."""
 
@@ -108,13 +108,7 @@ class ReadsOffloadedGradientsEarly(SideStream):
                 grad.copy_(grad.to(self.device), non_blocking=True)
 
 
-@known_wrong(
-    "R138",
-    environment=(
-        "accelerator",
-        "pinned_memory",
-    ),
-)
+@known_wrong("R138", shows=("hazard",), environment=("accelerator", "pinned_memory"))
 class OverwritesParametersInFlight(SideStream):
     """The host overwrites offloaded parameters while their copy to the device is still running."""
 

@@ -99,7 +99,7 @@ class SilentDDP(SeamFSDP2):
         return ddp.no_sync()
 
 
-@known_wrong("R019")
+@known_wrong("R019", "R002")
 class WritesAfterWrapLost(SeamFSDP2):
     """The first forward restores the parameters from wrap time."""
 
@@ -114,7 +114,7 @@ class WritesAfterWrapLost(SeamFSDP2):
         return super().forward(*args, **kwargs)
 
 
-@known_wrong("R019")
+@known_wrong("R019", "R002")
 class UpdatesTheValuesFromWrap(SeamFSDP2):
     """The first optimizer step updates a copy of the parameters that was taken at wrap time."""
 
@@ -129,7 +129,7 @@ class UpdatesTheValuesFromWrap(SeamFSDP2):
         return super().step(max_norm, norm_type=norm_type)
 
 
-@known_wrong("R020")
+@known_wrong("R020", "R002")
 class SyncForgetsBuffers(SeamFSDP2):
     """Sync at init broadcasts parameters but not buffers."""
 

@@ -376,7 +376,7 @@ def test_a_declared_flag_that_is_refused_is_a_defect() -> None:
 
     assert record.verdict is Verdict.FAIL
     assert record.reason == "refused although no_sync is declared: no"
-    assert [(item.requirement, item.check) for item in record.findings] == [("R001", "refusal")]
+    assert [(item.requirement, item.check) for item in record.findings] == [("R001", "wrongful refusal")]
 
 
 def test_a_mandatory_requirement_that_is_refused_is_a_defect() -> None:
@@ -423,7 +423,7 @@ def test_a_refusal_that_is_wrong_comes_before_what_was_found() -> None:
     """It is why the case ended."""
     ranks = [(failed(rank, an_error(blame="refusal"), a_finding(rank=rank)), an_exit(rank)) for rank in (0, 1)]
 
-    assert [item.check for item in judged(*ranks).findings] == ["refusal", "gradient parity"]
+    assert [item.check for item in judged(*ranks).findings] == ["wrongful refusal", "gradient parity"]
 
 
 def test_ranks_that_disagree_about_refusing_fail() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_conformance import mutants
-from fsdp_conformance.mutants.mutant import Mutant, registered
+from fsdp_conformance.mutants.mutant import Mutant, Symptom, registered
 
 
 def _registered(directory: Path, source: str) -> list[Mutant]:
@@ -20,8 +20,10 @@ def _registered(directory: Path, source: str) -> list[Mutant]:
 def test_a_class_is_registered_where_it_is_written(tmp_path: Path) -> None:
     """The name comes from the class, the defect from the first paragraph of its docstring."""
     source = '''
-@known_wrong("R003", environment=("accelerator",))
-class ReducesOverDDP(Base):
+from fsdp_conformance.mutants.base import SeamDDP
+
+@known_wrong("R003", "R002", shows=("hang", "finding"), environment=("accelerator",))
+class ReducesOverDDP(SeamDDP):
     """Gradients are reduced
     by DDP.
 
@@ -35,8 +37,10 @@ class Helper(Base):
         Mutant(
             name="reduces-over-ddp",
             spec="package.wrong:ReducesOverDDP",
-            requirement="R003",
+            engine="torch-ddp",
+            requirements=("R003", "R002"),
             defect="Gradients are reduced by DDP.",
+            shows=(Symptom.HANG, Symptom.FINDING),
             environment=("accelerator",),
         )
     ]
@@ -44,17 +48,46 @@ class Helper(Base):
 
 def test_a_name_can_be_given(tmp_path: Path) -> None:
     """Cases refer to mutants by name, so a class can be renamed without its mutant."""
-    source = '@known_wrong("R003", name="from-step-2")\nclass Late:\n    """Wrong."""'
+    source = '@known_wrong("R003", name="from-step-2", engine="mine")\nclass Late:\n    """Wrong."""'
 
-    assert [mutant.name for mutant in _registered(tmp_path, source)] == ["from-step-2"]
+    (found,) = _registered(tmp_path, source)
+    assert (found.name, found.engine, found.requirement) == ("from-step-2", "mine", "R003")
+
+
+def test_the_engine_is_the_adapter_that_a_class_derives_from(tmp_path: Path) -> None:
+    """Through other classes of the module, other modules, and adapters without a name of their own."""
+    source = '''
+from fsdp_conformance.adapters.reference_components import EngineMesh as Mesh, ReferenceComponents
+from fsdp_conformance.adapters.torch_fsdp1 import TorchFSDP1NoShard
+
+class Seam(Mesh, ReferenceComponents):
+    """Right."""
+
+@known_wrong("R181")
+class Wrong(Seam):
+    """Wrong."""
+
+@known_wrong("R001")
+class Whole(TorchFSDP1NoShard):
+    """Wrong."""
+'''
+    assert [mutant.engine for mutant in _registered(tmp_path, source)] == [
+        "reference-components",
+        "torch-fsdp1-no-shard",
+    ]
 
 
 @pytest.mark.parametrize(
     ("source", "message"),
     [
         ('@known_wrong("R003")\nclass A:\n    pass', "package.wrong:A has no docstring"),
-        ('@known_wrong(R)\nclass A:\n    """Wrong."""', r"takes one requirement and literals, got known_wrong\(R\)"),
-        ('@known_wrong()\nclass A:\n    """Wrong."""', r"takes one requirement and literals, got known_wrong\(\)"),
+        ('@known_wrong(R)\nclass A:\n    """Wrong."""', r"takes requirements and literals, got known_wrong\(R\)"),
+        ('@known_wrong()\nclass A:\n    """Wrong."""', r"takes requirements and literals, got known_wrong\(\)"),
+        ('@known_wrong("R001")\nclass A:\n    """Wrong."""', r"no base class is a bundled adapter"),
+        (
+            '@known_wrong("R001", engine="e", shows=("tears",))\nclass A:\n    """Wrong."""',
+            "'tears' is not a valid Symptom",
+        ),
     ],
 )
 def test_an_unusable_registration_is_refused(tmp_path: Path, source: str, message: str) -> None:

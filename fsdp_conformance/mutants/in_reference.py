@@ -1,0 +1,154 @@
+"""The reference engine's fully sharded module, each with one defect."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_conformance.config import Plan
+from fsdp_conformance.engine.chunks.streams import ChunkStreams
+from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter, ReductionHook
+from fsdp_conformance.engine.fully_sharded.order_watch import OrderWatch
+from fsdp_conformance.engine.fully_sharded.schedule import UnitSchedule
+from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
+from fsdp_conformance.mutants.engines import SeamReference
+from fsdp_conformance.mutants.mutant import known_wrong
+
+
+class _Overwriting(FlatParameter):
+    def accumulate(self) -> None:
+        self._forget_collected()
+        super().accumulate()
+
+    def start_reduction(self, hook: ReductionHook | None = None, *, all_reduce: bool = True) -> None:
+        self._forget_collected()
+        super().start_reduction(hook, all_reduce=all_reduce)
+
+    def _forget_collected(self) -> None:
+        if any(leaf.grad is not None for leaf in self.leaves):
+            self.storage.discard_gradients()
+
+
+@known_wrong("R093")
+class ReferenceOverwritesCollected(SeamReference):
+    """The gradients of a micro-batch replace those that earlier ones left to its reduction."""
+
+    flat_class: ClassVar[type[FlatParameter]] = _Overwriting
+
+
+class _Summing(FlatParameter):
+    def _deliver(self, shard: Tensor) -> list[nn.Parameter]:
+        layout = self.storage.layout
+        parts = layout.views(shard) if self.is_whole else layout.shard_views(shard)
+        # The tag, which follows the members, stays an average, so that the engine does not notice.
+        for part in parts[: len(self.members)]:
+            part.mul_(layout.world_size)
+        return super()._deliver(shard)
+
+
+@known_wrong("R003")
+class ReferenceSumsGradients(SeamReference):
+    """Gradients are summed over ranks instead of averaged."""
+
+    flat_class: ClassVar[type[FlatParameter]] = _Summing
+
+
+class _Unordered(ChunkStreams):
+    def wait(self, event: Any) -> None:
+        """Order nothing."""
+
+
+class _Hasty(FlatParameter):
+    def finish_gather(self, watch: OrderWatch) -> None:
+        streams = self.storage.pool.streams
+        streams.__class__ = _Unordered
+        try:
+            super().finish_gather(watch)
+        finally:
+            streams.__class__ = ChunkStreams
+
+
+@known_wrong("R075", "R073", shows=("hazard",), environment=("accelerator",))
+class ReferenceForgetsTheGather(SeamReference):
+    """Units compute without having waited for the stream that gathers them."""
+
+    flat_class: ClassVar[type[FlatParameter]] = _Hasty
+
+
+class _Gathering(UnitSchedule):
+    def _end_backward(self) -> None:
+        idle = [unit for unit in self.units if not unit.took_part]
+        super()._end_backward()
+        for unit in idle:
+            unit.start_unshard(None)
+
+
+@known_wrong("R078")
+class ReferenceKeepsUnused(SeamReference):
+    """A unit that took no part in a backward is gathered at its end."""
+
+    schedule_class: ClassVar[type[UnitSchedule]] = _Gathering
+
+
+class _Unchecked(FlatParameter):
+    def finish_gather(self, watch: OrderWatch) -> None:
+        tag, self.tag = self.tag, None
+        try:
+            super().finish_gather(watch)
+        finally:
+            self.tag = tag
+
+    def _deliver(self, shard: Tensor) -> list[nn.Parameter]:
+        tag, self.tag = self.tag, None
+        try:
+            return super()._deliver(shard)
+        finally:
+            self.tag = tag
+
+
+@known_wrong("R059")
+class ReferenceIgnoresOrder(SeamReference):
+    """Nothing checks whether all ranks run the same units in the same order."""
+
+    capabilities: ClassVar[frozenset[str]] = frozenset({"exec_order_divergent"})
+    flat_class: ClassVar[type[FlatParameter]] = _Unchecked
+
+
+class _Held(FlatParameter):
+    is_held = False
+    is_stale = False
+
+    def release(self) -> None:
+        if not self.is_held:
+            super().release()
+
+
+class _Holding(UnitSchedule):
+    def after_forward(self, unit: ShardedUnit, output: Any) -> None:
+        flats = [flat for flat in unit.flats if isinstance(flat, _Held)]
+        for flat in flats:
+            flat.is_held = not torch.is_grad_enabled()
+        super().after_forward(unit, output)
+        for flat in flats:
+            flat.is_held = False
+
+
+@known_wrong("R010")
+class ReferenceStaleAfterEval(SeamReference):
+    """Units stay gathered after a forward under no_grad, and the next forward takes them for current."""
+
+    flat_class: ClassVar[type[FlatParameter]] = _Held
+    schedule_class: ClassVar[type[UnitSchedule]] = _Holding
+
+
+@known_wrong("R040", environment=("accelerator",))
+class ReferenceSurvivesItsOwner(SeamReference):
+    """The engine keeps every model that it has ever wrapped alive."""
+
+    _wrapped: ClassVar[list[nn.Module]] = []
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        self._wrapped.append(super().wrap(model, plan))
+        return self._wrapped[-1]
