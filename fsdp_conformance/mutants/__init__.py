@@ -5,12 +5,8 @@ Each is an adapter, so the suite meets it like any other implementation, and at 
 case that kills none of them proves nothing, and a kill is a finding that shows the defect. This module imports only the
 standard library; the classes are imported in the ranks, by `adapters.registry.load(MUTANTS[name].spec)`.
 
-<<<<<<< HEAD
     mutant          `@known_wrong` and `@legal_variant`, which register a class, and the registries' entries
-=======
-    mutant          `@known_wrong`, which registers a class, and the registry's entry
     kill            whether a case kills one for the right reason
->>>>>>> refs/tmp/kills
     base            `SeamFSDP2`, a correct FSDP2 with seams to break it at; `SeamDDP`
     legal           correct engines that do unusual things: nothing may fail them
     engines         the same for the reference engine's fully sharded module and FSDP1

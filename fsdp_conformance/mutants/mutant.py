@@ -2,14 +2,9 @@
 A known-wrong implementation, a correct one that is unusual, and how they are registered. Standard library only.
 
 `@known_wrong("R003")` on an adapter class registers it where it is written: its name is the class name in kebab case,
-<<<<<<< HEAD
-its defect is the docstring. `registered` finds these classes in the source text, so that the list can be had without
-importing torch; the classes themselves are imported in the ranks. `@legal_variant("torch-fsdp2")` and
-`registered_variants` do the same for correct variants of an engine.
-=======
 its defect is the docstring, its engine the adapter that it derives from. `registered` finds these classes in the source
 text, so that the list can be had without importing torch; the classes themselves are imported in the ranks.
->>>>>>> refs/tmp/kills
+`@legal_variant("torch-fsdp2")` and `registered_variants` do the same for correct variants of an engine.
 """
 
 from __future__ import annotations
@@ -70,7 +65,7 @@ class Mutant:
         """The requirement that names the defect best."""
         return self.requirements[0]
 
-<<<<<<< HEAD
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
     """A correct implementation that is unusual."""
@@ -84,9 +79,6 @@ class Variant:
     """What it does otherwise, in one sentence."""
 
 
-def known_wrong(requirement: str, *, name: str | None = None, environment: tuple[str, ...] = ()) -> Callable[[C], C]:
-=======
-
 def known_wrong(
     *requirements: str,
     name: str | None = None,
@@ -95,7 +87,6 @@ def known_wrong(
     raises: str = "",
     environment: tuple[str, ...] = (),
 ) -> Callable[[C], C]:
->>>>>>> refs/tmp/kills
     """
     Register the class below as a known-wrong implementation. All arguments must be literals: they are read as text.
 
@@ -112,48 +103,37 @@ def legal_variant(base: str) -> Callable[[C], C]:
 
 def registered(package: Path, import_name: str) -> Iterator[Mutant]:
     """The mutants in the modules of a package directory, by module and line. Raises ValueError for unusable ones."""
-    for node, decorator, spec in _decorated(package, import_name, known_wrong.__name__):
-        yield _mutant(node, decorator, spec)
+    for node, decorator, module, spec in _decorated(package, import_name, known_wrong.__name__):
+        yield _mutant(node, decorator, module, spec)
 
 
 def registered_variants(package: Path, import_name: str) -> Iterator[Variant]:
     """The correct variants in the modules of a package directory, by module and line."""
-    for node, decorator, spec in _decorated(package, import_name, legal_variant.__name__):
+    for node, decorator, _, spec in _decorated(package, import_name, legal_variant.__name__):
         (base,) = map(ast.literal_eval, decorator.args)
         yield Variant(name=_kebab_case(node.name), spec=spec, base=base, difference=_first_paragraph(node, spec))
 
 
-def _decorated(package: Path, import_name: str, name: str) -> Iterator[tuple[ast.ClassDef, ast.Call, str]]:
-    """The classes with a decorator, the decorator's call, and the path to import each class by."""
+def _decorated(package: Path, import_name: str, name: str) -> Iterator[tuple[ast.ClassDef, ast.Call, ast.Module, str]]:
+    """The classes with a decorator, the decorator's call, their module, and the path to import each class by."""
     for path in sorted(package.glob("*.py")):
         module = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
         for node in module.body:
             if isinstance(node, ast.ClassDef):
                 for decorator in node.decorator_list:
-<<<<<<< HEAD
                     if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == name:
-                        yield node, decorator, f"{import_name}.{path.stem}:{node.name}"
+                        yield node, decorator, module, f"{import_name}.{path.stem}:{node.name}"
 
 
 def _first_paragraph(cls: ast.ClassDef, spec: str) -> str:
     docstring = ast.get_docstring(cls)
     if not docstring:
-        raise ValueError(f"{spec} has no docstring: the first paragraph must say what it does otherwise")
+        raise ValueError(f"{spec} has no docstring: the first paragraph must say what is wrong, or what is unusual")
     return " ".join(docstring.partition("\n\n")[0].split())
 
 
-def _mutant(cls: ast.ClassDef, decorator: ast.Call, spec: str) -> Mutant:
-    defect = _first_paragraph(cls, spec)
-=======
-                    if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == known_wrong.__name__:
-                        yield _mutant(node, decorator, module, f"{import_name}.{path.stem}:{node.name}")
-
-
 def _mutant(cls: ast.ClassDef, decorator: ast.Call, module: ast.Module, spec: str) -> Mutant:
-    docstring = ast.get_docstring(cls)
-    if not docstring:
-        raise ValueError(f"{spec} has no docstring: the first paragraph must say what is wrong")
->>>>>>> refs/tmp/kills
+    defect = _first_paragraph(cls, spec)
     try:
         requirements = tuple(map(ast.literal_eval, decorator.args))
         given = {keyword.arg: ast.literal_eval(keyword.value) for keyword in decorator.keywords}
@@ -170,16 +150,11 @@ def _mutant(cls: ast.ClassDef, decorator: ast.Call, module: ast.Module, spec: st
     return Mutant(
         name=given.get("name") or _kebab_case(cls.name),
         spec=spec,
-<<<<<<< HEAD
-        requirement=requirement,
-        defect=defect,
-=======
         engine=engine,
         requirements=requirements,
-        defect=" ".join(docstring.partition("\n\n")[0].split()),
+        defect=defect,
         shows=shows,
         raises=raises,
->>>>>>> refs/tmp/kills
         environment=given.get("environment", ()),
     )
 
