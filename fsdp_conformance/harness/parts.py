@@ -49,6 +49,8 @@ class Clock:
 
     def advance(self, now: float, parts: Collection[Part]) -> None:
         """Attribute the time since the last call, in which the ranks that had not reported ran `parts`."""
+        if now <= self._now:
+            return
         self._seconds[owner_of_time(parts)] += now - self._now
         self._now = now
 

@@ -143,7 +143,8 @@ class RankRun:
             before = self._part
             if part is not before and not self.reported:
                 self._part = part
-                self.pipe.send_bytes(json.dumps({"part": part, "rank": self.order.rank}).encode())
+                message = {"part": part, "rank": self.order.rank, "at": time.monotonic()}
+                self.pipe.send_bytes(json.dumps(message).encode())
         return Part.SUITE if before is Part.MEETING else before
 
     def meet_peers(self) -> None:

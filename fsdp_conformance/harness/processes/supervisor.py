@@ -308,7 +308,6 @@ class Supervisor:
         sources: dict[Connection | int, Seat] = {seat.sentinel: seat for seat in living}
         sources.update({seat.mailbox.connection: seat for seat in living if not seat.mailbox.closed})
         ready = multiprocessing.connection.wait(list(sources), remaining(until))
-        self._read_clock()
         for source in ready:
             if isinstance(source, Connection):
                 for message in sources[source].mailbox.receive():
@@ -319,6 +318,12 @@ class Supervisor:
 
     def _accept(self, seat: Seat, message: bytes) -> None:
         """Handle one message of a rank."""
+        sent_at = _turned_at(message)
+        if sent_at is None:
+            self._read_clock()
+        else:
+            # A controller that reads late must not take the time for that of the part before.
+            self._clock.advance(sent_at, self._parts())
         part, had_failed = seat.part, seat.failed
         seat.accept(message)
         if seat.part is not part:
@@ -333,6 +338,7 @@ class Supervisor:
     def _note_end(self, seat: Seat) -> None:
         for message in seat.mailbox.drain():
             self._accept(seat, message)
+        self._read_clock()
         seat.end = RankExit(
             rank=seat.rank,
             pid=seat.pid,
@@ -362,6 +368,13 @@ class Supervisor:
         end.last_collectives = last_collectives(Path(seat.files.collectives))
         end.output = output_tail(Path(seat.files.output))
         return end
+
+
+def _turned_at(message: bytes) -> float | None:
+    """When a rank turned to another part, by time.monotonic() on this host; None for any other message."""
+    if not message.startswith(b'{"part"'):
+        return None
+    return float(json.loads(message)["at"])
 
 
 def _report_of_text(rank: int, text: str) -> RankReport:
