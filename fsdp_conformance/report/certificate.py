@@ -49,6 +49,8 @@ class State(StrEnum):
     """The implementation does not offer it."""
     NOT_HERE = "not on this machine"
     PASSED = "passed"
+    INAPPLICABLE = "does not apply"
+    """The case disturbs what the implementation never does. Last: a scope is passed by its other cases."""
 
 
 _STATE = {
@@ -166,6 +168,8 @@ def certify(
     scopes = _scopes(shown)
     if all(scope.names != BASE and scope.state is not State.PASSED for scope in scopes) and profile.entries:
         reasons.append("no component was passed completely")
+    if any(scope.names == BASE and scope.state is State.INAPPLICABLE for scope in scopes):
+        reasons.append("no case of the base applies")
     return Certificate(
         certified=not reasons,
         private=private,
@@ -202,6 +206,8 @@ def _shown(record: CaseRecord | None, entry: Entry, run: RunFile, contract: Cont
             return found
         case Verdict.FAIL if _only_should(record, contract):
             return replace(found, state=State.PASSED, remark=f"SHOULD, not met: {record.case}: {record.reason}")
+        case Verdict.UNSUPPORTED if record.measurements.get("inapplicable") and record.evidence:
+            return replace(found, state=State.INAPPLICABLE, remark=f"does not apply: {record.case}: {record.reason}")
         case Verdict.UNSUPPORTED:
             flags = ", ".join(map(str, record.measurements.get("undeclared", ()))) or "something unnamed"
             return replace(found, reason=f"declined ({flags})")

@@ -10,10 +10,11 @@ import pytest
 from fsdp_conformance.case import Case
 from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import INTERPRETATION, Profile, profile_of
+from fsdp_conformance.judge import judge, keep_evidence
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report.certificate import Certificate, Scope, State, certify
 from fsdp_conformance.report.runfile import RunFile
-from fsdp_conformance.tests.report.evidence import LOADED, a_case, a_finding, a_record, a_report
+from fsdp_conformance.tests.report.evidence import LOADED, a_case, a_finding, a_record, a_report, exits
 from fsdp_conformance.verdict import Verdict
 
 PARITY, SHARDS = "R001/probe-ws2", "R188/probe-ws2"
@@ -528,6 +529,44 @@ def test_components_are_certified_without_a_base() -> None:
     assert one.certified
     assert states(one) == {"bucketing": "declined", "reducer": "passed"}
     assert only_reason(none) == "no component was passed completely"
+
+
+# What does not apply.
+
+
+def inapplicable(case: str) -> CaseRecord:
+    """A case whose delay found no collective to strike, judged from the reports of its ranks."""
+    unmet = {"delay of 15 ms before every all_gather": ["all_gather"]}
+    reports = [a_report(rank, unmet=unmet, schedule=["#1 issued all_reduce"]) for rank in range(2)]
+    record = keep_evidence(
+        judge(a_case(requirements=[case[:4]]), declared=frozenset(), reports=reports, exits=exits(2)), reports
+    )
+    record.environment = dict(LOADED)
+    return record
+
+
+def test_a_case_that_does_not_apply_is_not_held_against_the_base() -> None:
+    """An engine that issues no all-gather cannot be disturbed by a late one. The others of the scope are its proof."""
+    record = inapplicable(PARITY)
+    certificate = certified(record)
+
+    assert (record.verdict, certificate.certified) == (Verdict.UNSUPPORTED, True)
+    assert certificate.remarks[0].startswith(f"does not apply: {PARITY}: ")
+
+
+def test_a_scope_is_not_passed_by_cases_that_do_not_apply() -> None:
+    """Nothing was shown."""
+    certificate = certified(inapplicable(PARITY), inapplicable(SHARDS))
+
+    assert states(certificate)["base"] == "does not apply"
+    assert only_reason(certificate) == "no case of the base applies"
+
+
+def test_only_evidence_makes_a_case_inapplicable() -> None:
+    """The word alone is not enough."""
+    record = unsupported(PARITY, measurements={"inapplicable": ["delay"]})
+
+    assert "UNSUPPORTED, but every flag that the case needs is declared" in only_reason(certified(record))
 
 
 # Private profiles.
