@@ -72,7 +72,7 @@ class Reductions(Reducing):
         chapter="AA",
         axes={"world_size": (2, 3)},
         needs=("reducer",),
-        kills=("launches-when-ready", "averages-twice"),
+        kills=("launches-when-ready", "averages-twice", "lost-after-none"),
         timeout_s=30,
     )
     def test_in_bucket_order(self, world_size: int) -> None:
@@ -94,7 +94,13 @@ class Reductions(Reducing):
             self.check_digests({f"buckets of step {step}": str(sizes)}, "buckets", "R165", "bucket order")
             model.zero_grad()
 
-    @conformance_case("R165", chapter="AA", world_size=2, needs=("reducer",), kills=("first-bucket-large",))
+    @conformance_case(
+        "R165",
+        chapter="AA",
+        world_size=2,
+        needs=("reducer",),
+        kills=("first-bucket-large", "averages-twice", "lost-after-none"),
+    )
     def test_first_bucket_is_small(self) -> None:
         """By default the first bucket closes at 1 MiB, and the rest is reduced together."""
         model = Coded([(MIB // 8,)] * 6)  # half a MiB each
@@ -245,7 +251,7 @@ class Rebuilding(Reducing):
         chapter="AA",
         axes={"world_size": (2, 3)},
         needs=("reducer",),
-        kills=("never-rebuilds", "rebuilds-by-own-order", "rebuilds-every-time"),
+        kills=("never-rebuilds", "rebuilds-by-own-order", "rebuilds-every-time", "averages-twice"),
         timeout_s=30,
     )
     def test_rebuilt_once(self, world_size: int) -> None:
@@ -308,7 +314,7 @@ class Layout(Reducing):
         chapter="AA",
         axes={"as_view": (False, True), "world_size": (2,)},
         needs=("reducer",),
-        kills=("lost-after-none",),
+        kills=("lost-after-none", "averages-twice"),
     )
     def test_detach_and_none(self, as_view: bool, world_size: int) -> None:
         """After gradients are detached, set to None or zeroed in place, the next ones are correct."""
@@ -326,7 +332,9 @@ class Layout(Reducing):
                 else:
                     grad.zero_()
 
-    @conformance_case("R169", chapter="AA", world_size=2, needs=("reducer",), kills=("writes-into-kept-gradients",))
+    @conformance_case(
+        "R169", chapter="AA", world_size=2, needs=("reducer",), kills=("writes-into-kept-gradients", "lost-after-none")
+    )
     def test_kept_gradients(self) -> None:
         """A gradient that is not a view of a bucket can be detached in place, and later steps do not change it."""
         model = Coded()

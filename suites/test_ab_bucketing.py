@@ -139,7 +139,13 @@ class Order(Bucketing):
         chapter="AB",
         axes={"world_size": (2, 4)},
         needs=("bucketing",),
-        kills=("large-input-flushes", "large-input-drops-pending", "large-input-waits"),
+        kills=(
+            "large-input-flushes",
+            "large-input-drops-pending",
+            "large-input-waits",
+            "flat-results",
+            "next-ranks-shard",
+        ),
     )
     def test_large_input_overtakes(self, world_size: int) -> None:
         """An input larger than the capacity is reduced immediately and calls back, while smaller ones keep waiting."""
@@ -190,7 +196,7 @@ class Separation(Bucketing):
         chapter="AB",
         axes={"world_size": (2, 4)},
         needs=("bucketing",),
-        kills=("one-bucket-for-equal-groups", "one-bucket-for-dtypes"),
+        kills=("one-bucket-for-equal-groups", "one-bucket-for-dtypes", "result-buffer-reused"),
     )
     def test_separate_buckets(self, world_size: int) -> None:
         """Each dtype and each group, even of the same ranks, has its own bucket, in the order of first use."""
@@ -209,7 +215,9 @@ class Separation(Bucketing):
             expected = self.sum_of(tag, shapes[tag], torch.float64 if tag == 2 else torch.float32)
             self.check_equal("R175", result, expected, check="this rank's sum", fqn=f"input {tag}")
 
-    @conformance_case("R175", chapter="AB", world_size=4, needs=("bucketing",), kills=("one-bucket-for-equal-groups",))
+    @conformance_case(
+        "R175", chapter="AB", world_size=4, needs=("bucketing",), kills=("one-bucket-for-equal-groups", "called-twice")
+    )
     def test_subgroups(self) -> None:
         """An input for a subgroup is summed over that subgroup only."""
         pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -274,7 +282,7 @@ class Edges(Bucketing):
         chapter="AB",
         axes={"length": ("short", "long"), "world_size": (2,)},
         needs=("bucketing",),
-        kills=("any-length-accepted",),
+        kills=("any-length-accepted", "called-twice", "next-ranks-shard"),
     )
     def test_wrong_length(self, length: str, world_size: int) -> None:
         """A list with more or fewer inputs than ranks is rejected."""

@@ -388,7 +388,7 @@ class Statistics(Chunks):
         chapter="AC",
         axes={"world_size": (2, 3)},
         needs=("chunk_pool",),
-        kills=("total-of-one-rank", "total-of-one-chunk"),
+        kills=("total-of-one-rank", "total-of-one-chunk", "overflow-of-one-rank"),
     )
     def test_total_norm(self, world_size: int) -> None:
         """Summed over chunks and ranks, the squared norm is that of the whole mean gradient, on every rank."""

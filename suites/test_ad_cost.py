@@ -92,7 +92,7 @@ class Extremes(Costs):
         chapter="AD",
         world_size=4,
         needs=("mesh",),
-        kills=("shards-become-partial", "crosses-meshes"),
+        kills=("shards-become-partial", "crosses-meshes", "first-axis-only"),
     )
     def test_cannot_be(self) -> None:
         """Turning shards into partial sums, or redistributing to another mesh, is impossible: the cost is infinite."""

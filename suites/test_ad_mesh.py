@@ -125,7 +125,9 @@ class Sources(Mesh):
                 collectives.broadcast(tensor, self.mesh, axis, source)
             self.check_equal("R182", tensor, self.values(sender, (2, 3)), check="broadcast", fqn=f"source {source}")
 
-    @conformance_case("R182", chapter="AD", world_size=4, needs=("mesh",), kills=("broadcast-by-memory",))
+    @conformance_case(
+        "R182", chapter="AD", world_size=4, needs=("mesh",), kills=("broadcast-by-memory", "first-source-always")
+    )
     def test_broadcast_strided(self) -> None:
         """A non-contiguous tensor receives the source's values, even if its strides differ from the source's."""
         collectives = self.start()
@@ -137,7 +139,9 @@ class Sources(Mesh):
             self.check_equal("R182", tensor, self.values(source, (2, 3)), check="broadcast", fqn=f"source {source}")
             self.expect_equal("R182", "stride", tensor.stride(), strides)
 
-    @conformance_case("R182", chapter="AD", world_size=8, needs=("mesh",), kills=("first-axis-always",))
+    @conformance_case(
+        "R182", chapter="AD", world_size=8, needs=("mesh",), kills=("first-axis-always", "broadcast-into-a-copy")
+    )
     def test_broadcast_axis_by_axis(self) -> None:
         """Along one axis after another, the first rank of 2 x 2 x 2 reaches all ranks."""
         collectives = self.start("2x2x2")
@@ -199,7 +203,13 @@ class Sources(Mesh):
                 collectives.scatter(output, mine, self.mesh, axis, source, dim=dim, length=5)
             self.check_equal("R182", output, expected, check="uneven scatter", fqn=f"source {source}")
 
-    @conformance_case("R182", chapter="AD", world_size=4, needs=("mesh",), kills=("scatter-by-memory",))
+    @conformance_case(
+        "R182",
+        chapter="AD",
+        world_size=4,
+        needs=("mesh",),
+        kills=("scatter-by-memory", "scatter-into-a-copy", "lists-must-fit"),
+    )
     def test_scatter_strided(self) -> None:
         """Columns of one tensor are scattered by value, not by memory layout."""
         collectives = self.start()

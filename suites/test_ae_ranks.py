@@ -243,7 +243,7 @@ class Bodies(ConformanceTestCase):
         chapter="AE",
         axes={"world_size": (2, 4)},
         needs=("sim_ranks", "reducer"),
-        kills=("trains-otherwise",),
+        kills=("trains-otherwise", "takes-what-is-there"),
         processes=PROCESSES,
     )
     def test_same_verdict(self, world_size: int) -> None:

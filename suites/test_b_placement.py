@@ -73,7 +73,7 @@ class InitModes(ConformanceTestCase):
         axes={"world_size": (2, 4)},
         needs=("init_never", "cpu_offload_params"),
         environment=("accelerator",),
-        kills=("ignores-offload",),
+        kills=("ignores-offload", "no-reduction"),
     )
     def test_never(self, world_size: int) -> None:
         """With parameter offload, a model that the caller never moves trains at parity with its shards on the CPU."""
@@ -102,7 +102,9 @@ class InitModes(ConformanceTestCase):
         with self.refusal("R015", reason, names=("offload",)):
             self.train(workload, self.plan(workload, init_mode=InitMode.AFTER, offload=Offload.CPU))
 
-    @conformance_case("R016", chapter="B", world_size=2, needs=("device_id",), kills=("ignores-device-id",))
+    @conformance_case(
+        "R016", chapter="B", world_size=2, needs=("device_id",), kills=("ignores-device-id", "leaves-the-cpu")
+    )
     def test_explicit_device(self) -> None:
         """With an explicit device, every parameter and buffer ends up on it, and training is at parity."""
         workload = buffers.batch_norm()
@@ -174,7 +176,7 @@ class InitModes(ConformanceTestCase):
         chapter="B",
         axes={"world_size": (2, 3)},
         needs=("write_params",),
-        kills=("writes-after-wrap-lost",),
+        kills=("writes-after-wrap-lost", "renamed-parameter"),
     )
     def test_written_after_wrap(self, world_size: int) -> None:
         """Training starts from values written in place after wrapping and before the first forward."""
@@ -218,7 +220,7 @@ class InitModes(ConformanceTestCase):
         world_size=2,
         needs=("sync_module_states", "init_never"),
         environment=("accelerator",),
-        kills=("ignores-sync",),
+        kills=("ignores-sync", "no-reduction"),
     )
     def test_sync_of_a_cpu_module(self) -> None:
         """Synchronising a module on the CPU without a usable device raises on every rank instead of hanging."""

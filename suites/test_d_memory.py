@@ -312,7 +312,7 @@ class Lifecycle(ConformanceTestCase):
         chapter="D",
         axes={"world_size": (2, 3)},
         needs=("persist_small",),
-        kills=("persistent-not-reduced",),
+        kills=("persistent-not-reduced", "no-reduction", "reference-sums-gradients"),
     )
     def test_small_parameters_stay_full(self, world_size: int) -> None:
         """Parameters below a threshold, which stay unsharded on every rank, train at parity like the others."""

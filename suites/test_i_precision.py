@@ -223,7 +223,7 @@ class PrecisionInEval(ConformanceTestCase):
         world_size=2,
         axes={"when": ("before", "between")},
         needs=("mixed_precision", "mp_eval_full"),
-        kills=("low-precision-in-eval",),
+        kills=("low-precision-in-eval", "reference-sums-gradients"),
     )
     def test_evaluates_in_full_precision(self, when: str) -> None:
         """Outputs in eval mode are those of float32 parameters, and training continues unaffected in bfloat16."""

@@ -40,10 +40,7 @@ class SharedParameters(ConformanceTestCase):
         chapter="L",
         axes={"world_size": (2, 3)},
         needs=("shared_across_units",),
-        kills=(
-            "tied-gradient-doubled",
-            "shared-across-units-not-reduced",
-        ),
+        kills=("tied-gradient-doubled", "shared-across-units-not-reduced", "no-reduction"),
     )
     def test_across_units(self, world_size: int) -> None:
         """A parameter used by two units is at parity, even with uneven shards, or is rejected by name."""

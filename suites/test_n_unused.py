@@ -81,7 +81,7 @@ class UnusedParameters(ConformanceTestCase):
         chapter="N",
         axes={"world_size": (2, 3)},
         needs=("unused_untouched",),
-        kills=("zero-instead-of-none",),
+        kills=("zero-instead-of-none", "unused-output-trained", "garbage-for-unused"),
     )
     def test_unused_keeps_its_gradient(self, world_size: int) -> None:
         """The gradient of a parameter that no rank used stays None, so that weight decay does not change it."""

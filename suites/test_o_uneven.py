@@ -62,7 +62,13 @@ class UnevenShards(ConformanceTestCase):
             raise SuiteError(f"the reference's norm must exceed 0.25, or nothing is clipped: got {expected}")
         self.check_parity(run, workload, regime, requirements={"norm": "R123", "parameter": "R123"})
 
-    @conformance_case("R124", "R002", chapter="O", axes={"world_size": (3, 4)}, kills=("empty-shard-missing",))
+    @conformance_case(
+        "R124",
+        "R002",
+        chapter="O",
+        axes={"world_size": (3, 4)},
+        kills=("empty-shard-missing", "last-padded-row-dropped", "shards-rotated"),
+    )
     def test_empty_shard(self, world_size: int) -> None:
         """Optimizers that iterate over lists of tensors accept a rank that owns no elements of a parameter."""
         workload = workload_by_name("tiny")

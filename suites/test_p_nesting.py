@@ -63,7 +63,7 @@ class Nesting(ConformanceTestCase):
         chapter="P",
         axes={"policy": ("size", "class"), "world_size": (2,)},
         needs=("auto_wrap", "coll_counts", "zero3"),
-        kills=("ignores-auto-wrap",),
+        kills=("ignores-auto-wrap", "reference-sums-gradients"),
     )
     def test_auto_wrap(self, policy: str, world_size: int) -> None:
         """A policy by size or by class creates the units that it describes: each is gathered separately."""
@@ -82,7 +82,12 @@ class Nesting(ConformanceTestCase):
         )
 
     @conformance_case(
-        "R128", "R002", chapter="P", axes={"world_size": (2,)}, needs=("rewrap",), kills=("rewrap-resets",)
+        "R128",
+        "R002",
+        chapter="P",
+        axes={"world_size": (2,)},
+        needs=("rewrap",),
+        kills=("rewrap-resets", "reference-sums-gradients"),
     )
     def test_wrapped_again(self, world_size: int) -> None:
         """

@@ -69,7 +69,7 @@ class IgnoresDeviceId(SeamFSDP2):
         return wrapped
 
 
-@known_wrong("R014", shows=("finding", "refusal"), environment=("accelerator",))
+@known_wrong("R014", "R137", shows=("finding", "refusal"), environment=("accelerator",))
 class IgnoresOffload(SeamFSDP2):
     """Parameter offload is accepted but does nothing."""
 
@@ -196,7 +196,7 @@ class WrapsModulesOneByOne(SeamFSDP2):
         return replace(plan, units=tuple(module for unit in plan.units for module in unit.split("+")))
 
 
-@known_wrong("R054")
+@known_wrong("R054", shows=("refusal",))
 class RefusesLate(SeamFSDP2):
     """A module that was wrapped twice trains, and is rejected after two steps."""
 
@@ -212,7 +212,7 @@ class RefusesLate(SeamFSDP2):
         return super().forward(*args, **kwargs)
 
 
-@known_wrong("R055")
+@known_wrong("R055", shows=("refusal",))
 class WarnsOfSomethingElse(AcceptsContainers):
     """A container without a forward is accepted as a unit, and a warning speaks of something else."""
 
@@ -221,7 +221,7 @@ class WarnsOfSomethingElse(AcceptsContainers):
         return super().forward(*args, **kwargs)
 
 
-@known_wrong("R057")
+@known_wrong("R057", shows=("refusal",))
 class IgnoresWhatItDoesNotOffer(SeamFSDP2):
     """Options that the engine does not offer are accepted, and do nothing."""
 
@@ -235,7 +235,7 @@ class IgnoresWhatItDoesNotOffer(SeamFSDP2):
         super().setup(model_fn, optim_fn, Plan(device=plan.device, units=plan.units))
 
 
-@known_wrong("R057")
+@known_wrong("R057", shows=("refusal",))
 class BreaksDown(SeamFSDP2):
     """An invalid configuration is not checked: the code that uses it breaks down."""
 

@@ -3,6 +3,7 @@ The suite tested by itself: known-wrong engines must be killed, and correct engi
 
     cases       single cases in this process, against any implementation
     trials      what `fsdp-conformance selftest` tries, and what came of a trial
+    correct     the correct engines
     plain       the comparison of losses that most projects rely on, for the difference
 """
 

@@ -14,6 +14,7 @@ import importlib
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import cache
 from typing import Any
 
 from fsdp_conformance.adapters import registry
@@ -24,8 +25,8 @@ from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.judge import gate
 from fsdp_conformance.mutants import MUTANTS, Mutant, kill
-from fsdp_conformance.mutants.legal import LEGAL, has_upstream_defect
 from fsdp_conformance.selftest.cases import BoundCase, bound_cases, run_case
+from fsdp_conformance.selftest.correct import BUNDLED, CORRECT, has_upstream_defect
 from fsdp_conformance.selftest.plain import STRICT, USUAL, difference, plain_loss
 from fsdp_conformance.simulator.place import places
 from fsdp_conformance.verdict import RAN, Verdict
@@ -118,7 +119,7 @@ def plan(*, quick: bool, suites: str = "fsdp_conformance.suites") -> Plan:
         if mutant.engine in _TRAINED
     ]
     tried = {bound.case.id: bound for _, bound in pairs}.values()
-    right = _right([bound.case for bound in (tried if quick else _one_of_each_method(tried))])
+    right = _right([bound.case for bound in (tried if quick else _one_of_each_method(tried))], each_variant=not quick)
     return Plan(
         trials=(*sorted([*kills, *losses], key=lambda trial: list(MUTANTS).index(trial.engine)), *right),
         groups={group: _about(group) for group in dict.fromkeys(trial.group for trial in kills)},
@@ -147,7 +148,7 @@ def _killed(trial: Trial, bound: BoundCase) -> Result:
 
 
 def _unobjected(trial: Trial, bound: BoundCase) -> Result:
-    record = run_case(bound, LEGAL[trial.engine])
+    record = run_case(bound, CORRECT[trial.engine])
     good = record.verdict in (Verdict.PASS, Verdict.UNSUPPORTED)
     text = "" if good else f"{trial.engine} on {trial.case}: {record.verdict}: {record.reason}"
     return Result(trial=trial, good=good, failed=record.verdict is Verdict.ERROR_SUITE, text=text)
@@ -163,18 +164,25 @@ def _compare_losses(trial: Trial) -> Result:
     return Result(trial=trial, good=found > USUAL, strict=found > STRICT, text=f"losses differ by {found:.3g}")
 
 
-def _right(cases: Sequence[Case]) -> list[Trial]:
-    """Every case on the correct engines that offer what it needs; the components shard nothing by themselves."""
+def _right(cases: Sequence[Case], *, each_variant: bool) -> list[Trial]:
+    """Every case on the bundled engines that offer what it needs, and on each variant of them or on one in turn."""
+    variants = [name for name in CORRECT if name not in BUNDLED]
     parts = {entry.id for entry in load_profile(_COMPONENTS).entries}
-    return [
-        Trial(kind=Kind.RIGHT, group=name, engine=name, case=case.id)
-        for name, spec in LEGAL.items()
-        for declared in [registry.load(spec).declared()]
-        for case in cases
-        if declared.issuperset(case.needs)
-        and (case.id in parts) == (name == "reference-components")
-        and not has_upstream_defect(name, case.id)
-    ]
+    found = []
+    for index, case in enumerate(cases):
+        # The components shard nothing by themselves.
+        whole = [*BUNDLED[:2], *(variants if each_variant else variants[index % len(variants) :][:1])]
+        found += [
+            Trial(kind=Kind.RIGHT, group=name, engine=name, case=case.id)
+            for name in (BUNDLED[2:] if case.id in parts else whole)
+            if _declared(name).issuperset(case.needs) and not has_upstream_defect(name, case.id)
+        ]
+    return found
+
+
+@cache
+def _declared(name: str) -> frozenset[str]:
+    return frozenset(registry.load(CORRECT[name]).declared())
 
 
 def _smallest(cases: Iterable[BoundCase], number: int) -> list[BoundCase]:

@@ -10,8 +10,8 @@ from fnmatch import fnmatchcase
 import pytest
 
 from fsdp_conformance.config import RunSettings
-from fsdp_conformance.mutants import MUTANTS, legal
-from fsdp_conformance.selftest import bound_cases, run_case, trials
+from fsdp_conformance.mutants import MUTANTS
+from fsdp_conformance.selftest import bound_cases, correct, run_case, trials
 from fsdp_conformance.selftest.plain import USUAL, difference, plain_loss
 from fsdp_conformance.selftest.trials import Kind, Trial
 from fsdp_conformance.tests.guards import checkout
@@ -30,7 +30,7 @@ def test_the_whole_plan() -> None:
     assert set(kills) <= {(name, bound.case.id) for bound in bound_cases() for name in bound.case.kills}
     assert here | set(plan.not_here) == set(MUTANTS)
     assert set(kills.values()) == {1}
-    assert {trial.engine for trial in plan.trials if trial.kind is Kind.RIGHT} == set(legal.LEGAL)
+    assert {trial.engine for trial in plan.trials if trial.kind is Kind.RIGHT} == set(correct.CORRECT)
 
 
 def test_the_quick_plan() -> None:
@@ -42,7 +42,7 @@ def test_the_quick_plan() -> None:
     assert Counter(trial.group for trial in kills) == Counter({_module(name): 1 for name in MUTANTS})
     assert set(plan.groups) == {trial.group for trial in kills}
     assert set(losses) <= {trial.engine for trial in kills}
-    assert {trial.engine for trial in plan.trials if trial.kind is Kind.RIGHT} == set(legal.LEGAL)
+    assert {trial.engine for trial in plan.trials if trial.kind is Kind.RIGHT} >= set(correct.BUNDLED)
 
 
 @checkout.required
@@ -50,18 +50,18 @@ def test_upstream_defects_are_the_known_findings() -> None:
     """A case is left out for a correct engine only where ci/known-findings.toml says why it fails."""
     known_findings = importlib.import_module("known_findings")
     known = {finding.case for finding in known_findings.known_findings() if finding.implementation == "torch-fsdp2"}
-    patterns = legal.DEFECTS_OF_FSDP2
-    left_out = {bound.case.id for bound in bound_cases() if legal.has_upstream_defect("torch-fsdp2", bound.case.id)}
+    patterns = correct.DEFECTS_OF_FSDP2
+    left_out = {bound.case.id for bound in bound_cases() if correct.has_upstream_defect("torch-fsdp2", bound.case.id)}
 
     assert known <= left_out
     assert all(any(fnmatchcase(case, pattern) for case in known) for pattern in patterns)
-    assert not any(legal.has_upstream_defect("reference", case) for case in left_out)
+    assert not any(correct.has_upstream_defect("reference", case) for case in left_out)
 
 
 def test_a_case_that_torch_fails_kills_a_mutant_of_another_engine() -> None:
     """It fails on every mutant of FSDP2, whatever the mutant does: such a kill shows nothing."""
     for bound in bound_cases():
-        if legal.has_upstream_defect("torch-fsdp2", bound.case.id):
+        if correct.has_upstream_defect("torch-fsdp2", bound.case.id):
             engines = {MUTANTS[name].engine for name in bound.case.kills}
             assert engines - {"torch-fsdp2"}, bound.case.id
 
@@ -94,7 +94,7 @@ def test_a_trial(trial: Trial, good: bool, text: str) -> None:
 
 def test_a_correct_engine_that_a_case_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named, with the finding."""
-    monkeypatch.setitem(legal.LEGAL, "fsdp2", MUTANTS["sum-instead-of-mean"].spec)
+    monkeypatch.setitem(correct.CORRECT, "fsdp2", MUTANTS["sum-instead-of-mean"].spec)
     result = trials.run(replace(_TRIAL, kind=Kind.RIGHT, group="fsdp2", engine="fsdp2"))
 
     assert not result.good
