@@ -197,8 +197,8 @@ class Numbers(RankTestCase):
             "ignores-no-sync",
             "keeps-unused-unsharded",
             "buffer-not-updated",
-            "uninitialised-padding",
         ):
+            # Not uninitialised-padding: whether its numbers are right depends on what is in freed memory.
             self.assert_trains(mutant(name), RICH)
             self.assert_trains(mutant(name), regime=Regime(micro_batches=2, reduced=(False, True)))
 
