@@ -312,7 +312,8 @@ def _declarations(run: RunFile) -> list[str]:
     if described.get("accumulation", "local") != "local":
         phrases.append(f"accumulation: micro-batches are {described['accumulation']} one by one")
     if described.get("max_unsharded"):
-        phrases.append(f"max_unsharded: up to {described['max_unsharded']} units hold full parameters at once")
+        units = f"{described['max_unsharded']} unit{'s' if described['max_unsharded'] > 1 else ''}"
+        phrases.append(f"max_unsharded: up to {units} below the root with full parameters at once")
     phrases += [f"environment: {key}={value}" for key, value in (described.get("environment") or {}).items()]
     phrases += [
         f"declines on {device}: {', '.join(flags)}" for device, flags in (described.get("declines_on") or {}).items()

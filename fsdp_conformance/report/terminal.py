@@ -175,11 +175,14 @@ def basis(certificate: Certificate) -> list[str]:
         if names:
             lines += _wrapped(f"{state}: ", ", ".join(names))
     together = certificate.combinations
-    lacking = [scope for scope in together if scope.state not in (State.PASSED, State.LEFT_OUT)]
     if any(scope.state is not State.LEFT_OUT for scope in together):
-        others = "".join(f"; {scope.state}: {_with_example(scope)}" for scope in lacking)
         granted = sum(scope.state is State.PASSED for scope in together)
-        lines += _wrapped(f"combinations passed: {granted} of {len(together)}", others)
+        others = [
+            "; " + f"{state}: " + ", ".join(_with_example(scope) for scope in together if scope.state is state)
+            for state in State
+            if state not in (State.PASSED, State.LEFT_OUT) and any(scope.state is state for scope in together)
+        ]
+        lines += _wrapped(f"combinations passed: {granted} of {len(together)}", "".join(others))
     if certificate.certified and certificate.unobserved:
         lines += _wrapped("mandatory, but not observed: ", ", ".join(certificate.unobserved))
     if certificate.certified:

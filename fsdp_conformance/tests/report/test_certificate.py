@@ -724,12 +724,14 @@ def test_what_loosens_a_check_is_printed() -> None:
     }
     certificate = certificate_of(run)
 
+    run.header["implementation"]["max_unsharded"] = 1
+    assert "max_unsharded: up to 1 unit below the root with full parameters at once" in certificate_of(run).declarations
     assert certificate.remarks == ("deadlines were multiplied by 4",)
     assert certificate.declarations == (
         "shim: patches torch.cuda.Event",
         "padding: up to 25% more bytes on the wire than the shards have",
         "accumulation: micro-batches are reduced one by one",
-        "max_unsharded: up to 3 units hold full parameters at once",
+        "max_unsharded: up to 3 units below the root with full parameters at once",
         "environment: ENGINE_SAFE=1",
         "declines on cpu: hsdp, zero2",
     )

@@ -18,6 +18,7 @@ from fsdp_conformance.report.certificate import Certificate, Scope, State
 from fsdp_conformance.report.explain import explain
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.report.terminal import (
+    basis,
     certificate_text,
     duration,
     grouped,
@@ -313,6 +314,25 @@ CERTIFIED base + offload (1 of 2 extensions)  core-2026.11   5 PASS   5 of 5 cas
   mandatory, but not observed: R000, R131
   judged: acme-fsdp 0.4.1, adapter ada9ada9ada9, by suite 0.1.0 541754175417, torch 2.13.0, Python 3.12.1
   declared: padding: up to 15% more bytes on the wire than the shards have""",
+        )
+
+    def test_combinations_are_counted_and_those_not_passed_are_named(self) -> None:
+        """By state, with an example of what failed; nothing is said of those that were left out."""
+        pairs = [
+            (("a", "b"), State.PASSED, ""),
+            (("a", "c"), State.DECLINED, "R001/x-ws2"),
+            (("b", "c"), State.DECLINED, "R001/x-ws2"),
+            (("c", "d"), State.FAILED, "R001/y-ws2"),
+            (("d", "e"), State.LEFT_OUT, "R001/z-ws2"),
+        ]
+        scopes = tuple(
+            Scope(names=names, state=state, cases=1, passed=state is State.PASSED, example=example)
+            for names, state, example in pairs
+        )
+
+        self.assertEqual(
+            "combinations passed: 1 of 5; failed: c + d (R001/y-ws2); declined: a + c, b + c",
+            basis(a_certificate(scopes=scopes))[0],
         )
 
     def test_many_extensions_are_counted(self) -> None:
