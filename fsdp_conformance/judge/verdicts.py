@@ -223,7 +223,7 @@ def _blame(error: RankError) -> str:
 def _ending_finding(record: CaseRecord, evidence: Evidence, headline: RankEnding) -> Finding:
     """The ending as a finding: against R000 if a refusal was due, otherwise against the case's own requirement."""
     last = {end.rank: end.last_collectives[-1] if end.last_collectives else None for end in record.exits}
-    likely = _who_raised(evidence, headline) if headline.ending is Ending.RAISED else None
+    likely = _who_raised(evidence, headline)
     if record.verdict is Verdict.HANG and len(set(last.values())) > 1:
         ranks = " | ".join(f"rank {rank} {line or 'none'}" for rank, line in last.items())
         likely = differing_calls(record.exits) or f"ranks issue different collectives; the last of each: {ranks}"
@@ -290,10 +290,10 @@ def _judge_reports(record: CaseRecord, evidence: Evidence) -> None:
         if record.findings:
             record.notes.append(f"{len(record.findings)} findings were kept, but the references behind them disagree")
         decided(record, Verdict.INCONCLUSIVE, f"rank {inconclusive[0].rank}: {inconclusive[0].inconclusive}")
-    elif record.findings:
+    elif (telling := most_telling(record.findings)) is not None:
         if evidence.undeclared:
-            record.findings.insert(0, _silent(most_telling(record.findings) or record.findings[0], evidence.undeclared))
-        telling = most_telling(record.findings) or record.findings[0]
+            telling = _silent(telling, evidence.undeclared)
+            record.findings.insert(0, telling)
         decided(record, Verdict.FAIL, telling.sentence())
     elif any(report.not_run is not None for report in evidence.reports):
         _judge_not_run(record, evidence.reports)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,6 +95,22 @@ def test_how_a_rank_with_an_exception_ended(
     found = ending_of(report(1, failure, findings=findings), end(1, 10))
 
     assert found == RankEnding(rank=1, ending=ending, time=1.0, sentence=sentence, error=failure)
+
+
+@pytest.mark.parametrize(
+    ("said", "exit_of_rank", "ending"),
+    [
+        (report(1), end(1), Ending.SUITE_LATE),
+        (report(1, error(CLOSED)), end(1, 10), Ending.SUITE_LATE),
+        (report(1, error()), end(1, 10), Ending.RAISED),
+        (None, end(1, None, reported=False), Ending.SUITE_LATE),
+        (None, end(1, -9, reported=False, ended_by_controller=True), Ending.SUITE_LATE),
+        (None, end(1, -9, reported=False), Ending.DIED),
+    ],
+)
+def test_a_rank_that_the_suite_delayed(said: RankReport | None, exit_of_rank: RankExit, ending: Ending) -> None:
+    """The delay explains everything but an exception of its own and a death."""
+    assert ending_of(said, replace(exit_of_rank, suite_was_late=True)).ending is ending
 
 
 def test_only_the_first_line_is_quoted() -> None:

@@ -111,14 +111,15 @@ _UNMET = {"delay of 15 ms before every all_gather on ranks [0]": ["all_gather"]}
 def test_a_fault_without_its_collective_makes_the_case_inapplicable() -> None:
     """UNSUPPORTED with the reason: an engine that gathers by broadcasts shows nothing about late all-gathers."""
     schedule = ["setup all_gather 8B int64 [0,1]", "step broadcast 64B float32 [0,1]"]
-    record = judged(a_report(0, unmet=_UNMET, schedule=schedule), a_report(1, schedule=schedule))
+    unmet = {**_UNMET, "delay of 5 ms before every reduction": ["reduce_scatter", "all_reduce"]}
+    record = judged(a_report(0, unmet=unmet, schedule=schedule), a_report(1, schedule=schedule))
 
     assert record.verdict is Verdict.UNSUPPORTED
     assert record.reason == (
-        "the engine issues no all_gather in training, so the case does not apply: "
-        "delay of 15 ms before every all_gather on ranks [0] never struck"
+        "the engine issues no all_gather, and no reduce_scatter or all_reduce in training, so the case does not apply: "
+        "delay of 15 ms before every all_gather on ranks [0]; delay of 5 ms before every reduction never struck"
     )
-    assert record.measurements["inapplicable"] == list(_UNMET)
+    assert record.measurements["inapplicable"] == list(unmet)
 
 
 def test_a_fault_without_its_collective_is_part_of_the_evidence() -> None:
@@ -196,6 +197,17 @@ def test_a_finding_on_any_rank_fails() -> None:
         "R003 (gradient parity): gradient of '0.weight': expected 0.5, got 1.0 "
         "[step 0 · reduce · '0.weight' · rank 1 · element [3, 1]]"
     )
+
+
+@pytest.mark.parametrize("needs", [(), ("frozen_mixed",)])
+def test_the_reason_is_the_finding_that_says_most(needs: tuple[str, ...]) -> None:
+    """Not the first, if that is a loss and the gradients behind it name a cause."""
+    loss = a_finding(check="loss parity", message="loss differs", phase="forward", likely=None)
+    record = judged(a_report(0, loss, a_finding()), a_report(1), needs=needs)
+
+    assert record.verdict is Verdict.FAIL
+    assert "gradient of '0.weight': expected 0.5, got 1.0" in record.reason
+    assert record.findings[-2:] == [loss, a_finding()]
 
 
 def test_a_finding_on_a_rank_that_counted_nothing_fails() -> None:
