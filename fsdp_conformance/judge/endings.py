@@ -55,6 +55,9 @@ CAUSES = frozenset({Ending.FOUND, Ending.RAISED, Ending.DIED, Ending.EXITED})
 #: Endings of ranks that waited in vain, the best explanation first.
 _WAITED = (Ending.SUITE_LATE, Ending.STOPPED, Ending.STUCK, Ending.TIMED_OUT, Ending.LOST_PEER)
 
+#: The endings that are failures. A lower number explains a higher one; causes are equal.
+_ORDER = {**dict.fromkeys(CAUSES, 0), **{ending: place for place, ending in enumerate(_WAITED, start=1)}}
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankEnding:
@@ -118,9 +121,10 @@ def attribute(reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -
     a peer notices a dead rank before the controller does. Among causes the earliest counts. Without one the case hung,
     and a rank that was stuck explains the ranks that waited for it.
     """
-    endings = tuple(ending_of(report, end) for report, end in zip(reports, exits, strict=True))
-    failures = [item for item in endings if item.ending in CAUSES or item.ending in _WAITED]
-    notes = (shutdown_note(report, end) for report, end in zip(reports, exits, strict=True))
+    ranks = list(zip(reports, exits, strict=True))
+    endings = tuple(ending_of(report, end) for report, end in ranks)
+    failures = [item for item in endings if item.ending in _ORDER]
+    notes = (shutdown_note(report, end) for report, end in ranks)
     return Attribution(
         endings=endings,
         failures=tuple(sorted(failures, key=_order)),
@@ -139,11 +143,11 @@ def ending_of(report: RankReport | None, end: RankExit) -> RankEnding:
     elif report.error is not None:
         error, time = report.error, report.error.time
         kind = kind_of_error(error)
-        if report.findings and _class_of(error) == "RequirementFailed":
+        if report.findings and class_of(error) == "RequirementFailed":
             kind = Ending.FOUND
         verb = {Ending.TIMED_OUT: "timed out in a collective:", Ending.LOST_PEER: "lost a peer:"}.get(kind, "raised")
         line = first_line(error.message)
-        sentence = f"{verb} {_class_of(error)}" + (f": {line}" if line else "")
+        sentence = f"{verb} {class_of(error)}" + (f": {line}" if line else "")
     elif reason := report.not_run or report.inconclusive:
         kind, sentence = Ending.LEFT_OUT, f"stopped early: {reason}"
     else:
@@ -168,14 +172,14 @@ def shutdown_note(report: RankReport | None, end: RankExit) -> str | None:
         return f"rank {end.rank} did not shut down after it had reported and was terminated"
     # A rank that was left out exits with a skip code.
     was_left_out = report.not_run is not None or report.inconclusive is not None
-    if not end.exitcode or (was_left_out and end.exitcode > 0):
+    if end.exitcode is None or (end.exitcode >= 0 if was_left_out else end.exitcode == 0):
         return None
     return f"rank {end.rank} {_exit_phrase(end.exitcode)} at shutdown, after it had reported"
 
 
 def kind_of_error(error: RankError) -> Ending:
     """RAISED, LOST_PEER or TIMED_OUT, from the class and the message of an exception."""
-    if _class_of(error) not in _BACKEND_CLASSES:
+    if class_of(error) not in _BACKEND_CLASSES:
         return Ending.RAISED
     if _TIMED_OUT.search(error.message):
         return Ending.TIMED_OUT
@@ -189,12 +193,17 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 def first_line(text: str) -> str:
     """The first line of an exception's message, cut if it is very long."""
-    return text.strip().split("\n", 1)[0][:_LINE_CHARACTERS]
+    return text.strip().partition("\n")[0][:_LINE_CHARACTERS]
+
+
+def class_of(error: RankError) -> str:
+    """The name of an exception's class, without its module."""
+    return error.kind.rpartition(".")[2]
 
 
 def _order(item: RankEnding) -> tuple[int, float, int]:
     """Sort key of failures: causes by time, then the ranks that waited, by how much their ending explains."""
-    return 0 if item.ending in CAUSES else 1 + _WAITED.index(item.ending), item.time, item.rank
+    return _ORDER[item.ending], item.time, item.rank
 
 
 def _end_without_report(end: RankExit) -> tuple[Ending, str]:
@@ -213,10 +222,6 @@ def _exit_phrase(code: int) -> str:
         return f"was killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"was killed by signal {-code}"
-
-
-def _class_of(error: RankError) -> str:
-    return error.kind.rsplit(".", 1)[-1]
 
 
 # --- what backends say ---

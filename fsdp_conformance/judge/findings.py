@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 from fsdp_conformance.case import Case
 from fsdp_conformance.judge.endings import ranks_in_words
@@ -51,13 +53,13 @@ def digest_findings(case: Case, reports: Sequence[RankReport]) -> list[Finding]:
     return findings
 
 
-def _place(index: int, finding: Finding) -> tuple[int, int, int, int, int]:
+def _place(index: int, finding: Finding) -> tuple[float, int, int, int]:
     """Sort key: how early in the run the divergence appears."""
     phase = _PHASES.index(finding.phase) if finding.phase in _PHASES else len(_PHASES)
-    stage = 1
-    if finding.step is None:
-        stage = 0 if finding.phase in (None, "init") else 2
-    return stage, finding.step or 0, phase, index, finding.rank or 0
+    step: float | None = finding.step
+    if step is None:
+        step = -math.inf if finding.phase in (None, "init") else math.inf
+    return step, phase, index, finding.rank or 0
 
 
 def _folded(finding: Finding, ranks: Sequence[int], world_size: int) -> Finding:
@@ -100,7 +102,7 @@ def _digest_finding(case: Case, label: str, by_digest: dict[str, list[int]], rep
 
 def _parse_label(label: str) -> tuple[str, int | None, str | None]:
     """("params", 2, "0.weight") of "params step 2 0.weight"."""
-    name = label.split(" ", 1)[0]
+    name = label.partition(" ")[0]
     found = _STEP.search(label)
     rest = (label[found.end() :] if found else label[len(name) :]).strip()
     return name, int(found[1]) if found else None, rest or None
@@ -116,9 +118,7 @@ def _digest_requirement(case: Case, label: str, reports: Sequence[RankReport]) -
 def _first_unlike(reports: Sequence[RankReport], right: int, wrong: int) -> tuple[int, str, str] | None:
     """The first collective in which two ranks differ: its index and both lines."""
     by_rank = {report.rank: report.schedule for report in reports}
-    ours, theirs = by_rank[right], by_rank[wrong]
-    for index in range(max(len(ours), len(theirs))):
-        expected, got = ([*lines[index : index + 1], ""][0] for lines in (ours, theirs))
+    for index, (expected, got) in enumerate(zip_longest(by_rank[right], by_rank[wrong], fillvalue="")):
         if expected != got:
             return index, expected, got
     return None

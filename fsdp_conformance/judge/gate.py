@@ -94,9 +94,9 @@ def declined_flags(case: Case, *, declared: frozenset[str], device: str) -> list
 
 def _not_run(case: Case, record: CaseRecord, settings: RunSettings, places: Mapping[str, Place]) -> CaseRecord | None:
     """The record of a case that this machine cannot run, or None."""
-    why = ""
+    lacking = "which this machine does not have"
     if record.device != settings.device and places[SIMULATED].problem:
-        why = f"the simulated accelerator cannot be built: {places[SIMULATED].problem}"
+        lacking += f"; the simulated accelerator cannot be built: {places[SIMULATED].problem}"
         record = empty_record(case, settings.implementation, settings.device)
     place = places[record.device]
     if settings.num_workers and case.world_size > settings.num_workers:
@@ -108,7 +108,7 @@ def _not_run(case: Case, record: CaseRecord, settings: RunSettings, places: Mapp
         return decided(record, Verdict.NOT_RUN_ENV, f"needs a process for each rank: {case.processes}")
     absent = [name for name in case.environment if name not in place.present]
     if absent:
-        reason = f"needs {', '.join(absent)}, which this machine does not have" + (f"; {why}" if why else "")
+        reason = f"needs {', '.join(absent)}, {lacking}"
     elif place.problem:
         absent, reason = ["devices"], place.problem
     elif place.num_ranks is not None and case.world_size > place.num_ranks:

@@ -15,6 +15,7 @@ from fsdp_conformance.judge.endings import (
     Ending,
     RankEnding,
     attribute,
+    class_of,
     first_line,
     kind_of_error,
     ranks_in_words,
@@ -59,8 +60,8 @@ class Evidence:
     """What a verdict is derived from."""
 
     case: Case
-    level: str
-    """The primary requirement's level: M, C or S."""
+    level: str | None
+    """The primary requirement's level: M, C or S. None if it is not in the contract; then it counts as mandatory."""
     declared: frozenset[str]
     undeclared: Sequence[str]
     """Flags that the case asks for and the adapter does not declare."""
@@ -152,10 +153,10 @@ def _malformed(case: Case, reports: Sequence[RankReport | None], exits: Sequence
     return ""
 
 
-def _level(case: Case) -> str:
-    """The primary requirement's level. A requirement that is not in the contract counts as mandatory."""
+def _level(case: Case) -> str | None:
+    """The primary requirement's level; None if it is not in the contract."""
     requirement = contract.load().requirements.get(case.requirements[0])
-    return requirement.level.value if requirement is not None else "M"
+    return requirement.level.value if requirement is not None else None
 
 
 def _undeclared(case: Case, declared: frozenset[str], reports: Sequence[RankReport]) -> list[str]:
@@ -172,7 +173,7 @@ def _collect(record: CaseRecord, reports: Sequence[RankReport]) -> None:
         record.elements += sum(count.elements for count in report.checks.values())
         record.notes += [note for note in report.notes if note not in record.notes]
         record.training_seconds = max(record.training_seconds, report.seconds.get("training", 0.0))
-    record.measurements |= _per_rank({report.rank: report.measurements for report in reports})
+    record.measurements = _per_rank({report.rank: report.measurements for report in reports})
     if reports:
         record.environment = reports[0].environment
         record.schedule = reports[0].schedule if reports[0].rank == 0 else []
@@ -192,10 +193,11 @@ def _per_rank(by_rank: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
 def _judge_ending(record: CaseRecord, evidence: Evidence, headline: RankEnding) -> None:
     """The verdict on a case in which at least one rank failed."""
     error = headline.error
-    blame = ""
+    verdict = _VERDICT.get(headline.ending, Verdict.ERROR_SUITE)
     if error is not None:
         record.traceback = error.traceback
-        blame = _blame(error) if headline.ending is Ending.RAISED else ""
+    if error is not None and headline.ending is Ending.RAISED:
+        blame = _blame(error)
         if blame in ("refusal", "implementation") and evidence.undeclared and record.findings:
             # It trained to wrong numbers before it raised.
             _judge_reports(record, evidence)
@@ -205,7 +207,7 @@ def _judge_ending(record: CaseRecord, evidence: Evidence, headline: RankEnding) 
             return
         if blame == "environment":
             record.measurements["absent"] = [error.capability or "unnamed"]
-    verdict = _VERDICT.get(headline.ending) or _VERDICT_BY_BLAME.get(blame, Verdict.ERROR_SUITE)
+        verdict = _VERDICT_BY_BLAME.get(blame, Verdict.ERROR_SUITE)
     decided(record, verdict, headline.full_sentence)
     if error is not None and len(error.problems) > 1:
         record.reason = f"rank {headline.rank}: " + "; ".join(error.problems)
@@ -215,15 +217,15 @@ def _judge_ending(record: CaseRecord, evidence: Evidence, headline: RankEnding) 
 
 def _blame(error: RankError) -> str:
     """Who is to blame for an exception; references that disagree blame no one."""
-    return "references" if error.kind.rsplit(".", 1)[-1] == "ReferencesDisagree" else error.blame
+    return "references" if class_of(error) == "ReferencesDisagree" else error.blame
 
 
 def _ending_finding(record: CaseRecord, evidence: Evidence, headline: RankEnding) -> Finding:
     """The ending as a finding: against R000 if a refusal was due, otherwise against the case's own requirement."""
-    last = {end.rank: end.last_collectives[-1] if end.last_collectives else "none" for end in record.exits}
-    likely = _who_raised(evidence, headline) if headline.ending is Ending.RAISED else None
+    last = {end.rank: end.last_collectives[-1] if end.last_collectives else None for end in record.exits}
+    likely = _who_raised(evidence, headline)
     if record.verdict is Verdict.HANG and len(set(last.values())) > 1:
-        ranks = " | ".join(f"rank {rank} {line}" for rank, line in last.items())
+        ranks = " | ".join(f"rank {rank} {line or 'none'}" for rank, line in last.items())
         likely = differing_calls(record.exits) or f"ranks issue different collectives; the last of each: {ranks}"
     message = headline.full_sentence
     if evidence.undeclared:
@@ -234,7 +236,7 @@ def _ending_finding(record: CaseRecord, evidence: Evidence, headline: RankEnding
         check=_ACCUSATIONS[record.verdict],
         message=message,
         rank=headline.rank,
-        call=last[headline.rank] if last[headline.rank] != "none" else None,
+        call=last[headline.rank],
         likely=likely,
         detail=headline.error.message if headline.error is not None and headline.ending is Ending.TIMED_OUT else None,
     )
@@ -288,10 +290,10 @@ def _judge_reports(record: CaseRecord, evidence: Evidence) -> None:
         if record.findings:
             record.notes.append(f"{len(record.findings)} findings were kept, but the references behind them disagree")
         decided(record, Verdict.INCONCLUSIVE, f"rank {inconclusive[0].rank}: {inconclusive[0].inconclusive}")
-    elif record.findings:
+    elif (telling := most_telling(record.findings)) is not None:
         if evidence.undeclared:
-            record.findings.insert(0, _silent(most_telling(record.findings) or record.findings[0], evidence.undeclared))
-        telling = most_telling(record.findings) or record.findings[0]
+            telling = _silent(telling, evidence.undeclared)
+            record.findings.insert(0, telling)
         decided(record, Verdict.FAIL, telling.sentence())
     elif any(report.not_run is not None for report in evidence.reports):
         _judge_not_run(record, evidence.reports)

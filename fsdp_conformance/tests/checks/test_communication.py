@@ -275,6 +275,15 @@ def test_another_schedule_has_another_digest(change: dict[str, object]) -> None:
     assert [label for label in one if one[label] != two[label]] == ["schedule step 1"]
 
 
+def test_evaluation_counts() -> None:
+    """Ranks that disagree about it hang as well."""
+    ours = history(full_sharding(STAIRCASE, PLAN))
+    other = history([*ours.collectives, collective(Op.ALL_GATHER, 280, step=1, phase="eval")])
+    one, two = schedule_digests(ours), schedule_digests(other)
+
+    assert [label for label in one if one[label] != two[label]] == ["schedule step 1"]
+
+
 def test_the_order_counts() -> None:
     """The same collectives in another order are another sequence."""
     ours = history(full_sharding(STAIRCASE, PLAN))

@@ -21,6 +21,7 @@ from fsdp_conformance.checks.tolerance import (
     Bound,
     calibrate,
     floor_of,
+    magnitude,
 )
 from fsdp_conformance.fixtures import workload_by_name
 from fsdp_conformance.tests.checks.reference_runs import damaged, gradient, implementation_run, references_of
@@ -48,6 +49,21 @@ def test_a_bound_is_the_noise_or_the_floor() -> None:
     assert calibrate(_EXPECTED, samples, floor=1e-4).relative == 1e-4
 
 
+def test_without_references_the_floor_is_the_bound() -> None:
+    """Nothing shows any noise."""
+    bound = calibrate(_EXPECTED, [], floor=1e-4)
+
+    assert (bound.noise, bound.relative) == (0.0, 1e-4)
+
+
+def test_a_scale_that_is_given_replaces_the_tensors_own() -> None:
+    """The noise is measured in it."""
+    bound = calibrate(_EXPECTED, [_off(0, 4e-4, 0, 0)], scale=40.0, floor=1e-6)
+
+    assert bound.scale == 40.0
+    assert bound.noise == pytest.approx(1e-5)
+
+
 def test_parameters_are_measured_by_how_far_they_have_moved() -> None:
     """A parameter that moved by 0.01 from 4 is compared on the scale of 0.01."""
     bound = calibrate(_EXPECTED, [_off(0, 0, 0, 0)], base=_EXPECTED - 0.01, floor=1e-3)
@@ -66,6 +82,33 @@ def test_a_vanishing_tensor_is_judged_by_the_models_rounding() -> None:
     assert "zero but for rounding" in bound.text()
     assert compare(torch.full((3,), -1e-6), zero, bound) is None
     assert compare(torch.full((3,), 1e-4), zero, bound) is not None
+    scaled = Bound(limit=torch.tensor(6e-6), relative=3e-6, scale=2.0, vanishing=True)
+    assert scaled.text() == "6e-06 absolute: the tensor is zero but for rounding"
+
+
+def test_only_a_small_tensor_with_noise_vanishes() -> None:
+    """Up to 64 eps of the model's scale, 2**-17 of it; a model whose scale is not given has none that vanishes."""
+    loud = [_off(0.5, 0.5, 0.5, 0)]
+
+    assert calibrate(_EXPECTED, loud, scale=2.0**-17, model_scale=1.0, floor=1e-6).vanishing
+    assert not calibrate(_EXPECTED, loud, scale=1.01 * 2.0**-17, model_scale=1.0, floor=1e-6).vanishing
+    assert not calibrate(_EXPECTED, loud, scale=2.0**-18, floor=1e-6).vanishing
+
+
+def test_a_vanishing_parameter_may_be_rounded_once_more() -> None:
+    """
+    A parameter of 1 that hardly moves, in a model of scale 4, with references 4 eps away: half an eps of that is no
+    noise. 16 times 4 eps of the model's size outweigh 16 times 3.5 of noise; an eps of rounding is added.
+    """
+    eps = 2.0**-23
+    one = torch.ones(2, dtype=torch.float64)
+    moved = {"base": one - 1e-9, "roundings": 1, "model_scale": 4.0, "floor": 1e-6}
+    bound = calibrate(one, [one + 4 * eps], **moved)  # type: ignore[arg-type]
+
+    assert bound.limit is not None
+    assert bound.limit.tolist() == [65 * eps] * 2
+    assert (bound.relative, bound.scale, bound.noise, bound.vanishing) == (64 * eps, 1.0, 3.5 * eps, True)
+    assert calibrate(one, [one], **moved).vanishing, "its rounding alone is noise"  # type: ignore[arg-type]
 
 
 def test_an_indeterminate_element_leaves_the_others_sharp() -> None:
@@ -77,11 +120,26 @@ def test_an_indeterminate_element_leaves_the_others_sharp() -> None:
     assert compare(_off(0, 4e-4, 0, 0), _EXPECTED, bound) is not None
 
 
+def test_half_of_a_tensor_may_be_indeterminate() -> None:
+    """Two of four elements."""
+    bound = calibrate(_EXPECTED, [_off(1.5, 1.5, 4e-6, 0)], floor=1e-6)
+
+    assert (bound.indeterminate, bound.inconclusive) == (2, False)
+
+
+def test_noise_at_the_ceiling_is_still_a_bound() -> None:
+    """Neither indeterminate nor inconclusive: 16 times the ceiling on a scale of 16."""
+    expected = torch.tensor([16.0, 0.0], dtype=torch.float64)
+    bound = calibrate(expected, [torch.tensor([16.0, CEILING], dtype=torch.float64)], floor=1e-6)
+
+    assert (bound.relative, bound.indeterminate, bound.inconclusive) == (CEILING, 0, False)
+
+
 def test_a_tensor_whose_elements_are_mostly_noise_is_inconclusive() -> None:
     """Three of four elements indeterminate: nothing can be said of the tensor."""
     bound = calibrate(_EXPECTED, [_off(0.5, 0.5, 0.5, 0)], floor=1e-6)
 
-    assert bound.inconclusive
+    assert (bound.indeterminate, bound.inconclusive) == (0, True)
 
 
 @pytest.mark.parametrize(("noise", "inconclusive"), [(CEILING / NOISE_FACTOR * 0.9, False), (1e-3, True)])
@@ -107,6 +165,8 @@ def test_the_rounding_of_a_parameter_is_no_noise() -> None:
     assert quiet.rounding == pytest.approx(8 * eps / 1e-3)
     assert "0.00095 for rounding" in quiet.text()
     assert (wide.noise, wide.inconclusive) == (0.0, False)
+    louder = calibrate(_EXPECTED, [_off(8 * eps, 0, 0, 0)], base=_EXPECTED - 0.1, roundings=2, floor=1e-6)
+    assert louder.noise == pytest.approx(4 * eps / 0.1)
     assert compare(_off(8 * eps, 0, 0, 0), _EXPECTED, wide) is None
     assert compare(_off(1e-5, 0, 0, 0), _EXPECTED, wide) is not None
 
@@ -117,6 +177,21 @@ def test_what_stands_still_must_stand_still() -> None:
 
     assert compare(_EXPECTED, _EXPECTED, bound) is None
     assert compare(_off(0, 0, 1e-9, 0), _EXPECTED, bound) is not None
+    assert (bound.bitwise, bound.noise) == (False, 0.0)
+
+
+def test_a_reference_of_nan_lets_nothing_pass() -> None:
+    """Not even of a frozen parameter."""
+    bound = calibrate(_EXPECTED, [_off(0, math.nan, 0, 0)], base=_EXPECTED, floor=1e-3)
+
+    assert math.isnan(bound.noise)
+    assert compare(_EXPECTED, _EXPECTED, bound) is not None
+
+
+def test_the_magnitude_of_nothing_is_zero() -> None:
+    """A shard may be empty."""
+    assert magnitude(torch.empty(0)) == 0.0
+    assert magnitude(torch.tensor([1.0, -3.0])) == 3.0
 
 
 def test_bounds_explain_themselves() -> None:
@@ -141,6 +216,26 @@ def test_a_difference_is_told_in_full() -> None:
     assert (difference.element, difference.got, difference.expected) == ((1, 1), 5.0, 4.0)
     assert (difference.ratio, difference.ulps) == (1.25, 2.0**21)
     assert (difference.differing, difference.elements, difference.worst) == (2, 6, 1.0)
+    assert difference.place() == {
+        "element": (1, 1), "ratio": 1.25, "ulps": 2.0**21, "differing": 2, "elements": 6,
+    }  # fmt: skip
+
+
+def test_ulps_are_counted_down_to_the_smallest_normal_number() -> None:
+    """Twice 2**-126 is a whole binade away: 2**23 ulps. Below it, and at infinity, there are none."""
+    tiny = torch.tensor([2.0**-126])
+    pairs = [(2 * tiny, tiny), (tiny, tiny / 2), (torch.tensor([math.inf]), tiny)]
+    differences = [compare(got, expected.double(), BITWISE) for got, expected in pairs]
+
+    assert [difference and difference.ulps for difference in differences] == [2.0**23, None, None]
+
+
+def test_a_ratio_of_zero_has_no_sign() -> None:
+    """Nobody should look for a wrong sign in -0."""
+    difference = compare(torch.tensor([0.0]), torch.tensor([-2.0], dtype=torch.float64), BITWISE)
+
+    assert difference is not None
+    assert str(difference.ratio) == "0.0"
 
 
 def test_nan_is_never_within_a_bound() -> None:
@@ -171,6 +266,7 @@ def test_integers_and_scalars_and_empty_tensors() -> None:
     assert (at_zero.ulps, at_zero.ratio) == (None, None)
     assert scalar is not None
     assert scalar.element == ()
+    assert scalar.place()["element"] is None
     assert compare(torch.empty(0), torch.empty(0, dtype=torch.float64), BITWISE) is None
 
 

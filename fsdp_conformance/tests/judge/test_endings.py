@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fsdp_conformance.judge import judge
-from fsdp_conformance.outcome import CaseRecord, RankExit, RankReport
+from fsdp_conformance.outcome import CaseRecord, Finding, RankExit, RankReport
 from fsdp_conformance.tests.report.evidence import (
     LOST_PEER,
     TIMED_OUT,
@@ -58,7 +58,15 @@ def test_an_exception_where_it_had_to_train_fails_the_requirement_of_the_case() 
 
     assert record.verdict is Verdict.FAIL
     assert record.reason == "rank 1 raised ValueError: shape mismatch"
-    assert [(item.requirement, item.check, item.rank) for item in record.findings] == [("R001", "training", 1)]
+    assert record.findings == [
+        Finding(
+            requirement="R001",
+            check="training",
+            message=record.reason,
+            rank=1,
+            likely="only rank 1 raised: the others lost it as a peer, or had gone on",
+        )
+    ]
     assert record.traceback == "Traceback: shape mismatch\nsecond line"
 
 
@@ -103,6 +111,17 @@ def test_an_exception_after_findings_is_the_headline() -> None:
 
     assert record.reason == "rank 0 raised RuntimeError: boom"
     assert [item.check for item in record.findings] == ["training", "gradient parity"]
+
+
+def test_the_digests_of_a_rank_that_failed_are_not_compared() -> None:
+    """It recorded only part of them."""
+    schedules = [{"schedule": "aa"}, {"schedule": "bb"}]
+    record = judged(
+        (a_report(0, digests=schedules[0]), an_exit(0)),
+        (failed(1, an_error(), digests=schedules[1]), an_exit(1, code=10)),
+    )
+
+    assert [item.check for item in record.findings] == ["training"]
 
 
 def test_an_earlier_death_explains_a_later_exception() -> None:
@@ -194,6 +213,13 @@ def test_a_process_that_ends_without_a_report_crashed(code: int, words: str) -> 
     assert [(item.requirement, item.check, item.rank) for item in record.findings] == [("R001", "process end", 1)]
 
 
+def test_the_schedule_in_the_record_is_rank_0s() -> None:
+    """Where rank 0 died, no other rank's is taken for it."""
+    record = judged((None, an_exit(0, code=-9, **GONE)), (a_report(1, schedule=["reduce_scatter"]), an_exit(1)))
+
+    assert record.schedule == []
+
+
 @pytest.mark.parametrize("rank", [0, 1, 2])
 def test_any_rank_counts(rank: int) -> None:
     """Not only the first."""
@@ -275,12 +301,29 @@ def test_a_rank_that_never_answers_hangs() -> None:
         "rank 0 did not report in time and was terminated; its last collective: forward all_gather [0,1]"
     )
     assert record.exits == ends
+    assert record.findings == [
+        Finding(
+            requirement="R001",
+            check="deadline",
+            message=record.reason,
+            rank=0,
+            call="forward all_gather [0,1]",
+            likely=(
+                "ranks issue different collectives; the last of each: "
+                "rank 0 forward all_gather [0,1] | rank 1 backward barrier [0,1]"
+            ),
+        )
+    ]
+
+
+def test_a_rank_without_collectives_differs_from_one_that_waits() -> None:
+    """It is listed as having none, and the finding names no call."""
+    record = judged((None, stuck(0)), (None, stuck(1, last_collectives=["forward all_gather [0,1]"])))
+
     (finding,) = record.findings
-    assert (finding.requirement, finding.check, finding.call) == ("R001", "deadline", "forward all_gather [0,1]")
-    assert finding.message == record.reason
+    assert (finding.rank, finding.call) == (0, None)
     assert finding.likely == (
-        "ranks issue different collectives; the last of each: "
-        "rank 0 forward all_gather [0,1] | rank 1 backward barrier [0,1]"
+        "ranks issue different collectives; the last of each: rank 0 none | rank 1 forward all_gather [0,1]"
     )
 
 
@@ -307,11 +350,15 @@ def test_a_stopped_rank_explains_a_stuck_one() -> None:
 
 
 def test_time_outs_on_every_rank_are_a_hang() -> None:
-    """A collective's deadline is a deadline."""
-    record = judged(raised(0, TIMED_OUT, time=3.1), raised(1, TIMED_OUT, time=3.0))
+    """A collective's deadline is a deadline. The whole message is kept: a backend may say much."""
+    said = f"{TIMED_OUT}\nrank 0 waits in all_gather"
+    record = judged(raised(0, said, time=3.1), raised(1, said, time=3.0))
 
     assert record.verdict is Verdict.HANG
-    assert record.reason.startswith("rank 1 timed out in a collective: RuntimeError:")
+    assert record.reason == f"rank 1 timed out in a collective: RuntimeError: {TIMED_OUT}"
+    assert record.findings == [
+        Finding(requirement="R001", check="deadline", message=record.reason, rank=1, detail=said)
+    ]
 
 
 def test_an_exception_explains_a_time_out_of_a_peer() -> None:
@@ -328,13 +375,26 @@ def test_a_rank_that_still_runs_hangs() -> None:
 
 def test_a_hang_instead_of_a_refusal_fails_loud_refusal() -> None:
     """What is not declared is refused by an exception, not by a hang."""
-    record = judged((None, stuck(0)), (None, stuck(1)), needs=("unused_divergent",))
+    record = judged((None, stuck(0)), (None, stuck(1)), needs=("unused_divergent", "frozen_mixed"))
 
     assert record.verdict is Verdict.HANG
-    assert record.findings[0].requirement == "R000"
-    assert record.findings[0].message.endswith(
-        "unused_divergent is not declared, so every rank should have refused it by an exception"
-    )
+    assert [(item.requirement, item.message) for item in record.findings] == [
+        (
+            "R000",
+            (
+                "rank 0 did not report in time and was terminated; "
+                "unused_divergent, frozen_mixed is not declared, so every rank should have refused it by an exception"
+            ),
+        )
+    ]
+
+
+@pytest.mark.parametrize(("message", "verdict"), [(TIMED_OUT, Verdict.HANG), (LOST_PEER, Verdict.FAIL)])
+def test_an_exception_about_a_peer_refuses_nothing(message: str, verdict: Verdict) -> None:
+    """A rank that waited in vain did not refuse what is not declared, although an exception ended it."""
+    record = judged(raised(0, message), raised(1, message), needs=("unused_divergent",))
+
+    assert (record.verdict, record.findings[0].requirement) == (verdict, "R000")
 
 
 # Refusals.
@@ -353,6 +413,18 @@ def test_an_undeclared_flag_that_every_rank_refuses_is_unsupported() -> None:
     assert record.reason == "frozen_mixed is not declared and was refused: frozen parameters"
     assert record.measurements["undeclared"] == ["frozen_mixed"]
     assert record.findings == []
+
+
+def test_a_refusal_that_names_no_flag_is_one_of_all_that_are_undeclared() -> None:
+    """They are listed; one that is named is the only one."""
+    needs = ("frozen_mixed", "shared_across_units")
+    unnamed = judged(refused(0), refused(1), needs=needs)
+    named = judged(refused(0, capability=needs[1]), refused(1, capability=needs[1]), needs=needs)
+
+    assert unnamed.reason == "frozen_mixed, shared_across_units is not declared and was refused: no"
+    assert unnamed.measurements == {"undeclared": list(needs)}
+    assert named.reason == "shared_across_units is not declared and was refused: no"
+    assert named.measurements == {"undeclared": ["shared_across_units"]}
 
 
 def test_a_flag_that_the_model_asked_for_counts_as_asked() -> None:
@@ -376,7 +448,7 @@ def test_a_declared_flag_that_is_refused_is_a_defect() -> None:
 
     assert record.verdict is Verdict.FAIL
     assert record.reason == "refused although no_sync is declared: no"
-    assert [(item.requirement, item.check) for item in record.findings] == [("R001", "wrongful refusal")]
+    assert record.findings == [Finding(requirement="R001", check="wrongful refusal", message=record.reason, rank=0)]
 
 
 def test_a_mandatory_requirement_that_is_refused_is_a_defect() -> None:
@@ -443,9 +515,10 @@ def test_a_refusal_with_a_peer_that_was_ended_is_a_refusal() -> None:
     assert record.consequences == ["rank 1 did not report in time and was terminated"]
 
 
-def test_an_exception_after_wrong_numbers_is_no_refusal() -> None:
+@pytest.mark.parametrize("blame", ["implementation", "refusal"])
+def test_an_exception_after_wrong_numbers_is_no_refusal(blame: str) -> None:
     """It trained on to wrong results first."""
-    ranks = [(failed(rank, an_error(), a_finding(rank=rank)), an_exit(rank)) for rank in (0, 1)]
+    ranks = [(failed(rank, an_error(blame=blame), a_finding(rank=rank)), an_exit(rank)) for rank in (0, 1)]
     record = judged(*ranks, needs=("frozen_mixed",))
 
     assert record.verdict is Verdict.FAIL

@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_conformance.config import SIMULATED, RunSettings
 from fsdp_conformance.judge import Gated, Place, gate
-from fsdp_conformance.judge.gate import SIMULATED_ENVIRONMENTS
+from fsdp_conformance.judge.gate import SIMULATED_ENVIRONMENTS, empty_record
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.tests.report.evidence import a_case
 from fsdp_conformance.verdict import Verdict
@@ -62,20 +62,23 @@ def test_a_case_is_chosen_by_its_id_or_by_any_of_its_requirements(chosen: str) -
 )
 def test_a_case_that_the_user_left_out_is_disabled(run: dict[str, Any], option: str) -> None:
     """DISABLED, with the option that left it out; a part of an id is no id."""
-    record = gated({}, **run)
+    decided = gated_as({}, **run)
 
-    assert record is not None
-    assert (record.verdict, record.reason) == (Verdict.DISABLED, f"left out by {option}")
+    assert decided.device == "cpu"
+    assert decided.record is not None
+    assert (decided.record.verdict, decided.record.reason) == (Verdict.DISABLED, f"left out by {option}")
 
 
-@pytest.mark.parametrize("flag", ["no_sync", "coll_counts"])
-def test_an_undeclared_plan_or_method_flag_is_unsupported_without_running(flag: str) -> None:
+@pytest.mark.parametrize("flags", [("no_sync",), ("coll_counts",), ("no_sync", "coll_counts")])
+def test_an_undeclared_plan_or_method_flag_is_unsupported_without_running(flags: tuple[str, ...]) -> None:
     """There is no way to ask for it."""
-    record = gated({"needs": ("zero3", flag)}, declared="zero3")
+    decided = gated_as({"needs": ("zero3", *flags)}, declared="zero3")
 
-    assert record is not None
-    assert (record.verdict, record.reason) == (Verdict.UNSUPPORTED, f"{flag} not declared by torch-fsdp2")
-    assert record.measurements == {"undeclared": [flag]}
+    assert decided.device == "cpu"
+    assert decided.record is not None
+    assert decided.record.verdict is Verdict.UNSUPPORTED
+    assert decided.record.reason == f"{', '.join(flags)} not declared by torch-fsdp2"
+    assert decided.record.measurements == {"undeclared": list(flags)}
 
 
 def test_an_undeclared_model_flag_is_probed() -> None:
@@ -121,7 +124,7 @@ def test_a_world_larger_than_torchruns_is_not_run() -> None:
     record = gated({"world_size": 4}, ranks="torchrun", num_workers=2)
 
     assert record is not None
-    assert record.verdict is Verdict.NOT_RUN_ENV
+    assert (record.verdict, record.measurements) == (Verdict.NOT_RUN_ENV, {"absent": ["workers"]})
     assert record.reason == "needs 4 ranks, but torchrun has started 2 workers"
     assert gated({"world_size": 2}, ranks="torchrun", num_workers=2) is None
 
@@ -132,9 +135,24 @@ def test_a_case_that_needs_processes_is_not_simulated() -> None:
     record = gated(fields, ranks="simulated")
 
     assert record is not None
-    assert record.verdict is Verdict.NOT_RUN_ENV
+    assert (record.verdict, record.measurements) == (Verdict.NOT_RUN_ENV, {"absent": ["processes"]})
     assert record.reason == "needs a process for each rank: signals end all ranks of a process"
     assert gated(fields) is None
+
+
+def test_a_record_begins_without_a_verdict() -> None:
+    """One that is never decided is the suite's own mistake."""
+    assert empty_record(a_case(), "torch-fsdp2", "cpu") == CaseRecord(
+        case="R001/probe-ws2",
+        requirements=["R001", "R003"],
+        chapter="A",
+        verdict=Verdict.ERROR_SUITE,
+        world_size=2,
+        device="cpu",
+        ranks="processes",
+        repro="fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws2",
+        seconds=0.0,
+    )
 
 
 def test_the_record_says_how_to_run_the_case_again() -> None:
@@ -174,7 +192,13 @@ def test_what_only_cuda_can_show_is_not_simulated(asked: tuple[str, ...]) -> Non
     ("here", "reason"),
     [
         ({"simulator": False}, "needs accelerator, which this machine does not have"),
-        ({"compiler": False}, "the simulated accelerator cannot be built: no C++ compiler"),
+        (
+            {"compiler": False},
+            (
+                "needs accelerator, which this machine does not have; "
+                "the simulated accelerator cannot be built: no C++ compiler"
+            ),
+        ),
     ],
     ids=["not wanted", "no compiler"],
 )
@@ -184,7 +208,11 @@ def test_without_the_simulated_accelerator_the_case_is_not_run(here: dict[str, A
 
     assert record is not None
     assert (record.verdict, record.measurements) == (Verdict.NOT_RUN_ENV, {"absent": ["accelerator"]})
-    assert reason in record.reason
+    assert record.reason == reason
+    assert (record.device, record.repro) == (
+        "cpu",
+        "fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws2",
+    )
 
 
 @pytest.mark.parametrize("compiler", [True, False])
@@ -226,15 +254,17 @@ def test_a_simulated_accelerator_that_cannot_be_built_runs_nothing() -> None:
 
     assert decided.record is not None
     assert (decided.record.verdict, decided.record.reason) == (Verdict.NOT_RUN_ENV, "no C++ compiler")
+    assert decided.record.measurements == {"absent": ["devices"]}
 
 
 def test_flags_are_those_of_the_device_of_the_case() -> None:
     """What is not offered on the CPU may be offered on the simulated accelerator."""
     decided = gate(
         a_case(needs=("cpu_offload_params",), environment=("accelerator",)),
-        declared=lambda device: (
-            frozenset() if device == "cpu" else frozenset({"cpu_offload_params", "any_accelerator"})
-        ),
+        declared={
+            "cpu": frozenset[str](),
+            SIMULATED: frozenset({"cpu_offload_params", "any_accelerator"}),
+        }.__getitem__,
         settings=RunSettings(),
         places={"cpu": place("cpu"), SIMULATED: place(SIMULATED)},
     )

@@ -9,7 +9,7 @@ import pytest
 from fsdp_conformance.config import RunSettings
 from fsdp_conformance.judge import contradictions, judge, keep_evidence
 from fsdp_conformance.judge.findings import MAX_FINDINGS
-from fsdp_conformance.outcome import CaseRecord, CheckCount, RankReport
+from fsdp_conformance.outcome import CaseRecord, CheckCount, Finding, RankReport
 from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_report, exits
 from fsdp_conformance.verdict import Verdict
 
@@ -28,25 +28,52 @@ def judged(*reports: RankReport, declared: str = "", **case: Any) -> CaseRecord:
 
 def test_comparisons_that_all_held_pass() -> None:
     """PASS says how much was looked at, over all ranks."""
-    record = judged(a_report(0, comparisons=4), a_report(1, comparisons=3))
+    reports = [a_report(0, comparisons=4), a_report(1, comparisons=3)]
 
-    assert (record.verdict, record.reason) == (Verdict.PASS, "")
-    assert (record.comparisons, record.elements) == (7, 70)
-    assert (record.case, record.requirements, record.world_size) == ("R001/probe-ws2", ["R001", "R003"], 2)
-    assert (record.seconds, record.ranks, record.device) == (1.5, "processes", "cpu")
+    assert judge(a_case(), declared=frozenset(), reports=reports, exits=exits(2)) == CaseRecord(
+        case="R001/probe-ws2",
+        requirements=["R001", "R003"],
+        chapter="A",
+        verdict=Verdict.PASS,
+        world_size=2,
+        device="cpu",
+        ranks="processes",
+        comparisons=7,
+        elements=70,
+        exits=exits(2),
+        repro="fsdp-conformance run --case R001/probe-ws2",
+    )
+
+
+def test_the_record_says_what_the_case_ran_on() -> None:
+    """Where it is not the default, the command to run it again asks for it."""
+    record = judge(
+        a_case(),
+        declared=frozenset(),
+        reports=[a_report(0), a_report(1)],
+        exits=exits(2),
+        implementation="torch-fsdp2",
+        device="cuda",
+        ranks="simulated",
+        seconds=1.5,
+    )
+
+    assert (record.device, record.ranks, record.seconds) == ("cuda", "simulated", 1.5)
+    assert record.repro == (
+        "fsdp-conformance run --implementation torch-fsdp2 --device cuda --ranks simulated --case R001/probe-ws2"
+    )
 
 
 def test_what_cannot_be_seen_does_not_pass() -> None:
-    """UNSUPPORTED, with the flag that would show it, whatever else was compared."""
-    blind = a_report(1)
-    blind.unobserved = ["full_buffers"]
+    """UNSUPPORTED, with the flags that would show it, whatever else was compared."""
+    blind = a_report(1, unobserved=["full_buffers", "full_grads"])
     record = judged(a_report(0), blind)
 
     assert (record.verdict, record.reason) == (
         Verdict.UNSUPPORTED,
-        "R001 cannot be judged: full_buffers is not declared",
+        "R001 cannot be judged: full_buffers, full_grads is not declared",
     )
-    assert record.measurements["undeclared"] == ["full_buffers"]
+    assert record.measurements["undeclared"] == ["full_buffers", "full_grads"]
 
 
 def test_what_cannot_be_seen_is_part_of_the_evidence() -> None:
@@ -84,14 +111,15 @@ _UNMET = {"delay of 15 ms before every all_gather on ranks [0]": ["all_gather"]}
 def test_a_fault_without_its_collective_makes_the_case_inapplicable() -> None:
     """UNSUPPORTED with the reason: an engine that gathers by broadcasts shows nothing about late all-gathers."""
     schedule = ["setup all_gather 8B int64 [0,1]", "step broadcast 64B float32 [0,1]"]
-    record = judged(a_report(0, unmet=_UNMET, schedule=schedule), a_report(1, schedule=schedule))
+    unmet = {**_UNMET, "delay of 5 ms before every reduction": ["reduce_scatter", "all_reduce"]}
+    record = judged(a_report(0, unmet=unmet, schedule=schedule), a_report(1, schedule=schedule))
 
     assert record.verdict is Verdict.UNSUPPORTED
     assert record.reason == (
-        "the engine issues no all_gather in training, so the case does not apply: "
-        "delay of 15 ms before every all_gather on ranks [0] never struck"
+        "the engine issues no all_gather, and no reduce_scatter or all_reduce in training, so the case does not apply: "
+        "delay of 15 ms before every all_gather on ranks [0]; delay of 5 ms before every reduction never struck"
     )
-    assert record.measurements["inapplicable"] == list(_UNMET)
+    assert record.measurements["inapplicable"] == list(unmet)
 
 
 def test_a_fault_without_its_collective_is_part_of_the_evidence() -> None:
@@ -171,6 +199,17 @@ def test_a_finding_on_any_rank_fails() -> None:
     )
 
 
+@pytest.mark.parametrize("needs", [(), ("frozen_mixed",)])
+def test_the_reason_is_the_finding_that_says_most(needs: tuple[str, ...]) -> None:
+    """Not the first, if that is a loss and the gradients behind it name a cause."""
+    loss = a_finding(check="loss parity", message="loss differs", phase="forward", likely=None)
+    record = judged(a_report(0, loss, a_finding()), a_report(1), needs=needs)
+
+    assert record.verdict is Verdict.FAIL
+    assert "gradient of '0.weight': expected 0.5, got 1.0" in record.reason
+    assert record.findings[-2:] == [loss, a_finding()]
+
+
 def test_a_finding_on_a_rank_that_counted_nothing_fails() -> None:
     """What was seen outranks what was not counted."""
     assert judged(a_report(0), a_report(1, a_finding(rank=1), comparisons=0)).verdict is Verdict.FAIL
@@ -198,6 +237,22 @@ def test_findings_of_one_phase_keep_the_order_in_which_they_were_made() -> None:
     record = judged(a_report(0, *(a_finding(fqn=name) for name in names)), a_report(1))
 
     assert [item.fqn for item in record.findings] == names
+
+
+def test_a_finding_about_the_whole_job_comes_before_those_of_a_rank() -> None:
+    """At the same place, whichever rank made it."""
+    record = judged(a_report(0), a_report(1, a_finding(rank=1)), a_report(2, a_finding(rank=None, got="3.0")))
+
+    assert [item.rank for item in record.findings] == [None, 1]
+
+
+def test_a_digest_comes_before_the_later_findings_of_its_step() -> None:
+    """It counts as the first of its rank."""
+    seen = [a_finding(fqn=name, step=2, phase=None) for name in ("0.weight", "1.weight")]
+    digests = [{"params step 2 2.weight": digest} for digest in ("aa", "bb")]
+    record = judged(a_report(0, *seen, digests=digests[0]), a_report(1, digests=digests[1]))
+
+    assert [item.fqn for item in record.findings] == ["0.weight", "2.weight", "1.weight"]
 
 
 @pytest.mark.parametrize(
@@ -255,12 +310,12 @@ def test_an_undeclared_flag_that_works_is_under_declared() -> None:
 
 def test_an_undeclared_flag_that_trains_wrongly_fails_loud_refusal() -> None:
     """R000 first, with the place of the first divergence; the finding itself stays."""
-    record = judged(a_report(0, a_finding()), a_report(1), needs=("frozen_mixed",))
+    record = judged(a_report(0, a_finding()), a_report(1), needs=("frozen_mixed", "shared_across_units"))
 
     assert record.verdict is Verdict.FAIL
     assert [item.requirement for item in record.findings] == ["R000", "R003"]
     assert record.findings[0].message == (
-        "frozen_mixed is neither declared nor refused, and training gave wrong results: "
+        "frozen_mixed, shared_across_units is neither declared nor refused, and training gave wrong results: "
         "gradient of '0.weight': expected 0.5, got 1.0"
     )
     assert record.findings[0].where() == record.findings[1].where()
@@ -287,15 +342,31 @@ def test_equal_digests_pass() -> None:
 
 
 def test_a_rank_that_differs_is_named() -> None:
-    """Step, name and rank come from the label and from the minority."""
-    record = judged(with_digests(0, "aa" * 8), with_digests(1, "bb" * 8), with_digests(2, "aa" * 8))
+    """Step, name and rank come from the label and from the minority; long digests are cut."""
+    record = judged(with_digests(0, "a" * 90), with_digests(1, "b" * 90), with_digests(2, "a" * 90))
 
-    (finding,) = record.findings
-    assert (finding.requirement, finding.check, finding.rank) == ("R007", "equality over ranks", 1)
-    assert (finding.step, finding.fqn, finding.got, finding.expected) == (2, "0.weight", "bb" * 8, "aa" * 8)
-    assert finding.message == (
-        "params step 2 0.weight differs between ranks: ranks 0, 2 aaaaaaaaaaaa | rank 1 bbbbbbbbbbbb"
-    )
+    assert record.findings == [
+        Finding(
+            requirement="R007",
+            check="equality over ranks",
+            message="params step 2 0.weight differs between ranks: ranks 0, 2 aaaaaaaaaaaa | rank 1 bbbbbbbbbbbb",
+            step=2,
+            fqn="0.weight",
+            rank=1,
+            got="b" * 80,
+            expected="a" * 80,
+            bound="bitwise",
+            likely="ranks drift apart: rank 1 and ranks 0, 2 hold different values",
+        )
+    ]
+
+
+def test_of_several_groups_that_differ_the_one_with_the_lowest_rank_is_named() -> None:
+    """Not the largest of them, nor the one with the lowest digest."""
+    digests = ["cc", "aa", "bb", "bb", "bb", "aa"]
+    record = judged(*(with_digests(rank, digest) for rank, digest in enumerate(digests)))
+
+    assert [(item.rank, item.got, item.expected) for item in record.findings] == [(0, "cc", "bb")]
 
 
 def test_of_two_ranks_the_first_is_taken_as_right() -> None:
@@ -316,9 +387,10 @@ def test_the_longest_prefix_names_the_requirement() -> None:
 
 def test_a_label_without_step_or_name_is_understood() -> None:
     """Whatever can be read from it is."""
-    finding = judged(with_digests(0, "a", "params"), with_digests(1, "b", "params")).findings[0]
+    labels = {"params": (None, None), "params step 3": (3, None), "params 0.weight": (None, "0.weight")}
+    findings = [judged(with_digests(0, "a", label), with_digests(1, "b", label)).findings[0] for label in labels]
 
-    assert (finding.step, finding.fqn) == (None, None)
+    assert [(finding.step, finding.fqn) for finding in findings] == list(labels.values())
 
 
 @pytest.mark.parametrize(
@@ -347,6 +419,15 @@ def test_schedules_that_differ_show_the_first_collective(
     assert finding.likely == "ranks issue different collectives"
 
 
+def test_other_digests_do_not_show_schedules() -> None:
+    """Parameters may differ between ranks whose schedules differ for good reasons."""
+    record = judged(with_digests(0, "aa", schedule=["a"]), with_digests(1, "bb", schedule=["b"]))
+
+    assert [item.message for item in record.findings] == [
+        "params step 2 0.weight differs between ranks: rank 0 aa | rank 1 bb"
+    ]
+
+
 def test_a_schedule_digest_without_lines_still_speaks() -> None:
     """The digest alone is evidence."""
     reports = [a_report(rank, digests={"schedule": str(rank)}) for rank in (0, 1)]
@@ -362,9 +443,16 @@ def test_what_no_rank_can_tell_is_not_run() -> None:
     here = [a_report(rank, comparisons=0, not_run="no device sleep") for rank in (0, 1)]
     named = [a_report(rank, comparisons=0, not_run="x", measurements={"absent": ["cuda"]}) for rank in (0, 1)]
 
-    assert judged(*here).verdict is Verdict.NOT_RUN_ENV
+    assert (judged(*here).verdict, judged(*here).reason) == (Verdict.NOT_RUN_ENV, "no device sleep")
     assert judged(*here).measurements == {"absent": ["unnamed"]}
     assert judged(*named).measurements == {"absent": ["cuda"]}
+
+
+def test_a_rank_that_is_not_run_without_a_reason_says_so() -> None:
+    """An empty reason is one that nobody gave."""
+    record = judged(*(a_report(rank, comparisons=0, not_run="") for rank in (0, 1)))
+
+    assert (record.verdict, record.reason) == (Verdict.NOT_RUN_ENV, "no reason given")
 
 
 def test_ranks_that_disagree_about_the_environment_are_the_suites_error() -> None:
