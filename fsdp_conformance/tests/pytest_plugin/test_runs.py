@@ -361,7 +361,7 @@ def test_a_run_that_is_interrupted_has_no_footer(suite: MiniSuite) -> None:
 
 def test_a_full_disk_ends_the_run(suite: MiniSuite) -> None:
     """With the file intact, a message, and the environment's status."""
-    result = ran(suite, None, MINI_SUITE_FILE_SIZE="7000")
+    result = ran(suite, None, MINI_SUITE_FILE_SIZE="5000")
 
     assert result.status == EXIT_ENVIRONMENT
     assert result.run.problems == []
