@@ -22,7 +22,7 @@ class Reused(StartedRanks):
     """Cases on ranks that are kept. Not collected."""
 
     __test__ = False
-    case_timeout_s = 40.0
+    case_timeout_s = 120.0
     reuse_ranks = True
 
     @property
