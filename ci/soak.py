@@ -79,7 +79,7 @@ def engines(arguments: argparse.Namespace) -> dict[str, str]:
 
 
 def is_alarm(implementation: str, record: CaseRecord, known: list[Known]) -> bool:
-    """Whether a verdict accuses somebody who is not known to be guilty, or nobody."""
+    """Whether a case that should have passed did not, for a reason that is not a known defect of the engine."""
     variant = VARIANTS.get(implementation)
     names = (implementation, *([variant.base] if variant is not None else []))
     return record.verdict not in CERTIFIABLE and not any(is_known(name, record, known) for name in names)

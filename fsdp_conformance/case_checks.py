@@ -168,8 +168,8 @@ class CaseChecks:
         """
         The implementation should refuse inside, on every rank, because of `what`: see `refusal.why_no_refusal`.
 
-        Adds a finding if nothing is raised, if the error is no refusal or names none of `names`, or if it comes after a
-        step was trained: a refusal is due at construction or at first use. Its text becomes a note.
+        Adds a finding if nothing is raised, if the error is not a refusal or names none of `names`, or if it comes
+        after a step was trained: a refusal is due at construction or at first use. Its text becomes a note.
         """
         outcome = Refusal()
         self.steps_trained = 0

@@ -42,8 +42,8 @@ class Verdict(StrEnum):
 
 _RANK = {verdict: index for index, verdict in enumerate(Verdict)}
 
-#: Verdicts that do not rule out a certificate. NOT_RUN_ENV is allowed only for cases whose manifest entry names the
-#: missing environment, UNSUPPORTED only where the requirement's level permits it: `report.certificate` decides.
+#: Verdicts that accuse nobody. What they are worth to a certificate, `report.certificate` decides: PASS earns a scope,
+#: the others leave it out.
 CERTIFIABLE = frozenset({Verdict.PASS, Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV})
 
 #: Verdicts that need no attention. `--fail-fast` stops at any other, and `--last-failed` runs the others again.

@@ -2,7 +2,7 @@
 The child process of `selftest`: `python -m fsdp_conformance.cli.tryout WORKERS SUITES [--quick]` runs the trials, and
 prints the plan and each result as a line of JSON.
 
-Every worker is a process of its own, because the settings of a case belong to its process.
+Each worker is a separate process, because a case's settings belong to its process.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ Ranks that still issue collectives at their deadline are slow, not stuck: the ma
 They get more time, and so does the case, as long as some rank makes progress in each quarter of the deadline, up to
 MOST_TIMES the deadline.
 
-The deadlines stand still while the suite does its own work in the ranks, which has a deadline of its own: see
+The deadlines stand still while the suite does its own work in the ranks, which has its own deadline: see
 `harness.parts`.
 """
 
