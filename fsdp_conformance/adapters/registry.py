@@ -162,6 +162,7 @@ def describe_here(spec: str) -> AdapterDescription:
     )
 
 
+@functools.cache
 def source_sha256(adapter: type[Adapter]) -> str:
     """
     The hash of the files that define the class and those it inherits from, or "" if one of them is in no file.

@@ -8,7 +8,6 @@ kills stands what a plain comparison of losses sees on the same engines.
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -17,6 +16,7 @@ from typing import Any
 
 from fsdp_conformance.cli import messages
 from fsdp_conformance.cli.answers import answers
+from fsdp_conformance.report.recorder import usable_cores
 from fsdp_conformance.report.terminal import duration
 from fsdp_conformance.status import Status
 
@@ -62,17 +62,12 @@ class Tally:
 def main(arguments: argparse.Namespace) -> int:
     """Print a line for each class of defects, and each survivor. Returns 0 if there is none, otherwise 1, 3 or 4."""
     began = time.monotonic()
-    workers = arguments.workers if arguments.workers not in (None, "auto") else str(_cores())
+    workers = arguments.workers if arguments.workers not in (None, "auto") else str(min(usable_cores(), _MAX_WORKERS))
     words = [workers, arguments.suites, *["--quick"] * arguments.quick]
     with answers("fsdp_conformance.cli.tryout", words) as found:
         status = _follow(found, int(workers))
     print(f"selftest: {'ok' if status is Status.CERTIFIED else 'FAILED'}, {duration(time.monotonic() - began)}")
     return status
-
-
-def _cores() -> int:
-    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(here, _MAX_WORKERS)
 
 
 def _follow(found: Iterable[dict[str, Any]], workers: int) -> Status:

@@ -8,7 +8,6 @@ standard library; the classes are imported in the ranks, by `adapters.registry.l
     mutant          `@known_wrong` and `@legal_variant`, which register a class, and the registries' entries
     kill            whether a case kills one for the right reason
     base            `SeamFSDP2`, a correct FSDP2 with seams to break it at; `SeamDDP`
-    legal           correct engines that do unusual things: nothing may fail them
     engines         the same for the reference engine's fully sharded module and FSDP1
     chunk_seams     the same for chunks
 

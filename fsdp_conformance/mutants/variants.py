@@ -99,10 +99,17 @@ class SumsThenDivides(TorchFSDP2):
 
 
 class _Reduction(ReduceScatter):
-    """A reduce-scatter of its own."""
+    """A reduce-scatter in place of FSDP2's."""
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
+
+
+def _reduced_by(wrapped: nn.Module, reduction: _Reduction) -> nn.Module:
+    """The wrapped model, with the gradients of every unit reduced in this way."""
+    for module in _fsdp_modules(wrapped):
+        module.set_custom_reduce_scatter(reduction)
+    return wrapped
 
 
 class _DividesFirst(_Reduction):
@@ -121,10 +128,7 @@ class DividesThenSums(TorchFSDP2):
     """Each rank divides its gradients by the number of ranks, and then they are summed."""
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
-        wrapped = super().wrap(model, plan)
-        for module in _fsdp_modules(wrapped):
-            module.set_custom_reduce_scatter(_DividesFirst())
-        return wrapped
+        return _reduced_by(super().wrap(model, plan), _DividesFirst())
 
 
 class _AddsByItself(_Reduction):
@@ -147,15 +151,20 @@ class AddsAfterAllToAll(TorchFSDP2):
     declines: ClassVar[frozenset[str]] = _SCHEDULE
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
-        wrapped = super().wrap(model, plan)
-        for module in _fsdp_modules(wrapped):
-            module.set_custom_reduce_scatter(_AddsByItself())
-        return wrapped
+        return _reduced_by(super().wrap(model, plan), _AddsByItself())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            # FSDP2 leaves the root gathered, and the next forward would use it (pytorch#131965).
+            for module in _fsdp_modules(self.model):
+                module.reshard()
+        return output
 
 
 class _OnItsOwnGroup(_Reduction):
-    def __init__(self, groups: dict[tuple[int, ...], dist.ProcessGroup]) -> None:
-        self._groups = groups
+    def __init__(self) -> None:
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -171,11 +180,7 @@ class ReducesOnAnotherGroup(TorchFSDP2):
     """Gradients are reduced on a process group of their own, made when the first is due."""
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
-        wrapped = super().wrap(model, plan)
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
-        for module in _fsdp_modules(wrapped):
-            module.set_custom_reduce_scatter(_OnItsOwnGroup(groups))
-        return wrapped
+        return _reduced_by(super().wrap(model, plan), _OnItsOwnGroup())
 
 
 @legal_variant("torch-fsdp2")

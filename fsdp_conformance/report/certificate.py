@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import Any
 
 from fsdp_conformance.capability import CAPABILITIES, Asked
-from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.config import SIMULATED, RunSettings
 from fsdp_conformance.contract import Contract, Level, load
 from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS, INTERPRETATION, Entry, Profile, shipped
 from fsdp_conformance.contract.scopes import ADVICE, BASE, title
@@ -162,7 +162,8 @@ def certify(
     private = profile.sha256 != (shipped(profile.name) if trusted is None else trusted.get(profile.name))
     records = {record.case: record for record in run.records}
     reasons = [*_run_problems(run), *_manifest_problems(run, profile, private=private)]
-    shown = [_shown(records.get(entry.id), entry, run, contract) for entry in profile.entries]
+    settings = settings_from_json(run.header.get("settings") or {})
+    shown = [_shown(records.get(entry.id), entry, run, settings, contract) for entry in profile.entries]
     blocking = [item for item in shown if item.silent or (item.entry.scope == BASE and item.reason)]
     reasons += _gathered(blocking)
     scopes = _scopes(shown)
@@ -187,7 +188,7 @@ def certify(
     )
 
 
-def _shown(record: CaseRecord | None, entry: Entry, run: RunFile, contract: Contract) -> _Shown:
+def _shown(record: CaseRecord | None, entry: Entry, run: RunFile, settings: RunSettings, contract: Contract) -> _Shown:
     """What the run has shown of the case, from its record."""
     if record is None:
         return _Shown(entry=entry, state=State.LEFT_OUT)
@@ -195,7 +196,6 @@ def _shown(record: CaseRecord | None, entry: Entry, run: RunFile, contract: Cont
     if record.world_size != entry.world_size or tuple(record.requirements) != entry.requirements:
         reason = "ran with a world size or requirements that are not those in the profile"
         return replace(found, state=State.UNJUDGED, reason=reason)
-    settings = settings_from_json(run.header.get("settings") or {})
     lies = contradictions(
         record, entry.case(), declared=lambda device: _declared(run, device), settings=settings
     ) or _another_subject(record, run)

@@ -105,10 +105,15 @@ def environment(device: str) -> dict[str, Any]:
         "torch": version_of("torch"),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "cores": usable_cores(),
         "device": device,
         "executable": sys.executable,
     }
+
+
+def usable_cores() -> int:
+    """The cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def version_of(package: str) -> str:

@@ -26,6 +26,7 @@ from fsdp_conformance.harness.rank import ERROR_EXIT_CODE, RankRun, skip_message
 from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 from fsdp_conformance.harness.simulated_ranks.ranks import simulated_world, start_ranks
 from fsdp_conformance.harness.simulated_ranks.state import RankState
+from fsdp_conformance.judge.endings import class_of
 from fsdp_conformance.outcome import RankExit, RankReport, rank_report_from_json
 
 
@@ -41,7 +42,7 @@ class _SimulatedRankRun(RankRun):
     def wait_for_goodbye(self) -> None:
         """Return when every rank has reported: rank 0 waits for the controller's goodbye on behalf of all."""
         error = self.report.error
-        failure = f"{error.kind.rsplit('.', 1)[-1]}: {error.message.splitlines()[0]}" if error is not None else ""
+        failure = f"{class_of(error)}: {error.message.splitlines()[0]}" if error is not None else ""
         left_out = self.report.not_run or self.report.inconclusive or ""
         rank_scheduler.running().finish(failure or left_out)
         if rank_scheduler.running().rank == 0:

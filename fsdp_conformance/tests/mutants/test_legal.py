@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdp_conformance.config import RunSettings
-from fsdp_conformance.mutants import legal
-from fsdp_conformance.mutants.legal import ExchangesAndAdds
+from fsdp_conformance.mutants import VARIANTS
 from fsdp_conformance.selftest import bound_case, run_case
 from fsdp_conformance.verdict import Verdict
 
@@ -29,7 +28,7 @@ CASES = (
 @pytest.mark.parametrize("case", CASES)
 def test_exchanged_gradients_are_right(case: str) -> None:
     """Gradients that are exchanged and added on each rank are reduced, by whatever collective."""
-    spec = f"{legal.__name__}:{ExchangesAndAdds.__name__}"
+    spec = VARIANTS["adds-after-all-to-all"].spec
     record = run_case(bound_case(case), spec, base=RunSettings(ranks="simulated"))
 
     assert (Verdict.PASS, []) == (record.verdict, list(record.findings)), record.reason
