@@ -27,8 +27,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
 from fsdp_conformance.adapters.sharded import anywhere, full_copy, full_gradients
+from fsdp_conformance.adapters.torch_checkpoints import TorchCheckpoints
 from fsdp_conformance.adapters.torch_like import (
-    TorchAdapter,
     all_units,
     hybrid_shape,
     refusal,
@@ -64,7 +64,7 @@ _PREFETCH = {
 }
 
 
-class TorchFSDP1(TorchAdapter):
+class TorchFSDP1(TorchCheckpoints):
     """FullyShardedDataParallel with `use_orig_params=True`; FULL_SHARD unless the plan says otherwise."""
 
     name: ClassVar[str] = "torch-fsdp1"

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp_conformance.adapters.torch_checkpoints import TorchCheckpoints
 from fsdp_conformance.adapters.torch_like import (
-    TorchAdapter,
     all_units,
     hybrid_shape,
     refusal,
@@ -27,7 +27,7 @@ from fsdp_conformance.config import Offload, Plan, Sharding
 from fsdp_conformance.errors import Unsupported
 
 
-class TorchFSDP2(TorchAdapter):
+class TorchFSDP2(TorchCheckpoints):
     """`fully_shard` on each unit, innermost first, then on the root, with its defaults for whatever the plan omits."""
 
     name: ClassVar[str] = "torch-fsdp2"

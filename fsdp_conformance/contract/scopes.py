@@ -23,6 +23,8 @@ ADVICE = ()
 GROUPS = {
     "accumulation": {"no_sync"},
     "call-order": {"exec_order_divergent", "exec_order_check"},
+    "asynchronous-checkpoints": {"async_checkpoint"},
+    "checkpoints": {"checkpoint"},
     "clipping": {"clip_grad_norm", "clip_norm_type"},
     "explicit-prefetch": {"prefetch_explicit"},
     "freezing": {"frozen_mixed", "frozen_dynamic"},
@@ -35,8 +37,11 @@ GROUPS = {
     "precision-policies": {"mp_buffers", "mp_eval_full"},
     "prefetch": {"prefetch_forward", "prefetch_backward"},
     "replication": {"no_shard"},
+    "resharded-checkpoints": {"reshard_load"},
     "resharding": {"reshard_after_forward"},
+    "sharded-state-dicts": {"sharded_state_dict"},
     "shared-parameters": {"shared_params", "shared_module"},
+    "state-dicts": {"full_state_dict", "optim_state_dict"},
     "subgroup-resharding": {"reshard_int"},
     "traffic": {"coll_counts", "coll_volume", "ws1_fast"},
     "zero-1": {"zero1"},
@@ -46,12 +51,14 @@ GROUPS = {
 
 #: Extensions that only make sense within others: their cases do not form combinations with them.
 WITHIN = {
+    "asynchronous-checkpoints": {"checkpoints"},
     "auto-wrap": {"zero-3"},
     "explicit-prefetch": {"zero-3"},
     "hsdp-defer-allreduce": {"hybrid"},
     "manual-unshard": {"zero-2"},
     "memory-bounds": {"zero-2", "zero-3"},
     "precision-policies": {"mixed-precision"},
+    "resharded-checkpoints": {"checkpoints", "state-dicts"},
     "resharding": {"zero-3"},
     "traffic": {"zero-2", "zero-3"},
 }
