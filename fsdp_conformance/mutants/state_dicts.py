@@ -1,0 +1,275 @@
+"""State dicts that have other values, names or ranks than they should, and loads that lose something."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from fsdp_conformance.adapters.base import LoadedKeys
+from fsdp_conformance.mutants.base import SeamFSDP2
+from fsdp_conformance.mutants.mutant import known_wrong
+
+
+@known_wrong("R146")
+class StateDictOnce(SeamFSDP2):
+    """Every state dict has the values of the first one."""
+
+    _first: dict[str, Any] | None = None
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        state = super().full_state_dict(rank0_only=rank0_only)
+        if self._first is None:
+            self._first = {name: _copied(value) for name, value in state.items()}
+        return self._first
+
+
+@known_wrong("R146")
+class StateDictPads(SeamFSDP2):
+    """Values are as long as all padded shards together."""
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        state = super().full_state_dict(rank0_only=rank0_only)
+        for name in self.sharded().keys() & state.keys():
+            value = state[name]
+            rows = self.rows_per_rank(value) * self.world_size - value.shape[0]
+            state[name] = torch.cat([value, value.new_zeros(rows, *value.shape[1:])])
+        return state
+
+
+@known_wrong("R146")
+class StateDictSwapsShards(SeamFSDP2):
+    """The shards of each parameter are put together in the wrong order."""
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        state = super().full_state_dict(rank0_only=rank0_only)
+        for name in self.sharded().keys() & state.keys():
+            shards = torch.chunk(state[name], self.world_size)
+            state[name] = torch.cat(shards[::-1])
+        return state
+
+
+@known_wrong("R146")
+class StateDictKeepsLastRow(SeamFSDP2):
+    """The last row of each parameter is the one before it, as if an index were off by one."""
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        state = super().full_state_dict(rank0_only=rank0_only)
+        for name in self.sharded().keys() & state.keys():
+            value = state[name] = state[name].clone()
+            value.flatten()[-1:] = value.flatten()[-2:-1]
+        return state
+
+
+@known_wrong("R146")
+class StateDictLastBuffer(SeamFSDP2):
+    """Buffers of one module with the same shape all have the value of the last one."""
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        state = super().full_state_dict(rank0_only=rank0_only)
+        last = {self._alike(name, value): value for name, value in state.items()}
+        buffers = self.names.buffers_of(self.model).keys() & state.keys()
+        return state | {name: last[self._alike(name, state[name])] for name in buffers}
+
+    @staticmethod
+    def _alike(name: str, value: Any) -> tuple[str, torch.Size]:
+        return name.rpartition(".")[0], value.shape
+
+
+@known_wrong("R146")
+class StateDictRoundsToBfloat16(SeamFSDP2):
+    """Values have passed through bfloat16."""
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        state = super().full_state_dict(rank0_only=rank0_only)
+        return {
+            name: value.bfloat16().to(value.dtype) if value.is_floating_point() else value
+            for name, value in state.items()
+        }
+
+
+@known_wrong("R147")
+class StateDictKeepsWrapperNames(SeamFSDP2):
+    """Names contain the component of the wrapper for activation checkpointing."""
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        state = super().full_state_dict(rank0_only=rank0_only)
+        return {self._as_in_the_model().get(name, name): value for name, value in state.items()}
+
+    def _as_in_the_model(self) -> dict[str, str]:
+        names = [name for name, _ in self.model.named_parameters()]
+        return {name.replace("_checkpoint_wrapped_module.", ""): name for name in names}
+
+
+@known_wrong("R147")
+class LoadIgnoresWrappedNames(SeamFSDP2):
+    """Parameters inside a wrapper for activation checkpointing are not loaded."""
+
+    def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
+        inside = {
+            name.replace("_checkpoint_wrapped_module.", "")
+            for name, _ in self.model.named_parameters()
+            if "_checkpoint_wrapped_module." in name
+        }
+        return super().load_full_state_dict(
+            {name: value for name, value in state.items() if name not in inside}, strict=False
+        )
+
+
+@known_wrong("R147")
+class StateDictOnEveryRank(SeamFSDP2):
+    """What should be on rank 0 only is on every rank."""
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        return super().full_state_dict()
+
+
+@known_wrong("R147")
+class StateDictOmitsIgnored(SeamFSDP2):
+    """Parameters of ignored modules are missing."""
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        state = super().full_state_dict(rank0_only=rank0_only)
+        prefixes = tuple(f"{name}." for name in self.plan.ignored)
+        return {name: value for name, value in state.items() if not prefixes or not name.startswith(prefixes)}
+
+
+@known_wrong("R146")
+class LoadByPosition(SeamFSDP2):
+    """Values of the same shape are loaded in the order of the state dict, whatever their names are."""
+
+    def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
+        waiting: dict[torch.Size, list[Tensor]] = {}
+        for value in state.values():
+            waiting.setdefault(value.shape, []).append(value)
+        own = [name for name in nn.Module.state_dict(self.model) if name in state]
+        return super().load_full_state_dict({name: waiting[state[name].shape].pop(0) for name in own}, strict=strict)
+
+
+@known_wrong("R146")
+class LoadSkipsLastRow(SeamFSDP2):
+    """The last row of a shard that is shorter than the others keeps its old value."""
+
+    def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
+        before = {name: local.clone() for name, local in self._locals().items()}
+        found = super().load_full_state_dict(state, strict=strict)
+        for name, local in self._locals().items():
+            if 0 < local.shape[0] < self.rows_per_rank(self.parameters()[name]):
+                local[-1:] = before[name][-1:]
+        return found
+
+    def _locals(self) -> dict[str, Tensor]:
+        return {name: parameter.to_local().detach() for name, parameter in self.sharded().items()}  # type: ignore[attr-defined]
+
+
+@known_wrong("R146")
+class LoadIntoACopy(SeamFSDP2):
+    """What is loaded is read back by everybody but the optimizer, whose step starts from the old values."""
+
+    def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
+        self._old = {name: local.clone() for name, local in self._locals().items()}
+        found = super().load_full_state_dict(state, strict=strict)
+        self._loaded = True
+        return found
+
+    _loaded: ClassVar[bool] = False
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        if self._loaded and not self.num_steps:
+            for name, local in self._locals().items():
+                local.copy_(self._old[name])
+        return super().step(max_norm, norm_type=norm_type)
+
+    def _locals(self) -> dict[str, Tensor]:
+        return {name: parameter.to_local().detach() for name, parameter in self.sharded().items()}  # type: ignore[attr-defined]
+
+
+@known_wrong("R147", shows=("refusal", "finding"))
+class LoadNeverStrict(SeamFSDP2):
+    """Names that do not fit are ignored, and not reported."""
+
+    def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
+        super().load_full_state_dict(state, strict=False)
+        return LoadedKeys([], [])
+
+
+@known_wrong("R147", shows=("refusal", "finding"))
+class LoadNamesNothing(SeamFSDP2):
+    """Names that do not fit are counted, but not named."""
+
+    def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
+        found = super().load_full_state_dict(state, strict=False)
+        if strict and any(found):
+            raise RuntimeError(f"{len(found.missing)} names are missing and {len(found.unexpected)} unexpected")
+        return LoadedKeys(["?" for _ in found.missing], ["?" for _ in found.unexpected])
+
+
+@known_wrong("R147", shows=("raised",), raises="RuntimeError")
+class LoadAlwaysStrict(SeamFSDP2):
+    """A load that is not strict refuses names that do not fit."""
+
+    def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
+        return super().load_full_state_dict(state, strict=True)
+
+
+@known_wrong("R150")
+class ReadingLeavesAHook(SeamFSDP2):
+    """Every look at the parameters registers a hook that stays."""
+
+    def full_params(self) -> dict[str, Tensor]:
+        self._watch()
+        return super().full_params()
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        self._watch()
+        return super().full_state_dict(rank0_only=rank0_only)
+
+    def _watch(self) -> None:
+        self.model.register_forward_pre_hook(lambda module, args: None)
+
+
+@known_wrong("R150")
+class ReadingDropsGradients(SeamFSDP2):
+    """Reading full parameters frees the gradients."""
+
+    def full_params(self) -> dict[str, Tensor]:
+        for parameter in self.parameters().values():
+            parameter.grad = None
+        return super().full_params()
+
+
+@known_wrong("R150")
+class ReadingKeepsParametersGathered(SeamFSDP2):
+    """After reading full parameters or a sharded state dict, units stay gathered."""
+
+    def full_params(self) -> dict[str, Tensor]:
+        found = super().full_params()
+        self._gather()
+        return found
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        found = super().sharded_state_dict()
+        self._gather()
+        return found
+
+    def _gather(self) -> None:
+        for unit in self.plan.units:
+            self.unshard(unit)
+
+
+@known_wrong("R150")
+class OptimizerStateSteps(SeamFSDP2):
+    """Taking an optimizer state dict steps every counter of the optimizer, and halves every momentum."""
+
+    def optim_state_dict(self) -> dict[str, Any]:
+        state = super().optim_state_dict()
+        for entries in self.optimizer.state.values() if self.optimizer is not None else ():
+            for key, value in entries.items():
+                value.add_(1) if key == "step" else value.mul_(0.5)
+        return state
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
