@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
@@ -277,7 +278,20 @@ class OtherWorlds(ConformanceTestCase):
             expected = plain_training(workload, (before,) * FIRST + (after,) * FIRST, optimizer=optimizer)
         save, load = (_save_state, _load_state) if form == "state-dict" else (_save_checkpoint, _load_checkpoint)
         self.in_world(before, partial(self._save_after_training, workload, optimizer, directory, save))
-        self.in_world(after, partial(self._load_and_train, workload, optimizer, directory, load, expected))
+        final: list[Any] = [None]
+
+        def resume() -> None:
+            final[0] = self._load_and_train(workload, optimizer, directory, load, expected)
+
+        self.in_world(after, resume)
+        # Ranks that were left out see the result, too.
+        with self.blaming("suite"):
+            torch.distributed.broadcast_object_list(final)
+        ulps = _ulps(optimizer, ALL - 1)
+        wanted = expected[ALL].model
+        self.check(
+            same_parameters(final[0], wanted, requirement="R149", rank=self.rank, step=ALL - 1, ulps=ulps)
+        )
 
     def _save_after_training(
         self, workload: Workload, optimizer: str, directory: Path, save: Callable[[Adapter, Path], object]
@@ -294,7 +308,7 @@ class OtherWorlds(ConformanceTestCase):
         directory: Path,
         load: Callable[[Adapter, Path], object],
         expected: list[PlainState],
-    ) -> None:
+    ) -> dict[str, Tensor]:
         ulps = _ulps(optimizer, FIRST - 1)
         where: dict[str, Any] = {"requirement": "R149", "rank": self.rank}
 
@@ -317,6 +331,7 @@ class OtherWorlds(ConformanceTestCase):
             model = expected[record.step + 1].model
             ulps = _ulps(optimizer, record.step)
             self.check(same_parameters(record.params, model, step=record.step, ulps=ulps, **where))
+        return run.steps[-1].params
 
 
 def _coded_or_exact(optimizer: str) -> Workload:

@@ -23,6 +23,10 @@ standard library; the classes are imported in the ranks, by `adapters.registry.l
     memory          memory held too long, and leaks
     scenarios       wrong in one scenario only: init modes, odd parameters, accumulation with offload
     precision       ignored precision policies, inputs that lose their gradients
+    state_dicts     full state dicts: values, names, ranks; loads that lose something; reads that change something
+    optimizer_states
+                    optimizer state dicts, and sharded state dicts
+    checkpoints     checkpoints with a format of their own: lost state, wrong order, another world
     hidden          defects in what the adapter declines to show
 
     in_reference    the reference engine's fully sharded module

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fsdp_conformance.adapters.base import LoadedKeys
+from fsdp_conformance.adapters.sharded import local_part
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.mutant import known_wrong
 
@@ -58,8 +59,9 @@ class StateDictKeepsLastRow(SeamFSDP2):
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         state = super().full_state_dict(rank0_only=rank0_only)
         for name in self.sharded().keys() & state.keys():
-            value = state[name] = state[name].clone()
-            value.flatten()[-1:] = value.flatten()[-2:-1]
+            value = state[name] = state[name].clone(memory_format=torch.contiguous_format)
+            if value.numel() > 1:
+                value.view(-1)[-1] = value.view(-1)[-2]
         return state
 
 
@@ -153,37 +155,32 @@ class LoadSkipsLastRow(SeamFSDP2):
     """The last row of a shard that is shorter than the others keeps its old value."""
 
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
-        before = {name: local.clone() for name, local in self._locals().items()}
+        before = {name: local_part(parameter).clone() for name, parameter in self.sharded().items()}
         found = super().load_full_state_dict(state, strict=strict)
-        for name, local in self._locals().items():
-            if 0 < local.shape[0] < self.rows_per_rank(self.parameters()[name]):
+        for name, parameter in self.sharded().items():
+            local = local_part(parameter)
+            if 0 < local.shape[0] < self.rows_per_rank(parameter):
                 local[-1:] = before[name][-1:]
         return found
-
-    def _locals(self) -> dict[str, Tensor]:
-        return {name: parameter.to_local().detach() for name, parameter in self.sharded().items()}  # type: ignore[attr-defined]
 
 
 @known_wrong("R146")
 class LoadIntoACopy(SeamFSDP2):
     """What is loaded is read back by everybody but the optimizer, whose step starts from the old values."""
 
+    _loaded = False
+
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
-        self._old = {name: local.clone() for name, local in self._locals().items()}
+        self._old = {name: local_part(parameter).clone() for name, parameter in self.sharded().items()}
         found = super().load_full_state_dict(state, strict=strict)
         self._loaded = True
         return found
 
-    _loaded: ClassVar[bool] = False
-
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
         if self._loaded and not self.num_steps:
-            for name, local in self._locals().items():
-                local.copy_(self._old[name])
+            for name, parameter in self.sharded().items():
+                local_part(parameter).copy_(self._old[name])
         return super().step(max_norm, norm_type=norm_type)
-
-    def _locals(self) -> dict[str, Tensor]:
-        return {name: parameter.to_local().detach() for name, parameter in self.sharded().items()}  # type: ignore[attr-defined]
 
 
 @known_wrong("R147", shows=("refusal", "finding"))
@@ -212,6 +209,54 @@ class LoadAlwaysStrict(SeamFSDP2):
 
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
         return super().load_full_state_dict(state, strict=True)
+
+
+@known_wrong("R109")
+class StateDictDropsAliases(SeamFSDP2):
+    """A tied parameter is under its first name only."""
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        state = super().full_state_dict(rank0_only=rank0_only)
+        return {name: value for name, value in state.items() if self.names.listed_name(name) == name}
+
+
+@known_wrong("R109")
+class StateDictKeepsOldAliases(SeamFSDP2):
+    """The second name of a tied parameter has the value of the first state dict, like a copy that nobody updates."""
+
+    _aliases: dict[str, Any] | None = None
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        state = super().full_state_dict(rank0_only=rank0_only)
+        if self._aliases is None:
+            others = [name for name in state if self.names.listed_name(name) != name]
+            self._aliases = {name: _copied(state[name]) for name in others}
+        return state | self._aliases
+
+
+@known_wrong("R109")
+class LoadSkipsTies(SeamFSDP2):
+    """Tied parameters keep their values at a load, because two names claim them."""
+
+    def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
+        kept = {name: value.clone() for name, value in self._tied().items()}
+        found = super().load_full_state_dict(state, strict=strict)
+        for name, value in self._tied().items():
+            value.copy_(kept[name])
+        return found
+
+    def _tied(self) -> dict[str, Tensor]:
+        return {name: local_part(value) for name, value in self.parameters().items() if self.names.is_tied(name)}
+
+
+@known_wrong("R139", environment=("accelerator",))
+class LoadMovesToDevice(SeamFSDP2):
+    """A load into an offloaded model leaves a copy on the device, as a buffer."""
+
+    def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
+        found = super().load_full_state_dict(state, strict=strict)
+        self.model.register_buffer("loaded", torch.zeros(1, device=self.device), persistent=False)
+        return found
 
 
 @known_wrong("R150")
