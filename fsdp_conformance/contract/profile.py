@@ -135,6 +135,11 @@ def shipped(name: str) -> str | None:
     return load_profile(name).sha256 if name in names() else None
 
 
+def known_cases(profile: Profile) -> list[str]:
+    """The ids of all cases of the profile, and of every shipped one: what a list of expectations can name."""
+    return sorted({id_ for each in (profile, *map(load_profile, names())) for id_ in each.by_id})
+
+
 def load_profile(name: str) -> Profile:
     """
     The profile with that name, or in the file with that path.
