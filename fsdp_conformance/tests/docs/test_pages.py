@@ -8,6 +8,7 @@ import re
 import shlex
 import tomllib
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
