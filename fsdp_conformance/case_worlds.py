@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 from fsdp_conformance.adapters.base import Adapter
@@ -76,7 +77,7 @@ class CaseWorlds:
             self._smaller_world = None if size == self.case.world_size else size
             dist.init_process_group(
                 process_group.BACKEND,
-                store=dist.PrefixStore(f"{name} world {self._worlds_made}", store),
+                store=PrefixStore(f"{name} world {self._worlds_made}", store),
                 rank=self.rank,
                 world_size=size,
                 timeout=timedelta(seconds=context.running().order.case.deadlines.collective_s),

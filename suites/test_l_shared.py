@@ -94,6 +94,4 @@ class SharedParameters(ConformanceTestCase):
         run = self.train(others, self.plan(workload), on_setup=load, after_step=judge)
         for record in run.steps:
             wanted = expected[record.step + 1].model
-            self.check(
-                same_parameters(record.params, wanted, requirement="R109", rank=self.rank, step=record.step)
-            )
+            self.check(same_parameters(record.params, wanted, requirement="R109", rank=self.rank, step=record.step))

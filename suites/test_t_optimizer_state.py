@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch.optim import Optimizer
 
 from fsdp_conformance.adapters.base import Adapter
@@ -141,7 +140,8 @@ class OptimizerStateDicts(ConformanceTestCase):
         """If odd ranks give the optimizer its parameters in reverse order, its state is that of every parameter."""
         workload = probes.rank_coded()
         expected = self._plain(workload, "adam")
-        builders = {"adam": partial(_reversed_on, self.rank, build=workload.optimizers["adam"])}
+        reverse = partial(_reversed_on, self.rank, build=workload.optimizers["adam"])
+        builders: dict[str, Callable[[Any], Optimizer]] = {"adam": reverse}
 
         def judge(adapter: Adapter, step: int) -> None:
             state, wanted = adapter.optim_state_dict(), expected[step + 1].optimizer
@@ -164,18 +164,20 @@ class OptimizerStateDicts(ConformanceTestCase):
         """State that is missing on rank 1 raises on every rank."""
         workload = probes.rank_coded()
         made: list[Optimizer] = []
-        builders = {"adam": partial(_kept, build=workload.optimizers["adam"], made=made)}
+        builders: dict[str, Callable[[Any], Optimizer]] = {
+            "adam": partial(_kept, build=workload.optimizers["adam"], made=made)
+        }
         adapter = self.subject()
-        self.train(
-            replace(workload, optimizers=builders), regime=Regime(optimizer="adam", steps=1), adapter=adapter
-        )
+        self.train(replace(workload, optimizers=builders), regime=Regime(optimizer="adam", steps=1), adapter=adapter)
         if self.rank == 1:
             # The suite makes more of them, to count bytes, but only after the engine.
             state = made[0].state
             del state[next(iter(state))]
-        with self.refusal("R145", "optimizer state that rank 1 lacks", names=("state",)):
-            with self.blaming("implementation"):
-                adapter.optim_state_dict()
+        with (
+            self.refusal("R145", "optimizer state that rank 1 lacks", names=("state",)),
+            self.blaming("implementation"),
+        ):
+            adapter.optim_state_dict()
 
     def _plain(self, workload: Workload, optimizer: str, steps: int = FIRST) -> list[PlainState]:
         """The unwrapped training before its first step and after each one."""

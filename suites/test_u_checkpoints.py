@@ -38,6 +38,8 @@ def _worlds(words: str) -> tuple[int, int]:
 def _killed(worlds: str, form: str, optimizer: str) -> list[str]:
     if form == "state-dict":
         return ["optimizer-state-of-a-neighbour", "load-skips-last-row"]
+    if worlds == "3-to-1":
+        return ["checkpoint-swaps-moments", "checkpoint-shifts-state"]
     return ["checkpoint-assumes-its-world", "checkpoint-shifts-state"]
 
 
@@ -114,9 +116,7 @@ class Checkpoints(ConformanceTestCase):
                 adapter.set_requires_grad(frozen if step == 0 else ())
                 adapter.load_checkpoint(directory / f"after-{step}")
 
-            resumed = self.train(
-                _otherwise(workload), self.plan(workload), regime, on_setup=load, first_step=step + 1
-            )
+            resumed = self.train(_otherwise(workload), self.plan(workload), regime, on_setup=load, first_step=step + 1)
             self.check(same_continuation(resumed, whole, requirement="R149", rank=self.rank))
 
     @conformance_case(
@@ -172,7 +172,7 @@ class Checkpoints(ConformanceTestCase):
         with self.blaming("implementation"):
             pending["save"].wait()
         resumed = self._resume(workload, regime, directory)
-        expected = {name: value for name, value in whole.steps[FIRST - 1].params.items()}
+        expected = whole.steps[FIRST - 1].params
         loaded = same_parameters(
             resumed.initial_params, expected, requirement="R149", rank=self.rank, phase="checkpoint"
         )
@@ -237,9 +237,7 @@ class Checkpoints(ConformanceTestCase):
             ulps = _ulps(optimizer, record.step)
             model = expected[record.step + 1].model
             self.check(
-                same_parameters(
-                    record.params, model, requirement="R149", rank=self.rank, step=record.step, ulps=ulps
-                )
+                same_parameters(record.params, model, requirement="R149", rank=self.rank, step=record.step, ulps=ulps)
             )
 
 
@@ -289,9 +287,7 @@ class OtherWorlds(ConformanceTestCase):
             torch.distributed.broadcast_object_list(final)
         ulps = _ulps(optimizer, ALL - 1)
         wanted = expected[ALL].model
-        self.check(
-            same_parameters(final[0], wanted, requirement="R149", rank=self.rank, step=ALL - 1, ulps=ulps)
-        )
+        self.check(same_parameters(final[0], wanted, requirement="R149", rank=self.rank, step=ALL - 1, ulps=ulps))
 
     def _save_after_training(
         self, workload: Workload, optimizer: str, directory: Path, save: Callable[[Adapter, Path], object]

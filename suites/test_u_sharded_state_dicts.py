@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
@@ -49,7 +50,7 @@ class ShardedStateDicts(ConformanceTestCase):
                 state = adapter.sharded_state_dict()
             directory = self.shared_directory()
             with self.blaming("implementation"):
-                dcp.save(state, checkpoint_id=directory)
+                save(state, checkpoint_id=directory)
             read = self._read(problem, directory)
             self.check(same_state_dict(read, expected, requirement="R148", rank=self.rank, moment=moment))
 
@@ -89,15 +90,15 @@ class ShardedStateDicts(ConformanceTestCase):
         directory = self.shared_directory()
         adapter = self.subject()
 
-        def save(subject: Adapter, step: int) -> None:
+        def write(subject: Adapter, step: int) -> None:
             if step == 0:
-                dcp.save(subject.sharded_state_dict(), checkpoint_id=directory)
+                save(subject.sharded_state_dict(), checkpoint_id=directory)
 
-        self.train(workload, adapter=adapter, after_step=save)
+        self.train(workload, adapter=adapter, after_step=write)
         with self.blaming("implementation"):
             state = adapter.sharded_state_dict()
             held = addresses({str(index): value for index, value in enumerate(adapter.local_tensors()["params"])})
-            dcp.load(state, checkpoint_id=directory)
+            load(state, checkpoint_id=directory)
             adapter.load_sharded_state_dict(state)
             after = addresses({str(index): value for index, value in enumerate(adapter.local_tensors()["params"])})
             params = adapter.full_params()
@@ -114,5 +115,5 @@ class ShardedStateDicts(ConformanceTestCase):
         """The checkpoint in the unwrapped model's own tensors, read by this process alone."""
         state = {name: torch.full_like(value, -1.0) for name, value in workload.build(self.rank).state_dict().items()}
         with self.blaming("implementation"):
-            dcp.load(state, checkpoint_id=directory, no_dist=True)
+            load(state, checkpoint_id=directory, no_dist=True)
         return state

@@ -122,9 +122,7 @@ class FullStateDicts(ConformanceTestCase):
             subject.load_full_state_dict({name: value.to(self.device) for name, value in state.items()})
 
         run = self.train(others, self.plan(workload), on_setup=load)
-        self.check(
-            same_parameters(run.initial_params, state, requirement="R146", rank=self.rank, phase="checkpoint")
-        )
+        self.check(same_parameters(run.initial_params, state, requirement="R146", rank=self.rank, phase="checkpoint"))
         self.check_parity(run, workload, requirement="R146")
 
     @conformance_case(
@@ -203,9 +201,7 @@ class FullStateDicts(ConformanceTestCase):
         with self.blaming("implementation"):
             adapter.load_full_state_dict(_placed(expected[1].model, self.device))
             params = adapter.full_params()
-        self.check(
-            same_parameters(params, expected[1].model, requirement="R147", rank=self.rank, phase="checkpoint")
-        )
+        self.check(same_parameters(params, expected[1].model, requirement="R147", rank=self.rank, phase="checkpoint"))
 
     @conformance_case(
         "R147",
@@ -280,9 +276,11 @@ class FullStateDicts(ConformanceTestCase):
             with self.blaming("implementation"):
                 adapter.load_full_state_dict(_placed(before, self.device))
             if strict:
-                with self.refusal("R147", f"a state dict with a name that is {wrong}", names=(name,)):
-                    with self.blaming("implementation"):
-                        adapter.load_full_state_dict(_placed(state, self.device), strict=True)
+                with (
+                    self.refusal("R147", f"a state dict with a name that is {wrong}", names=(name,)),
+                    self.blaming("implementation"),
+                ):
+                    adapter.load_full_state_dict(_placed(state, self.device), strict=True)
                 continue
             with self.blaming("implementation"):
                 found = adapter.load_full_state_dict(_placed(state, self.device), strict=False)

@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import fsdp_conformance
 from fsdp_conformance.adapters.base import LoadedKeys, PendingSave
 from fsdp_conformance.adapters.sharded import anywhere, full_copy
+from fsdp_conformance.adapters.torch_checkpoints import FutureSave
 from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, submodules, torch_dtype
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
-from fsdp_conformance.adapters.torch_checkpoints import FutureSave
 from fsdp_conformance.engine import sharding_strategy as engine
 from fsdp_conformance.engine.fully_sharded.checkpoint import load_checkpoint, save_checkpoint, save_checkpoint_async
 from fsdp_conformance.engine.fully_sharded.fully_shard import ShardingOptions, fully_shard

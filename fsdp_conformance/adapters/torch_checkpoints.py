@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,6 +19,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from fsdp_conformance.adapters.base import LoadedKeys, PendingSave
 from fsdp_conformance.adapters.torch_like import TorchAdapter
@@ -35,9 +36,7 @@ class TorchCheckpoints(TorchAdapter):
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         # In torch, a full state dict on the CPU is only on rank 0.
-        return get_model_state_dict(
-            self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=rank0_only)
-        )
+        return get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=rank0_only))
 
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
         options = StateDictOptions(full_state_dict=True, strict=strict)
@@ -63,12 +62,12 @@ class TorchCheckpoints(TorchAdapter):
             set_optimizer_state_dict(self.model, self.optimizer, _copied(state), options=options)
 
     def save_checkpoint(self, directory: Path) -> None:
-        dcp.save(self._shards(), checkpoint_id=directory)
+        save(self._shards(), checkpoint_id=directory)
 
     def load_checkpoint(self, directory: Path) -> None:
         # Loaded in place: torch takes the names and shapes to read from the model and the optimizer.
         state = self._shards()
-        dcp.load(state, checkpoint_id=directory)
+        load(state, checkpoint_id=directory)
         set_model_state_dict(self.model, state["model"])
         if self.optimizer is not None:
             set_optimizer_state_dict(self.model, self.optimizer, state["optim"])
@@ -76,7 +75,7 @@ class TorchCheckpoints(TorchAdapter):
     def save_checkpoint_async(self, directory: Path) -> PendingSave:
         if self._saving_group is None:
             self._saving_group = dist.new_group(backend="gloo")
-        future: Any = dcp.async_save(self._shards(), checkpoint_id=directory, process_group=self._saving_group)
+        future: Any = async_save(self._shards(), checkpoint_id=directory, process_group=self._saving_group)
         return FutureSave(future)
 
     def _shards(self) -> dict[str, Any]:

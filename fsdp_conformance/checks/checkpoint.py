@@ -13,7 +13,7 @@ None of them calls an engine: they read what a case hands them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -161,7 +161,9 @@ def shares_storage(
     return tally.result()
 
 
-def unmoved(before: Mapping[str, Sequence[int]], after: Mapping[str, Sequence[int]], *, requirement: str, rank: int) -> CheckResult:
+def unmoved(
+    before: Mapping[str, Sequence[int]], after: Mapping[str, Sequence[int]], *, requirement: str, rank: int
+) -> CheckResult:
     """Addresses of storage, by name, are what they were before a load in place."""
     tally = Tally("storage after a load", requirement, rank=rank)
     for name, addresses in before.items():
@@ -180,7 +182,9 @@ def silent(records: Sequence[CollectiveRecord], *, requirement: str, rank: int, 
     """No collective was issued."""
     tally = Tally("silence", requirement, rank=rank)
     seen = [record.line() for record in records]
-    tally.compare(not seen, f"collectives during {during}", expected="none", got="; ".join(seen[:4]) or "none", phase=_PHASE)
+    tally.compare(
+        not seen, f"collectives during {during}", expected="none", got="; ".join(seen[:4]) or "none", phase=_PHASE
+    )
     return tally.result()
 
 
@@ -252,7 +256,9 @@ def _compare_names(
         details.append(f"missing {', '.join(missing[:4])}")
     if extra:
         wrapped = [name for name in extra if WRAPPER_PARTS.intersection(name.split("."))]
-        details.append(f"{'with a wrapper in the name' if wrapped else 'unexpected'} {', '.join((wrapped or extra)[:4])}")
+        details.append(
+            f"{'with a wrapper in the name' if wrapped else 'unexpected'} {', '.join((wrapped or extra)[:4])}"
+        )
     tally.expect(
         not details,
         f"{what}: expected {len(expected)} of the unwrapped model, got {len(got)}; {'; '.join(details)}",
@@ -261,9 +267,7 @@ def _compare_names(
     )
 
 
-def _compare_value(
-    tally: Tally, got: Any, expected: Any, what: str, ulps: float, where: Mapping[str, Any]
-) -> None:
+def _compare_value(tally: Tally, got: Any, expected: Any, what: str, ulps: float, where: Mapping[str, Any]) -> None:
     if not isinstance(expected, Tensor):
         tally.compare(_plain(got) == _plain(expected), what, expected=_plain(expected), got=_plain(got), **where)
         return
@@ -274,9 +278,10 @@ def _compare_value(
     here, right = got.detach().cpu(), expected.detach().cpu()
     if ulps and right.is_floating_point():
         eps = torch.finfo(right.dtype).eps * float(right.double().abs().max() if right.numel() else 0.0)
-        wrong = (here.double() - right.double()).abs() > ulps * eps
+        # Written so that NaN is wrong.
+        wrong = ~((here.double() - right.double()).abs() <= ulps * eps)
     else:
-        wrong = ~((here == right) | ((here != here) & (right != right)))
+        wrong = here != right
     count = int(wrong.sum())
     first = wrong.flatten().nonzero()[:1].flatten().tolist()
     details = f"{count} of {right.numel()} elements differ, the first is {first[0]}" if first else ""
@@ -309,5 +314,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     return value
-
-

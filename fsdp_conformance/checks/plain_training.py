@@ -41,7 +41,9 @@ def plain_training(
     """
     states = _train(workload, worlds, optimizer, dtype)
     if dtype is torch.float32 and is_exact(workload, worlds, optimizer):
-        for step, (state, twin) in enumerate(zip(states, _train(workload, worlds, optimizer, torch.float64), strict=True)):
+        for step, (state, twin) in enumerate(
+            zip(states, _train(workload, worlds, optimizer, torch.float64), strict=True)
+        ):
             for name, value in state.model.items():
                 if isinstance(value, Tensor) and not torch.equal(value.double(), twin.model[name].double()):
                     raise ReferencesDisagree(

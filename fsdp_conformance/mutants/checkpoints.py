@@ -7,7 +7,7 @@ with their own format have been.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,18 @@ from fsdp_conformance.adapters.base import PendingSave
 from fsdp_conformance.adapters.sharded import write_full
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.mutant import known_wrong
+
+
+class _Later:
+    """Writes when somebody waits."""
+
+    def __init__(self, write: Callable[[], None]) -> None:
+        self._write = write
+
+    def wait(self) -> object:
+        """Write now."""
+        self._write()
+        return None
 
 
 class SeamCheckpoints(SeamFSDP2):
@@ -64,8 +76,16 @@ class SeamCheckpoints(SeamFSDP2):
     # The engine.
 
     def save_checkpoint(self, directory: Path) -> None:
+        self.write(self.shards(), directory)
+
+    def save_checkpoint_async(self, directory: Path) -> PendingSave:
+        now = _cloned(self.shards())
+        return _Later(lambda: self.write(now, directory))
+
+    def write(self, shards: dict[str, Any], directory: Path) -> None:
+        """Write this rank's file. Collective."""
         directory.mkdir(exist_ok=True)
-        torch.save(_cloned(self.shards()), directory / f"shard{self.rank}.pt")
+        torch.save(_cloned(shards), directory / f"shard{self.rank}.pt")
         dist.barrier()
 
     @torch.no_grad()
@@ -212,23 +232,12 @@ class CheckpointAssumesItsWorld(SeamCheckpoints):
         super().place(target, whole, saved_by)
 
 
-class _Late:
-    """Writes when somebody waits."""
-
-    def __init__(self, adapter: SeamCheckpoints, directory: Path) -> None:
-        self._adapter, self._directory = adapter, directory
-
-    def wait(self) -> object:
-        """Write what the values are by now."""
-        return self._adapter.save_checkpoint(self._directory)
-
-
 @known_wrong("R149")
 class AsynchronousSaveIsLate(SeamCheckpoints):
     """An asynchronous save keeps references, and writes what they hold when it gets its turn."""
 
     def save_checkpoint_async(self, directory: Path) -> PendingSave:
-        return _Late(self, directory)
+        return _Later(lambda: self.write(self.shards(), directory))
 
 
 @known_wrong("R144", "R149")

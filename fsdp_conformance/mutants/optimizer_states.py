@@ -1,4 +1,4 @@
-"""Optimizer state dicts that mix up parameters, shards, settings or counters, and sharded state dicts that are wrong."""
+"""Optimizer state dicts that mix up parameters, shards, settings or counters, and wrong sharded state dicts."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class OptimizerStateUnchecked(SeamReference):
     def optim_state_dict(self) -> dict[str, Any]:
         if self.optimizer is None:
             return super().optim_state_dict()
-        like = next(iter(self.optimizer.state.values()), {})
+        like: dict[str, Tensor] = next(iter(self.optimizer.state.values()), {})
         for parameter in self.parameters().values():
             if parameter not in self.optimizer.state:
                 self.optimizer.state[parameter] = {
@@ -132,6 +132,18 @@ class OptimizerStateCheckedOnOneRank(SeamReference):
             if self.optimizer is not None and len(self.optimizer.state) < len(self.parameters()):
                 raise
             return {"state": {}, "param_groups": []}
+
+
+@known_wrong("R150")
+class OptimizerStateSteps(SeamReference):
+    """Taking an optimizer state dict steps every counter of the optimizer, and halves every momentum."""
+
+    def optim_state_dict(self) -> dict[str, Any]:
+        state = super().optim_state_dict()
+        for entries in self.optimizer.state.values() if self.optimizer is not None else ():
+            for key, value in entries.items():
+                value.add_(1) if key == "step" else value.mul_(0.5)
+        return state
 
 
 @known_wrong("R148")

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fsdp_conformance.adapters.base import LoadedKeys
 from fsdp_conformance.adapters.sharded import local_part
 from fsdp_conformance.mutants.base import SeamFSDP2
+from fsdp_conformance.mutants.engines import SeamReference
 from fsdp_conformance.mutants.mutant import known_wrong
 
 
@@ -184,7 +185,7 @@ class LoadIntoACopy(SeamFSDP2):
 
 
 @known_wrong("R147", shows=("refusal", "finding"))
-class LoadNeverStrict(SeamFSDP2):
+class LoadNeverStrict(SeamReference):
     """Names that do not fit are ignored, and not reported."""
 
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
@@ -193,7 +194,7 @@ class LoadNeverStrict(SeamFSDP2):
 
 
 @known_wrong("R147", shows=("refusal", "finding"))
-class LoadNamesNothing(SeamFSDP2):
+class LoadNamesNothing(SeamReference):
     """Names that do not fit are counted, but not named."""
 
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
@@ -203,8 +204,8 @@ class LoadNamesNothing(SeamFSDP2):
         return LoadedKeys(["?" for _ in found.missing], ["?" for _ in found.unexpected])
 
 
-@known_wrong("R147", shows=("raised",), raises="RuntimeError")
-class LoadAlwaysStrict(SeamFSDP2):
+@known_wrong("R147", shows=("raised",), raises="ParameterReplaced")
+class LoadAlwaysStrict(SeamReference):
     """A load that is not strict refuses names that do not fit."""
 
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
@@ -302,18 +303,6 @@ class ReadingKeepsParametersGathered(SeamFSDP2):
     def _gather(self) -> None:
         for unit in self.plan.units:
             self.unshard(unit)
-
-
-@known_wrong("R150")
-class OptimizerStateSteps(SeamFSDP2):
-    """Taking an optimizer state dict steps every counter of the optimizer, and halves every momentum."""
-
-    def optim_state_dict(self) -> dict[str, Any]:
-        state = super().optim_state_dict()
-        for entries in self.optimizer.state.values() if self.optimizer is not None else ():
-            for key, value in entries.items():
-                value.add_(1) if key == "step" else value.mul_(0.5)
-        return state
 
 
 def _copied(value: Any) -> Any:

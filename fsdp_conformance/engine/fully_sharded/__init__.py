@@ -23,6 +23,7 @@ The fully sharded module: parameters, gradients and optimizer state of each unit
     gradient_scaler      a gradient scaler whose skipped steps agree across ranks
     model_state          state dicts of the module, full and sharded
     optimizer_state      state dicts of the optimizer, full and sharded
+    checkpoint           model and optimizer in a directory, for any number of ranks
     report               a summary of what each unit holds and sends
 """
 

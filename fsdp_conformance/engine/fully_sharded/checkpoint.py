@@ -13,9 +13,11 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.optim import Optimizer
 
 from fsdp_conformance.engine.errors import StructureMismatch
@@ -35,7 +37,7 @@ _MODEL, _OPTIMIZER = "model", "optim"
 
 def save_checkpoint(module: nn.Module, optimizer: Optimizer | None, directory: str | os.PathLike[str]) -> None:
     """Save model and optimizer in a directory that every rank sees. Collective."""
-    dcp.save(_state_of(module, optimizer), checkpoint_id=directory)
+    save(_state_of(module, optimizer), checkpoint_id=directory)
 
 
 def save_checkpoint_async(
@@ -51,7 +53,7 @@ def save_checkpoint_async(
     `process_group` has all ranks and a backend for CPU tensors, and nothing else may use it until the future is done.
     """
     state = _state_of(module, optimizer)
-    return cast("Future[Any]", dcp.async_save(state, checkpoint_id=directory, process_group=process_group))
+    return cast("Future[Any]", async_save(state, checkpoint_id=directory, process_group=process_group))
 
 
 @torch.no_grad()
@@ -61,11 +63,11 @@ def load_checkpoint(module: nn.Module, optimizer: Optimizer | None, directory: s
 
     Raises StructureMismatch if an optimizer is to be loaded and the checkpoint has none.
     """
-    metadata = dcp.FileSystemReader(directory).read_metadata()
+    metadata = FileSystemReader(directory).read_metadata()
     state: dict[str, Any] = {_MODEL: sharded_state_dict(module)}
     if optimizer is not None:
         state[_OPTIMIZER] = _room_for_optimizer(module, metadata)
-    dcp.load(state, checkpoint_id=directory)
+    load(state, checkpoint_id=directory)
     load_sharded_state_dict(module, state[_MODEL])
     if optimizer is not None:
         load_optimizer_state(module, optimizer, _as_lists(state[_OPTIMIZER]))

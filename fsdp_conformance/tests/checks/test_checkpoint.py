@@ -15,7 +15,9 @@ from fsdp_conformance.checks.plain_training import PlainState, is_exact, plain_t
 from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.errors import ConfigError, ReferencesDisagree
 from fsdp_conformance.fixtures import buffers, probes
+from fsdp_conformance.history.collective import Op
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
+from fsdp_conformance.tests.checks import schedules
 
 STATES = plain_training(probes.rank_coded(), (2, 2, 2), optimizer="sgd")
 LAST = STATES[-1]
@@ -84,11 +86,16 @@ def test_rounding_is_allowed_only_where_it_is_asked_for() -> None:
 
     assert judged(8).findings == []
     assert [finding.fqn for finding in judged(1).findings] == [WHOLE]
+    state[WHOLE] = state[WHOLE] * float("nan")
+    assert [finding.fqn for finding in judged(8).findings] == [WHOLE]
 
 
 def _move_state(optimizer: dict[str, Any]) -> None:
     names = [name for name, entries in optimizer["state"].items()]
-    optimizer["state"][names[0]], optimizer["state"][names[1]] = optimizer["state"][names[1]], optimizer["state"][names[0]]
+    optimizer["state"][names[0]], optimizer["state"][names[1]] = (
+        optimizer["state"][names[1]],
+        optimizer["state"][names[0]],
+    )
 
 
 @pytest.mark.parametrize(
@@ -182,6 +189,17 @@ def test_hooks_and_bytes_that_stay_are_found() -> None:
     assert same.findings == []
     assert len(changed.findings) == 3
     assert {finding.expected for finding in changed.findings} == {"0", "24"}
+
+
+def test_a_collective_is_not_silence() -> None:
+    """One record is one finding that quotes it."""
+    record = schedules.collective(Op.ALL_GATHER, 16)
+    quiet = checkpoint.silent([], requirement="R148", rank=0, during="a state dict")
+    loud = checkpoint.silent([record], requirement="R148", rank=0, during="a state dict")
+
+    assert quiet.findings == []
+    assert quiet.count.comparisons == 1
+    assert "all_gather" in loud.findings[0].message
 
 
 def test_plain_training_changes_its_ranks() -> None:
