@@ -20,7 +20,12 @@ from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, S
 from fsdp_conformance.engine import sharding_strategy as engine
 from fsdp_conformance.engine.fully_sharded.checkpoint import load_checkpoint, save_checkpoint, save_checkpoint_async
 from fsdp_conformance.engine.fully_sharded.fully_shard import ShardingOptions, fully_shard
-from fsdp_conformance.engine.fully_sharded.model_state import full_state_dict, load_full_state_dict
+from fsdp_conformance.engine.fully_sharded.model_state import (
+    full_state_dict,
+    load_full_state_dict,
+    load_sharded_state_dict,
+    sharded_state_dict,
+)
 from fsdp_conformance.engine.fully_sharded.optimizer_state import full_optimizer_state, load_optimizer_state
 from fsdp_conformance.engine.fully_sharded.wrap_policy import ClassPolicy, SizePolicy, WrapPolicy
 from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
@@ -179,6 +184,12 @@ class Reference(TorchAdapter):
 
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
         return LoadedKeys(*load_full_state_dict(self.model, state, strict=strict))
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return sharded_state_dict(self.model)
+
+    def load_sharded_state_dict(self, state: Mapping[str, Any]) -> None:
+        load_sharded_state_dict(self.model, state)
 
     def optim_state_dict(self) -> dict[str, Any]:
         if self.optimizer is None:

@@ -7,6 +7,7 @@ checkpoint, so an optimizer that has not stepped yet takes over all of it, and p
 
 from __future__ import annotations
 
+import copy
 import os
 from concurrent.futures import Future
 from typing import Any, cast
@@ -14,7 +15,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
@@ -23,11 +24,11 @@ from torch.optim import Optimizer
 from fsdp_conformance.engine.errors import StructureMismatch
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.fully_shard import units_below
+from fsdp_conformance.engine.fully_sharded.local_pieces import LocalPieces
 from fsdp_conformance.engine.fully_sharded.model_state import (
-    as_dtensor,
     load_sharded_state_dict,
-    mesh_of,
     original_names,
+    own_pieces,
     sharded_state_dict,
 )
 from fsdp_conformance.engine.fully_sharded.optimizer_state import load_optimizer_state, sharded_optimizer_state
@@ -52,8 +53,8 @@ def save_checkpoint_async(
 
     `process_group` has all ranks and a backend for CPU tensors, and nothing else may use it until the future is done.
     """
-    state = _state_of(module, optimizer)
-    return cast("Future[Any]", async_save(state, checkpoint_id=directory, process_group=process_group))
+    state, writer = _state_of(module, optimizer), _SnapshotWriter(directory)
+    return cast("Future[Any]", async_save(state, storage_writer=writer, process_group=process_group))
 
 
 @torch.no_grad()
@@ -84,10 +85,10 @@ def _room_for_optimizer(module: nn.Module, metadata: Metadata) -> dict[str, Any]
     """The optimizer's state in a checkpoint, with room for its values: tensors as large as a parameter are sharded."""
     names = original_names(module)
     homes = {
-        names[id(member.parameter)]: (flat, member.shape)
+        names[id(member.parameter)]: (flat, index)
         for unit in units_below(module)
         for flat in unit.flats
-        for member in flat.members
+        for index, member in enumerate(flat.members)
     }
     room: dict[str, Any] = {}
     for key, path in metadata.planner_data.items():
@@ -103,15 +104,34 @@ def _room_for_optimizer(module: nn.Module, metadata: Metadata) -> dict[str, Any]
     return {"state": {}} | room
 
 
-def _room(saved: Any, home: tuple[FlatParameter, torch.Size] | None) -> Tensor | None:
+def _room(saved: Any, home: tuple[FlatParameter, int] | None) -> Tensor | None:
     if not isinstance(saved, TensorStorageMetadata):
         return None
-    if home is None or saved.size != home[1]:
-        return torch.empty(saved.size, dtype=saved.properties.dtype)
-    flat, _ = home
-    whole = torch.empty(saved.size, dtype=saved.properties.dtype, device="meta")
-    part = as_dtensor(whole, mesh_of(flat))
-    return torch.empty_like(part, device=flat.storage.pool.device)
+    dtype = saved.properties.dtype
+    if home is None:
+        return torch.empty(saved.size, dtype=dtype)
+    flat, index = home
+    if saved.size != flat.members[index].shape or not saved.size:
+        return torch.empty(saved.size, dtype=dtype)
+    return own_pieces(flat, index, torch.empty_like(flat.parts[index], dtype=dtype))
+
+
+class _SnapshotWriter(FileSystemWriter):
+    """Copies what is to be written before `async_save` returns."""
+
+    def stage(self, state_dict: Any) -> Any:
+        """Copies on the CPU."""
+        return _snapshot(state_dict)
+
+
+def _snapshot(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _snapshot(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([_snapshot(item) for item in value])
+    if isinstance(value, LocalPieces):
+        return LocalPieces(_snapshot(value.part), value.shape, value.begin)
+    return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else copy.copy(value)
 
 
 def _as_lists(state: dict[str, Any]) -> dict[str, Any]:
