@@ -55,10 +55,16 @@ class CaseWorlds:
         store = distributed_c10d._get_default_store()
         self._worlds_made += 1
         self._close_everything()
+        ended = f"the smaller world {self._worlds_made} has ended"
         if self.rank < size:
             self._begin_world(store, size, "smaller")
             body()
             self._close_everything()
+            store.set(ended, "yes")
+        else:
+            # Longer than a collective may take: a whole training goes on meanwhile.
+            with self.blaming("suite"):
+                store.wait([ended], timedelta(seconds=context.running().order.case.deadlines.case_s))
         self._begin_world(store, everybody, "whole")
 
     def shared_directory(self) -> Path:

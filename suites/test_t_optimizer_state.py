@@ -157,7 +157,7 @@ class OptimizerStateDicts(ConformanceTestCase):
         chapter="T",
         world_size=2,
         needs=("optim_state_dict",),
-        timeout_s=40.0,
+        timeout_s=30.0,
         kills=("optimizer-state-unchecked", "optimizer-state-checked-on-one-rank"),
     )
     def test_state_that_one_rank_lacks(self) -> None:

@@ -76,6 +76,8 @@ class TorchFSDP1(TorchCheckpoints):
         "prefetch_backward", "prefetch_forward", "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic",
         "zero_size_shard", "noncontiguous_params", "coll_counts", "coll_volume", "mem_bounds", "rate_limit",
     })  # fmt: skip
+    #: torch 2.13: the copies that an asynchronous save makes do not support ShardedTensor, which raises.
+    declines: ClassVar[frozenset[str]] = frozenset({"async_checkpoint"})
     #: The unit that computes, and the one that is prefetched in backward.
     max_unsharded: ClassVar[int] = 2
     #: In torch, broadcast at init and pinned offload require an accelerator, whatever `device_id` is.
