@@ -78,7 +78,7 @@ class OptimizerStateDicts(ConformanceTestCase):
         chapter="T",
         world_size=2,
         needs=("optim_state_dict",),
-        kills=("optimizer-state-made-up", "optimizer-state-without-groups"),
+        kills=("optimizer-state-made-up", "optimizer-state-without-groups", "optimizer-state-initialises"),
     )
     def test_before_the_first_step(self) -> None:
         """Before the first step it has the groups, and no state of any parameter."""

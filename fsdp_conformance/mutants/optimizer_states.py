@@ -177,6 +177,24 @@ class OptimizerStateSteps(SeamReference):
         return state
 
 
+@known_wrong("R150", "R144")
+class OptimizerStateInitialises(SeamReference):
+    """A look at an optimizer that has not stepped makes it step, with gradients of zeros and no learning rate."""
+
+    def optim_state_dict(self) -> dict[str, Any]:
+        if self.optimizer is not None and not self.optimizer.state:
+            rates = [group["lr"] for group in self.optimizer.param_groups]
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.0
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        return super().optim_state_dict()
+
+
 @known_wrong("R148")
 class ShardedStateIsOld(SeamFSDP2):
     """Sharded state dicts have the values from before the first step."""
