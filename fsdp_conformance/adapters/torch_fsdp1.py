@@ -25,7 +25,7 @@ from torch.distributed.fsdp import BackwardPrefetch as FSDP1BackwardPrefetch
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
-from fsdp_conformance.adapters.base import ModelFn, OptimFn
+from fsdp_conformance.adapters.base import CommunicationHook, ModelFn, OptimFn
 from fsdp_conformance.adapters.sharded import anywhere, full_copy, full_gradients
 from fsdp_conformance.adapters.torch_like import (
     TorchAdapter,
@@ -74,7 +74,7 @@ class TorchFSDP1(TorchAdapter):
         "any_accelerator", "move_inputs", "init_after", "init_never", "device_id", "sync_module_states",
         "cpu_offload_params", "mixed_precision", "mp_per_unit", "mp_reduce", "mp_buffers", "mp_eval_full",
         "prefetch_backward", "prefetch_forward", "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic",
-        "zero_size_shard", "noncontiguous_params", "coll_counts", "coll_volume", "mem_bounds", "rate_limit",
+        "zero_size_shard", "noncontiguous_params", "coll_counts", "coll_volume", "mem_bounds", "rate_limit", "ac_reentrant",
     })  # fmt: skip
     #: The unit that computes, and the one that is prefetched in backward.
     max_unsharded: ClassVar[int] = 2
@@ -121,6 +121,10 @@ class TorchFSDP1(TorchAdapter):
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return self._root.no_sync()
+
+    def register_comm_hook(self, hook: CommunicationHook) -> None:
+        # FSDP1 looks at the number of arguments; a function that is called for replicated parameters has only two.
+        self._root.register_comm_hook(None, lambda state, gradient, shard: hook(gradient, shard))
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         return self._root.clip_grad_norm_(max_norm, norm_type)
