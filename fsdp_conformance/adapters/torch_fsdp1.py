@@ -30,9 +30,11 @@ from fsdp_conformance.adapters.sharded import anywhere, full_copy, full_gradient
 from fsdp_conformance.adapters.torch_like import (
     TorchAdapter,
     all_units,
+    apply_tensor_parallelism,
     hybrid_shape,
     refusal,
     submodules,
+    tensor_mesh,
     torch_dtype,
 )
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
@@ -75,6 +77,7 @@ class TorchFSDP1(TorchAdapter):
         "cpu_offload_params", "mixed_precision", "mp_per_unit", "mp_reduce", "mp_buffers", "mp_eval_full",
         "prefetch_backward", "prefetch_forward", "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic",
         "zero_size_shard", "noncontiguous_params", "coll_counts", "coll_volume", "mem_bounds", "rate_limit", "ac_reentrant",
+        "tp",
     })  # fmt: skip
     #: The unit that computes, and the one that is prefetched in backward.
     max_unsharded: ClassVar[int] = 2
@@ -107,7 +110,13 @@ class TorchFSDP1(TorchAdapter):
                 pass
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        mesh = None
+        if plan.tensor_parallel > 1:
+            mesh = tensor_mesh(plan, self.device.type)
+            apply_tensor_parallelism(model, plan, mesh)
         options = self._options(model, plan)
+        if mesh is not None:
+            options["device_mesh"] = mesh["shard"]
         with (
             refusal("sync_module_states", ValueError, when=plan.sync_module_states and self.device.type == "cpu"),
             patch.dict(os.environ, {_FULL_PRECISION_IN_EVAL: "1" if plan.full_precision_in_eval else "0"}),

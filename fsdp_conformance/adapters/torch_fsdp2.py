@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_conformance.adapters.torch_like import (
     TorchAdapter,
     all_units,
-    hybrid_shape,
     apply_tensor_parallelism,
+    hybrid_shape,
     refusal,
     submodules,
     tensor_mesh,

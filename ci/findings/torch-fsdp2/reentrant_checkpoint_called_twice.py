@@ -1,5 +1,5 @@
 """
-fully_shard: a unit that is called twice under reentrant checkpoints gets no gradient, and nothing is raised.
+fully_shard: a unit that is called twice under reentrant checkpoints is left gathered, its gradient unreduced.
 
     torchrun --nproc-per-node 2 reentrant_checkpoint_called_twice.py
 
@@ -30,9 +30,10 @@ plain, model = Twice(), Twice()
 model.load_state_dict(plain.state_dict())
 for unit in (model.first, model.shared, model):
     fully_shard(unit, mesh=mesh)
+weight = model.shared.weight  # what an optimizer holds
 for each in (plain, model):
     each(torch.ones(2, 4)).sum().backward()
-grad = model.shared.weight.grad
-got = None if grad is None else grad.full_tensor().norm().item()
+got = None if weight.grad is None else weight.grad.full_tensor().norm().item()
 if dist.get_rank() == 0:
     print(f"norm of the gradient of shared.weight: expected {plain.shared.weight.grad.norm():.4f}, got {got}")
+    print(f"resharded after backward: expected True, got {model.shared.weight is weight}")
