@@ -75,7 +75,11 @@ class Checkpointing(ConformanceTestCase):
         axes={"kind": ("plain", "reentrant"), "world_size": (2, 3)},
         only=lambda values: values["world_size"] == 2 or values["kind"] == "plain",
         needs=_needs,
-        kills=("stays-gathered-after-recompute", "reference-keeps-second-recompute", "recomputes-with-old-parameters"),
+        # Under reentrant checkpoints FSDP2 is wrong by itself, so its mutants would show nothing.
+        kills=lambda values: (
+            ["reference-keeps-second-recompute", "fsdp1-doubles-recomputed"]
+            + ["stays-gathered-after-recompute", "recomputes-with-old-parameters"] * (values["kind"] == "plain")
+        ),
     )
     def test_called_twice(self, kind: str, world_size: int) -> None:
         """A unit that is called twice, each time in a checkpoint, adds both gradients once and is released."""

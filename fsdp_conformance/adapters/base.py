@@ -154,6 +154,9 @@ class Adapter(ABC):
         """
         The context for a micro-batch: entered before its forward and left after its backward.
 
+        In a pipeline (`pipelined_microbatch`) it is entered twice, around the forward and around the backward, because
+        other micro-batches' passes lie between the two.
+
         `last` marks the last micro-batch of the step. `reduced` is False only for plans with `defer_reduction`: then
         the gradients of this micro-batch must not be reduced yet. The last micro-batch is always reduced.
         """
