@@ -176,9 +176,7 @@ class Hooks(ConformanceTestCase):
             run, workload, self.plan(workload, reduce_dtype=dtype), requirement="R159", kinds=(Kind.GRADIENT,)
         )
 
-    @conformance_case(
-        "R159", chapter="Y", world_size=4, needs=("comm_hook", "hsdp"), kills=("reference-hooks-hybrid",)
-    )
+    @conformance_case("R159", chapter="Y", world_size=4, needs=("comm_hook", "hsdp"), kills=("reference-hooks-hybrid",))
     def test_hook_with_hybrid_sharding(self) -> None:
         """Under hybrid sharding, whose second reduction a hook cannot replace, registering one is refused."""
         workload = probes.exact_nested()

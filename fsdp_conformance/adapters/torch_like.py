@@ -102,8 +102,11 @@ class TorchAdapter(Adapter):
         self._optim_fn = optim_fn
         self._make_optimizer()
 
+    def microbatch(self, last: bool, *, reduced: bool = True) -> AbstractContextManager[Any]:
+        return self._microbatch(last, reduced)
+
     @contextmanager
-    def microbatch(self, last: bool, *, reduced: bool = True) -> Iterator[None]:
+    def _microbatch(self, last: bool, reduced: bool) -> Iterator[None]:
         with ExitStack() as contexts:
             if not reduced:
                 units = self.plan.deferred_units

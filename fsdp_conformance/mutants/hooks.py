@@ -37,7 +37,7 @@ class CallsHooksTwice(SeamFSDP2):
                 hook(module, args)
             return own(*args, **kwargs)
 
-        module.forward = forward  # type: ignore[method-assign]
+        module.forward = forward
 
 
 @known_wrong("R158")

@@ -117,4 +117,4 @@ class AveragesExperts(SeamFSDP2):
         for name, grad in self.local_grads().items():
             if name.startswith(prefixes):
                 dist.all_reduce(grad)
-                grad /= self.world_size
+                grad.div_(self.world_size)

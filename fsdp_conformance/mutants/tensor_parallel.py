@@ -22,7 +22,7 @@ class AveragesOverTheTensorGroup(SeamFSDP2):
         if self.plan.tensor_parallel > 1:
             for grad in self.local_grads().values():
                 dist.all_reduce(grad, group=self._parallel_mesh.get_group("tensor"))
-                grad /= self.plan.tensor_parallel
+                grad.div_(self.plan.tensor_parallel)
 
 
 @known_wrong("R154")
@@ -58,5 +58,5 @@ class CountsReplicatedInTheNorm(SeamFSDP2):
         dist.all_reduce(total)
         norm = total.sqrt()
         for grad in grads:
-            grad *= torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            grad.mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0))
         return norm

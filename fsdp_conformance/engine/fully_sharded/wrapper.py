@@ -31,6 +31,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp_conformance.engine.errors import TrainingStateError
 from fsdp_conformance.engine.fully_sharded import full_parameters
+from fsdp_conformance.engine.fully_sharded.deferral import steps_refused
 from fsdp_conformance.engine.fully_sharded.flat_parameter import ReductionHook
 from fsdp_conformance.engine.fully_sharded.fully_shard import (
     UNIT,
@@ -43,7 +44,6 @@ from fsdp_conformance.engine.fully_sharded.fully_shard import (
     units_below,
 )
 from fsdp_conformance.engine.fully_sharded.gradient_norm import clip_gradients
-from fsdp_conformance.engine.fully_sharded.deferral import steps_refused
 from fsdp_conformance.engine.fully_sharded.model_state import full_state_dict, load_full_state_dict
 from fsdp_conformance.engine.fully_sharded.report import communication_plan, memory_report
 from fsdp_conformance.engine.fully_sharded.schedule import schedule_of
