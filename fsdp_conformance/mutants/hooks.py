@@ -1,5 +1,5 @@
 """
-Wrong with hooks: a user's hooks that fire too often or never, hooks of the engine that pile up, and communication hooks.
+Wrong with hooks: a user's hooks that fire too often or never, the engine's that pile up, and communication hooks.
 """
 
 from __future__ import annotations

@@ -175,8 +175,8 @@ class FullyShardedDataParallel(nn.Module):
         """
         A context in which backward accumulates on this rank without reducing; the next backward outside reduces it all.
 
-        Applies to this unit and, with `recurse`, to those inside it. Raises TrainingStateError if one of them is in such
-        a context already, and inside the context, before an optimizer steps their parameters: gradients are incomplete.
+        Applies to this unit and, with `recurse`, to those inside it. Raises TrainingStateError if one is in such a
+        context already. In the context an optimizer that has their parameters raises it: gradients are incomplete.
         """
         units = self.units if recurse else [self.unit]
         nested = [unit.label for unit in units if not unit.sync_gradients]
