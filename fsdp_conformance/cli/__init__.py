@@ -12,6 +12,7 @@ Commands:
     explain         a requirement or a case, with what a run found
     verify          the verdict, derived again from a run file
     compare         the verdicts that differ between two runs
+    scoreboard      several engines side by side
     update_expectations  the failures of a run, written into conformance.toml
 
 From the command line to an exit status:

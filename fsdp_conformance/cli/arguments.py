@@ -184,6 +184,11 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     _add_profile(verify, default=None)
     _add_expected(verify)
 
+    board = command("scoreboard", "show the runs of several engines side by side, requirement by requirement")
+    board.add_argument("run_files", nargs="+", metavar="RUN", help="a run file, or its directory")
+    board.add_argument("--all", action="store_true", help="also show requirements that every engine passes")
+    board.add_argument("--json", action="store_true", help="print the table as JSON")
+
     update = command(
         "update-expectations", "write the failures of a run into conformance.toml", module="update_expectations"
     )

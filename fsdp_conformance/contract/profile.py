@@ -180,7 +180,8 @@ def _read(path: Path, *, named: str) -> Profile:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise UsageError(f"the profile {named} cannot be read: {error.strerror or error}") from error
+        why = error.strerror or error
+        raise UsageError(f"profile must be a file that can be read, got {named!r}: {why}") from error
     return profile_from_json(text, where=str(path))
 
 
