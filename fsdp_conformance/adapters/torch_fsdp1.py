@@ -280,7 +280,9 @@ class TorchFSDP1NoShard(TorchFSDP1):
 
     name: ClassVar[str] = "torch-fsdp1-no-shard"
     strategy: ClassVar[ShardingStrategy] = ShardingStrategy.NO_SHARD
-    declines: ClassVar[frozenset[str]] = frozenset({"zero3", "zero2", "hsdp", "reshard_after_forward"})
+    declines: ClassVar[frozenset[str]] = frozenset({
+        "zero3", "zero2", "hsdp", "reshard_after_forward", "comm_hook", "tp",
+    })  # fmt: skip
 
 
 class TorchFSDP1HybridShard(TorchFSDP1):
@@ -288,7 +290,9 @@ class TorchFSDP1HybridShard(TorchFSDP1):
 
     name: ClassVar[str] = "torch-fsdp1-hybrid-shard"
     strategy: ClassVar[ShardingStrategy] = ShardingStrategy.HYBRID_SHARD
-    declines: ClassVar[frozenset[str]] = frozenset({"zero3", "zero2", "no_shard", "reshard_after_forward"})
+    declines: ClassVar[frozenset[str]] = frozenset({
+        "zero3", "zero2", "no_shard", "reshard_after_forward", "comm_hook", "tp",
+    })  # fmt: skip
 
 
 def _precision(plan: Plan, unit: str) -> MixedPrecision | None:
