@@ -27,7 +27,7 @@ def test_a_field_needs_its_flag(fields: dict[str, Any], flag: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"units": ("a",), "deferred_units": ("", "a", "b")}, "deferred_units must be units, .* got b$"),
+        ({"units": ("a",), "deferred_units": ("", "a", "b")}, "deferred_units must be units, .* got b "),
         ({"tensor_parallel": 2}, "tensor_parallel must be above 1 with tensor_styles .* got 2 with 0 styles"),
         ({"tensor_styles": (("a", "row"),)}, "got 1 with 1 styles"),
         (
