@@ -37,7 +37,7 @@ class TorchFSDP2(TorchAdapter):
         "multi_module_unit", "any_accelerator", "move_inputs", "init_after", "init_never", "mixed_precision",
         "mp_per_unit", "mp_reduce", "cast_after_init", "cpu_offload_params", "prefetch_explicit", "prefetch_forward",
         "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic", "unused_untouched", "zero_size_shard",
-        "coll_counts", "coll_volume", "ws1_fast", "mem_bounds", "rate_limit",
+        "coll_counts", "coll_volume", "ws1_fast", "mem_bounds", "rate_limit", "clip_norm_type",
     })  # fmt: skip
     max_unsharded: ClassVar[int] = 1
 
@@ -66,6 +66,9 @@ class TorchFSDP2(TorchAdapter):
 
     def no_all_reduce(self) -> AbstractContextManager[Any]:
         return _replicas_deferred(cast(FSDPModule, self.model))
+
+    def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self.device.type, **options)
 
     def unit_is_unsharded(self, fqn: str) -> bool:
         (unit,) = submodules(self.model, [fqn])

@@ -41,6 +41,12 @@ class DDP(Reference):
     def __init__(self, workload: Workload, regime: Regime, **rest: Any) -> None:
         super().__init__(workload, regime, **rest)
         self.wrapped = self._wrap(first=True)
+        self.scaler = torch.amp.GradScaler(
+            self.device.type,
+            init_scale=regime.init_scale or 1.0,
+            growth_interval=regime.growth_interval,
+            enabled=regime.init_scale is not None,
+        )
 
     def call(self, replica: Replica) -> Callable[..., Any]:
         return self.wrapped
@@ -58,6 +64,16 @@ class DDP(Reference):
 
     def clip(self, replica: Replica, max_norm: float) -> Tensor:
         return torch.nn.utils.clip_grad_norm_(list(replica.params.values()), max_norm, self.regime.norm_type)
+
+    def scaled(self, replica: Replica, loss: Tensor) -> Tensor:
+        return self.scaler.scale(loss)
+
+    def scaled_update(self, replica: Replica) -> None:
+        self.scaler.unscale_(replica.optimizer)
+        self._clip(replica)
+        self.scaler.step(replica.optimizer)
+        self.scaler.update()
+        replica.scale = self.scaler.get_scale()
 
     def _wrap(self, *, first: bool) -> DistributedDataParallel:
         replica = self.replicas[0]
