@@ -75,6 +75,8 @@ class Reference(ABC):
         self.device = torch.device(device)
         self.dtype = dtype
         self.replicas = [self._replica(rank, source or self.name) for rank in ranks]
+        self.local_norms: list[Tensor] = []
+        """Norms of the gradients that only one rank has, by rank, before the step."""
 
     def train(self) -> list[TrainingHistory]:
         """Train by the regime; the histories of all replicas."""
@@ -109,11 +111,25 @@ class Reference(ABC):
         """Called after requires_grad of some parameters has changed."""
 
     def total_norm(self, replica: Replica) -> Tensor:
-        """The norm of all gradients as one vector, from full gradients in float64."""
-        grads = [param.grad.double() for param in replica.params.values() if param.grad is not None]
-        norms = [torch.linalg.vector_norm(grad, self.regime.norm_type) for grad in grads]
-        total: Tensor = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]), self.regime.norm_type)
+        """The norm of all gradients as one vector, every rank's experts included, from full gradients in float64."""
+        shared = [name for name in replica.params if name not in self.workload.local_params]
+        norms = [self.norm_of(replica, shared)]
+        if self.workload.local_params:
+            norms += self.local_norms
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), self.regime.norm_type)
         return total
+
+    def norm_of(self, replica: Replica, names: Iterable[str]) -> Tensor:
+        """The norm of some full gradients of a replica, in float64."""
+        grads = [grad.double() for name in names if (grad := replica.params[name].grad) is not None]
+        norms = [torch.linalg.vector_norm(grad, self.regime.norm_type) for grad in grads]
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms or [zero]), self.regime.norm_type)
+        return total
+
+    def gather_norms(self, norms: list[Tensor]) -> list[Tensor]:
+        """From the norms of this process's replicas to those of all ranks."""
+        return norms
 
     def clip(self, replica: Replica, max_norm: float) -> Tensor:
         """Scale gradients down to `max_norm`; returns the total norm before scaling."""
@@ -179,6 +195,10 @@ class Reference(ABC):
             for replica in self.replicas:
                 self._micro_batch(replica, step, micro, reduced)
             self.reduce(micro, reduced)
+        if self.workload.local_params and self.regime.max_norm is not None:
+            # Before the first replica is clipped.
+            own = [self.norm_of(replica, self.workload.local_params) for replica in self.replicas]
+            self.local_norms = self.gather_norms(own)
         for replica in self.replicas:
             self._update(replica, step)
 

@@ -12,9 +12,8 @@ from fsdp_conformance.checks.traffic import expect_count, in_step, of
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.history.training import TrainingHistory
 
-#: Roundings between the elements and their 2-norm, of half a unit each: of the norm of each shard of each tensor, of
-#: its square, of the sums over tensors and ranks, and of the root. A sum of n terms has at most log2(n) roundings on the
-#: way of each term if it is added in pairs; few terms are added here.
+#: Roundings between elements and 2-norm, of half a unit each: of the norm of each tensor's shard, of its square, of the
+#: sums over tensors and ranks, and of the root. The tests' gradients have few tensors on few ranks: ten sums at most.
 ROUNDINGS = 16
 
 #: Bytes of a message that carries norms rather than gradients.

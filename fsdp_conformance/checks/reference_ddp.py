@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_conformance.checks.loop import Reference, Replica
+from fsdp_conformance.checks.reference_all_reduce import gathered
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.workload import Regime, Workload
 
@@ -63,7 +64,16 @@ class DDP(Reference):
         self.wrapped = self._wrap(first=False)
 
     def clip(self, replica: Replica, max_norm: float) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(list(replica.params.values()), max_norm, self.regime.norm_type)
+        params = list(replica.params.values())
+        if not self.workload.local_params:
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, self.regime.norm_type)
+        # torch's function would take this rank's experts for all of them, and ranks would clip differently.
+        norm = self.total_norm(replica)
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        return norm
+
+    def gather_norms(self, norms: list[Tensor]) -> list[Tensor]:
+        return gathered(norms)
 
     def scaled(self, replica: Replica, loss: Tensor) -> Tensor:
         return self.scaler.scale(loss)
