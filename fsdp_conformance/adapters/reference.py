@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_conformance
-from fsdp_conformance.adapters.sharded import anywhere, full_copy
+from fsdp_conformance.adapters.sharded import full_copy
 from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, submodules, torch_dtype
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
 from fsdp_conformance.engine import sharding_strategy as engine
@@ -169,17 +169,9 @@ class Reference(TorchAdapter):
             return {name: full_copy(parameter) for name, parameter in self.parameters().items()}
 
     def full_grads(self) -> dict[str, Tensor | None]:
-        parameters = self.parameters()
-        here = [parameter.grad is not None and parameter.grad.numel() > 0 for parameter in parameters.values()]
-        somewhere = anywhere(here, self.device)
-        # A rank without elements of a parameter cannot know whether it was used.
-        present = {
-            name: parameter.grad is not None if parameter.numel() else there
-            for (name, parameter), there in zip(parameters.items(), somewhere, strict=True)
-        }
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False, with_grads=True):
             return {
-                name: full_copy(parameter.grad) if present[name] and parameter.grad is not None else None
+                name: None if parameter.grad is None else full_copy(parameter.grad)
                 for name, parameter in self.parameters().items()
             }
 

@@ -89,12 +89,12 @@ def train(
     Set the adapter up and train the workload according to the regime. Collective.
 
     The regime's micro-batches, clipping and deferred reduction go into the plan; losses are scaled if it says so. The
-    adapter must be new; it stays open, so that the caller can inspect it. Faults are prepared with the model, installed after setup and removed at
-    the end. With `observe=False`, only losses and the final parameters are read. `on_setup` is called after setup and
-    before initial values are recorded; `on_loss`, with the step, between a loss and its backward, like a user's own
-    code; `on_gradients` after a step's gradients are complete, as an observer; `on_step` with
-    each step whose optimizer step has returned. With `inputs_on_cpu`, batches stay on
-    the CPU for the engine to move.
+    adapter must be new; it stays open, so that the caller can inspect it. Faults are prepared with the model, installed
+    after setup and removed at the end. With `observe=False`, only losses and the final parameters are read. `on_setup`
+    is called after setup and before initial values are recorded; `on_loss`, with the step, between a loss and its
+    backward, like a user's own code; `on_gradients` after a step's gradients are complete, as an observer; `on_step`
+    with each step whose optimizer step has returned. With `inputs_on_cpu`, batches stay on the CPU for the engine to
+    move.
 
     Raises Unsupported for a plan with undeclared flags, or for a regime that the adapter cannot follow.
     """

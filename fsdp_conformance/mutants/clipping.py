@@ -182,7 +182,7 @@ class NormOfOldGradients(OwnNorm):
         return super().norm(parts, norm_type) if parts else torch.tensor(self._before)
 
 
-@known_wrong("R103")
+@known_wrong("R103", name="norm-of-nothing-is-nan")
 class NormOfNothingIsNaN(OwnNorm):
     """Without gradients, the norm is the mean of nothing."""
 
