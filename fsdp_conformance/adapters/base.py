@@ -35,7 +35,7 @@ from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import Unsupported
 
 ModelFn = Callable[[], nn.Module]
-"""Builds the model on the CPU, in float32, with this rank's initial values."""
+"""Builds the model on the CPU, in float32, with this rank's initial values; on meta if the plan has `meta_init`."""
 OptimFn = Callable[[Any], Optimizer]
 """Builds a stock torch optimizer from parameters or parameter groups."""
 
@@ -87,6 +87,7 @@ class Adapter(ABC):
         "reshard": "manual_unshard",
         "unshard_async": "async_unshard",
         "wrap_again": "wrap_again",
+        "recover": "exception_recovery",
         "reducer": "reducer",
         "reduce_scatter_bucketer": "bucketing",
         "chunk_pool": "chunk_pool",
@@ -229,6 +230,15 @@ class Adapter(ABC):
 
     def wrap_again(self) -> None:
         """Wrap the wrapped module again, as a careless caller might. An implementation should raise."""
+        raise NotImplementedError
+
+    def recover(self) -> None:
+        """
+        Return to the state between two steps: an exception left a forward or a backward on every rank, and was caught.
+
+        The recovery that the engine documents; if that is automatic, there is nothing to do for it. Gradients of the
+        interrupted step are dropped. Collective. Declares `exception_recovery`.
+        """
         raise NotImplementedError
 
     # Components, each used separately, without `setup`: see `adapters.components`.
