@@ -74,8 +74,8 @@ class TorchFSDP1(TorchAdapter):
         "any_accelerator", "move_inputs", "init_after", "init_never", "device_id", "sync_module_states",
         "cpu_offload_params", "mixed_precision", "mp_per_unit", "mp_reduce", "mp_buffers", "mp_eval_full",
         "prefetch_backward", "prefetch_forward", "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic",
-        "meta_init", "meta_init_fn", "zero_size_shard", "noncontiguous_params", "coll_counts", "coll_volume", "mem_bounds",
-        "rate_limit",
+        "meta_init", "meta_init_fn", "zero_size_shard", "noncontiguous_params", "coll_counts", "coll_volume",
+        "mem_bounds", "rate_limit",
     })  # fmt: skip
     #: The unit that computes, and the one that is prefetched in backward.
     max_unsharded: ClassVar[int] = 2

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 from unittest import mock
 
 from torch import Tensor, nn
@@ -88,8 +88,22 @@ class WaitsForEver(SeamFSDP2):
                 time.sleep(1)
 
 
+class _Recovering(SeamFSDP2):
+    """FSDP2 with what torch's recovery lacks: gradients that were not reduced yet are dropped."""
+
+    def recover(self) -> None:
+        super().recover()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                for group in module._get_fsdp_state()._fsdp_param_groups:
+                    for parameter in group.fsdp_params:
+                        parameter.unsharded_accumulated_grad = None
+                        if hasattr(parameter, "_unsharded_param"):
+                            parameter._unsharded_param.grad = None
+
+
 @known_wrong("R161", "R136")
-class StaysUnsharded(SeamFSDP2):
+class StaysUnsharded(_Recovering):
     """After a recovery, a unit holds full parameters."""
 
     def recover(self) -> None:
@@ -98,7 +112,7 @@ class StaysUnsharded(SeamFSDP2):
 
 
 @known_wrong("R161", "R136")
-class LosesItsReduction(SeamFSDP2):
+class LosesItsReduction(_Recovering):
     """After a recovery, a unit's gradients are not reduced any more."""
 
     def recover(self) -> None:
@@ -110,8 +124,8 @@ class LosesItsReduction(SeamFSDP2):
 class KeepsGradients(SeamFSDP2):
     """Gradients of an interrupted step stay, and the next step adds to them."""
 
-    def recover(self) -> None:
-        cast(FSDPModule, self.model).reset_iter_state()
+    def drop_all_grads(self) -> None:
+        """Drop none."""
 
 
 class _Forgetful(UnitSchedule):
