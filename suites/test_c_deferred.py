@@ -304,7 +304,7 @@ def _initialise(called: list[nn.Module], module: nn.Module) -> None:
         module.reset_parameters()
 
 
-def _pairs(order: Sequence[str], units: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _pairs(order: Sequence[str], units: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """Modules of one unit of which the first contains the second."""
     for outer in order:
         for inner in order:

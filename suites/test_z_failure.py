@@ -23,6 +23,8 @@ from fsdp_conformance.workload import BatchKey, Regime, Workload
 
 #: What a user's exception carries.
 _CODE = 4711
+Attempt = Callable[[Adapter, Workload, Fuse, int], None]
+"""attempt(adapter, workload, fuse, micro): a forward and a backward that may not come to their end."""
 _PARITY = ("loss", "gradient", "parameter")
 _RECOVERY_KILLS = {
     "forward": ("stays-unsharded", "loses-its-reduction", "reference-forgets-to-recover"),
@@ -113,12 +115,14 @@ class Recovery(ConformanceTestCase):
         half way, the next three steps are at parity, bit for bit.
         """
         workload = failing.fused_around()
-        attempt = {"exception": partial(self._raising, place="recompute"), "early-stop": self._complete}
-        self._interrupted(workload, Regime(steps=4), attempt.get(kind, self._incomplete), "R136")
+        attempts: dict[str, Attempt] = {
+            "exception": partial(self._raising, place="recompute"),
+            "early-stop": self._complete,
+            "incomplete": self._incomplete,
+        }
+        self._interrupted(workload, Regime(steps=4), attempts[kind], "R136")
 
-    def _interrupted(
-        self, workload: Workload, regime: Regime, attempt: Callable[[Adapter, Workload, Fuse, int], Any], name: str
-    ) -> None:
+    def _interrupted(self, workload: Workload, regime: Regime, attempt: Attempt, name: str) -> None:
         """Train; after the first step, make the attempt, recover, and look at what it has left behind."""
         watched, fuses = _watched(workload)
         adapter = self.subject()
@@ -258,16 +262,17 @@ _DIFFERENCES: dict[str, Sequence[str]] = {
 
 def _differing(build: Callable[[int], nn.Module], difference: str, rank: int) -> nn.Module:
     """The model, with another head on rank 1."""
-    model: Any = build(rank)
+    model = build(rank)
     if rank == 1:
-        weight: Tensor = model.head.weight.detach()
+        head: Any = model.get_submodule("head")
+        weight: Tensor = head.weight.detach()
         others = {
             "number": weight,
             "shape": weight[:, :-1].clone(),
             "dtype": weight.double(),
             "strides": weight.t().contiguous().t(),
         }
-        model.head.weight = nn.Parameter(others[difference])
+        head.weight = nn.Parameter(others[difference])
         if difference == "number":
-            model.head.bias = None
+            head.bias = None
     return model
