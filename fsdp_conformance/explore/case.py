@@ -1,8 +1,8 @@
 """
 One example as a case: trained through the adapter and judged by the oracles of the suites.
 
-The same body runs on simulated ranks in a warm worker, on processes when a failure is confirmed, and from a file that was
-saved. It checks whatever the example can show: losses, gradients, parameters, buffers and evaluations against the
+The same body runs on simulated ranks in a warm worker, on processes when a failure is confirmed, and from a file that
+was saved. It checks whatever the example can show: losses, gradients, parameters, buffers and evaluations against the
 references; equality of all ranks; the same collectives on every rank; units resharded; bytes held.
 """
 
@@ -56,7 +56,7 @@ def case_for(example: Example) -> Case:
         chapter="A",
         world_size=example.world_size,
         title="A drawn model, sharded and trained as drawn, is at parity, or the combination is refused.",
-        timeout_s=45.0,
+        timeout_s=60.0,
     )
 
 

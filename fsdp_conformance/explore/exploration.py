@@ -1,9 +1,9 @@
 """
 The exploration: draw, run, shrink what fails, leave it out, and go on until the time is over.
 
-Hypothesis draws and shrinks; each round ends with one shrunk failure or with the budget. What has been found is not found
-again: an example with the same signature does not end a round, and an example that has everything that the shrunk one
-needed to fail is not run, except for one in ten, in case it hides something else.
+Hypothesis draws and shrinks; each round ends with one shrunk failure or with the budget. What has been found is not
+found again: an example with the same signature does not end a round, and an example that has everything that the shrunk
+one needed to fail is not run, except for one in ten, in case it hides something else.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis.errors import Flaky
 
 from fsdp_conformance.explore.example import Example, axes, features
 from fsdp_conformance.explore.pool import Outcome
@@ -102,7 +104,7 @@ class _Over(BaseException):
     """Ends a round at once; Hypothesis passes it on."""
 
 
-class _Failed(Exception):  # noqa: N818 - what happened
+class _Failed(Exception):
     """An example failed in a way that is not known yet."""
 
 
@@ -118,6 +120,7 @@ class Explorer:
         first_seed: int = 0,
         world_sizes: tuple[int, ...] = (2, 3, 1, 4, 5),
         max_shrinks: int = MAX_SHRINKS,
+        max_failures: int | None = None,
         tell: Callable[[str, Any], None] = lambda what, about: None,
     ) -> None:
         self.runs = runs
@@ -126,6 +129,7 @@ class Explorer:
         self._strategy = examples(declared, world_sizes)
         self._seed = first_seed
         self._max_shrinks = max_shrinks
+        self._max_failures = max_failures
         self._tell = tell
         self._known: dict[Signature, Failure] = {}
         self._round: _Round | None = None
@@ -135,8 +139,12 @@ class Explorer:
         self.budget.begin()
         number = 0
         while not self.budget.is_over(self.found.ran) and not self.found.fails_always:
+            before = self.found.ran + self.found.left_out
             self._one_round(self._seed + number)
             number += 1
+            if self.found.ran + self.found.left_out == before or len(self.found.failures) == self._max_failures:
+                # Everything that can be drawn has been drawn, or enough is known.
+                break
         self.found.seconds = self.budget.clock() - self.budget.began
         return self.found
 
@@ -157,25 +165,26 @@ class Explorer:
         )
         @given(self._strategy)
         def attempt(example: Example) -> None:
-            self._attempt(example)
+            # From one line only: to Hypothesis, another line is another failure.
+            if self._fails(example):
+                raise _Failed
 
-        try:
+        # What it takes for flaky is an engine that fails now and then; the failures are kept here.
+        with suppress(_Failed, _Over, Flaky):
             attempt()
-        except (_Failed, _Over):
-            pass
         if self._round.smallest is not None:
             self._conclude(self._round)
 
-    def _attempt(self, example: Example) -> None:
+    def _fails(self, example: Example) -> bool:
+        """Whether an example fails in a way that is new, or in the way that is being shrunk."""
         current = self._round
         assert current is not None, "an attempt belongs to a round"
         if current.target is not None:
-            self._shrink(example, current)
-            return
+            return self._shrinks(example, current)
         if self.budget.is_over(self.found.ran):
             raise _Over
         if example.digest in current.seen:
-            return
+            return False
         current.seen.add(example.digest)
         known = next((failure for failure in self.found.failures if failure.needs <= features(example)), None)
         if known is not None and int(example.digest, 16) % _RUN_ANYWAY:
@@ -184,40 +193,43 @@ class Explorer:
             if self.found.left_out > 50 * (self.found.ran + 10):
                 self.found.fails_always = True
                 raise _Over
-            return
+            return False
         outcome = self.runs.run(example)
         self._count(example, outcome)
         if not outcome.failed:
-            return
+            return False
         signature = signature_of(outcome)
         if signature in self._known:
             self._known[signature].seen += 1
-            return
+            return False
         current.target, current.drawn = signature, example
         current.keep(example, outcome)
         self._tell("failure", signature)
-        raise _Failed
+        return True
 
-    def _shrink(self, example: Example, current: _Round) -> None:
-        """Whether a simpler example fails in the same way; those beyond the budget count as passing."""
+    def _shrinks(self, example: Example, current: _Round) -> bool:
+        """Whether another example fails in the same way. One that is not simpler is not run, and counts as passing."""
         if example.digest in current.failing:
-            raise _Failed
+            return True
         if example.digest in current.tried or current.smallest is None:
-            return
+            return False
         if current.shrinks >= self._max_shrinks:
             raise _Over
         if example.size() > current.smallest[0].size():
-            return
+            return False
         current.shrinks += 1
         current.tried.add(example.digest)
         outcome = self.runs.run(example)
         self.found.shrinks += 1
-        if outcome.failed and signature_of(outcome) == current.target:
-            current.keep(example, outcome)
-            raise _Failed
+        if not outcome.failed or signature_of(outcome) != current.target:
+            return False
+        current.keep(example, outcome)
+        return True
 
     def _conclude(self, current: _Round) -> None:
-        assert current.smallest is not None and current.target is not None and current.drawn is not None, "it failed"
+        assert current.smallest is not None, "the round has failed"
+        assert current.target is not None, "a failure has a signature"
+        assert current.drawn is not None, "a failure was drawn"
         example, outcome = current.smallest
         failure = Failure(
             signature=current.target, example=example, outcome=outcome, drawn=current.drawn, shrinks=current.shrinks

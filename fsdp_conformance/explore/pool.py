@@ -1,8 +1,8 @@
 """
 The controller's side of the warm process: run an example, and survive whatever the engine does to it.
 
-A runner that passes its deadline is killed, and its example has hung; one that dies has crashed. Both are verdicts on the
-example. The warm process itself is started again if it ends.
+A runner that passes its deadline is killed, and its example has hung; one that dies has crashed. Both are verdicts on
+the example. The warm process itself is started again if it ends.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fsdp_conformance.verdict import FINE, Verdict
 _START_S = 300.0
 
 #: What the references, which are the suite's own work, add to the deadline of an example.
-_SUITE_S = 60.0
+_SUITE_S = 120.0
 
 #: Verdicts that say nothing about the engine, and why.
 _NOT_JUDGED = {
@@ -70,10 +70,10 @@ class WarmWorker:
         self._process: subprocess.Popen[bytes] | None = None
         self._runner = 0
         self._unread = b""
-        self._file = tempfile.NamedTemporaryFile("w", suffix=".json", prefix="fsdp-conformance-explore-", delete=False)
-        self._errors: IO[bytes] = tempfile.TemporaryFile()
-        with self._file:
-            self._file.write(order.to_json())
+        self._directory = tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True)
+        self._file = Path(self._directory.name) / "order.json"
+        self._file.write_text(order.to_json(), encoding="utf-8")
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed on leaving
 
     def __enter__(self) -> WarmWorker:
         return self
@@ -82,8 +82,8 @@ class WarmWorker:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._end()
-        Path(self._file.name).unlink(missing_ok=True)
         self._errors.close()
+        self._directory.cleanup()
 
     def run(self, example: Example) -> Outcome:
         """Run an example. Raises AdapterError if the adapter cannot be loaded, SuiteError for our own mistakes."""
@@ -141,7 +141,7 @@ class WarmWorker:
         self.starts += 1
         self._unread = b""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "fsdp_conformance.explore.worker", self._file.name],
+            [sys.executable, "-m", "fsdp_conformance.explore.worker", str(self._file)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,
@@ -149,13 +149,14 @@ class WarmWorker:
         )
 
     def _send(self, content: dict[str, Any]) -> None:
-        assert self._process is not None and self._process.stdin is not None, "a runner waits for orders"
+        assert self._process is not None, "a runner waits for orders"
+        assert self._process.stdin is not None, "it is started with a pipe"
         with suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(content).encode() + b"\n")
             self._process.stdin.flush()
 
     def _receive(self, timeout_s: float, digest: str = "") -> dict[str, Any] | None:
-        """The next answer, unless it is about another example; None at the deadline, or if the warm process has ended."""
+        """The next answer that is not about another example; None at the deadline, or if the warm process has ended."""
         until = time.monotonic() + timeout_s
         while True:
             while b"\n" not in self._unread:

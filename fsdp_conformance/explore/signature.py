@@ -49,4 +49,4 @@ def signature_of(outcome: Outcome) -> Signature:
 
 
 def _bare(text: str) -> str:
-    return " ".join(_DETAILS.sub("...", text.split(";")[0]).split())[:120]
+    return " ".join(_DETAILS.sub("...", text.partition(";")[0]).split())[:120]
