@@ -133,10 +133,8 @@ def main() -> int:
         known[answer.mutant] = answer
         with given.output.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(answer)) + "\n")
-        print(
-            f"{'found' if answer.found else 'MISSED':<7} {answer.mutant:<40} {answer.ran:>3} {answer.signature or answer.how}",
-            flush=True,
-        )
+        word = "found" if answer.found else "MISSED"
+        print(f"{word:<7} {answer.mutant:<40} {answer.ran:>3} {answer.signature or answer.how}", flush=True)
     print(figures(known, total=len(hidden())))
     return 0
 

@@ -164,7 +164,7 @@ def features(example: Example) -> frozenset[str]:
 
 def axes(example: Example) -> dict[str, str]:
     """The value of every axis."""
-    model, plan, regime = example.model, example.plan, example.regime
+    model, plan, regime, asked = example.model, example.plan, example.regime, asks(example)
     return {
         "world size": str(example.world_size),
         "sharding": f"{plan.sharding}" + (f", {plan.replicas} replicas" if plan.replicas > 1 else ""),
@@ -173,8 +173,8 @@ def axes(example: Example) -> dict[str, str]:
         "nesting": _nesting(model),
         "shapes": _shapes(example),
         "extra shapes": _extras(model),
-        "ties": _ties(example),
-        "frozen": _frozen(example),
+        "ties": _ties(asked),
+        "frozen": _frozen(example, asked),
         "use": _use(example),
         "buffers": "counted" if any(block.counts for _, block in model.walk()) else "none",
         "optimizer": regime.optimizer,
@@ -242,19 +242,18 @@ def _extras(model: DrawnModel) -> str:
     return "single elements" if any(prod(shape) == 1 for shape in shapes) else "some"
 
 
-def _ties(example: Example) -> str:
-    asked = asks(example)
+def _ties(asked: frozenset[str]) -> str:
     if "shared_across_units" in asked:
         return "across units"
     return "within a unit" if "shared_params" in asked else "none"
 
 
-def _frozen(example: Example) -> str:
+def _frozen(example: Example, asked: frozenset[str]) -> str:
     if example.regime.frozen_at:
         return "changing"
     if not example.model.frozen:
         return "none"
-    return "mixed in a unit" if "frozen_mixed" in asks(example) else "whole units"
+    return "mixed in a unit" if "frozen_mixed" in asked else "whole units"
 
 
 def _use(example: Example) -> str:

@@ -165,13 +165,22 @@ class Explorer:
         )
         @given(self._strategy)
         def attempt(example: Example) -> None:
+            try:
+                fails = self._fails(example)
+            except Exception as error:
+                # Not the engine's: Hypothesis must neither shrink it nor take it for flaky.
+                broken.append(error)
+                raise _Over from error
             # From one line only: to Hypothesis, another line is another failure.
-            if self._fails(example):
+            if fails:
                 raise _Failed
 
+        broken: list[Exception] = []
         # What it takes for flaky is an engine that fails now and then; the failures are kept here.
         with suppress(_Failed, _Over, Flaky):
             attempt()
+        if broken:
+            raise broken[0]
         if self._round.smallest is not None:
             self._conclude(self._round)
 

@@ -122,6 +122,8 @@ def _can_be_joined(model: DrawnModel) -> bool:
 
 def _draw_ties(draw: Draw, declared: frozenset[str], model: DrawnModel) -> DrawnModel:
     """Tie one weight to another of the same shape, in a unit or across units, as far as that is declared."""
+    if not {"shared_params", "shared_across_units"} & declared or not draw(_rarely()):
+        return model
     weights = {name: shape for name, shape in model.shapes().items() if name.endswith((".up.weight", ".down.weight"))}
     pairs = []
     for other, shape in weights.items():
@@ -130,7 +132,7 @@ def _draw_ties(draw: Draw, declared: frozenset[str], model: DrawnModel) -> Drawn
             asked = asks(Example(model=tied, plan=Plan(units=tied.units())))
             if weights[name] == shape and not {"shared_params", "shared_across_units"} & asked - declared:
                 pairs.append((name, other))
-    if not pairs or not draw(_rarely()):
+    if not pairs:
         return model
     return replace(model, ties=(draw(st.sampled_from(pairs)),))
 

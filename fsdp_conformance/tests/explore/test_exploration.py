@@ -7,13 +7,14 @@ from collections.abc import Callable
 import pytest
 
 from fsdp_conformance.capability import CAPABILITIES
+from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.explore.case import case_for
 from fsdp_conformance.explore.counting import summary
 from fsdp_conformance.explore.example import Example, axes, features
 from fsdp_conformance.explore.exploration import Budget, Exploration, Explorer
 from fsdp_conformance.explore.pool import Outcome
 from fsdp_conformance.explore.signature import Signature, signature_of
-from fsdp_conformance.judge import gate
+from fsdp_conformance.judge.gate import empty_record
 from fsdp_conformance.outcome import CaseRecord, Finding
 from fsdp_conformance.verdict import Verdict
 
@@ -21,7 +22,7 @@ ALL = frozenset(CAPABILITIES)
 
 
 def _record(example: Example, verdict: Verdict, *findings: Finding, traceback: str = "") -> CaseRecord:
-    record = gate.empty_record(case_for(example), "an-engine", "cpu")
+    record = empty_record(case_for(example), "an-engine", "cpu")
     record.verdict, record.findings, record.traceback = verdict, list(findings), traceback
     return record
 
@@ -43,7 +44,7 @@ class _Engine:
         return self.judged(example) or Outcome(record=_record(example, Verdict.PASS))
 
 
-def _explore(judged: Callable[[Example], Outcome | None], examples: int = 150, seed: int = 0) -> Exploration:
+def _explore(judged: Callable[[Example], Outcome | None], examples: int = 80, seed: int = 0) -> Exploration:
     return Explorer(_Engine(judged), ALL, Budget(max_examples=examples), first_seed=seed).explore()
 
 
@@ -51,8 +52,8 @@ def test_a_correct_engine_has_no_failure() -> None:
     """Every example is counted on every axis."""
     found = _explore(lambda example: None)
 
-    assert (found.failures, found.ran, found.passed) == ([], 150, 150)
-    assert all(sum(values.values()) == 150 for values in found.covered.values())
+    assert (found.failures, found.ran, found.passed) == ([], 80, 80)
+    assert all(sum(values.values()) == 80 for values in found.covered.values())
 
 
 def test_the_same_seed_draws_the_same() -> None:
@@ -89,7 +90,7 @@ def test_different_failures_are_told_apart_and_each_is_told_once() -> None:
             return _wrong(example, check="parameter parity", likely="the update is lost")
         return _wrong(example) if example.world_size > 2 else None
 
-    found = _explore(judged, examples=250)
+    found = _explore(judged, examples=120)
 
     assert {failure.signature.check for failure in found.failures} == {"gradient parity", "parameter parity"}
     assert len(found.failures) == 2
@@ -104,7 +105,7 @@ def test_a_known_failure_does_not_hide_another_one() -> None:
             return _wrong(example, check="loss parity", likely="stale")
         return _wrong(example) if example.model.frozen else None
 
-    found = _explore(judged, examples=400)
+    found = _explore(judged, examples=200)
 
     assert {failure.signature.check for failure in found.failures} == {"loss parity", "gradient parity"}
 
@@ -147,6 +148,18 @@ def test_an_engine_that_fails_now_and_then() -> None:
 
     (failure,) = found.failures
     assert failure.example == failure.drawn
+
+
+def test_our_own_mistakes_end_the_exploration() -> None:
+    """An error that is not the engine's is neither shrunk nor taken for a passing example."""
+
+    def judged(example: Example) -> Outcome | None:
+        if example.world_size == 3:
+            raise SuiteError("a mistake")
+        return None
+
+    with pytest.raises(SuiteError, match="a mistake"):
+        _explore(judged)
 
 
 def test_the_budget_of_seconds() -> None:
