@@ -1,14 +1,14 @@
 """
 FSDP1: clip_grad_norm_ with a unit on a group of one rank returns another norm on each rank, and scales by it.
 
-Expected: one norm, of all gradients. Seen with torch 2.13 on the CPU: every rank counts its own expert only, so the shards
-of the shared layer are scaled by different factors. Run: torchrun --nproc-per-node 2 clip_with_experts.py
+Expected: one norm, of all gradients. Seen with torch 2.13 on the CPU: every rank counts its own expert only, so
+the shards of the shared layer are scaled by different factors. Run: torchrun --nproc-per-node 2 clip_with_experts.py
 """
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 
 def main() -> None:
@@ -20,8 +20,10 @@ def main() -> None:
     torch.manual_seed(0)
     shared = nn.Linear(4, 4, bias=False)
     torch.manual_seed(rank + 1)
-    expert = FSDP(nn.Linear(4, 4, bias=False), process_group=own, device_id=device, use_orig_params=True)
-    model = FSDP(nn.Sequential(shared, expert), device_id=device, use_orig_params=True)
+    expert = FullyShardedDataParallel(
+        nn.Linear(4, 4, bias=False), process_group=own, device_id=device, use_orig_params=True
+    )
+    model = FullyShardedDataParallel(nn.Sequential(shared, expert), device_id=device, use_orig_params=True)
     (model(torch.ones(2, 4)) * (rank + 1) * 10).sum().backward()
     before = shared.weight.grad.clone()
     norm = model.clip_grad_norm_(1.0)
