@@ -33,6 +33,7 @@ _CALLS: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]] = {
     "reshard": ((("",), {}),),
     "wrap_again": (((), {}),),
     "recover": (((), {}),),
+    "register_comm_hook": (((None,), {}),),
     "module": (((), {}),),
     "parameters": (((), {}),),
     "set_requires_grad": ((((),), {}),),
