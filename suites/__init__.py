@@ -24,6 +24,12 @@ adapter.
     test_q_buffers         buffers and batch norm
     test_r_checkpointing   activation checkpointing
     test_s_offload         parameter offload
+    test_t_optimizer_state
+                           optimizer state dicts
+    test_u_checkpoints     checkpoints that are resumed, on as many ranks or on others
+    test_u_sharded_state_dicts
+                           sharded state dicts
+    test_u_state_dicts     full state dicts, and what reading leaves behind
     test_v_hybrid          several groups: hybrid sharding, experts, tensor parallelism
     test_w_reentry         multiple forwards and re-entrancy
     test_x_structures      inputs and outputs

@@ -9,6 +9,7 @@ References, what is compared with:
                         the full model on every rank and an explicit all-reduce
     reference_ddp       torch's DistributedDataParallel
     reference_rounding  mixed precision: rounds where the plan says; `rounds_alike` compares bitwise
+    plain_training      state dicts of the unwrapped model and optimizer, also with ranks that change between steps
     loop                the training loop of the references
     structures          tensors inside nested values
     exactness           proof that a probe is exact, and which regimes demand bitwise equality
@@ -26,6 +27,7 @@ Checks, each of which returns a CheckResult:
     norms               the total norm of the gradients, and what it costs (R101-R103)
     order               the order of collectives, and whether every step issues the same ones (R070, R071)
     memory              bytes allocated on an accelerator: shards, peaks, growth (R033-R035, R038-R040)
+    checkpoint          state dicts and what was loaded: names, values, storage, hooks (R109, R139, R144-R150)
     streams             races between streams (R074, R075, R138)
 
 What they share:
