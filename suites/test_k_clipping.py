@@ -187,10 +187,17 @@ class EqualNorm(ClippingCase):
         kills=("reference-norm-of-own-experts", "reference-forgets-experts"),
     )
     def test_experts(self, world_size: int) -> None:
-        """With experts that one rank each holds, every expert counts in the norm of every rank, and all clip alike."""
+        """
+        With experts that one rank each holds, every expert counts in the norm of every rank and all clip alike, or
+        clipping is rejected.
+        """
         workload = experts.mixture_of_experts()
         regime = Regime(max_norm=0.05)
-        run = self.train(workload, self.plan(workload, max_norm=regime.max_norm), regime)
+        with self.refusal("R102", "clipping with experts", names=("mesh", "group", "expert", "unit")) as outcome:
+            run = self.train(workload, self.plan(workload, max_norm=regime.max_norm), regime)
+            outcome.excused = True
+        if not outcome.excused:
+            return
         self.check_parity(run, workload, regime, requirements={"norm": "R102", "parameter": "R101"})
         self.check_norm_on_every_rank(run)
 

@@ -30,6 +30,10 @@ standard library; the classes are imported in the ranks, by `adapters.registry.l
     clipping        norms of the gradients, clipping by them, and loss scaling
     full_access     full parameters outside forward and backward
     failure         exceptions that are lost, and what they leave behind
+    state_dicts     full state dicts: values, names, ranks; loads that lose something; reads that change something
+    optimizer_states
+                    optimizer state dicts, and sharded state dicts
+    checkpoints     checkpoints with a format of their own: lost state, wrong order, another world
     hidden          defects in what the adapter declines to show
 
     in_reference    the reference engine's fully sharded module
