@@ -66,6 +66,8 @@ _ALL = [
             "device_id": "The caller can name the compute device.",
             "cpu_compute": "The CPU is a valid compute device.",
             "any_accelerator": "Any accelerator known to torch is a valid compute device, not only CUDA.",
+            "meta_init": "The model may be built on the meta device; its tensors get values once it is wrapped.",
+            "meta_init_fn": "The caller can name the function that initialises modules on the meta device.",
             "sync_module_states": "Parameters and buffers can be broadcast from the group's first rank at init.",
         },
     ),
@@ -74,7 +76,6 @@ _ALL = [
         Asked.METHOD,
         {
             "cast_after_init": "The module may be cast to another dtype after wrapping.",
-            "meta_init": "The model may be built on the meta device and materialised after wrapping.",
             "pg_sanity": "A group that contradicts the launcher's world size is reported.",
             "structure_check": "A model that differs in structure between ranks is reported at init.",
         },

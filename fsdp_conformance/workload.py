@@ -66,6 +66,11 @@ class Workload:
     micro_batch_size: int = 1
     capabilities: frozenset[str] = frozenset()
     """Flags that the *model* needs (frozen_mixed, unused_divergent, ...). Undeclared ones are probed (R000)."""
+    build_on_meta: Callable[[int], nn.Module] | None = None
+    """
+    The model on the meta device, without values, for plans with `meta_init`. Initialising each of its modules by
+    `reset_parameters`, in any order, gives the values of `build`.
+    """
     traits: frozenset[str] = frozenset()
     """Facts for the references: "batch_norm" (per-rank buffers), "unused" (find_unused_parameters for DDP)."""
 

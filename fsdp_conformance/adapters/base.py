@@ -35,7 +35,7 @@ from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import Unsupported
 
 ModelFn = Callable[[], nn.Module]
-"""Builds the model on the CPU, in float32, with this rank's initial values."""
+"""Builds the model on the CPU, in float32, with this rank's initial values; on meta if the plan has `meta_init`."""
 OptimFn = Callable[[Any], Optimizer]
 """Builds a stock torch optimizer from parameters or parameter groups."""
 CommunicationHook = Callable[[Tensor, Tensor], None]
@@ -94,6 +94,7 @@ class Adapter(ABC):
         "apply": "apply_fn",
         "clip_unit": "clip_unit",
         "scale_losses": "grad_scaler",
+        "recover": "exception_recovery",
         "reducer": "reducer",
         "reduce_scatter_bucketer": "bucketing",
         "chunk_pool": "chunk_pool",
@@ -291,6 +292,15 @@ class Adapter(ABC):
 
     def loss_scale(self) -> float:
         """The scale of this rank's next loss. Implemented together with `scale_losses`. Not collective."""
+        raise NotImplementedError
+
+    def recover(self) -> None:
+        """
+        Return to the state between two steps: an exception left a forward or a backward on every rank, and was caught.
+
+        The recovery that the engine documents; if that is automatic, there is nothing to do for it. Gradients of the
+        interrupted step are dropped. Collective. Declares `exception_recovery`.
+        """
         raise NotImplementedError
 
     # Components, each used separately, without `setup`: see `adapters.components`.

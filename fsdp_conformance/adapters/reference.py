@@ -63,6 +63,7 @@ class Reference(TorchAdapter):
             "persist_small",
             "rewrap",
             "meta_init",
+            "meta_init_fn",
             "structure_check",
             "any_accelerator",
             "init_after",
@@ -100,7 +101,6 @@ class Reference(TorchAdapter):
             "zero_size_shard",
             "move_inputs",
             "exec_order_check",
-            "exception_recovery",
             "coll_counts",
             "coll_volume",
             "ws1_fast",
@@ -205,6 +205,10 @@ class Reference(TorchAdapter):
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=True):
             super().write_params(values)
 
+    def recover(self) -> None:
+        self._root.recover()
+        self.drop_all_grads()
+
     def unit_is_unsharded(self, fqn: str) -> bool:
         return self._unit(fqn).unit.is_unsharded
 
@@ -254,6 +258,8 @@ class Reference(TorchAdapter):
                 None if isinstance(plan.reshard_after_forward, bool) else plan.reshard_after_forward
             ),
         }
+        if plan.meta_init:
+            options |= {"param_init_fn": plan.init_fn, "device_id": self.device}
         if plan.device_id is not None or (self.device.type != "cpu" and plan.init_mode is InitMode.NEVER):
             # Moves a model that the caller does not move.
             options["device_id"] = self.device

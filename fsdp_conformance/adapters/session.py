@@ -42,7 +42,7 @@ from fsdp_conformance.adapters.structures import map_tensors
 from fsdp_conformance.adapters.torch_like import compute_device
 from fsdp_conformance.adapters.watch import Watch, watch_for
 from fsdp_conformance.config import Plan
-from fsdp_conformance.errors import ConfigError, Unsupported
+from fsdp_conformance.errors import ConfigError, SuiteError, Unsupported
 from fsdp_conformance.faults.fault import Fault
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.parts import Part
@@ -177,7 +177,7 @@ class _Run:
 
         def build() -> nn.Module:
             with context.working(Part.SUITE):
-                model = self.workload.build(self.rank)
+                model = self._build_on_meta() if plan.meta_init else self.workload.build(self.rank)
                 for fault in self.faults:
                     fault.prepare(model)
             self.names = OriginalNames(model)
@@ -195,6 +195,11 @@ class _Run:
             self.history.initial_params = self.adapter.full_params()
             self.history.initial_buffers = self._buffers()
         self.adapter.train(True)
+
+    def _build_on_meta(self) -> nn.Module:
+        if self.workload.build_on_meta is None:
+            raise SuiteError(f"{self.workload.name} must have build_on_meta for a plan with meta_init, got None")
+        return self.workload.build_on_meta(self.rank)
 
     def step(self, step: int) -> None:
         for first, names in self.regime.frozen_at:

@@ -80,6 +80,7 @@ class TorchFSDP1(TorchAdapter):
         "zero_size_shard", "noncontiguous_params", "coll_counts", "coll_volume", "mem_bounds", "rate_limit",
         "ac_reentrant", "tp",
         "clip_norm_type", "full_params_writeback", "full_params_rank0", "full_params_grads",
+        "meta_init", "meta_init_fn",
     })  # fmt: skip
     #: The unit that computes, and the one that is prefetched in backward.
     max_unsharded: ClassVar[int] = 2
@@ -264,6 +265,8 @@ class TorchFSDP1(TorchAdapter):
             "cpu_offload": CPUOffload(offload_params=plan.offload is not Offload.OFF),
             "ignored_modules": submodules(model, plan.ignored) or None,
         }
+        if plan.init_fn is not None:
+            options["param_init_fn"] = self._param_init_fn(plan.init_fn)
         if self.device.type == "cpu" or plan.device_id is not None or plan.init_mode is InitMode.NEVER:
             # Without it FSDP1 requires an accelerator on the CPU; it also moves a model that the caller does not move.
             options["device_id"] = self.device
@@ -275,6 +278,18 @@ class TorchFSDP1(TorchAdapter):
                 shape = hybrid_shape(plan, world_size)
             options["device_mesh"] = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
         return options
+
+    def _param_init_fn(self, init_fn: Any) -> Any:
+        """What FSDP1 takes for the user's function: one that also allocates the memory."""
+        if not callable(init_fn):
+            return init_fn
+
+        def allocate_and_initialise(module: nn.Module) -> None:
+            if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                module.to_empty(device=self.device, recurse=False)
+                init_fn(module)
+
+        return allocate_and_initialise
 
     def _own_group(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a unit whose group is this rank alone."""

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp_conformance.adapters import deferred
 from fsdp_conformance.adapters.sharded import materialise_norm
 from fsdp_conformance.adapters.torch_like import (
     TorchAdapter,
@@ -41,8 +42,12 @@ class TorchFSDP2(TorchAdapter):
         "mp_per_unit", "mp_reduce", "cast_after_init", "cpu_offload_params", "prefetch_explicit", "prefetch_forward",
         "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic", "unused_untouched", "zero_size_shard",
         "coll_counts", "coll_volume", "ws1_fast", "mem_bounds", "rate_limit", "ac_reentrant",
-        "pipelined_microbatch", "tp", "clip_norm_type",
+        "pipelined_microbatch", "tp", "clip_norm_type", "meta_init",
     })  # fmt: skip
+    #: New in torch 2.13.
+    declines: ClassVar[frozenset[str]] = (
+        frozenset() if hasattr(FSDPModule, "reset_iter_state") else frozenset({"exception_recovery"})
+    )
     max_unsharded: ClassVar[int] = 1
 
     @classmethod
@@ -62,6 +67,8 @@ class TorchFSDP2(TorchAdapter):
                 given = local if unit in plan.local_units else options
                 fully_shard(target, **given, mp_policy=_precision(plan, unit))
             fully_shard(model, **(local if "" in plan.local_units else options), mp_policy=_precision(plan, ""))
+        if plan.meta_init:
+            self.materialise(model, plan)
         if plan.forward_prefetch:
             _prefetch_in_order(model)
         if plan.explicit_prefetch:
@@ -71,6 +78,15 @@ class TorchFSDP2(TorchAdapter):
     def make_tensor_mesh(self, plan: Plan) -> DeviceMesh:
         """The mesh for a plan with tensor parallelism, with dimensions "shard" and "tensor"."""
         return tensor_mesh(plan, self.device.type)
+
+    def materialise(self, model: nn.Module, plan: Plan) -> None:
+        """Give memory and values to a wrapped model on meta, as the documentation of `fully_shard` has its users do."""
+        device = self.device if plan.offload is Offload.OFF else torch.device("cpu")
+        deferred.materialise(model, device=device, skipped=submodules(model, plan.ignored))
+
+    def recover(self) -> None:
+        cast(FSDPModule, self.model).reset_iter_state()
+        self.drop_all_grads()
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return _deferred(cast(FSDPModule, self.model))

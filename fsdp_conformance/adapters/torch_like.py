@@ -65,7 +65,8 @@ class TorchAdapter(Adapter):
         """
         The wrapped model. Collective.
 
-        `model` is on the device that `plan.init_mode` implies; `plan` uses only options that the class declares.
+        `model` is on the device that `plan.init_mode` implies, or on meta with `plan.meta_init`; `plan` uses only
+        options that the class declares.
         """
 
     def no_sync(self) -> AbstractContextManager[Any]:
@@ -98,7 +99,7 @@ class TorchAdapter(Adapter):
         self.device = compute_device(plan)
         model = model_fn()
         self.names = OriginalNames(model)
-        if plan.init_mode is InitMode.BEFORE:
+        if plan.init_mode is InitMode.BEFORE and not plan.meta_init:
             model.to(self.device)
         wrapped: object = self.wrap(model, plan)
         if not isinstance(wrapped, nn.Module):
@@ -176,6 +177,11 @@ class TorchAdapter(Adapter):
 
     def loss_scale(self) -> float:
         return 1.0 if self.scaler is None else self.scaler.get_scale()
+
+    def drop_all_grads(self) -> None:
+        """Set all gradients to None, after an exception in a step."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
 
     def wrap_again(self) -> None:
         self.model = self.wrap(self.model, self.plan)

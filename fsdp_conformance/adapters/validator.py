@@ -44,6 +44,7 @@ _CALLS: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]] = {
     "clip_unit": ((("", 1.0), {}),),
     "scale_losses": (((1.0, 2), {}),),
     "loss_scale": (((), {}),),
+    "recover": (((), {}),),
     "module": (((), {}),),
     "parameters": (((), {}),),
     "set_requires_grad": ((((),), {}),),
