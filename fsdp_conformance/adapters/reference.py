@@ -182,7 +182,7 @@ class Reference(TorchAdapter):
 
     def recover(self) -> None:
         self._root.recover()
-        self.drop_all_grads()
+        self.discard_gradients()
 
     def unit_is_unsharded(self, fqn: str) -> bool:
         return self._unit(fqn).unit.is_unsharded

@@ -81,7 +81,7 @@ class TorchFSDP2(TorchAdapter):
 
     def recover(self) -> None:
         cast(FSDPModule, self.model).reset_iter_state()
-        self.drop_all_grads()
+        self.discard_gradients()
 
     def make_tensor_mesh(self, plan: Plan) -> DeviceMesh:
         """The mesh for a plan with tensor parallelism, with dimensions "shard" and "tensor"."""

@@ -161,7 +161,7 @@ class TorchAdapter(Adapter):
             "optim": list(state_tensors(self.optimizer)) if self.optimizer is not None else [],
         }
 
-    def drop_all_grads(self) -> None:
+    def discard_gradients(self) -> None:
         """Set all gradients to None, after an exception in a step."""
         for parameter in self.model.parameters():
             parameter.grad = None
