@@ -93,6 +93,11 @@ _ALL = [
             "manual_unshard": "A unit can be unsharded and resharded explicitly.",
             "async_unshard": "A unit can be unsharded asynchronously.",
             "wrap_again": "A wrapped module can be passed to the wrapper again, so that its refusal can be observed.",
+            "full_params": "Inside a context, user code sees full parameters.",
+            "full_params_writeback": "The caller chooses whether writes in that context persist.",
+            "full_params_rank0": "That context can be restricted to one rank of each group, or give copies on the CPU.",
+            "full_params_grads": "That context can show full gradients, too.",
+            "apply_fn": "A function can be applied to every module with full parameters.",
         },
     ),
     *_flags(
@@ -142,6 +147,8 @@ _ALL = [
             "clip_norm_type": "The total norm can be a norm other than the 2-norm.",
             "pipelined_microbatch": "A micro-batch's forward may run before the backward of an earlier one.",
             "deferral_checks": "Misuse of a context that defers the reduction raises.",
+            "clip_unit": "Units have their own method to clip, so that its refusal below the root can be observed.",
+            "grad_scaler": "Losses can be scaled dynamically, with steps skipped on overflow.",
         },
     ),
     *_flags(

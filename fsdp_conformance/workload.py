@@ -97,6 +97,10 @@ class Regime:
     """
     max_norm: float | None = None
     norm_type: float = 2.0
+    init_scale: float | None = None
+    """The first scale of dynamic loss scaling: halved by an overflow, which skips the step; None: no scaling."""
+    growth_interval: int = 2
+    """After this many steps in a row without an overflow, the scale doubles."""
     eval_before: tuple[int, ...] = ()
     """Steps before which an eval-mode forward under no_grad runs, on the step's first micro-batch."""
     eval_between: tuple[int, ...] = ()

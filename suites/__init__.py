@@ -6,6 +6,7 @@ adapter.
     test_b_placement       init modes and device placement
     test_c_deferred        deferred initialisation
     test_d_memory          parameter lifecycle and memory
+    test_e_full_params     full parameters outside forward and backward
     test_f_misuse          state machine and misuse
     test_g_communication   communication schedule and volume
     test_h_delays          stream safety under delays: init mode x offload x delay x sharding degree
@@ -13,6 +14,8 @@ adapter.
     test_h_streams         races between streams on the simulated accelerator
     test_i_precision       mixed precision
     test_j_accumulation    gradient accumulation
+    test_k_clipping        gradient clipping
+    test_k_scaling         dynamic loss scaling
     test_l_shared          shared (tied) parameters
     test_m_frozen          frozen and ignored parameters
     test_n_unused          unused parameters and rank-divergent graphs
@@ -24,8 +27,8 @@ adapter.
     test_v_hybrid          several groups: hybrid sharding, experts, tensor parallelism
     test_w_reentry         multiple forwards and re-entrancy
     test_x_structures      inputs and outputs
-    test_z_failure         failure and recovery, and interrupted recomputation
     test_y_hooks           hooks of users, of the engine, and communication hooks
+    test_z_failure         failure and recovery, and interrupted recomputation
 
 Components, which have a separate profile:
 

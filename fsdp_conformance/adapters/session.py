@@ -89,13 +89,13 @@ def train(
     """
     Set the adapter up and train the workload according to the regime. Collective.
 
-    The regime's micro-batches, clipping and deferred reduction go into the plan. The adapter must be new; it stays
-    open, so that the caller can inspect it. Faults are prepared with the model, installed after setup and removed at
-    the end. With `observe=False`, only losses and the final parameters are read. `on_setup` is called after setup and
-    before initial values are recorded; `on_loss`, with the step, between a loss and its backward, like a user's own
-    code; `on_gradients` after a step's gradients are complete, as an observer; `on_step` with
-    each step whose optimizer step has returned. With `inputs_on_cpu`, batches stay on
-    the CPU for the engine to move.
+    The regime's micro-batches, clipping and deferred reduction go into the plan; losses are scaled if it says so. The
+    adapter must be new; it stays open, so that the caller can inspect it. Faults are prepared with the model, installed
+    after setup and removed at the end. With `observe=False`, only losses and the final parameters are read. `on_setup`
+    is called after setup and before initial values are recorded; `on_loss`, with the step, between a loss and its
+    backward, like a user's own code; `on_gradients` after a step's gradients are complete, as an observer; `on_step`
+    with each step whose optimizer step has returned. With `inputs_on_cpu`, batches stay on the CPU for the engine to
+    move.
 
     Raises Unsupported for a plan with undeclared flags, or for a regime that the adapter cannot follow.
     """
@@ -105,6 +105,8 @@ def train(
         raise Unsupported("clip_norm_type", f"the regime clips by the {regime.norm_type}-norm")
     if regime.pipeline and "pipelined_microbatch" not in adapter.declared():
         raise Unsupported("pipelined_microbatch", f"the regime's passes are in the order {regime.pipeline}")
+    if regime.init_scale is not None and "grad_scaler" not in adapter.declared():
+        raise Unsupported("grad_scaler", f"the regime scales losses, by {regime.init_scale:g} at first")
     log = process_group.log()
     begin = len(log.records)
     run = _Run(
@@ -183,6 +185,8 @@ class _Run:
 
         with self._phase("setup"):
             self.adapter.setup(build, self.workload.optimizers[self.regime.optimizer], plan)
+            if self.regime.init_scale is not None:
+                self.adapter.scale_losses(self.regime.init_scale, self.regime.growth_interval)
             if on_setup is not None:
                 on_setup(self.adapter)
         self._mark(Point.SETUP)
@@ -216,7 +220,8 @@ class _Run:
                         self._backward(step, self._forward_loss(record, micro))
             self._mark(Point.BACKWARD, step)
         with self._observing(step):
-            if self.observe and "full_grads" in self.declared:
+            # Scaled gradients are not kept: they may be infinite or NaN, and no two NaNs are equal.
+            if self.observe and "full_grads" in self.declared and self.regime.init_scale is None:
                 record.grads = self.adapter.full_grads()
             if self.on_gradients is not None:
                 self.on_gradients(self.adapter, step)
@@ -234,6 +239,8 @@ class _Run:
         with self._observing(step):
             self._fetch(record)
             record.grad_norm = None if norm is None else materialise_norm(torch.as_tensor(norm))
+            if self.regime.init_scale is not None:
+                record.loss_scale = torch.tensor(self.adapter.loss_scale(), dtype=torch.float64)
             if self.observe or step == self.regime.steps - 1:
                 record.params = self.adapter.full_params()
                 record.buffers = self._buffers()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch as FSDP1BackwardPrefetch
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from fsdp_conformance.adapters.base import CommunicationHook, ModelFn, OptimFn
@@ -76,8 +77,10 @@ class TorchFSDP1(TorchAdapter):
         "any_accelerator", "move_inputs", "init_after", "init_never", "device_id", "sync_module_states",
         "cpu_offload_params", "mixed_precision", "mp_per_unit", "mp_reduce", "mp_buffers", "mp_eval_full",
         "prefetch_backward", "prefetch_forward", "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic",
-        "meta_init", "meta_init_fn", "zero_size_shard", "noncontiguous_params", "coll_counts", "coll_volume",
-        "mem_bounds", "rate_limit", "ac_reentrant", "tp",
+        "zero_size_shard", "noncontiguous_params", "coll_counts", "coll_volume", "mem_bounds", "rate_limit",
+        "ac_reentrant", "tp",
+        "clip_norm_type", "full_params_writeback", "full_params_rank0", "full_params_grads",
+        "meta_init", "meta_init_fn",
     })  # fmt: skip
     #: The unit that computes, and the one that is prefetched in backward.
     max_unsharded: ClassVar[int] = 2
@@ -137,6 +140,35 @@ class TorchFSDP1(TorchAdapter):
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         return self._root.clip_grad_norm_(max_norm, norm_type)
+
+    def clip_unit(self, fqn: str, max_norm: float) -> None:
+        self._wrapper(fqn).clip_grad_norm_(max_norm)
+
+    def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        return ShardedGradScaler(self.device.type, **options)
+
+    def full_params_context(
+        self,
+        unit: str = "",
+        *,
+        recurse: bool = True,
+        writeback: bool = False,
+        rank0_only: bool = False,
+        to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = FullyShardedDataParallel.summon_full_params(
+            self._wrapper(unit),
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=to_cpu,
+            with_grads=with_grads,
+        )
+        return context
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> None:
+        self._root.apply(fn)
 
     def full_params(self) -> dict[str, Tensor]:
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
@@ -203,6 +235,14 @@ class TorchFSDP1(TorchAdapter):
         """The prefix of the names of a wrapper's parameters."""
         fqn = self.names.name_of(unit.module)
         return f"{fqn}." if fqn else ""
+
+    def _wrapper(self, fqn: str) -> FullyShardedDataParallel:
+        """The wrapper around a submodule."""
+        if not fqn:
+            return self._root
+        wrapped = self.names.modules[fqn]
+        (found,) = {unit for unit in FullyShardedDataParallel.fsdp_modules(self.model) if unit.module is wrapped}
+        return found
 
     @property
     def _root(self) -> FullyShardedDataParallel:

@@ -16,12 +16,14 @@ References, what is compared with:
 
 Checks, each of which returns a CheckResult:
 
-    parity              values of every step against the references (R001-R003, R010, R101, R130, R157)
+    parity              values of every step against the references (R001-R003, R010, R101, R105, R130,
+                        R157)
     resharding          whether units are resharded between steps, by what is gathered again (R111, R115, R118)
     equality            digests of what must be identical on every rank (R007, R067)
     partition           the sharding witness: sharded or replicated, by bytes and traffic (R188, R033)
     communication       number and bytes of collectives (R009, R062-R066, R068, R072, R083)
     groups              the process groups of collectives, and each unit's traffic under hybrid sharding (R069, R151)
+    norms               the total norm of the gradients, and what it costs (R101-R103)
     order               the order of collectives, and whether every step issues the same ones (R070, R071)
     memory              bytes allocated on an accelerator: shards, peaks, growth (R033-R035, R038-R040)
     streams             races between streams (R074, R075, R138)

@@ -23,7 +23,7 @@ ADVICE = ()
 GROUPS = {
     "accumulation": {"no_sync"},
     "call-order": {"exec_order_divergent", "exec_order_check"},
-    "clipping": {"clip_grad_norm", "clip_norm_type"},
+    "clipping": {"clip_grad_norm", "clip_norm_type", "clip_unit"},
     "explicit-prefetch": {"prefetch_explicit"},
     "freezing": {"frozen_mixed", "frozen_dynamic"},
     "hybrid": {"hsdp"},
@@ -47,8 +47,12 @@ GROUPS = {
 
 #: Extensions that only make sense within others: their cases do not form combinations with them.
 WITHIN = {
+    "apply-fn": {"full-params"},
     "auto-wrap": {"zero-3"},
     "explicit-prefetch": {"zero-3"},
+    "full-params-grads": {"full-params", "full-params-writeback"},
+    "full-params-rank0": {"full-params", "full-params-writeback"},
+    "full-params-writeback": {"full-params"},
     "hsdp-defer-allreduce": {"hybrid"},
     "manual-unshard": {"zero-2"},
     "memory-bounds": {"zero-2", "zero-3"},

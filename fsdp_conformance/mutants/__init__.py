@@ -27,6 +27,8 @@ standard library; the classes are imported in the ranks, by `adapters.registry.l
     memory          memory held too long, and leaks
     scenarios       wrong in one scenario only: init modes, odd parameters, accumulation with offload
     precision       ignored precision policies, inputs that lose their gradients
+    clipping        norms of the gradients, clipping by them, and loss scaling
+    full_access     full parameters outside forward and backward
     failure         exceptions that are lost, and what they leave behind
     hidden          defects in what the adapter declines to show
 
