@@ -86,7 +86,7 @@ class TorchFSDP2(TorchCheckpoints):
 
     def recover(self) -> None:
         cast(FSDPModule, self.model).reset_iter_state()
-        self.drop_all_grads()
+        self.discard_gradients()
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return _deferred(cast(FSDPModule, self.model))
