@@ -33,6 +33,7 @@ Cases and reports:
     testing        the base class of cases
     case_checks    the checks that cases call
     selftest       single cases in this process
+    explore        drawn examples in place of written cases
     report         the run file, the certificate, and texts for people
 
 Ways in:
