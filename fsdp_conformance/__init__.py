@@ -32,6 +32,7 @@ Engines:
 Cases and reports:
     testing        the base class of cases
     case_checks    the checks that cases call
+    case_worlds    smaller worlds inside a case, and a directory for all of its ranks
     selftest       single cases in this process
     explore        drawn examples in place of written cases
     report         the run file, the certificate, and texts for people

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -32,6 +32,7 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.registry import AdapterDescription
 from fsdp_conformance.case import Case, case_of
 from fsdp_conformance.case_checks import CaseChecks
+from fsdp_conformance.case_worlds import CaseWorlds
 from fsdp_conformance.checks.streams import stream_control, stream_safety
 from fsdp_conformance.config import SIMULATED, InitMode, Plan, RunSettings, TorchrunWorker
 from fsdp_conformance.errors import ConformanceError, RequirementFailed, SuiteError
@@ -53,7 +54,7 @@ from fsdp_conformance.workload import Regime, Workload
 _NOT_JUDGED = frozenset({Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV, Verdict.DISABLED})
 
 
-class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
+class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
     """
     The base class of every case.
 
@@ -89,8 +90,8 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
 
     @property
     def world_size(self) -> int:
-        """That of the case, whatever the machine offers."""
-        return self.case.world_size
+        """That of the case, whatever the machine offers, or of the smaller world that a rank is in."""
+        return self._smaller_world or self.case.world_size
 
     def setUp(self) -> None:
         super().setUp()
@@ -239,6 +240,7 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         *,
         faults: Sequence[Fault] = (),
         adapter: Adapter | None = None,
+        on_step: Callable[[int], object] | None = None,
         **options: Any,
     ) -> TrainingHistory:
         """
@@ -250,6 +252,12 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         plan = plan or self.plan(workload)
         regime = regime or Regime()
         asked = plan.capabilities() | workload.capabilities
+
+        def count_step(step: int) -> None:
+            self.steps_trained += 1
+            if on_step is not None:
+                on_step(step)
+
         self.report.asked += sorted(asked - set(self.report.asked))
         with self.blaming("implementation"):
             run = session.train(
@@ -260,7 +268,7 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
                 rank=self.rank,
                 world_size=self.world_size,
                 faults=faults,
-                on_step=self._count_step,
+                on_step=count_step,
                 **options,
             )
         self.report.schedule += [record.line() for record in run.collectives]
@@ -275,9 +283,6 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
         if run.checked_accesses is not None:
             self.check(stream_safety(run, self.hazard_requirements))
         return run
-
-    def _count_step(self, step: int) -> None:
-        self.steps_trained += 1
 
     def check_stream_safety(
         self, workload: Workload, plan: Plan | None = None, regime: Regime | None = None, **options: Any

@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_conformance
-from fsdp_conformance.adapters.base import CommunicationHook
-from fsdp_conformance.adapters.sharded import anywhere, full_copy
+from fsdp_conformance.adapters.base import CommunicationHook, LoadedKeys, PendingSave
+from fsdp_conformance.adapters.sharded import full_copy
+from fsdp_conformance.adapters.torch_checkpoints import FutureSave
 from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, submodules, torch_dtype
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
 from fsdp_conformance.engine import sharding_strategy as engine
+from fsdp_conformance.engine.fully_sharded.checkpoint import load_checkpoint, save_checkpoint, save_checkpoint_async
 from fsdp_conformance.engine.fully_sharded.fully_shard import ShardingOptions, fully_shard
-from fsdp_conformance.engine.fully_sharded.optimizer_state import full_optimizer_state
+from fsdp_conformance.engine.fully_sharded.gradient_scaler import ShardedGradScaler
+from fsdp_conformance.engine.fully_sharded.model_state import (
+    full_state_dict,
+    load_full_state_dict,
+    load_sharded_state_dict,
+    sharded_state_dict,
+)
+from fsdp_conformance.engine.fully_sharded.optimizer_state import full_optimizer_state, load_optimizer_state
 from fsdp_conformance.engine.fully_sharded.wrap_policy import ClassPolicy, SizePolicy, WrapPolicy
 from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
 
@@ -61,6 +72,7 @@ class Reference(TorchAdapter):
             "persist_small",
             "rewrap",
             "meta_init",
+            "meta_init_fn",
             "structure_check",
             "any_accelerator",
             "init_after",
@@ -79,6 +91,9 @@ class Reference(TorchAdapter):
             "prefetch_forward",
             "prefetch_explicit",
             "clip_norm_type",
+            "full_params_writeback",
+            "full_params_rank0",
+            "full_params_grads",
             "shared_params",
             "shared_across_units",
             "shared_module",
@@ -95,16 +110,19 @@ class Reference(TorchAdapter):
             "zero_size_shard",
             "move_inputs",
             "exec_order_check",
-            "exception_recovery",
             "coll_counts",
             "coll_volume",
             "ws1_fast",
             "mem_bounds",
             "rate_limit",
+            "reshard_load",
         }
     )
     #: The unit that computes, and the one that is prefetched.
     max_unsharded: ClassVar[int] = 2
+
+    _saving_group: dist.ProcessGroup | None = None
+    """For asynchronous saves, whose collectives must not meet those of the training."""
 
     @classmethod
     def version(cls) -> str:
@@ -148,22 +166,42 @@ class Reference(TorchAdapter):
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         return self._root.clip_grad_norm_(max_norm, norm_type)
 
+    def clip_unit(self, fqn: str, max_norm: float) -> None:
+        self._unit(fqn).clip_grad_norm_(max_norm)
+
+    def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        return ShardedGradScaler(self.device.type, **options)
+
+    def full_params_context(
+        self,
+        unit: str = "",
+        *,
+        recurse: bool = True,
+        writeback: bool = False,
+        rank0_only: bool = False,
+        to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[Any]:
+        return FullyShardedDataParallel.summon_full_params(
+            self._unit(unit),
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=to_cpu,
+            with_grads=with_grads,
+        )
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> None:
+        self._root.apply(fn)
+
     def full_params(self) -> dict[str, Tensor]:
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
             return {name: full_copy(parameter) for name, parameter in self.parameters().items()}
 
     def full_grads(self) -> dict[str, Tensor | None]:
-        parameters = self.parameters()
-        here = [parameter.grad is not None and parameter.grad.numel() > 0 for parameter in parameters.values()]
-        somewhere = anywhere(here, self.device)
-        # A rank without elements of a parameter cannot know whether it was used.
-        present = {
-            name: parameter.grad is not None if parameter.numel() else there
-            for (name, parameter), there in zip(parameters.items(), somewhere, strict=True)
-        }
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False, with_grads=True):
             return {
-                name: full_copy(parameter.grad) if present[name] and parameter.grad is not None else None
+                name: None if parameter.grad is None else full_copy(parameter.grad)
                 for name, parameter in self.parameters().items()
             }
 
@@ -179,6 +217,45 @@ class Reference(TorchAdapter):
     def write_params(self, values: Mapping[str, Tensor]) -> None:
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=True):
             super().write_params(values)
+
+    def recover(self) -> None:
+        self._root.recover()
+        self.drop_all_grads()
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        state = full_state_dict(self.model, rank0_only=rank0_only, offload_to_cpu=rank0_only)
+        # The engine gives it to the first rank of each shard group.
+        return {} if rank0_only and dist.get_rank() else state
+
+    def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
+        return LoadedKeys(*load_full_state_dict(self.model, state, strict=strict))
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return sharded_state_dict(self.model)
+
+    def load_sharded_state_dict(self, state: Mapping[str, Any]) -> None:
+        load_sharded_state_dict(self.model, state)
+
+    def optim_state_dict(self) -> dict[str, Any]:
+        if self.optimizer is None:
+            return {"state": {}, "param_groups": []}
+        return full_optimizer_state(self.model, self.optimizer)
+
+    def load_optim_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.optimizer is not None:
+            load_optimizer_state(self.model, self.optimizer, state)
+
+    def save_checkpoint(self, directory: Path) -> None:
+        save_checkpoint(self.model, self.optimizer, directory)
+
+    def load_checkpoint(self, directory: Path) -> None:
+        load_checkpoint(self.model, self.optimizer, directory)
+
+    def save_checkpoint_async(self, directory: Path) -> PendingSave:
+        if self._saving_group is None:
+            self._saving_group = dist.new_group(backend="gloo")
+        future = save_checkpoint_async(self.model, self.optimizer, directory, process_group=self._saving_group)
+        return FutureSave(future)
 
     def unit_is_unsharded(self, fqn: str) -> bool:
         return self._unit(fqn).unit.is_unsharded
@@ -229,6 +306,8 @@ class Reference(TorchAdapter):
                 None if isinstance(plan.reshard_after_forward, bool) else plan.reshard_after_forward
             ),
         }
+        if plan.meta_init:
+            options |= {"param_init_fn": plan.init_fn, "device_id": self.device}
         if plan.device_id is not None or (self.device.type != "cpu" and plan.init_mode is InitMode.NEVER):
             # Moves a model that the caller does not move.
             options["device_id"] = self.device

@@ -42,7 +42,7 @@ from fsdp_conformance.adapters.structures import map_tensors
 from fsdp_conformance.adapters.torch_like import compute_device
 from fsdp_conformance.adapters.watch import Watch, watch_for
 from fsdp_conformance.config import Plan
-from fsdp_conformance.errors import ConfigError, Unsupported
+from fsdp_conformance.errors import ConfigError, SuiteError, Unsupported
 from fsdp_conformance.faults.fault import Fault
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.parts import Part
@@ -84,18 +84,21 @@ def train(
     on_loss: Callable[[Adapter, int], object] | None = None,
     on_gradients: Callable[[Adapter, int], object] | None = None,
     on_step: Callable[[int], object] | None = None,
+    after_step: Callable[[Adapter, int], object] | None = None,
+    first_step: int = 0,
     inputs_on_cpu: bool = False,
 ) -> TrainingHistory:
     """
     Set the adapter up and train the workload according to the regime. Collective.
 
-    The regime's micro-batches, clipping and deferred reduction go into the plan. The adapter must be new; it stays
-    open, so that the caller can inspect it. Faults are prepared with the model, installed after setup and removed at
-    the end. With `observe=False`, only losses and the final parameters are read. `on_setup` is called after setup and
-    before initial values are recorded; `on_loss`, with the step, between a loss and its backward, like a user's own
-    code; `on_gradients` after a step's gradients are complete, as an observer; `on_step` with
-    each step whose optimizer step has returned. With `inputs_on_cpu`, batches stay on
-    the CPU for the engine to move.
+    The regime's micro-batches, clipping and deferred reduction go into the plan; losses are scaled if it says so. The
+    adapter must be new; it stays open, so that the caller can inspect it. Faults are prepared with the model, installed
+    after setup and removed at the end. With `observe=False`, only losses and the final parameters are read. `on_setup`
+    is called after setup and before initial values are recorded; `on_loss`, with the step, between a loss and its
+    backward, like a user's own code; `on_gradients` after a step's gradients are complete, as an observer; `on_step`
+    with each step whose optimizer step has returned, and `after_step` then with the adapter too, like a user's own
+    code. With `inputs_on_cpu`, batches stay on the CPU for the engine to move. A run that continues another one begins
+    with `first_step`; `on_setup` then loads what the other one has saved.
 
     Raises Unsupported for a plan with undeclared flags, or for a regime that the adapter cannot follow.
     """
@@ -105,6 +108,8 @@ def train(
         raise Unsupported("clip_norm_type", f"the regime clips by the {regime.norm_type}-norm")
     if regime.pipeline and "pipelined_microbatch" not in adapter.declared():
         raise Unsupported("pipelined_microbatch", f"the regime's passes are in the order {regime.pipeline}")
+    if regime.init_scale is not None and "grad_scaler" not in adapter.declared():
+        raise Unsupported("grad_scaler", f"the regime scales losses, by {regime.init_scale:g} at first")
     log = process_group.log()
     begin = len(log.records)
     run = _Run(
@@ -120,16 +125,19 @@ def train(
         input_device=torch.device("cpu") if inputs_on_cpu else compute_device(plan),
         on_loss=on_loss,
         on_gradients=on_gradients,
+        first_step=first_step,
     )
     try:
         run.set_up(plan, on_setup)
         with ExitStack() as installed:
             for fault in faults:
                 installed.enter_context(fault)
-            for step in range(regime.steps):
+            for step in range(first_step, regime.steps):
                 run.step(step)
                 if on_step is not None:
                     on_step(step)
+                if after_step is not None:
+                    after_step(adapter, step)
         run.finish()
     finally:
         # Recorded even if the run raised: a failure's report quotes it.
@@ -154,6 +162,7 @@ class _Run:
     input_device: torch.device
     on_loss: Callable[[Adapter, int], object] | None
     on_gradients: Callable[[Adapter, int], object] | None
+    first_step: int
     declared: frozenset[str] = field(init=False)
     watch: Watch = field(init=False)
     names: OriginalNames = field(init=False)
@@ -175,7 +184,7 @@ class _Run:
 
         def build() -> nn.Module:
             with context.working(Part.SUITE):
-                model = self.workload.build(self.rank)
+                model = self._build_on_meta() if plan.meta_init else self.workload.build(self.rank)
                 for fault in self.faults:
                     fault.prepare(model)
             self.names = OriginalNames(model)
@@ -183,6 +192,8 @@ class _Run:
 
         with self._phase("setup"):
             self.adapter.setup(build, self.workload.optimizers[self.regime.optimizer], plan)
+            if self.regime.init_scale is not None:
+                self.adapter.scale_losses(self.regime.init_scale, self.regime.growth_interval)
             if on_setup is not None:
                 on_setup(self.adapter)
         self._mark(Point.SETUP)
@@ -192,9 +203,14 @@ class _Run:
             self.history.initial_buffers = self._buffers()
         self.adapter.train(True)
 
+    def _build_on_meta(self) -> nn.Module:
+        if self.workload.build_on_meta is None:
+            raise SuiteError(f"{self.workload.name} must have build_on_meta for a plan with meta_init, got None")
+        return self.workload.build_on_meta(self.rank)
+
     def step(self, step: int) -> None:
         for first, names in self.regime.frozen_at:
-            if first == step:
+            if first == step or first < step == self.first_step:
                 self.adapter.set_requires_grad(names)
         record = StepRecord(step=step, losses=[])
         self.history.steps.append(record)
@@ -211,7 +227,8 @@ class _Run:
                         self._backward(step, self._forward_loss(record, micro))
             self._mark(Point.BACKWARD, step)
         with self._observing(step):
-            if self.observe and "full_grads" in self.declared:
+            # Scaled gradients are not kept: they may be infinite or NaN, and no two NaNs are equal.
+            if self.observe and "full_grads" in self.declared and self.regime.init_scale is None:
                 record.grads = self.adapter.full_grads()
             if self.on_gradients is not None:
                 self.on_gradients(self.adapter, step)
@@ -229,6 +246,8 @@ class _Run:
         with self._observing(step):
             self._fetch(record)
             record.grad_norm = None if norm is None else materialise_norm(torch.as_tensor(norm))
+            if self.regime.init_scale is not None:
+                record.loss_scale = torch.tensor(self.adapter.loss_scale(), dtype=torch.float64)
             if self.observe or step == self.regime.steps - 1:
                 record.params = self.adapter.full_params()
                 record.buffers = self._buffers()
@@ -299,7 +318,7 @@ class _Run:
     def _place_batches(self) -> None:
         """Put the whole run's inputs on the device in advance: copying pageable memory makes the host wait."""
         with context.working(Part.SUITE), self.watch.suspended():
-            for step in range(self.regime.steps):
+            for step in range(self.first_step, self.regime.steps):
                 for micro in range(self.regime.micro_batches):
                     # A separate batch for each use, as on the CPU: a model may write into its inputs.
                     others = (step in self.regime.eval_before) + (step in self.regime.eval_between)

@@ -9,7 +9,7 @@ b_(-1) = 0. So the gradient is
 On an exact probe this is exact. Elsewhere each p is rounded, and the bound of a gradient is widened by that rounding
 over l. A wrong optimizer shows as a wrong gradient, too: from outside the two cannot be told apart.
 
-Not derivable: gradients under Adam, weight decay or clipping, and those that are dropped before the step.
+Not derivable: gradients under Adam, weight decay, clipping or loss scaling, and those that are dropped before the step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def with_derived_gradients(
 
 
 def _rule(workload: Workload, regime: Regime) -> _Rule | None:
-    if regime.max_norm is not None:
+    if regime.max_norm is not None or regime.init_scale is not None:
         return None
     optimizer = workload.optimizers[regime.optimizer]([nn.Parameter(torch.zeros(1))])
     (group, *others) = optimizer.param_groups

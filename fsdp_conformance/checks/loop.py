@@ -44,6 +44,10 @@ class Replica:
     history: TrainingHistory
     contributions: list[list[Gradients]] = field(default_factory=list)
     """By step and micro-batch: the gradient of this rank's loss alone, if requested."""
+    scale: float = 1.0
+    """What the next loss is multiplied by."""
+    num_good: int = 0
+    """Steps since the scale last changed, all of them without an overflow."""
 
 
 class Reference(ABC):
@@ -71,6 +75,8 @@ class Reference(ABC):
         self.device = torch.device(device)
         self.dtype = dtype
         self.replicas = [self._replica(rank, source or self.name) for rank in ranks]
+        self.local_norms: list[Tensor] = []
+        """Norms of the gradients that only one rank has, by rank, before the step."""
 
     def train(self) -> list[TrainingHistory]:
         """Train by the regime; the histories of all replicas."""
@@ -105,11 +111,25 @@ class Reference(ABC):
         """Called after requires_grad of some parameters has changed."""
 
     def total_norm(self, replica: Replica) -> Tensor:
-        """The norm of all gradients as one vector, from full gradients in float64."""
-        grads = [param.grad.double() for param in replica.params.values() if param.grad is not None]
-        norms = [torch.linalg.vector_norm(grad, self.regime.norm_type) for grad in grads]
-        total: Tensor = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]), self.regime.norm_type)
+        """The norm of all gradients as one vector, every rank's experts included, from full gradients in float64."""
+        shared = [name for name in replica.params if name not in self.workload.local_params]
+        norms = [self.norm_of(replica, shared)]
+        if self.workload.local_params:
+            norms += self.local_norms
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), self.regime.norm_type)
         return total
+
+    def norm_of(self, replica: Replica, names: Iterable[str]) -> Tensor:
+        """The norm of some full gradients of a replica, in float64."""
+        grads = [grad.double() for name in names if (grad := replica.params[name].grad) is not None]
+        norms = [torch.linalg.vector_norm(grad, self.regime.norm_type) for grad in grads]
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms or [zero]), self.regime.norm_type)
+        return total
+
+    def gather_norms(self, norms: list[Tensor]) -> list[Tensor]:
+        """From the norms of this process's replicas to those of all ranks."""
+        return norms
 
     def clip(self, replica: Replica, max_norm: float) -> Tensor:
         """Scale gradients down to `max_norm`; returns the total norm before scaling."""
@@ -119,6 +139,24 @@ class Reference(ABC):
             if param.grad is not None:
                 param.grad.mul_(coefficient)
         return norm
+
+    def scaled(self, replica: Replica, loss: Tensor) -> Tensor:
+        """The loss of a backward under dynamic loss scaling."""
+        return loss * replica.scale
+
+    def scaled_update(self, replica: Replica) -> None:
+        """Clip and step with scaled gradients, or skip the step if any is infinite or NaN; then adapt the scale."""
+        grads = [param.grad for param in replica.params.values() if param.grad is not None]
+        for grad in grads:
+            grad.div_(replica.scale)
+        finite = all(bool(grad.isfinite().all()) for grad in grads)
+        self._clip(replica)
+        if finite:
+            replica.optimizer.step()
+            replica.num_good += 1
+        if not finite or replica.num_good == self.regime.growth_interval:
+            replica.scale *= 2.0 if finite else 0.5
+            replica.num_good = 0
 
     # The loop.
 
@@ -132,6 +170,7 @@ class Reference(ABC):
             local=local_names(self.workload, params),
             optimizer=self.workload.optimizers[self.regime.optimizer](list(params.values())),
             history=TrainingHistory(source=source, rank=rank, world_size=self.world_size),
+            scale=1.0 if self.regime.init_scale is None else self.regime.init_scale,
         )
 
     def _note_start(self, replica: Replica) -> None:
@@ -156,6 +195,10 @@ class Reference(ABC):
             for replica in self.replicas:
                 self._micro_batch(replica, step, micro, reduced)
             self.reduce(micro, reduced)
+        if self.workload.local_params and self.regime.max_norm is not None:
+            # Before the first replica is clipped.
+            own = [self.norm_of(replica, self.workload.local_params) for replica in self.replicas]
+            self.local_norms = self.gather_norms(own)
         for replica in self.replicas:
             self._update(replica, step)
 
@@ -176,24 +219,35 @@ class Reference(ABC):
             record.losses.append(note(loss))
             if self.regime.keep_outputs:
                 record.outputs.append(noted(output))
+            if self.regime.init_scale is not None:
+                loss = self.scaled(replica, loss)
             parts = self.regime.backwards_per_forward
             for part in range(parts):
                 torch.autograd.backward(loss / parts if parts > 1 else loss, retain_graph=part < parts - 1)
 
     def _update(self, replica: Replica, step: int) -> None:
         record = replica.history.steps[step]
-        record.grads = noted_gradients(replica.params)
+        if self.regime.init_scale is None:
+            record.grads = noted_gradients(replica.params)
         for name in self.regime.gradient_to_none:
             replica.params[name].grad = None
         if step in self.regime.eval_between:
             self._evaluate(replica, step)
-        if self.regime.max_norm is not None:
-            record.grad_norm = note(self.clip(replica, self.regime.max_norm))
-            record.clipped_grads = noted_gradients(replica.params)
-        replica.optimizer.step()
+        if self.regime.init_scale is None:
+            self._clip(replica)
+            replica.optimizer.step()
+        else:
+            self.scaled_update(replica)
+            record.loss_scale = torch.tensor(replica.scale, dtype=torch.float64)
         replica.optimizer.zero_grad(set_to_none=True)
         record.params = {name: note(param) for name, param in replica.params.items()}
         record.buffers = {name: note(buffer) for name, buffer in replica.module.named_buffers()}
+
+    def _clip(self, replica: Replica) -> None:
+        if self.regime.max_norm is not None:
+            record = replica.history.steps[-1]
+            record.grad_norm = note(self.clip(replica, self.regime.max_norm))
+            record.clipped_grads = noted_gradients(replica.params)
 
     def _evaluate(self, replica: Replica, step: int) -> None:
         batch = self._batch(replica, step, 0)
