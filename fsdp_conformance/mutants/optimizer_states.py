@@ -28,7 +28,38 @@ class OptimizerStateSwapsShards(SeamReference):
         return state
 
 
-@known_wrong("R144", "R145")
+@known_wrong("R144")
+class OptimizerStateWithoutMomentum(SeamReference):
+    """The momentum is what it was after the first step, as if a copy had been kept."""
+
+    _kept: dict[str, Any] | None = None
+
+    def optim_state_dict(self) -> dict[str, Any]:
+        state = super().optim_state_dict()
+        if self._kept is None:
+            self._kept = {
+                name: entries["momentum_buffer"].clone()
+                for name, entries in state["state"].items()
+                if "momentum_buffer" in entries
+            }
+        for name, value in self._kept.items():
+            state["state"][name]["momentum_buffer"] = value
+        return state
+
+
+@known_wrong("R144")
+class OptimizerStateOfAllParameters(SeamReference):
+    """Parameters that the optimizer does not have are in its first group."""
+
+    def optim_state_dict(self) -> dict[str, Any]:
+        state = super().optim_state_dict()
+        first, *others = state["param_groups"]
+        elsewhere = {name for group in others for name in group["params"]}
+        names = [name for name in self.parameters() if name not in elsewhere]
+        return {**state, "param_groups": [{**first, "params": names}, *others]}
+
+
+@known_wrong("R145")
 class OptimizerStateByPosition(SeamReference):
     """State is named by the position of its parameter in the optimizer, as if that were the model's order."""
 
