@@ -90,6 +90,7 @@ _ALL = [
             "write_params": "Parameters can be changed in place after wrapping and before the first forward.",
             "manual_unshard": "A unit can be unsharded and resharded explicitly.",
             "async_unshard": "A unit can be unsharded asynchronously.",
+            "writeback_direct": "Users may write to the data and gradients of parameters between iterations.",
             "wrap_again": "A wrapped module can be passed to the wrapper again, so that its refusal can be observed.",
         },
     ),
@@ -135,6 +136,15 @@ _ALL = [
         Asked.METHOD,
         {
             "clip_norm_type": "The total norm can be a norm other than the 2-norm.",
+        },
+    ),
+    *_flags(
+        "optimizer",
+        Asked.METHOD,
+        {
+            "learning_rate": "The learning rate can change between steps.",
+            "zero_grads": "Gradients can be set to zero between steps instead of None.",
+            "optim_in_backward": "The optimizer can step in a hook as soon as a parameter has its gradient.",
         },
     ),
     *_flags(

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,7 @@ from fsdp_conformance.checks.resharding import gathered_again, holds_whole_param
 from fsdp_conformance.checks.result import CheckResult, comparison
 from fsdp_conformance.config import SIMULATED, Plan
 from fsdp_conformance.errors import EnvironmentUnavailable, RequirementFailed, SuiteError
+from fsdp_conformance.events import Action, every_point
 from fsdp_conformance.harness.devices import device_count, use_device
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.training import TrainingHistory
@@ -73,6 +75,17 @@ class CaseChecks:
 
         def declares(self, flag: str) -> bool: ...
 
+        def subject(self) -> Adapter: ...
+
+        def train(
+            self,
+            workload: Workload,
+            plan: Plan | None = None,
+            regime: Regime | None = None,
+            *,
+            adapter: Adapter | None = None,
+        ) -> TrainingHistory: ...
+
         def plan(self, workload: Workload, **changes: Any) -> Plan: ...
 
         def blaming(self, part: str) -> AbstractContextManager[None]: ...
@@ -90,7 +103,7 @@ class CaseChecks:
 
     def references(self, workload: Workload, regime: Regime | None = None) -> References:
         """The references for the workload, trained and in agreement. Collective, once per workload and regime."""
-        regime = regime or Regime()
+        regime = (regime or Regime()).for_references()
         key = (workload.name, regime)
         if key not in self.trained_references:
             with process_group.log().phase("observe"), self.blaming("suite"):
@@ -242,6 +255,31 @@ class CaseChecks:
             seen = f"differences of up to {(got.double() - want.double()).abs().max().item():.3g}"
         message = comparison(what, expected=wanted, got=seen)
         self.expect(same, requirement, message, check="bitwise equality", bound="bitwise", **where)
+
+    def check_every_point(
+        self,
+        workload: Workload,
+        regime: Regime,
+        action: Action,
+        *,
+        requirement: str,
+        plan: Plan | None = None,
+        pending: bool | None = None,
+        **fields: Any,
+    ) -> None:
+        """
+        Train once for each point of a step at which the action is legal, with the action there in every step, and
+        compare everything with the references. Findings name the point. See `events.every_point`.
+        """
+        for point, disturbed in every_point(regime, action, pending=pending, **fields):
+            adapter, before = self.subject(), len(self.report.findings)
+            run = self.train(workload, plan, disturbed, adapter=adapter)
+            self.check_parity(run, workload, disturbed, requirements=dict.fromkeys(Kind, requirement))
+            self.drop(adapter)
+            self.report.findings[before:] = [
+                replace(finding, message=f"{finding.message}; in each step, {point}")
+                for finding in self.report.findings[before:]
+            ]
 
     def check_rounding(
         self,

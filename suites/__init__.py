@@ -19,6 +19,7 @@ adapter.
     test_p_nesting         nesting and auto-wrap
     test_q_buffers         buffers and batch norm
     test_s_offload         parameter offload
+    test_t_optimizers      optimizers, groups, steps in backward, and what users write
     test_v_hybrid          hybrid sharding
     test_w_reentry         multiple forwards and re-entrancy
     test_x_structures      inputs and outputs

@@ -87,6 +87,8 @@ class Adapter(ABC):
         "reshard": "manual_unshard",
         "unshard_async": "async_unshard",
         "wrap_again": "wrap_again",
+        "set_learning_rate": "learning_rate",
+        "keep_zero_grads": "zero_grads",
         "reducer": "reducer",
         "reduce_scatter_bucketer": "bucketing",
         "chunk_pool": "chunk_pool",
@@ -229,6 +231,14 @@ class Adapter(ABC):
 
     def wrap_again(self) -> None:
         """Wrap the wrapped module again, as a careless caller might. An implementation should raise."""
+        raise NotImplementedError
+
+    def set_learning_rate(self, value: float) -> None:
+        """Give all parameter groups this learning rate from now on, as a scheduler does. Not collective."""
+        raise NotImplementedError
+
+    def keep_zero_grads(self) -> None:
+        """From now on, `step` sets gradients to zero instead of None. Not collective."""
         raise NotImplementedError
 
     # Components, each used separately, without `setup`: see `adapters.components`.

@@ -97,6 +97,8 @@ class Reference(TorchAdapter):
             "ws1_fast",
             "mem_bounds",
             "rate_limit",
+            "optim_in_backward",
+            "writeback_direct",
         }
     )
     #: The unit that computes, and the one that is prefetched.

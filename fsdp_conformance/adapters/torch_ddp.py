@@ -28,6 +28,7 @@ class TorchDDP(TorchAdapter):
         "no_shard", "any_accelerator", "move_inputs", "device_id", "sync_module_states", "structure_check", "copyable",
         "shared_params", "shared_across_units", "shared_module", "frozen_mixed", "frozen_dynamic", "unused_divergent",
         "unused_untouched", "scalar_params", "noncontiguous_params",
+        "writeback_direct",
     })  # fmt: skip
 
     @classmethod

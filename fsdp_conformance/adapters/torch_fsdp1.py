@@ -75,6 +75,7 @@ class TorchFSDP1(TorchAdapter):
         "cpu_offload_params", "mixed_precision", "mp_per_unit", "mp_reduce", "mp_buffers", "mp_eval_full",
         "prefetch_backward", "prefetch_forward", "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic",
         "zero_size_shard", "noncontiguous_params", "coll_counts", "coll_volume", "mem_bounds", "rate_limit",
+        "writeback_direct",
     })  # fmt: skip
     #: The unit that computes, and the one that is prefetched in backward.
     max_unsharded: ClassVar[int] = 2

@@ -38,6 +38,7 @@ class TorchFSDP2(TorchAdapter):
         "mp_per_unit", "mp_reduce", "cast_after_init", "cpu_offload_params", "prefetch_explicit", "prefetch_forward",
         "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic", "unused_untouched", "zero_size_shard",
         "coll_counts", "coll_volume", "ws1_fast", "mem_bounds", "rate_limit",
+        "optim_in_backward",
     })  # fmt: skip
     max_unsharded: ClassVar[int] = 1
 

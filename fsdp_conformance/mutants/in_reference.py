@@ -152,3 +152,28 @@ class ReferenceSurvivesItsOwner(SeamReference):
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         self._wrapped.append(super().wrap(model, plan))
         return self._wrapped[-1]
+
+
+class _Deaf(FlatParameter):
+    def _adopt(self) -> None:
+        for member, part in zip(self.members, self.parts, strict=True):
+            member.parameter.data = part
+
+
+@known_wrong("R143")
+class ReferenceForgetsAssigned(SeamReference):
+    """Tensors that users assign to `.data` are replaced by the shard, without taking over their values."""
+
+    flat_class: ClassVar[type[FlatParameter]] = _Deaf
+
+
+class _Hookless(UnitSchedule):
+    def _finish_reduction(self) -> None:
+        self._reductions.popleft().finish_reduction()
+
+
+@known_wrong("R142")
+class ReferenceRunsNoHooks(SeamReference):
+    """Hooks that run when a parameter has accumulated its gradient are forgotten."""
+
+    schedule_class: ClassVar[type[UnitSchedule]] = _Hookless
