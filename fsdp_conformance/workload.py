@@ -120,12 +120,11 @@ class Regime:
             problems.append(f"reduced must have {self.micro_batches} entries, the last one True, got {self.reduced}")
         if self.backwards_per_forward not in (1, 2):
             problems.append(f"backwards_per_forward must be 1 or 2, got {self.backwards_per_forward}")
-        for event in self.events:
-            if event.step >= self.steps or event.micro >= self.micro_batches:
-                problems.append(
-                    f"events must lie within {self.steps} steps of {self.micro_batches} micro-batches, "
-                    f"got {event.describe()}"
-                )
+        problems += [
+            f"events must lie within {self.steps} steps of {self.micro_batches} micro-batches, got {event.describe()}"
+            for event in self.events
+            if event.step >= self.steps or event.micro >= self.micro_batches
+        ]
         if problems:
             raise ConfigError(problems, where="Regime")
 

@@ -9,8 +9,8 @@ b_(-1) = 0. So the gradient is
 On an exact probe this is exact. Elsewhere each p is rounded, and the bound of a gradient is widened by that rounding
 over l. A wrong optimizer shows as a wrong gradient, too: from outside the two cannot be told apart.
 
-Not derivable: gradients under Adam, weight decay or clipping, those that are dropped before the step, and those of a run
-in which users write values or change the learning rate.
+Not derivable: gradients under Adam, weight decay or clipping, those that are dropped before the step, and those of a
+run in which users write values or change the learning rate.
 """
 
 from __future__ import annotations

@@ -25,7 +25,8 @@ def demands_bitwise(workload: Workload, regime: Regime, world_size: int = 1) -> 
     """
     True if every correct implementation must equal the reference bit for bit.
 
-    That needs SGD ("sgd", or "sgd-" and what is special about it). Adam's square roots and divisions round, as do clipping by a norm and more than `exact_steps` steps.
+    Only SGD is ("sgd", or "sgd-" and what is special about it): Adam's square roots and divisions round, as do clipping
+    by a norm and more than `exact_steps` steps.
     """
     return (
         workload.exact

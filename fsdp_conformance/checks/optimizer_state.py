@@ -16,8 +16,8 @@ from fsdp_conformance.checks.result import CheckResult, Tally
 from fsdp_conformance.checks.tolerance import magnitude
 from fsdp_conformance.history.training import TrainingHistory
 
-#: How far a moment may be from the reference's, as a fraction of its largest element, where it is not exact. The float32
-#: references are within 1e-6 of the float64 one; the defects that this looks for are errors of a factor or of a step.
+#: How far a moment may be from the reference's, as a fraction of its largest element, where it is not exact. The
+#: references are within 1e-6 of each other; the defects that this looks for are errors of a factor or of a step.
 MOMENT_BOUND = 1e-4
 
 

@@ -168,7 +168,7 @@ class ReferenceForgetsAssigned(SeamReference):
 
 
 class _Hookless(UnitSchedule):
-    def _finish_reduction(self) -> None:
+    def _finish_oldest(self) -> None:
         self._reductions.popleft().finish_reduction()
 
 
