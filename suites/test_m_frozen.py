@@ -93,7 +93,7 @@ class FrozenParameters(ConformanceTestCase):
                 Event(action=Action.FREEZE, moment=moment, step=1, names=names),
                 Event(action=Action.FREEZE, moment=moment, step=3),
             )
-            regime = Regime(steps=6, micro_batches=2, events=events, unused_parameters=True)
+            regime = Regime(steps=6, events=events, unused_parameters=True)
             run = self.train(workload, regime=regime)
             self.check_parity(run, workload, regime, requirement="R113")
 

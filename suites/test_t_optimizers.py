@@ -102,7 +102,7 @@ class StockOptimizers(ConformanceTestCase):
         "R002",
         chapter="T",
         axes={"optimizer": tuple(optimizers.WHOLE_MATRIX), "world_size": (2,)},
-        kills=("fsdp1-takes-whole-matrix-optimizers", "ddp-forgets-state"),
+        kills=("ddp-steps-flat-shards", "ddp-forgets-state"),
     )
     def test_whole_matrix(self, optimizer: str, world_size: int) -> None:
         """

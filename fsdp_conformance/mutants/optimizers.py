@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
 from fsdp_conformance.adapters.torch_ddp import TorchDDP
@@ -102,12 +102,28 @@ class FSDP1NewRateComesLate(SeamFSDP1):
         return norm
 
 
-@known_wrong("R140", name="fsdp1-takes-whole-matrix-optimizers")
-class FSDP1TakesWholeMatrixOptimizers(SeamFSDP1):
-    """An optimizer that needs whole matrices steps on flat shards, each rank by itself."""
+@known_wrong("R140", name="ddp-steps-flat-shards")
+class DDPStepsFlatShards(TorchDDP):
+    """Each rank steps its part of each flattened parameter, even with an optimizer that needs whole tensors."""
 
-    def alter(self, unit: FullyShardedDataParallel) -> None:
-        """Nothing: torch's FSDP1 does this itself."""
+    def _make_optimizer(self) -> None:
+        self._shards = [nn.Parameter(self._part(parameter.data).clone()) for parameter in self.model.parameters()]
+        self.optimizer = self._optim_fn(self._shards)
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        parameters = list(self.model.parameters())
+        for parameter, shard in zip(parameters, self._shards, strict=True):
+            shard.grad = None if parameter.grad is None else self._part(parameter.grad).clone()
+        norm = super().step(max_norm, norm_type=norm_type)
+        for parameter, shard in zip(parameters, self._shards, strict=True):
+            self._part(parameter.data).copy_(shard.detach())
+            for rank, part in enumerate(parameter.data.view(-1).tensor_split(dist.get_world_size())):
+                dist.broadcast(part, rank)
+            parameter.grad = None
+        return norm
+
+    def _part(self, tensor: Tensor) -> Tensor:
+        return tensor.view(-1).tensor_split(dist.get_world_size())[dist.get_rank()]
 
 
 @known_wrong("R140", name="ddp-forgets-state")
