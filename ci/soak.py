@@ -8,15 +8,16 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from known_findings import Known, is_known, known_findings
+from known_findings import is_known, known_findings
 
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.mutants import VARIANTS
 from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.report.expectations import Expectation
 from fsdp_conformance.report.terminal import render_record
 from fsdp_conformance.selftest import BoundCase, bound_cases, run_case
 from fsdp_conformance.verdict import CERTIFIABLE, Verdict
@@ -78,7 +79,7 @@ def engines(arguments: argparse.Namespace) -> dict[str, str]:
     return {name: found[name] for name in wanted}
 
 
-def is_alarm(implementation: str, record: CaseRecord, known: list[Known]) -> bool:
+def is_alarm(implementation: str, record: CaseRecord, known: Sequence[Expectation]) -> bool:
     """Whether a case that should have passed did not, for a reason that is not a known defect of the engine."""
     variant = VARIANTS.get(implementation)
     names = (implementation, *([variant.base] if variant is not None else []))

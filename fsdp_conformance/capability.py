@@ -53,6 +53,7 @@ _ALL = [
             "multi_module_unit": "Several modules can form one unit.",
             "auto_wrap": "A policy can choose the units.",
             "persist_small": "Small parameters can stay unsharded.",
+            "tp": "Layers can also be sharded over tensor-parallel groups.",
         },
     ),
     *_flags(
@@ -109,6 +110,7 @@ _ALL = [
             "exec_order_divergent": "Ranks may run units in different orders.",
             "nonroot_forward": "An inner unit may run forward before the root does.",
             "custom_forward_methods": "Methods other than forward can be called on a unit.",
+            "ac_reentrant": "Reentrant checkpoints may contain units, and units may contain them.",
         },
     ),
     *_flags(
@@ -127,6 +129,8 @@ _ALL = [
         Asked.PLAN,
         {
             "no_sync": "The reduction of gradients can be deferred to the last micro-batch.",
+            "no_sync_per_unit": "The reduction can be deferred for some units only.",
+            "reshard_after_backward": "Parameters can stay gathered across micro-batches.",
             "hsdp_defer_allreduce": "Under hybrid sharding, only the all-reduce can be deferred.",
             "clip_grad_norm": "Gradients can be clipped by their total norm.",
         },
@@ -136,6 +140,8 @@ _ALL = [
         Asked.METHOD,
         {
             "clip_norm_type": "The total norm can be a norm other than the 2-norm.",
+            "pipelined_microbatch": "A micro-batch's forward may run before the backward of an earlier one.",
+            "deferral_checks": "Misuse of a context that defers the reduction raises.",
         },
     ),
     *_flags(
@@ -162,7 +168,7 @@ _ALL = [
             "coll_volume": "Bytes on the wire are the sharded bytes plus a declared padding.",
             "ws1_fast": "No collective is issued at world size 1.",
             "exec_order_check": "An execution order that differs between ranks is reported.",
-            "reshard_after_backward": "Parameters can stay gathered across micro-batches.",
+            "comm_hook": "A hook of the caller can replace the average of gradients.",
         },
     ),
     *_flags(

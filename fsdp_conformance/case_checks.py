@@ -24,6 +24,7 @@ from fsdp_conformance.adapters.watch import watch_for
 from fsdp_conformance.checks.equality import parameter_digests, schedule_digests
 from fsdp_conformance.checks.memory import Activations
 from fsdp_conformance.checks.parity import REQUIREMENTS, hidden_kinds, parity
+from fsdp_conformance.checks.reference_ddp import ddp_reference
 from fsdp_conformance.checks.reference_rounding import rounding_reference, rounds_alike
 from fsdp_conformance.checks.reference_single import single_process_reference
 from fsdp_conformance.checks.references import Kind, References, train_references
@@ -313,6 +314,13 @@ class CaseChecks:
             device=self.reference_device,
             dtype=torch.float32,
         )
+
+    def ddp_history(self, workload: Workload, regime: Regime) -> TrainingHistory:
+        """The model, trained by torch's DistributedDataParallel. Collective."""
+        with process_group.log().phase("observe"), self.blaming("suite"):
+            return ddp_reference(
+                workload, regime, rank=self.rank, world_size=self.world_size, device=self.reference_device
+            )
 
     def check_same_on_every_rank(self, run: TrainingHistory, requirement: str) -> None:
         """Full parameters of every step are bitwise equal on all ranks: the controller compares the digests."""

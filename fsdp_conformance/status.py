@@ -33,6 +33,14 @@ _OF_COMMAND: dict[str, dict[Status, str]] = {
         Status.NOT_CERTIFIED: "at least one verdict differs",
         Status.USAGE: "usage error: a file that is not a finished run, or runs that should not be compared",
     },
+    "scoreboard": {
+        Status.CERTIFIED: "the table was printed, whatever the engines fail",
+        Status.USAGE: "usage error: a file that is not a finished run, or that was edited",
+    },
+    "update-expectations": {
+        Status.CERTIFIED: "the file is up to date",
+        Status.USAGE: "usage error: a run that did not finish, or a list that cannot be read",
+    },
     "plan": {
         Status.CERTIFIED: "a plan was found",
         Status.NOT_CERTIFIED: "no way to shard the model fits in memory",

@@ -89,6 +89,11 @@ class Regime:
     micro_batches: int = 1
     reduced: tuple[bool, ...] = ()
     """Empty: all reduced. Otherwise one per micro-batch, the last True."""
+    pipeline: str = ""
+    """
+    The order of forwards and backwards: "" for one after the other, "forwards-first" for all forwards and then all
+    backwards, "1f1b" for one forward ahead. Micro-batches keep their order. References ignore it.
+    """
     max_norm: float | None = None
     norm_type: float = 2.0
     eval_before: tuple[int, ...] = ()
@@ -118,6 +123,8 @@ class Regime:
             problems.append(f"steps must be at least 1, got {self.steps}")
         if self.reduced and (len(self.reduced) != self.micro_batches or not self.reduced[-1]):
             problems.append(f"reduced must have {self.micro_batches} entries, the last one True, got {self.reduced}")
+        if self.pipeline not in ("", "forwards-first", "1f1b"):
+            problems.append(f"pipeline must be '', 'forwards-first' or '1f1b', got {self.pipeline!r}")
         if self.backwards_per_forward not in (1, 2):
             problems.append(f"backwards_per_forward must be 1 or 2, got {self.backwards_per_forward}")
         problems += [
@@ -125,8 +132,20 @@ class Regime:
             for event in self.events
             if event.step >= self.steps or event.micro >= self.micro_batches
         ]
+        if self.pipeline and any(event.moment in PER_MICRO_BATCH for event in self.events):
+            problems.append("events must not lie within a micro-batch: in a pipeline its passes are not adjacent")
         if problems:
             raise ConfigError(problems, where="Regime")
+
+    def passes(self) -> Iterator[tuple[str, int]]:
+        """The passes of a step in order: ("forward" or "backward", micro-batch)."""
+        ahead = {"": 1, "1f1b": 2, "forwards-first": self.micro_batches}[self.pipeline]
+        begun = 0
+        for micro in range(self.micro_batches):
+            while begun < min(micro + ahead, self.micro_batches):
+                yield "forward", begun
+                begun += 1
+            yield "backward", micro
 
     def is_reduced(self, micro: int) -> bool:
         """Whether the gradients of micro-batch `micro` are reduced when its backward ends."""

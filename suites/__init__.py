@@ -18,11 +18,13 @@ adapter.
     test_o_uneven          uneven and padded shards
     test_p_nesting         nesting and auto-wrap
     test_q_buffers         buffers and batch norm
+    test_r_checkpointing   activation checkpointing
     test_s_offload         parameter offload
     test_t_optimizers      optimizers, groups, steps in backward, and what users write
-    test_v_hybrid          hybrid sharding
+    test_v_hybrid          several groups: hybrid sharding, experts, tensor parallelism
     test_w_reentry         multiple forwards and re-entrancy
     test_x_structures      inputs and outputs
+    test_y_hooks           hooks of users, of the engine, and communication hooks
 
 Components, which have a separate profile:
 

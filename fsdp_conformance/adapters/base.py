@@ -38,6 +38,8 @@ ModelFn = Callable[[], nn.Module]
 """Builds the model on the CPU, in float32, with this rank's initial values."""
 OptimFn = Callable[[Any], Optimizer]
 """Builds a stock torch optimizer from parameters or parameter groups."""
+CommunicationHook = Callable[[Tensor, Tensor], None]
+"""Fills this rank's shard of a unit's reduced gradients, from the unit's gradients on this rank."""
 
 
 #: The largest `Adapter.padding`. Measured on layers of 1 kB to 6 kB: 0 in FSDP2, at most 1 % in FSDP1, DeepSpeed and
@@ -89,6 +91,7 @@ class Adapter(ABC):
         "wrap_again": "wrap_again",
         "set_learning_rate": "learning_rate",
         "keep_zero_grads": "zero_grads",
+        "register_comm_hook": "comm_hook",
         "reducer": "reducer",
         "reduce_scatter_bucketer": "bucketing",
         "chunk_pool": "chunk_pool",
@@ -152,6 +155,9 @@ class Adapter(ABC):
     def microbatch(self, last: bool, *, reduced: bool = True) -> AbstractContextManager[Any]:
         """
         The context for a micro-batch: entered before its forward and left after its backward.
+
+        In a pipeline (`pipelined_microbatch`) it is entered twice, around the forward and around the backward, because
+        other micro-batches' passes lie between the two.
 
         `last` marks the last micro-batch of the step. `reduced` is False only for plans with `defer_reduction`: then
         the gradients of this micro-batch must not be reduced yet. The last micro-batch is always reduced.
@@ -239,6 +245,15 @@ class Adapter(ABC):
 
     def keep_zero_grads(self) -> None:
         """From now on, `step` sets gradients to zero instead of None. Not collective."""
+        raise NotImplementedError
+
+    def register_comm_hook(self, hook: CommunicationHook) -> None:
+        """
+        Let `hook(gradient, shard)` replace the average of gradients in every unit, from the next backward on.
+
+        Called once, after setup. `gradient`: 1D, all gradients of a unit on this rank, padded to the same size on every
+        rank. `shard`: 1D, for the hook to fill with this rank's part of the mean, after which nothing is divided.
+        """
         raise NotImplementedError
 
     # Components, each used separately, without `setup`: see `adapters.components`.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_conformance
+from fsdp_conformance.adapters.base import CommunicationHook
 from fsdp_conformance.adapters.sharded import anywhere, full_copy
 from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, submodules, torch_dtype
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
@@ -87,6 +88,9 @@ class Reference(TorchAdapter):
             "noncontiguous_params",
             "nonroot_forward",
             "custom_forward_methods",
+            "ac_reentrant",
+            "pipelined_microbatch",
+            "deferral_checks",
             "unused_untouched",
             "zero_size_shard",
             "move_inputs",
@@ -127,8 +131,21 @@ class Reference(TorchAdapter):
     def no_sync(self) -> AbstractContextManager[Any]:
         return self._root.no_sync()
 
+    @contextmanager
+    def no_sync_of(self, units: Sequence[str]) -> Iterator[None]:
+        with ExitStack() as contexts:
+            for unit in units:
+                contexts.enter_context(self._unit(unit).no_sync(recurse=False))
+            yield
+
+    def keep_gathered(self) -> AbstractContextManager[Any]:
+        return self._root.keep_gathered()
+
     def no_all_reduce(self) -> AbstractContextManager[Any]:
         return self._root.no_all_reduce()
+
+    def register_comm_hook(self, hook: CommunicationHook) -> None:
+        self._root.register_comm_hook(None, lambda _, gradient, shard: hook(gradient, shard))
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         return self._root.clip_grad_norm_(max_norm, norm_type)

@@ -11,7 +11,7 @@ A step, with the labels of its collectives in the log:
                          "forward"
                          events, and the fault point after_loss, between forward and backward
                          "backward"
-                         events after the backward
+                         events after the backward. In a pipeline other micro-batches' passes may lie in between, too
     gradients            "observe"   full gradients are read, before clipping
     events               before the optimizer
     fault point          before_step
@@ -31,7 +31,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -127,6 +127,8 @@ def train(
             raise Unsupported(flag, f"the regime needs it: {why}")
     if regime.norm_type != 2.0 and "clip_norm_type" not in adapter.declared():
         raise Unsupported("clip_norm_type", f"the regime clips by the {regime.norm_type}-norm")
+    if regime.pipeline and "pipelined_microbatch" not in adapter.declared():
+        raise Unsupported("pipelined_microbatch", f"the regime's passes are in the order {regime.pipeline}")
     log = process_group.log()
     begin = len(log.records)
     run = _Run(
@@ -221,10 +223,14 @@ class _Run:
         self.history.steps.append(record)
         with self._timed(step):
             self._happen(Moment.STEP, step)
-            for micro in range(self.regime.micro_batches):
-                self._happen(Moment.FORWARD, step, micro)
-                self._micro_batch(record, micro)
-                self._happen(Moment.BACKWARD, step, micro)
+            if self.regime.pipeline:
+                self._pipelined(record)
+            else:
+                for micro in range(self.regime.micro_batches):
+                    self._happen(Moment.FORWARD, step, micro)
+                    with self._context(micro):
+                        self._backward(step, self._forward_loss(record, micro))
+                    self._happen(Moment.BACKWARD, step, micro)
             self._mark(Point.BACKWARD, step)
         with self._observing(step):
             # With the optimizer in backward, the gradients are gone.
@@ -261,24 +267,41 @@ class _Run:
         with context.working(Part.SUITE):
             self.history.full_bytes = self._unsharded_bytes()
 
-    def _micro_batch(self, record: StepRecord, micro: int) -> None:
-        batch = self._batch(record.step, micro)
+    def _pipelined(self, record: StepRecord) -> None:
+        """The passes in the regime's order, each in the context of its micro-batch."""
+        losses: dict[int, Tensor] = {}
+        for kind, micro in self.regime.passes():
+            with self._context(micro):
+                if kind == "forward":
+                    losses[micro] = self._forward_loss(record, micro)
+                else:
+                    self._backward(record.step, losses.pop(micro))
+
+    def _context(self, micro: int) -> AbstractContextManager[Any]:
+        """The adapter's context for a micro-batch."""
         last = micro == self.regime.micro_batches - 1
-        with self.adapter.microbatch(last, reduced=self.regime.is_reduced(micro)):
-            output = self._forward(record.step, batch)
-            loss = self.workload.loss(output, batch)
-            self._kept.append(_kept(loss))
-            if self.regime.keep_outputs:
-                record.outputs.append(_kept(output))
-            self._mark(Point.FORWARD, record.step)
-            self._happen(Moment.LOSS, record.step, micro)
-            self._reach("after_loss", record.step)
-            if self.on_loss is not None:
-                self.on_loss(self.adapter, record.step)
-            parts = self.regime.backwards_per_forward
-            with self._phase("backward", record.step):
-                for part in range(parts):
-                    self.adapter.backward(loss / parts if parts > 1 else loss, retain_graph=part < parts - 1)
+        return self.adapter.microbatch(last, reduced=self.regime.is_reduced(micro))
+
+    def _forward_loss(self, record: StepRecord, micro: int) -> Tensor:
+        """A micro-batch's forward and its loss."""
+        batch = self._batch(record.step, micro)
+        output = self._forward(record.step, batch)
+        loss = self.workload.loss(output, batch)
+        self._kept.append(_kept(loss))
+        if self.regime.keep_outputs:
+            record.outputs.append(_kept(output))
+        self._mark(Point.FORWARD, record.step)
+        self._happen(Moment.LOSS, record.step, micro)
+        self._reach("after_loss", record.step)
+        return loss
+
+    def _backward(self, step: int, loss: Tensor) -> None:
+        if self.on_loss is not None:
+            self.on_loss(self.adapter, step)
+        parts = self.regime.backwards_per_forward
+        with self._phase("backward", step):
+            for part in range(parts):
+                self.adapter.backward(loss / parts if parts > 1 else loss, retain_graph=part < parts - 1)
 
     def _forward(self, step: int, batch: Batch) -> Any:
         with self._phase("forward", step):

@@ -25,14 +25,16 @@ from torch.distributed.fsdp import BackwardPrefetch as FSDP1BackwardPrefetch
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
-from fsdp_conformance.adapters.base import ModelFn, OptimFn
+from fsdp_conformance.adapters.base import CommunicationHook, ModelFn, OptimFn
 from fsdp_conformance.adapters.sharded import anywhere, full_copy, full_gradients
 from fsdp_conformance.adapters.torch_like import (
     TorchAdapter,
     all_units,
+    apply_tensor_parallelism,
     hybrid_shape,
     refusal,
     submodules,
+    tensor_mesh,
     torch_dtype,
 )
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
@@ -76,6 +78,7 @@ class TorchFSDP1(TorchAdapter):
         "prefetch_backward", "prefetch_forward", "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic",
         "zero_size_shard", "noncontiguous_params", "coll_counts", "coll_volume", "mem_bounds", "rate_limit",
         "writeback_direct",
+        "ac_reentrant", "tp",
     })  # fmt: skip
     #: The unit that computes, and the one that is prefetched in backward.
     max_unsharded: ClassVar[int] = 2
@@ -108,7 +111,13 @@ class TorchFSDP1(TorchAdapter):
                 pass
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        mesh = None
+        if plan.tensor_parallel > 1:
+            mesh = tensor_mesh(plan, self.device.type)
+            apply_tensor_parallelism(model, plan, mesh)
         options = self._options(model, plan)
+        if mesh is not None:
+            options["device_mesh"] = mesh["shard"]
         with (
             refusal("sync_module_states", ValueError, when=plan.sync_module_states and self.device.type == "cpu"),
             patch.dict(os.environ, {_FULL_PRECISION_IN_EVAL: "1" if plan.full_precision_in_eval else "0"}),
@@ -122,6 +131,10 @@ class TorchFSDP1(TorchAdapter):
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return self._root.no_sync()
+
+    def register_comm_hook(self, hook: CommunicationHook) -> None:
+        # FSDP1 looks at the number of arguments; a function that is called for replicated parameters has only two.
+        self._root.register_comm_hook(None, lambda state, gradient, shard: hook(gradient, shard))
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         return self._root.clip_grad_norm_(max_norm, norm_type)
@@ -268,7 +281,9 @@ class TorchFSDP1NoShard(TorchFSDP1):
 
     name: ClassVar[str] = "torch-fsdp1-no-shard"
     strategy: ClassVar[ShardingStrategy] = ShardingStrategy.NO_SHARD
-    declines: ClassVar[frozenset[str]] = frozenset({"zero3", "zero2", "hsdp", "reshard_after_forward"})
+    declines: ClassVar[frozenset[str]] = frozenset({
+        "zero3", "zero2", "hsdp", "reshard_after_forward", "comm_hook", "tp",
+    })  # fmt: skip
 
 
 class TorchFSDP1HybridShard(TorchFSDP1):
@@ -276,7 +291,9 @@ class TorchFSDP1HybridShard(TorchFSDP1):
 
     name: ClassVar[str] = "torch-fsdp1-hybrid-shard"
     strategy: ClassVar[ShardingStrategy] = ShardingStrategy.HYBRID_SHARD
-    declines: ClassVar[frozenset[str]] = frozenset({"zero3", "zero2", "no_shard", "reshard_after_forward"})
+    declines: ClassVar[frozenset[str]] = frozenset({
+        "zero3", "zero2", "no_shard", "reshard_after_forward", "comm_hook", "tp",
+    })  # fmt: skip
 
 
 def _precision(plan: Plan, unit: str) -> MixedPrecision | None:

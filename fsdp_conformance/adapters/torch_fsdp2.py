@@ -18,9 +18,11 @@ from torch.distributed.tensor import DTensor, Shard
 from fsdp_conformance.adapters.torch_like import (
     TorchAdapter,
     all_units,
+    apply_tensor_parallelism,
     hybrid_shape,
     refusal,
     submodules,
+    tensor_mesh,
     torch_dtype,
 )
 from fsdp_conformance.config import Offload, Plan, Sharding
@@ -37,8 +39,8 @@ class TorchFSDP2(TorchAdapter):
         "multi_module_unit", "any_accelerator", "move_inputs", "init_after", "init_never", "mixed_precision",
         "mp_per_unit", "mp_reduce", "cast_after_init", "cpu_offload_params", "prefetch_explicit", "prefetch_forward",
         "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic", "unused_untouched", "zero_size_shard",
-        "coll_counts", "coll_volume", "ws1_fast", "mem_bounds", "rate_limit",
-        "optim_in_backward",
+        "coll_counts", "coll_volume", "ws1_fast", "mem_bounds", "rate_limit", "ac_reentrant",
+        "pipelined_microbatch", "tp", "optim_in_backward",
     })  # fmt: skip
     max_unsharded: ClassVar[int] = 1
 
@@ -47,6 +49,9 @@ class TorchFSDP2(TorchAdapter):
         return torch.__version__
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        if plan.tensor_parallel > 1:
+            self._parallel_mesh = self.make_tensor_mesh(plan)
+            apply_tensor_parallelism(model, plan, self._parallel_mesh)
         options = self._options(model, plan)
         local = {**options, "mesh": self._own_mesh()} if plan.local_units else options
         with refusal("cpu_offload_params", RuntimeError, when=plan.offload is not Offload.OFF and self._is_cpu()):
@@ -62,8 +67,18 @@ class TorchFSDP2(TorchAdapter):
             _prefetch_listed(model, plan.explicit_prefetch)
         return model
 
+    def make_tensor_mesh(self, plan: Plan) -> DeviceMesh:
+        """The mesh for a plan with tensor parallelism, with dimensions "shard" and "tensor"."""
+        return tensor_mesh(plan, self.device.type)
+
     def no_sync(self) -> AbstractContextManager[Any]:
         return _deferred(cast(FSDPModule, self.model))
+
+    def no_sync_of(self, units: Sequence[str]) -> AbstractContextManager[Any]:
+        return _deferred_units([self._unit(unit.split("+")[0]) for unit in units])
+
+    def keep_gathered(self) -> AbstractContextManager[Any]:
+        return _kept_gathered(cast(FSDPModule, self.model))
 
     def no_all_reduce(self) -> AbstractContextManager[Any]:
         return _replicas_deferred(cast(FSDPModule, self.model))
@@ -105,6 +120,10 @@ class TorchFSDP2(TorchAdapter):
 
     def _mesh(self, plan: Plan) -> DeviceMesh:
         world_size = dist.get_world_size()
+        if plan.tensor_parallel > 1:
+            if plan.sharding is Sharding.HYBRID:
+                raise Unsupported("tp", "this adapter combines tensor parallelism with sharding only, not with hybrid")
+            return self._parallel_mesh["shard"]
         if plan.sharding is not Sharding.HYBRID:
             return init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("shard",))
         return init_device_mesh(self.device.type, hybrid_shape(plan, world_size), mesh_dim_names=("replicate", "shard"))
@@ -140,6 +159,28 @@ def _deferred(root: FSDPModule) -> Iterator[None]:
         yield
     finally:
         root.set_requires_gradient_sync(True)
+
+
+@contextmanager
+def _deferred_units(units: Sequence[FSDPModule]) -> Iterator[None]:
+    """Gradients of these units, without those inside them, stay on the rank until a backward outside the context."""
+    for unit in units:
+        unit.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_requires_gradient_sync(True, recurse=False)
+
+
+@contextmanager
+def _kept_gathered(root: FSDPModule) -> Iterator[None]:
+    """Parameters stay gathered after a backward in the context."""
+    root.set_reshard_after_backward(False)
+    try:
+        yield
+    finally:
+        root.set_reshard_after_backward(True)
 
 
 @contextmanager

@@ -14,12 +14,14 @@ Everything else works as in stock torch: the optimizer is built from `wrapped.pa
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from fsdp_conformance.adapters.base import Adapter, ModelFn, OptimFn
@@ -38,7 +40,12 @@ class TorchAdapter(Adapter):
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"cpu_compute", "init_before", "clip_grad_norm", "orig_params"})
-    optional: ClassVar[Mapping[str, str]] = {"no_sync": "no_sync", "no_all_reduce": "hsdp_defer_allreduce"}
+    optional: ClassVar[Mapping[str, str]] = {
+        "no_sync": "no_sync",
+        "no_sync_of": "no_sync_per_unit",
+        "no_all_reduce": "hsdp_defer_allreduce",
+        "keep_gathered": "reshard_after_backward",
+    }
 
     model: nn.Module
     """The wrapped module."""
@@ -60,6 +67,14 @@ class TorchAdapter(Adapter):
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """The context for micro-batches whose gradients must not be reduced yet. Declares `no_sync`."""
+        raise NotImplementedError
+
+    def no_sync_of(self, units: Sequence[str]) -> AbstractContextManager[Any]:
+        """The same for some units only, without those inside them; the root is "". Declares `no_sync_per_unit`."""
+        raise NotImplementedError
+
+    def keep_gathered(self) -> AbstractContextManager[Any]:
+        """The context for micro-batches after which parameters stay gathered. Declares `reshard_after_backward`."""
         raise NotImplementedError
 
     def no_all_reduce(self) -> AbstractContextManager[Any]:
@@ -90,9 +105,19 @@ class TorchAdapter(Adapter):
         self._make_optimizer()
 
     def microbatch(self, last: bool, *, reduced: bool = True) -> AbstractContextManager[Any]:
-        if not reduced:
-            return self.no_sync()
-        return self.no_all_reduce() if self.plan.defer_all_reduce and not last else nullcontext()
+        return self._microbatch(last, reduced)
+
+    @contextmanager
+    def _microbatch(self, last: bool, reduced: bool) -> Iterator[None]:
+        with ExitStack() as contexts:
+            if not reduced:
+                units = self.plan.deferred_units
+                contexts.enter_context(self.no_sync_of(units) if units else self.no_sync())
+            elif self.plan.defer_all_reduce and not last:
+                contexts.enter_context(self.no_all_reduce())
+            if self.plan.reshard_after_backward is False and not last:
+                contexts.enter_context(self.keep_gathered())
+            yield
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
@@ -185,6 +210,30 @@ def hybrid_shape(plan: Plan, world_size: int) -> tuple[int, int]:
             [f"replicas must divide the world size {world_size}, got {plan.replicas}"], where="hybrid sharding"
         )
     return plan.replicas, world_size // plan.replicas
+
+
+def tensor_mesh(plan: Plan, device_type: str) -> DeviceMesh:
+    """
+    The mesh of a plan with tensor parallelism: "shard" over data-parallel ranks, "tensor" over consecutive ones.
+
+    Raises ConfigError if the groups do not divide the world.
+    """
+    world_size = dist.get_world_size()
+    if world_size % plan.tensor_parallel:
+        raise ConfigError(
+            [f"tensor_parallel must divide the world size {world_size}, got {plan.tensor_parallel}"],
+            where="tensor parallelism",
+        )
+    shape = (world_size // plan.tensor_parallel, plan.tensor_parallel)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("shard", "tensor"))
+
+
+def apply_tensor_parallelism(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Shard the layers that the plan names over the mesh's "tensor" dimension, with torch's tensor parallelism."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles = {"column": ColwiseParallel, "row": RowwiseParallel}
+    parallelize_module(model, mesh["tensor"], {fqn: styles[style]() for fqn, style in plan.tensor_styles})
 
 
 def all_units(plan: Plan) -> list[str]:

@@ -32,6 +32,7 @@ _CALLS: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]] = {
     "unshard": ((("",), {}),),
     "reshard": ((("",), {}),),
     "wrap_again": (((), {}),),
+    "register_comm_hook": (((None,), {}),),
     "module": (((), {}),),
     "parameters": (((), {}),),
     "set_requires_grad": ((((),), {}),),

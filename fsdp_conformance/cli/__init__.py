@@ -12,6 +12,8 @@ Commands:
     explain         a requirement or a case, with what a run found
     verify          the verdict, derived again from a run file
     compare         the verdicts that differ between two runs
+    scoreboard      several engines side by side
+    update_expectations  the failures of a run, written into conformance.toml
 
 From the command line to an exit status:
     command         runs a command; turns errors into messages and statuses
@@ -22,6 +24,7 @@ From the command line to an exit status:
 What `run` does:
     selection       the selected cases, and what is known of them before they run
     estimate        how long a run will take
+    expected        what a run is compared with besides the contract: known failures, an earlier run
     report_dir      the directory of a run
     building        compiling the simulated accelerator beforehand
     pytest_process  pytest as a child process

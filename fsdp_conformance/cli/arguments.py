@@ -15,6 +15,7 @@ from fsdp_conformance.cli import messages
 from fsdp_conformance.config import RANKS, RunSettings
 from fsdp_conformance.contract.profile import INTERPRETATION
 from fsdp_conformance.contract.selection import OPTIONS, selection_options
+from fsdp_conformance.report.expectations import NAME as EXPECTATIONS
 from fsdp_conformance.report.last_run import with_last_failed
 
 DEFAULTS = RunSettings()
@@ -181,6 +182,22 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     verify.add_argument("run_file", metavar="PATH", help="a run file, or its directory")
     verify.add_argument("--markdown", action="store_true", help="print a summary in Markdown instead")
     _add_profile(verify, default=None)
+    _add_expected(verify)
+
+    board = command("scoreboard", "show the runs of several engines side by side, requirement by requirement")
+    board.add_argument("run_files", nargs="+", metavar="RUN", help="a run file, or its directory")
+    board.add_argument("--all", action="store_true", help="also show requirements that every engine passes")
+    board.add_argument("--json", action="store_true", help="print the table as JSON")
+
+    update = command(
+        "update-expectations", "write the failures of a run into conformance.toml", module="update_expectations"
+    )
+    update.add_argument(
+        "run_file", nargs="?", metavar="RUN", help="a run file or its directory (default: the last run)"
+    )
+    update.add_argument(
+        "--file", metavar="FILE", default=EXPECTATIONS, help=f"the list to update (default: {EXPECTATIONS})"
+    )
 
     compare = command("compare", "show which verdicts differ between two runs")
     compare.add_argument("old", metavar="OLD", help="a run file, or its directory")
@@ -197,6 +214,8 @@ def _add_run(parser: Parser) -> None:
     parser.add_argument(
         "--report", metavar="DIR", help="directory for the run file (default: .fsdp-conformance/NAME-TIME)"
     )
+    named = _add_expected(parser)
+    named.add_argument("--no-expectations", action="store_true", help=f"ignore the {EXPECTATIONS} of this directory")
     _add_workers(parser, "pytest workers; `auto` fits the available devices")
     parser.add_argument(
         "--ranks",
@@ -208,6 +227,23 @@ def _add_run(parser: Parser) -> None:
     parser.add_argument("--reuse-ranks", action="store_true", help="keep ranks from case to case: fast, cannot certify")
     parser.add_argument("--deadline-scale", metavar="F", help="multiply every deadline by F, for slow machines")
     _add_suites(parser, default=None)
+
+
+def _add_expected(parser: Parser) -> argparse._MutuallyExclusiveGroup:
+    """What a run is compared with besides the contract. Returns the group of options about expectations."""
+    named = parser.add_mutually_exclusive_group()
+    named.add_argument(
+        "--expectations",
+        metavar="FILE",
+        help="a list of known failures: exit with 0 if the run is exactly as expected, else with 1"
+        + (f" (default: {EXPECTATIONS}, if it is there)" if parser.prog.endswith(" run") else ""),
+    )
+    parser.add_argument(
+        "--baseline",
+        metavar="RUN",
+        help="an earlier run: report new, fixed, unchanged and missing; exit with 1 only for new and missing ones",
+    )
+    return named
 
 
 def _add_implementation(parser: Parser, default: str | None = DEFAULTS.implementation) -> None:

@@ -16,12 +16,14 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from fsdp_conformance import __version__, docs
 from fsdp_conformance.case import Case
 from fsdp_conformance.cli import building, estimate, messages, report_dir, selection, torchrun
 from fsdp_conformance.cli.arguments import selection_words, settings_of
+from fsdp_conformance.cli.expected import expected_by
 from fsdp_conformance.cli.progress import Display, Progress, RunFileTail, display_for
 from fsdp_conformance.cli.pytest_process import INTERRUPT_S, PytestProcess, command
 from fsdp_conformance.cli.signals import caught
@@ -60,6 +62,7 @@ def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[
     profile = load_profile(settings.profile)
     cases = selection.selected(profile, settings)
     _check_workers(arguments.workers)
+    wanted = expected_by(arguments)
     found = survey(settings.device, settings.implementation)
     selection.check_machine(found.machine, cases, settings)
     report = report_directory(settings)
@@ -81,7 +84,8 @@ def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[
         display_for(progress) as display,
     ):
         _follow(pytest, report / runfile.NAME, progress, display, signals)
-    status, reason = _conclude(report, profile, pytest, signum=signals[0] if signals else 0)
+    compared = partial(wanted.status, profile=profile, selected={case.id for case in cases})
+    status, reason = _conclude(report, profile, pytest, compared, signum=signals[0] if signals else 0)
     if tell is not None and status:
         tell(reason)
     return status
@@ -162,9 +166,12 @@ def _follow(
     tail.close()
 
 
-def _conclude(report: Path, profile: Profile, pytest: PytestProcess, *, signum: int) -> tuple[int, str]:
+def _conclude(
+    report: Path, profile: Profile, pytest: PytestProcess, compared: Callable[[Verification], int], *, signum: int
+) -> tuple[int, str]:
     """
-    Print the findings, the verdict, and the path of the run file.
+    Print the findings, the verdict, and the path of the run file. `compared` says how the run differs from what was
+    expected, and returns the exit status of a run that finished.
 
     Returns the exit status, and the first finding, or else why there is no certificate.
     """
@@ -180,7 +187,7 @@ def _conclude(report: Path, profile: Profile, pytest: PytestProcess, *, signum: 
         with contextlib.suppress(OSError):  # a full disk is reported below
             text = markdown.summary(verification.run, verification.certificate)
             (report / SUMMARY).write_text(text, encoding="utf-8")
-    status = _status(report, verification, pytest, signum=signum)
+    status = _status(report, verification, pytest, compared, signum=signum)
     if pytest.log_problem:
         messages.complain(f"the log is incomplete: {pytest.log_problem}")
     if path.exists():
@@ -217,7 +224,14 @@ def _show(verification: Verification) -> None:
         print("  No failures, but a partial profile cannot certify.")
 
 
-def _status(report: Path, verification: Verification | None, pytest: PytestProcess, *, signum: int) -> int:
+def _status(
+    report: Path,
+    verification: Verification | None,
+    pytest: PytestProcess,
+    compared: Callable[[Verification], int],
+    *,
+    signum: int,
+) -> int:
     """The exit status. If pytest did not finish, also print why."""
     whole = verification is not None and verification.run.footer is not None
     if signum and not whole:
@@ -230,7 +244,7 @@ def _status(report: Path, verification: Verification | None, pytest: PytestProce
     if verification is not None and verification.run.footer is not None:
         for discrepancy in verification.discrepancies:
             messages.complain(discrepancy)
-        return Status.SUITE if verification.discrepancies else verification.certificate.status
+        return Status.SUITE if verification.discrepancies else compared(verification)
     if pytest.error is not None:
         messages.complain(pytest.error.message)
         return pytest.error.status

@@ -5,14 +5,18 @@ from __future__ import annotations
 import argparse
 
 from fsdp_conformance.cli import messages, report_dir
+from fsdp_conformance.cli.expected import expected_by
 from fsdp_conformance.contract.profile import load_profile
+from fsdp_conformance.contract.selection import left_out_by
 from fsdp_conformance.report import markdown, terminal
-from fsdp_conformance.report.verify import verify
+from fsdp_conformance.report.verify import profile_of, verify
+from fsdp_conformance.settings import settings_from_json
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print what the file shows, and its contradictions. Returns the exit status that the run should have had."""
     path = report_dir.named_run(arguments.run_file)
+    wanted = expected_by(arguments, look=False)
     verification = verify(path, load_profile(arguments.profile) if arguments.profile else None)
     run, certificate = verification.run, verification.certificate
     if arguments.markdown:
@@ -35,4 +39,7 @@ def main(arguments: argparse.Namespace) -> int:
         if verification.discrepancies
         else "verified: the stated result follows from the lines of the file"
     )
-    return verification.status
+    profile = load_profile(arguments.profile) if arguments.profile else profile_of(run)
+    settings = settings_from_json(run.header.get("settings") or {})
+    selected = {entry.id for entry in profile.entries if not left_out_by(entry.case(), settings)}
+    return wanted.status(verification, profile=profile, selected=selected)

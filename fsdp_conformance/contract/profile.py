@@ -4,7 +4,12 @@ A profile: the frozen list of cases from which a certificate is computed, with i
     python -m fsdp_conformance.contract.profile --check core-2026.11
     python -m fsdp_conformance.contract.profile --write core-2026.11
     python -m fsdp_conformance.contract.profile --write components-2026.11
+    python -m fsdp_conformance.contract.profile --write quick-2026.11
     python -m fsdp_conformance.contract.profile --write smoke --only R001/exact-probe-ws2 ... --not-certifying
+
+Shipped are `core` and `components`, which certify, and the selections `smoke` and `quick`, which do not. From these
+follow `base`, `full` (core and components) and a profile for each extension (the base and that extension). A name
+without a date means the newest: `base` is base-2026.11.
 
 A released profile never changes: new cases wait for the next one. The hash covers everything except titles, which are
 for people. A profile that the suite does not ship makes a private run, which certifies nothing. This is the only module
@@ -43,8 +48,19 @@ PROFILES = Path(__file__).parent / "profiles"
 #: Chapters that judge a single component. Third parties rarely expose one, so these have a separate profile.
 COMPONENT_CHAPTERS = frozenset({"AA", "AB", "AC", "AD", "AE"})
 
-#: The prefix of that profile's name.
+#: The prefixes of the names of those profiles, of the others, and of the quick selection from these.
 COMPONENTS = "components-"
+CORE = "core-"
+QUICK = "quick-"
+
+#: The kind of profile that has the cases of both.
+FULL = "full"
+
+#: Profiles that are derived from a core, besides those of its extensions.
+_DERIVED = (BASE[0], FULL)
+
+#: How many cases a quick profile has: less than a minute on two cores.
+_QUICK_CASES = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,8 +139,8 @@ class Profile:
 
 
 def names() -> list[str]:
-    """The shipped profiles."""
-    return sorted(path.stem for path in PROFILES.glob("*.json"))
+    """The profiles that have a name of their own; there is one more for each extension."""
+    return sorted([*_files(), *(f"{kind}-{_date(core)}" for core in _cores() for kind in _DERIVED)])
 
 
 @functools.cache
@@ -132,25 +148,81 @@ def shipped(name: str) -> str | None:
     """
     The hash of the shipped profile with that name, or None if there is none. Only shipped profiles can certify.
     """
-    return load_profile(name).sha256 if name in names() else None
+    found = _shipped(name)
+    return found.sha256 if found is not None else None
+
+
+def known_cases(profile: Profile) -> list[str]:
+    """The ids of all cases of the profile, and of every shipped one: what a list of expectations can name."""
+    return sorted({case_id for each in (profile, *map(load_profile, _files())) for case_id in each.by_id})
 
 
 def load_profile(name: str) -> Profile:
     """
-    The profile with that name, or in the file with that path.
+    The profile with that name, with or without its date, or in the file with that path.
 
     Raises UsageError if it does not exist, or if its content does not match its hash.
     """
-    path = Path(name) if name.endswith(".json") else PROFILES / f"{name}.json"
+    if name.endswith(".json"):
+        return _read(Path(name), named=name)
+    found = _shipped(name) or _shipped(f"{name}-{_date(_cores()[-1])}")
+    if found is None:
+        known = [*names(), *(f"{extension}-{_date(core)}" for core in _cores() for extension in _extensions(core))]
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        raise UsageError(
+            f"profile must be one of {', '.join(names())}, an extension such as offload, or the path of a .json file, "
+            f"got {name!r}.{f' Did you mean {near[0]!r}?' if near else ''}"
+        )
+    return found
+
+
+def _read(path: Path, *, named: str) -> Profile:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        near = difflib.get_close_matches(name, names(), n=1, cutoff=0.4)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise UsageError(
-            f"profile must be one of {', '.join(names()) or 'none'} or the path of a .json file, got {name!r}.{hint}"
-        ) from error
+        why = error.strerror or error
+        raise UsageError(f"profile must be a file that can be read, got {named!r}: {why}") from error
     return profile_from_json(text, where=str(path))
+
+
+def _files() -> list[str]:
+    """The profiles that are shipped as files."""
+    return sorted(path.stem for path in PROFILES.glob("*.json"))
+
+
+def _cores() -> list[str]:
+    """The core profiles, the newest last."""
+    return [name for name in _files() if name.startswith(CORE)]
+
+
+def _date(name: str) -> str:
+    return name.partition("-")[2]
+
+
+@functools.cache
+def _shipped(name: str) -> Profile | None:
+    """The profile with that full name, read from its file or derived from the core of the same date."""
+    if name in _files():
+        return _read(PROFILES / f"{name}.json", named=name)
+    core = next((each for each in _cores() if name.endswith(f"-{_date(each)}")), None)
+    if core is None:
+        return None
+    kind, whole = name.removesuffix(f"-{_date(core)}"), _read(PROFILES / f"{core}.json", named=core)
+    if kind == FULL:
+        parts = _read(PROFILES / f"{COMPONENTS}{_date(core)}.json", named=name)
+        entries = sorted([*whole.entries, *parts.entries], key=lambda entry: entry.id)
+    elif kind == BASE[0] or kind in _extensions(core):
+        entries = [entry for entry in whole.entries if entry.scope in (BASE, (kind,))]
+    else:
+        return None
+    return Profile(name=name, interpretation=whole.interpretation, entries=tuple(entries))
+
+
+@functools.cache
+def _extensions(core: str) -> list[str]:
+    """The extensions that a core profile has cases of."""
+    entries = _read(PROFILES / f"{core}.json", named=core).entries
+    return sorted({entry.scope[0] for entry in entries if len(entry.scope) == 1} - set(BASE))
 
 
 def profile_from_json(text: str, *, where: str) -> Profile:
@@ -238,6 +310,8 @@ def profile_of(
     if not only:
         of_components = name.startswith(COMPONENTS)
         chosen = [case for case in chosen if (case.chapter in COMPONENT_CHAPTERS) is of_components]
+    if name.startswith(QUICK) and not only:
+        chosen, certifies = quickest(chosen), False
     problems += [
         f"{case.id}: requirement must be one of the contract's, got {requirement!r}"
         for case in chosen
@@ -260,6 +334,25 @@ def profile_of(
         for case in chosen
     )
     return Profile(name=name, interpretation=INTERPRETATION, entries=entries, certifies=certifies)
+
+
+def quickest(cases: Iterable[Case], count: int = _QUICK_CASES) -> list[Case]:
+    """
+    The few cases that together kill the most known-wrong engines, by id; all of them on two ranks of the CPU.
+
+    One after the other: the case that adds the most kills, then the one with the fewest needs, then the first by id.
+    """
+    left = [case for case in cases if case.world_size == 2 and not case.environment]
+    chosen: list[Case] = []
+    killed: set[str] = set()
+    while left and len(chosen) < count:
+        best = min(left, key=lambda case: (-len(set(case.kills) - killed), len(case.needs), case.id))
+        if not set(best.kills) - killed:
+            break
+        chosen.append(best)
+        left.remove(best)
+        killed |= set(best.kills)
+    return sorted(chosen, key=lambda case: case.id)
 
 
 def difference(ours: Profile, theirs: Profile) -> list[str]:

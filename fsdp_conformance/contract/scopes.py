@@ -52,6 +52,8 @@ WITHIN = {
     "manual-unshard": {"zero-2"},
     "memory-bounds": {"zero-2", "zero-3"},
     "precision-policies": {"mixed-precision"},
+    "no-sync-per-unit": {"accumulation", "zero-3"},
+    "reshard-after-backward": {"accumulation", "zero-2"},
     "resharding": {"zero-3"},
     "traffic": {"zero-2", "zero-3"},
 }

@@ -19,6 +19,9 @@ standard library; the classes are imported in the ranks, by `adapters.registry.l
     values          wrong parameters and buffers
     unused          None, zero and garbage gradients; frozen and shared parameters
     schedule        collectives that are superfluous, too large, too early or on the wrong group
+    recomputation   activation checkpoints: what runs again in backward
+    hooks           a user's hooks, the engine's own, and communication hooks
+    tensor_parallel tensor parallelism: the two kinds of groups mixed up
     degrees         sharding degrees: shards that free nothing, requests that are replaced
     hybrid          hybrid sharding: reduction over replicas, and their initial values
     misuse          misuse that is accepted, and changes after wrapping that are lost

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -177,3 +179,42 @@ class ReferenceRunsNoHooks(SeamReference):
     """Hooks that run when a parameter has accumulated its gradient are forgotten."""
 
     schedule_class: ClassVar[type[UnitSchedule]] = _Hookless
+
+
+@known_wrong("R095")
+class ReferenceDefersInnerUnits(SeamReference):
+    """A unit whose reduction is deferred passes that on to the units inside it."""
+
+    @contextmanager
+    def no_sync_of(self, units: Sequence[str]) -> Iterator[None]:
+        with ExitStack() as contexts:
+            for unit in units:
+                contexts.enter_context(self._unit(unit).no_sync())
+            yield
+
+
+class _Kept(FlatParameter):
+    is_stale = False
+
+
+@known_wrong("R096")
+class ReferenceKeepsAcrossTheStep(SeamReference):
+    """Parameters that were kept across micro-batches are not freed, and not gathered after the optimizer step."""
+
+    flat_class: ClassVar[type[FlatParameter]] = _Kept
+
+    @contextmanager
+    def keep_gathered(self) -> Iterator[None]:
+        for unit in self._root.units:
+            unit.reshards_after_backward = False
+        yield
+
+
+@known_wrong("R100", shows=("refusal",))
+class ReferenceForgetsDeferral(SeamReference):
+    """Nothing checks whether an optimizer steps, or another context begins, inside a deferred reduction."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with self._root._switched_off("sync_gradients", self._root.units):
+            yield

@@ -14,6 +14,10 @@ What a run leaves: the run file, the certificate that follows from it, and the t
     explain        a requirement or a case, with what a run found
     markdown       a run as a Markdown page
     comparison     the verdicts that differ between two runs
+    scoreboard     several engines side by side, requirement by requirement
+    expectations   known failures, and how a run differs from them
+    expectation_writer  a list of them, written from a run
+    baseline       a run next to an earlier one
 
 Everything here works without torch, on records and the contract alone: `verify` and `explain` read a run file on any
 machine, and arrive at what the run itself printed.

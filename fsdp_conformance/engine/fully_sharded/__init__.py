@@ -8,6 +8,7 @@ The fully sharded module: parameters, gradients and optimizer state of each unit
     schedule             when each unit is gathered, resharded and reduced
     unit                 a unit and its states during a training step
     hooks                the module hooks that tell the schedule what runs
+    deferral             no optimizer steps while gradients are deferred
     inputs               moving, casting and watching a unit's inputs and outputs
     buffers              a unit's floating-point buffers under a precision policy
     order_watch          detects ranks that run different units, on accelerators

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import unittest
 from collections.abc import Iterator
 from dataclasses import replace
@@ -175,6 +176,26 @@ class Loop(RankTestCase):
             ],
             adapter.entries,
         )
+
+    def test_pipelines(self) -> None:
+        """Passes come in the order of the regime, each in its micro-batch's context; others are Unsupported."""
+        orders = {
+            "forwards-first": ["F 0", "F 0", "F 1", "B 0", "B 0", "B 1"],
+            "1f1b": ["F 0", "F 0", "B 0", "F 1", "B 0", "B 1"],
+        }
+        for pipeline, order in orders.items():
+            adapter = Diary()
+            regime = Regime(steps=1, micro_batches=3, reduced=(False, False, True), pipeline=pipeline)
+            self.run_training(adapter, regime=regime)
+            passes = [
+                f"{'F' if what.startswith('forward') else 'B'} {int('reduced=True' in context)}"
+                for context, what in itertools.pairwise(adapter.entries)
+                if context.startswith("microbatch(")
+            ]
+            self.assertEqual(order, passes, pipeline)
+            self.assert_trains(TorchFSDP2, regime=replace(regime, steps=2))
+        with self.assertRaisesRegex(Unsupported, "pipelined_microbatch"):
+            self.run_training("torch-ddp", regime=regime)
 
     def test_several_backwards(self) -> None:
         """The loss is split in halves; the graph is kept for the second."""

@@ -270,6 +270,12 @@ class Four(RankTestCase):
         self.assertEqual({4}, {len(record.group) for record in gathers if record.phase == "forward"})
         self.assertEqual({2}, {len(record.group) for record in gathers if record.phase == "backward"})
 
+    def test_tensor_parallel_groups(self) -> None:
+        """Groups must divide the world."""
+        for name in ("torch-fsdp1", "torch-fsdp2"):
+            with self.assertRaisesRegex(ConfigError, "tensor_parallel must divide the world size 4, got 3"):
+                self.run_training(name, tensor_parallel=3, tensor_styles=(("head", "column"),))
+
 
 class Declarations(unittest.TestCase):
     """What follows from the plan without ranks."""

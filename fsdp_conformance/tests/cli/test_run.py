@@ -374,3 +374,36 @@ def test_a_full_disk_is_the_environment_and_leaves_the_run_file_intact(
         assert (judged, []) == (len(left.records), left.problems)
         for line in (tmp_path / "report" / "run.jsonl").read_text(encoding="utf-8").splitlines():
             json.loads(line)
+
+
+def test_known_failures_make_a_run_as_expected(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """Without a certificate, but with status 0; what is new, or gone, is named and makes it 1."""
+    acts = {"R001/probe-ws2": "FAIL"}
+    assert run(suite, tmp_path, acts=acts).status == 1
+    written = said("update-expectations", "report", cwd=tmp_path, env=suite.environment())
+    assert (written.status, written.last_line) == (0, "conformance.toml: 1 added, 0 removed")
+
+    known = run(suite, tmp_path, acts=acts)
+    assert (known.status, "NOT CERTIFIED" in known.out) == (0, True)
+    assert "as expected: 1 known, nothing new (conformance.toml)" in known.out
+    assert run(suite, tmp_path, "--no-expectations", acts=acts).status == 1
+
+    fixed = run(suite, tmp_path)
+    assert (fixed.status, "CHANGED   R001/probe-ws2: expected FAIL, got PASS" in fixed.out) == (1, True)
+    assert said("verify", "report", cwd=tmp_path, env=suite.environment()).status == 0
+    named = ("--expectations", "conformance.toml")
+    assert said("verify", "report", *named, cwd=tmp_path, env=suite.environment()).status == 1
+
+
+def test_a_run_next_to_its_baseline(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """Failures that the baseline has do not count; new ones do. A wrong file is refused before anything runs."""
+    assert run(suite, tmp_path, acts={"R001/probe-ws2": "FAIL"}).status == 1
+    (tmp_path / "report").rename(tmp_path / "before")
+
+    same = run(suite, tmp_path, "--baseline", "before", acts={"R001/probe-ws2": "FAIL"})
+    assert (same.status, "  0 new, 0 fixed, 1 unchanged, 0 missing" in same.out) == (0, True)
+    worse = run(suite, tmp_path, "--baseline", "before", acts={"R070/order-ws2": "FAIL"})
+    assert (worse.status, "  1 new, 1 fixed, 0 unchanged, 0 missing" in worse.out) == (1, True)
+    (tmp_path / "conformance.toml").write_text("[[expect]]\n")
+    wrong = run(suite, tmp_path)
+    assert (wrong.status, "entry 1 (no case): case is missing" in wrong.err, wrong.out) == (2, True, "")

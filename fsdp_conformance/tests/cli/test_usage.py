@@ -35,7 +35,7 @@ def _suite(tmp_path_factory: pytest.TempPathFactory) -> mini_suite.MiniSuite:
         (["run", "--deadline-scale", "-1"], "deadline_scale must be a positive number, got '-1'"),
         (["run", "--implementation", " "], "implementation must not be blank, got ' '"),
         (["run", "-n", "few"], "-n: must be a number of workers or 'auto', got 'few'"),
-        (["run", "--profile", "core-2026.12"], "smoke or the path of a .json file, got 'core-2026.12'"),
+        (["run", "--profile", "core-2026.12"], "got 'core-2026.12'. Did you mean 'core-2026.11'?"),
         (["list", "--profile", "nothing.json"], "got 'nothing.json'"),
         (["explain", "R1000"], "ID must be a requirement (R000 to"),
         (["verify", "nowhere.jsonl"], "got 'nowhere.jsonl'"),

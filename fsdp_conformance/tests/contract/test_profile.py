@@ -19,7 +19,10 @@ from fsdp_conformance.contract.profile import (
     names,
     profile_from_json,
     profile_of,
+    quickest,
+    shipped,
 )
+from fsdp_conformance.contract.scopes import BASE
 from fsdp_conformance.errors import ConfigError, SuiteError, UsageError
 from fsdp_conformance.tests.pytest_plugin import mini_suite
 from fsdp_conformance.tests.report.evidence import a_case
@@ -35,19 +38,63 @@ def made(*changes: dict[str, Any], **options: Any) -> Profile:
 
 def test_the_core_profile_is_what_the_suites_make() -> None:
     """Every case but those of components is in it as it is bound; `--write core-2026.11` makes it so again."""
-    shipped = load_profile("core-2026.11")
+    core = load_profile("core-2026.11")
 
-    assert difference(shipped, profile_of(shipped.name, collect_cases())) == []
+    assert difference(core, profile_of(core.name, collect_cases())) == []
 
 
 @pytest.mark.parametrize("name", names())
 def test_every_shipped_profile_has_the_cases_of_a_certifying_one(name: str) -> None:
     """A selection is a part of it, entry by entry."""
     profile = load_profile(name)
-    whole = load_profile("components-2026.11" if name.startswith("components-") else "core-2026.11")
+    whole = load_profile("core-2026.11").by_id | load_profile("components-2026.11").by_id
 
-    assert [entry.id for entry in profile.entries if whole.by_id.get(entry.id) != entry] == []
-    assert profile.certifies == profile.name.startswith(("core-", "components-"))
+    assert profile.entries
+    assert [entry.id for entry in profile.entries if whole.get(entry.id) != entry] == []
+    assert profile.certifies == (not profile.name.startswith(("smoke", "quick-")))
+
+
+def test_profiles_that_follow_from_the_core() -> None:
+    """The base, everything, and the base with one extension: each has a hash, and a name with or without a date."""
+    core, base, full, offload = (load_profile(name) for name in ("core", "base", "full", "offload-2026.11"))
+
+    assert [entry.id for entry in base.entries] == [entry.id for entry in core.entries if entry.scope == BASE]
+    assert len(full.entries) == len(core.entries) + len(load_profile("components").entries)
+    assert {entry.scope for entry in offload.entries} == {BASE, ("offload",)}
+    assert len({profile.sha256 for profile in (core, base, full, offload)}) == 4
+    assert [shipped(profile.name) for profile in (base, full, offload)] == [
+        profile.sha256 for profile in (base, full, offload)
+    ]
+    assert (load_profile("base-2026.11"), shipped("base-2025.01"), shipped("nothing")) == (base, None, None)
+
+
+def test_the_quick_profile_is_the_cases_that_kill_most() -> None:
+    """On two ranks of the CPU; `--write quick-2026.11` makes it so again."""
+    cases = collect_cases()
+    quick = load_profile("quick")
+    chosen = [case for case in cases if case.id in quick.by_id]
+
+    assert difference(quick, profile_of(quick.name, cases)) == []
+    assert {(case.world_size, case.environment) for case in chosen} == {(2, ())}
+    assert len({name for case in chosen for name in case.kills}) > len(chosen)
+
+
+def test_the_quick_cases_are_chosen_one_after_the_other() -> None:
+    """Each adds a kill to those before; of equals, the one that needs less."""
+    one = a_case(id="R001/one-ws2", kills=("a", "b"), needs=("zero2",))
+    same = a_case(id="R001/same-ws2", kills=("a", "b"))
+    other = a_case(id="R001/other-ws2", kills=("b", "c"))
+    large = a_case(id="R001/large-ws4", kills=("d",), world_size=4)
+
+    assert [case.id for case in quickest([one, same, other, large])] == ["R001/other-ws2", "R001/same-ws2"]
+    assert [case.id for case in quickest([one, same, other, large], 1)] == ["R001/other-ws2"]
+
+
+@pytest.mark.parametrize("name", ["cores", "of-load", "base-2026.10"])
+def test_an_unknown_profile_is_refused_with_the_known_ones(name: str) -> None:
+    """And with what was probably meant."""
+    with pytest.raises(UsageError, match=r"profile must be one of .*base-2026\.11.*Did you mean '\w+-2026\.11'"):
+        load_profile(name)
 
 
 def test_components_have_a_profile_of_their_own() -> None:

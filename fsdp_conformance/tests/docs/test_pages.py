@@ -8,6 +8,7 @@ import re
 import shlex
 import tomllib
 from collections import Counter
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +20,7 @@ from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.cli import arguments
 from fsdp_conformance.config import Plan
 from fsdp_conformance.contract.profile import load_profile
+from fsdp_conformance.report import expectations
 from fsdp_conformance.status import Status
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.guards.checkout import ROOT
@@ -193,11 +195,18 @@ def test_files_of_the_diagram_exist() -> None:
     } == set()
 
 
-def test_toml_blocks_are_toml() -> None:
-    """And name the group of entry points that the registry looks for."""
-    parsed = [tomllib.loads(block.text) for page in pages() for block in blocks_of(page) if block.language == "toml"]
+def test_toml_blocks_are_what_the_package_reads(tmp_path: Path) -> None:
+    """Each is a list of expectations, or names the group of entry points that the registry looks for."""
+    blocks = [block.text for page in pages() for block in blocks_of(page) if block.language == "toml"]
+    lists = [text for text in blocks if expectations.TABLE in tomllib.loads(text)]
+    others = [tomllib.loads(text) for text in blocks if text not in lists]
+    for text in lists:
+        (tmp_path / expectations.NAME).write_text(text, encoding="utf-8")
+        expectations.load_expectations(tmp_path / expectations.NAME)
 
-    assert all("fsdp_conformance.adapters" in one["project"]["entry-points"] for one in parsed)
+    assert lists
+    assert others
+    assert all("fsdp_conformance.adapters" in one["project"]["entry-points"] for one in others)
 
 
 @pytest.mark.parametrize("page", pages())

@@ -1,0 +1,78 @@
+"""
+What a run is compared with besides the contract: a list of expectations, and an earlier run.
+
+With either of them the exit status answers another question: not whether the implementation is certified, but whether
+the run is as expected. The verdict is printed all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_conformance.cli import report_dir
+from fsdp_conformance.contract.profile import Profile, known_cases
+from fsdp_conformance.report import baseline as baselines
+from fsdp_conformance.report import expectations as listed
+from fsdp_conformance.report import runfile
+from fsdp_conformance.report.expectations import Expectation
+from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.verify import Verification
+from fsdp_conformance.status import Status
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What a run is compared with. Read before the run starts, so that a mistake in a file is told at once."""
+
+    path: Path | None = None
+    expectations: tuple[Expectation, ...] = ()
+    baseline: RunFile | None = None
+
+    def status(self, verification: Verification, *, profile: Profile, selected: Collection[str]) -> int:
+        """
+        Print how a finished run differs from what was expected, and return the exit status.
+
+        `selected`: ids of the cases that the run was asked for. A run that the suite or the machine spoiled keeps its
+        status.
+        """
+        derived = verification.status
+        if verification.discrepancies or derived not in (Status.CERTIFIED, Status.NOT_CERTIFIED):
+            return derived
+        verdicts = []
+        if self.path is not None:
+            verdicts.append(self._against_list(verification, profile))
+        if self.baseline is not None:
+            found = baselines.changes(verification.run, self.baseline, selected=selected)
+            print(f"since {self.baseline.path}:")
+            print("\n".join(f"  {line}" for line in found.lines()))
+            verdicts.append(not found.worse)
+        if not verdicts:
+            return derived
+        return Status.CERTIFIED if all(verdicts) else Status.NOT_CERTIFIED
+
+    def _against_list(self, verification: Verification, profile: Profile) -> bool:
+        today = dt.datetime.now(dt.UTC).date()
+        found = listed.judge(verification.run, self.expectations, profile_cases=known_cases(profile), today=today)
+        if found.as_expected:
+            print(f"as expected: {found.expected} known, nothing new ({self.path})")
+            return True
+        print(f"not as expected ({self.path}): {found.expected} known, {len(found.surprises)} to look at")
+        print("\n".join(f"  {surprise.sentence()}" for surprise in found.surprises))
+        return False
+
+
+def expected_by(arguments: argparse.Namespace, *, look: bool = True) -> Expected:
+    """
+    What the options name. With `look`, also the file `conformance.toml` of the working directory, if there is one.
+
+    Raises UsageError for a list that cannot be used, RunFileError for a baseline that is not a run.
+    """
+    path = Path(arguments.expectations) if arguments.expectations else None
+    if path is None and look and not arguments.no_expectations and Path(listed.NAME).is_file():
+        path = Path(listed.NAME)
+    baseline = runfile.read(report_dir.named_run(arguments.baseline)) if arguments.baseline else None
+    return Expected(path, listed.load_expectations(path) if path is not None else (), baseline)

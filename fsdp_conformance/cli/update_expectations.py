@@ -1,0 +1,40 @@
+"""`fsdp-conformance update-expectations`: write the failures of a run into a list of expectations."""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+from pathlib import Path
+
+from fsdp_conformance.cli import report_dir
+from fsdp_conformance.contract.profile import known_cases
+from fsdp_conformance.errors import RunFileError, UsageError
+from fsdp_conformance.report.expectation_writer import updated
+from fsdp_conformance.report.last_run import last_run
+from fsdp_conformance.report.verify import profile_of, verify
+from fsdp_conformance.status import Status
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """
+    Write the file, and print what changed in it.
+
+    Raises UsageError if there is no run, RunFileError for one that did not finish or was edited.
+    """
+    named = last_run() if arguments.run_file is None else report_dir.named_run(arguments.run_file)
+    if named is None:
+        raise UsageError("update-expectations needs a run, but there is none in .fsdp-conformance: name a run file")
+    verification = verify(named)
+    if verification.discrepancies:
+        raise RunFileError(f"{named} cannot be used: {'; '.join(verification.discrepancies)}")
+    path = Path(arguments.file)
+    today = dt.datetime.now(dt.UTC).date()
+    cases = known_cases(profile_of(verification.run))
+    update = updated(path, verification.run, profile_cases=cases, today=today)
+    if not update.changes:
+        print(f"{path}: nothing to change, the run is as expected")
+        return Status.CERTIFIED
+    path.write_text(update.text, encoding="utf-8")
+    print("\n".join([*(f"removed  {case}" for case in update.removed), *(f"added    {case}" for case in update.added)]))
+    print(f"{path}: {len(update.added)} added, {len(update.removed)} removed")
+    return Status.CERTIFIED

@@ -1,0 +1,232 @@
+"""
+What somebody expects of a run: the failures they know about, in `conformance.toml`, and what differs from that list.
+
+    [[expect]]
+    case = "R010/eval-between-*"       # an id of the profile, or a glob of ids
+    verdict = "FAIL"
+    reason = "what is wrong, in one sentence"
+    implementation = "torch-fsdp*"     # a name or a glob; without it, the entry is for every implementation
+    device = "cpu"                     # the device of the case; without it, any
+    torch = ">=2.6,<2.14"              # the versions of torch that have the defect; without it, all
+    expires = 2027-01-31               # the first day on which the entry has to be looked at again
+    url = "https://..."
+
+An entry changes no verdict and earns no certificate: it tells what is known from what is new. A run is as expected if
+every failure has an entry, every entry that applies describes what happened, and none has expired.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from enum import StrEnum
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from fsdp_conformance.errors import UsageError
+from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.verdict import CERTIFIABLE, Verdict
+
+#: The name of the file that `run` and `verify` look for in the working directory.
+NAME = "conformance.toml"
+
+#: The table's name in the file.
+TABLE = "expect"
+
+#: Verdicts of cases that were left out: they say nothing about an entry.
+SILENT = frozenset({Verdict.DISABLED, Verdict.NOT_RUN_ENV})
+
+#: Verdicts that need no entry. A case that the engine declines may have one, to notice when that changes.
+UNREMARKABLE = CERTIFIABLE | SILENT
+
+_NOT_EXPECTED = frozenset({Verdict.PASS, Verdict.XFAIL, Verdict.XPASS}) | SILENT
+_VERDICTS = tuple(verdict.value for verdict in Verdict if verdict not in _NOT_EXPECTED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Expectation:
+    """One entry of a list."""
+
+    case: str
+    verdict: str
+    reason: str
+    implementation: str = "*"
+    device: str = ""
+    torch: str = ""
+    expires: dt.date | None = None
+    url: str = ""
+
+    def is_for(self, implementation: str, torch: str) -> bool:
+        """Whether the entry applies to runs of this implementation with this version of torch."""
+        return fnmatchcase(implementation, self.implementation) and _is_in(torch, self.torch)
+
+    def is_about(self, record: CaseRecord, device: str) -> bool:
+        """Whether the entry says something about the case. `device` is the run's, for a record without one."""
+        return fnmatchcase(record.case, self.case) and self.device in ("", record.device or device)
+
+    def has_expired(self, today: dt.date) -> bool:
+        """Whether somebody has to look at the entry again."""
+        return self.expires is not None and today >= self.expires
+
+
+class Kind(StrEnum):
+    """How a run differs from what was expected."""
+
+    NEW = "NEW"
+    """A failure without an entry."""
+    CHANGED = "CHANGED"
+    """A case with an entry has another verdict."""
+    UNMATCHED = "UNMATCHED"
+    """An entry that applies to the run names no case of the profile."""
+    EXPIRED = "EXPIRED"
+    """An entry that applies to the run has to be looked at again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surprise:
+    """One difference between a run and what was expected of it."""
+
+    kind: Kind
+    case: str
+    text: str
+
+    def sentence(self) -> str:
+        """The difference in one line."""
+        return f"{self.kind:<10}{self.case}: {self.text}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Judged:
+    """A run next to a list of expectations."""
+
+    expected: int
+    """Cases that have the verdict that an entry announces."""
+    surprises: tuple[Surprise, ...]
+
+    @property
+    def as_expected(self) -> bool:
+        """Whether the run is what the list says, and nothing else."""
+        return not self.surprises
+
+
+def load_expectations(path: Path) -> tuple[Expectation, ...]:
+    """The entries of the file. Raises UsageError with every problem that it has."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"the expectations in {path} cannot be read: {error.strerror or error}") from error
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UsageError(f"{path} is not valid TOML: {error}") from error
+    entries = content.get(TABLE, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UsageError(f"{path} must list expectations as [[{TABLE}]] tables, got {TABLE} = {entries!r}")
+    problems = [
+        f"entry {number} ({entry.get('case', 'no case')}): {problem}"
+        for number, entry in enumerate(entries, start=1)
+        for problem in _problems(entry)
+    ]
+    problems += [f"unknown table {name!r}{_near(name, [TABLE])}" for name in content if name not in (TABLE, "tool")]
+    if problems:
+        raise UsageError(f"{path}: " + "; ".join(problems))
+    return tuple(Expectation(**entry) for entry in entries)
+
+
+def judge(run: RunFile, expectations: Sequence[Expectation], *, profile_cases: Iterable[str], today: dt.date) -> Judged:
+    """How a run differs from what is expected of it. `profile_cases`: the ids that an entry can name."""
+    settings = run.header.get("settings") or {}
+    device, torch = str(settings.get("device")), str((run.header.get("environment") or {}).get("torch"))
+    names = _names(run)
+    applying = [entry for entry in expectations if any(entry.is_for(name, torch) for name in names)]
+    ids = list(profile_cases)
+    surprises = [_stale(entry, ids) for entry in applying if not any(fnmatchcase(id_, entry.case) for id_ in ids)]
+    surprises += [_expired(entry) for entry in applying if entry.has_expired(today)]
+    expected = 0
+    for record in run.records:
+        if record.verdict in SILENT:
+            continue
+        entries = [entry for entry in applying if entry.is_about(record, device)]
+        if any(entry.verdict == record.verdict for entry in entries):
+            expected += 1
+        elif entries:
+            surprises.append(_changed(record, entries))
+        elif record.verdict not in UNREMARKABLE:
+            surprises.append(Surprise(Kind.NEW, record.case, f"{record.verdict}: {what_happened(record)}"))
+    return Judged(expected=expected, surprises=tuple(surprises))
+
+
+def _names(run: RunFile) -> set[str]:
+    """What an entry may call the implementation: what the user typed, and the adapter's own name."""
+    settings, described = run.header.get("settings") or {}, run.header.get("implementation") or {}
+    return {str(settings.get("implementation")), str(described.get("name"))}
+
+
+def _stale(entry: Expectation, ids: Sequence[str]) -> Surprise:
+    return Surprise(Kind.UNMATCHED, entry.case, f"no case of the profile has this id{_near(entry.case, ids)}")
+
+
+def _expired(entry: Expectation) -> Surprise:
+    return Surprise(
+        Kind.EXPIRED, entry.case, f"expired on {entry.expires}: check whether it still holds ({entry.reason})"
+    )
+
+
+def _changed(record: CaseRecord, entries: Sequence[Expectation]) -> Surprise:
+    announced = " or ".join(dict.fromkeys(entry.verdict for entry in entries))
+    seen = str(record.verdict) if record.verdict in UNREMARKABLE else f"{record.verdict} ({what_happened(record)})"
+    return Surprise(Kind.CHANGED, record.case, f"expected {announced}, got {seen}; the entry says: {entries[0].reason}")
+
+
+def what_happened(record: CaseRecord) -> str:
+    """The first finding of the case, or else the reason for its verdict."""
+    return record.findings[0].sentence() if record.findings else record.reason
+
+
+def _problems(entry: Mapping[str, Any]) -> list[str]:
+    """What is wrong with one entry."""
+    known = {field.name: field for field in fields(Expectation)}
+    problems = [f"unknown key {key!r}{_near(key, known)}" for key in entry if key not in known]
+    for name, field in known.items():
+        value = entry.get(name)
+        if value is None:
+            problems += [f"{name} is missing"] if field.default is MISSING else []
+        elif name == "expires":
+            if type(value) is not dt.date:
+                problems.append(f"expires must be a date such as 2027-01-31, without quotes, got {value!r}")
+        elif not isinstance(value, str) or (field.default is MISSING and not value.strip()):
+            problems.append(f"{name} must be a string that is not blank, got {value!r}")
+    if isinstance(entry.get("verdict"), str) and entry["verdict"] not in _VERDICTS:
+        problems.append(f"verdict must be one of {', '.join(_VERDICTS)}, got {entry['verdict']!r}")
+    if isinstance(entry.get("torch"), str) and _specifier(entry["torch"]) is None:
+        problems.append(f"torch must be a version specifier such as '>=2.6,<2.14', got {entry['torch']!r}")
+    return problems
+
+
+def _near(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _specifier(text: str) -> SpecifierSet | None:
+    try:
+        return SpecifierSet(text)
+    except InvalidSpecifier:
+        return None
+
+
+def _is_in(version: str, specifier: str) -> bool:
+    """Whether a version satisfies a specifier; one that is unknown satisfies only the empty specifier."""
+    found = _specifier(specifier)
+    try:
+        return not specifier or (found is not None and found.contains(Version(version), prereleases=True))
+    except InvalidVersion:
+        return False
