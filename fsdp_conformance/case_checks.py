@@ -264,21 +264,21 @@ class CaseChecks:
         action: Action,
         *,
         requirement: str,
-        plan: Plan | None = None,
+        runs: int | None = None,
         pending: bool | None = None,
         **fields: Any,
     ) -> None:
         """
-        Train once for each point of a step at which the action is legal, with the action there in every step, and
-        compare everything with the references. Findings name the point. See `events.every_point`.
+        Train with the action at every point of a step at which it is legal, in as many runs as `events.every_point`
+        makes of it, and compare everything with the references. Findings name the points.
         """
-        for point, disturbed in every_point(regime, action, pending=pending, **fields):
+        for points, disturbed in every_point(regime, action, runs=runs, pending=pending, **fields):
             adapter, before = self.subject(), len(self.report.findings)
-            run = self.train(workload, plan, disturbed, adapter=adapter)
+            run = self.train(workload, None, disturbed, adapter=adapter)
             self.check_parity(run, workload, disturbed, requirements=dict.fromkeys(Kind, requirement))
             self.drop(adapter)
             self.report.findings[before:] = [
-                replace(finding, message=f"{finding.message}; in each step, {point}")
+                replace(finding, message=f"{finding.message}; in each step, {points}")
                 for finding in self.report.findings[before:]
             ]
 

@@ -149,6 +149,13 @@ class Event:
         if problems:
             raise ConfigError(problems, where=f"Event {self.action!r} {self.moment}")
 
+    @property
+    def number(self) -> float:
+        """`value`, of an action that has one."""
+        if self.value is None:
+            raise ConfigError(["value must be a number, got None"], where=self.describe())
+        return self.value
+
     def happens_on(self, rank: int) -> bool:
         """Whether it happens on this rank."""
         return not self.ranks or rank in self.ranks
@@ -160,23 +167,31 @@ class Event:
 
 
 def every_point(
-    regime: Regime, action: Action, *, pending: bool | None = None, **fields: Any
+    regime: Regime, action: Action, *, runs: int | None = None, pending: bool | None = None, **fields: Any
 ) -> Iterator[tuple[str, Regime]]:
     """
-    For each legal moment of a step, and each micro-batch where it has one: its name, and the regime with the action
-    there in every step. A trace that an action leaves for the next step is seen there.
+    Regimes that together have the action at each legal point of a step, each with a description of its points.
 
-    `pending`: only the moments at which a step's gradients are complete and wait for the optimizer, or all but these.
+    The points of a step are its moments, with each micro-batch where a moment has one. A regime has the action at its
+    points in every step, so that a trace that reaches the next step is seen there. Without `runs`, each point has a
+    regime of its own; with it, the points are dealt to that many regimes in turn, so that neighbours are apart.
+
+    `pending`: only the points at which a step's gradients are complete and wait for the optimizer, or all but these.
     `fields` are further fields of the events.
     """
     last = regime.micro_batches - 1
-    for moment in Moment:
-        for micro in range(regime.micro_batches) if moment in PER_MICRO_BATCH else (0,):
-            waits = moment is Moment.OPTIMIZER or (moment is Moment.BACKWARD and micro == last)
-            if moment in LEGAL[action] and pending in (None, waits):
-                of = f" of micro-batch {micro}" if moment in PER_MICRO_BATCH else ""
-                events = tuple(
-                    Event(action=action, moment=moment, step=step, micro=micro, **fields)
-                    for step in range(regime.steps)
-                )
-                yield f"{action} {moment}{of}", replace(regime, events=(*regime.events, *events))
+    points = [
+        (moment, micro)
+        for moment in Moment
+        for micro in (range(regime.micro_batches) if moment in PER_MICRO_BATCH else (0,))
+        if moment in LEGAL[action]
+        and pending in (None, moment is Moment.OPTIMIZER or (moment is Moment.BACKWARD and micro == last))
+    ]
+    for dealt in (points[start :: runs or len(points)] for start in range(min(runs or len(points), len(points)))):
+        events = tuple(
+            Event(action=action, moment=moment, step=step, micro=micro, **fields)
+            for step in range(regime.steps)
+            for moment, micro in dealt
+        )
+        where = (f"{moment} of micro-batch {micro}" if moment in PER_MICRO_BATCH else moment for moment, micro in dealt)
+        yield f"{action} {', '.join(where)}", replace(regime, events=(*regime.events, *events))

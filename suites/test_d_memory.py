@@ -316,7 +316,7 @@ class Lifecycle(ConformanceTestCase):
         workload = probes.exact_accumulation()
         regime = Regime(micro_batches=2)
         units = (workload.units[1], "")
-        self.check_every_point(workload, regime, Action.UNSHARD, requirement="R041", names=units)
+        self.check_every_point(workload, regime, Action.UNSHARD, runs=2, requirement="R041", names=units)
 
     def _expect_unsharded(self, adapter: Adapter, unit: str, expected: bool) -> None:
         got = adapter.unit_is_unsharded(unit)

@@ -188,6 +188,8 @@ class _Run:
         self.watch = watch_for(self.device)
         self._batches: dict[tuple[int, int], list[Batch]] = {}
         self._spent: list[Batch] = []
+        self._built: dict[str, nn.Parameter] = {}
+        """The parameters of the newly built model by name, if an optimizer needs their names."""
         self._kept: list[Tensor] = []
         self._evaluated: list[Any] = []
 
@@ -203,6 +205,8 @@ class _Run:
                 for fault in self.faults:
                     fault.prepare(model)
             self.names = OriginalNames(model)
+            if self.regime.optimizer in self.workload.optimizer_sets:
+                self._built = dict(model.named_parameters())
             return model
 
         with self._phase("setup"):
@@ -332,7 +336,7 @@ class _Run:
                         adapter.unshard(unit)
                         adapter.reshard(unit)
             case Action.LEARNING_RATE:
-                adapter.set_learning_rate(_value(event))
+                adapter.set_learning_rate(event.number)
             case Action.FREEZE:
                 adapter.set_requires_grad(event.names)
             case Action.DROP:
@@ -344,7 +348,7 @@ class _Run:
             case Action.WRITE | Action.ASSIGN | Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT:
                 parameters = adapter.parameters()
                 for name in event.names:
-                    _write(parameters[name], event.action, _value(event))
+                    _write(parameters[name], event.action, event.number)
 
     def _evaluate(self, step: int, micro: int) -> None:
         batch = self._batch(step, micro)
@@ -369,7 +373,7 @@ class _Run:
             named = self.adapter.parameters()
         except (AttributeError, NotImplementedError):
             # Not wrapped yet: they are those of the model.
-            named = dict(self.names.parameters)
+            named = self._built
         unknown = len(given - {id(parameter) for parameter in named.values()})
         if unknown:
             raise AdapterError(
@@ -544,13 +548,6 @@ def _flags_of(workload: Workload, regime: Regime) -> dict[str, str]:
     if regime.optimizer_in_backward:
         flags["optim_in_backward"] = "the optimizer steps in backward"
     return flags
-
-
-def _value(event: Event) -> float:
-    """The number of an event that has one."""
-    if event.value is None:
-        raise ConfigError(["value must be a number, got None"], where=event.describe())
-    return event.value
 
 
 def _write(parameter: nn.Parameter, action: Action, factor: float) -> None:

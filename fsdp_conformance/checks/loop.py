@@ -193,7 +193,7 @@ class Reference(ABC):
                 replica.history.reads.append({name: note(param) for name, param in replica.params.items()})
             case Action.LEARNING_RATE:
                 for group in (group for optimizer in replica.optimizers for group in optimizer.param_groups):
-                    group["lr"] = event.value
+                    group["lr"] = event.number
             case Action.FREEZE:
                 for name, param in replica.params.items():
                     param.requires_grad_(name not in event.names)
@@ -204,11 +204,11 @@ class Reference(ABC):
                 self.sets_to_none = False
             case Action.WRITE | Action.ASSIGN:
                 for name in event.names:
-                    replica.params[name].data = replica.params[name].data * event.value
+                    replica.params[name].data = replica.params[name].data * event.number
             case Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT:
                 for grad in (replica.params[name].grad for name in event.names):
                     if grad is not None:
-                        grad.mul_(event.value)
+                        grad.mul_(event.number)
             case Action.SKIP | Action.TOGGLE | Action.UNSHARD:
                 """Skipping is up to `_update`; the others do nothing to a replicated model."""
 

@@ -199,8 +199,9 @@ class _Replay:
             for name, buffer in self.model.named_buffers():
                 if name in buffers:
                     buffer.copy_(buffers[name])
-        for name, parameter in self.model.named_parameters() if frozen is not None else ():
-            parameter.requires_grad_(name not in frozen)
+        if frozen is not None:
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(name not in frozen)
 
 
 def _mistakes(references: References, step: int, micro: int) -> Iterator[_Mistake]:

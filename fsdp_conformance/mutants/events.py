@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -68,28 +69,18 @@ class ReadingDropsGradients(SeamFSDP2):
 
 @known_wrong("R052")
 class ReadsWhatForwardSaw(SeamFSDP2):
-    """Reading the full parameters before the first forward of a step gives those of the forward before."""
+    """From the third read after a forward on, the full parameters are those that the forward had."""
+
+    _seen: Mapping[str, Tensor] = MappingProxyType({})
+    _reads = 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._seen = super().full_params()
-        self._stepped = False
+        self._seen, self._reads = super().full_params(), 0
         return super().forward(*args, **kwargs)
 
-    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
-        self._stepped = True
-        return super().step(max_norm, norm_type=norm_type)
-
-    def train(self, mode: bool = True) -> None:
-        super().train(mode)
-
     def full_params(self) -> dict[str, Tensor]:
-        now = super().full_params()
-        if self.num_reads % 2 and getattr(self, "_stepped", False):
-            now = self._seen
-        self.num_reads += 1
-        return now
-
-    num_reads = 0
+        self._reads += 1
+        return dict(self._seen) if self._reads > 2 and self._seen else super().full_params()
 
 
 @known_wrong("R041")
@@ -263,7 +254,9 @@ class StepsTheGradientsOfBackward(_Writable):
 class ComputesWithValuesBeforeWrite(_Writable):
     """A forward computes with what was gathered right after the last step, before users wrote to the parameters."""
 
-    _gathered: ClassVar[dict[str, Tensor]] = {}
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        super().setup(model_fn, optim_fn, plan)
+        self._gathered: dict[str, Tensor] = {}
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         written = self.values()

@@ -119,6 +119,21 @@ def test_every_point() -> None:
     assert not waiting.keys() & others.keys()
 
 
+def test_points_dealt_to_few_runs() -> None:
+    """Every point is in exactly one of the runs, and neighbours are in different ones."""
+    regime = Regime(steps=3, micro_batches=2)
+    alone = [disturbed.events for _, disturbed in every_point(regime, Action.EVALUATE)]
+    dealt = dict(every_point(regime, Action.EVALUATE, runs=2))
+    assert list(dealt)[1] == (
+        "evaluate before the forward of micro-batch 0, between forward and backward of micro-batch 0, "
+        "after the backward of micro-batch 0, before the optimizer"
+    )
+    runs = [disturbed.events for disturbed in dealt.values()]
+    assert sorted(map(str, runs[0] + runs[1])) == sorted(str(event) for events in alone for event in events)
+    assert all(any(event in runs[place % 2] for event in events) for place, events in enumerate(alone))
+    assert len(list(every_point(regime, Action.EVALUATE, runs=100))) == len(alone)
+
+
 def test_every_point_adds_to_the_regime() -> None:
     """The events that a regime has stay, and further fields reach each new event."""
     before = _event(Action.READ, Moment.STEP)
