@@ -66,6 +66,8 @@ _ALL = [
             "device_id": "The caller can name the compute device.",
             "cpu_compute": "The CPU is a valid compute device.",
             "any_accelerator": "Any accelerator known to torch is a valid compute device, not only CUDA.",
+            "meta_init": "The model may be built on the meta device; its tensors get values once it is wrapped.",
+            "meta_init_fn": "The caller can name the function that initialises modules on the meta device.",
             "sync_module_states": "Parameters and buffers can be broadcast from the group's first rank at init.",
         },
     ),
@@ -74,7 +76,6 @@ _ALL = [
         Asked.METHOD,
         {
             "cast_after_init": "The module may be cast to another dtype after wrapping.",
-            "meta_init": "The model may be built on the meta device and materialised after wrapping.",
             "pg_sanity": "A group that contradicts the launcher's world size is reported.",
             "structure_check": "A model that differs in structure between ranks is reported at init.",
         },
@@ -93,6 +94,11 @@ _ALL = [
             "async_unshard": "A unit can be unsharded asynchronously.",
             "writeback_direct": "Users may write to the data and gradients of parameters between iterations.",
             "wrap_again": "A wrapped module can be passed to the wrapper again, so that its refusal can be observed.",
+            "full_params": "Inside a context, user code sees full parameters.",
+            "full_params_writeback": "The caller chooses whether writes in that context persist.",
+            "full_params_rank0": "That context can be restricted to one rank of each group, or give copies on the CPU.",
+            "full_params_grads": "That context can show full gradients, too.",
+            "apply_fn": "A function can be applied to every module with full parameters.",
         },
     ),
     *_flags(
@@ -142,6 +148,8 @@ _ALL = [
             "clip_norm_type": "The total norm can be a norm other than the 2-norm.",
             "pipelined_microbatch": "A micro-batch's forward may run before the backward of an earlier one.",
             "deferral_checks": "Misuse of a context that defers the reduction raises.",
+            "clip_unit": "Units have their own method to clip, so that its refusal below the root can be observed.",
+            "grad_scaler": "Losses can be scaled dynamically, with steps skipped on overflow.",
         },
     ),
     *_flags(

@@ -34,6 +34,7 @@ from fsdp_conformance.config import SIMULATED, Plan
 from fsdp_conformance.errors import EnvironmentUnavailable, RequirementFailed, SuiteError
 from fsdp_conformance.events import Action, every_point
 from fsdp_conformance.harness.devices import device_count, use_device
+from fsdp_conformance.harness.rank import destroy_process_group
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.outcome import CheckCount, Finding, RankReport
@@ -407,6 +408,15 @@ class CaseChecks:
         with process_group.log().phase("close"), self.blaming("implementation"):
             adapter.close()
         self.subjects.remove(adapter)
+
+    def leave_peers(self) -> None:
+        """
+        End all communication of this rank, as a rank that has failed does, so that peers that wait for it notice.
+
+        Engines are not closed, because that may communicate. The caller must hold no reference to one.
+        """
+        self.subjects.clear()
+        destroy_process_group()
 
     @contextmanager
     def another_device(self) -> Iterator[None]:

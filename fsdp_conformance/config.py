@@ -130,6 +130,12 @@ class Plan:
     """FQNs of submodules that the implementation must not touch."""
     local_units: tuple[str, ...] = ()
     """FQNs of units whose parameters belong to a single rank (a group of size 1), such as experts."""
+    meta_init: bool = False
+    """The model is built on the meta device; parameters and buffers get memory and values once it is wrapped."""
+    init_fn: Any = None
+    """
+    With `meta_init`, the user's function that gives values to a module that has memory; None: its `reset_parameters`.
+    """
     sync_module_states: bool = False
     device_id: str | None = None
     """An explicit device, with or without index, e.g. "cpu" or "cuda:0"."""
@@ -181,6 +187,8 @@ class Plan:
                 problems.append(
                     f"unit_dtypes must map units to bfloat16, float16 or float32, got ({unit!r}, {dtype!r})"
                 )
+        if self.init_fn is not None and not self.meta_init:
+            problems.append("init_fn must be None without meta_init: it initialises modules on the meta device")
         if self.max_norm is not None and self.max_norm <= 0:
             problems.append(f"max_norm must be positive, got {self.max_norm}")
         if self.auto_wrap is not None and (self.units or self.auto_wrap.partition(":")[0] not in ("size", "class")):
@@ -221,6 +229,8 @@ class Plan:
             "tp": self.tensor_parallel > 1,
             "ignored_modules": bool(self.ignored),
             "subgroups": bool(self.local_units),
+            "meta_init": self.meta_init,
+            "meta_init_fn": self.init_fn is not None,
             "sync_module_states": self.sync_module_states,
             "device_id": self.device_id is not None,
             "no_sync": self.defer_reduction,

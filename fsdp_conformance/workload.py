@@ -69,6 +69,11 @@ class Workload:
     micro_batch_size: int = 1
     capabilities: frozenset[str] = frozenset()
     """Flags that the *model* needs (frozen_mixed, unused_divergent, ...). Undeclared ones are probed (R000)."""
+    build_on_meta: Callable[[int], nn.Module] | None = None
+    """
+    The model on the meta device, without values, for plans with `meta_init`. Initialising each of its modules by
+    `reset_parameters`, in any order, gives the values of `build`.
+    """
     traits: frozenset[str] = frozenset()
     """Facts for the references: "batch_norm" (per-rank buffers), "unused" (find_unused_parameters for DDP)."""
 
@@ -96,6 +101,10 @@ class Regime:
     """
     max_norm: float | None = None
     norm_type: float = 2.0
+    init_scale: float | None = None
+    """The first scale of dynamic loss scaling: halved by an overflow, which skips the step; None: no scaling."""
+    growth_interval: int = 2
+    """After this many steps in a row without an overflow, the scale doubles."""
     eval_before: tuple[int, ...] = ()
     """Steps before which an eval-mode forward under no_grad runs, on the step's first micro-batch."""
     eval_between: tuple[int, ...] = ()

@@ -4,6 +4,7 @@ adapter.
 
     test_a_parity          numerical parity with DDP
     test_b_placement       init modes and device placement
+    test_c_deferred        deferred initialisation
     test_d_memory          parameter lifecycle and memory
     test_f_misuse          state machine and misuse
     test_g_communication   communication schedule and volume
@@ -25,6 +26,7 @@ adapter.
     test_w_reentry         multiple forwards and re-entrancy
     test_x_structures      inputs and outputs
     test_y_hooks           hooks of users, of the engine, and communication hooks
+    test_z_failure         failure and recovery, and interrupted recomputation
 
 Components, which have a separate profile:
 

@@ -7,6 +7,7 @@ The protocol and its tools:
     components          protocols of the components that an adapter may provide
     torch_like          TorchAdapter: the base class for engines with a torch-like API
     names               original names of parameters and buffers below wrappers
+    deferred            memory and values for models that were built on meta
     sharded             full tensors from shards and back
     registry            finds and describes the adapter for a name
     validator           checks a class against the protocol

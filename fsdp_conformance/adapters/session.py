@@ -48,7 +48,7 @@ from fsdp_conformance.adapters.structures import map_tensors
 from fsdp_conformance.adapters.torch_like import compute_device
 from fsdp_conformance.adapters.watch import Watch, watch_for
 from fsdp_conformance.config import Plan
-from fsdp_conformance.errors import AdapterError, ConfigError, Unsupported
+from fsdp_conformance.errors import AdapterError, ConfigError, SuiteError, Unsupported
 from fsdp_conformance.events import Action, Event, Moment
 from fsdp_conformance.faults.fault import Fault
 from fsdp_conformance.harness import context
@@ -110,13 +110,13 @@ def train(
     """
     Set the adapter up and train the workload according to the regime. Collective.
 
-    The regime's micro-batches, clipping and deferred reduction go into the plan. The adapter must be new; it stays
-    open, so that the caller can inspect it. Faults are prepared with the model, installed after setup and removed at
-    the end. With `observe=False`, only losses and the final parameters are read. `on_setup` is called after setup and
-    before initial values are recorded; `on_loss`, with the step, between a loss and its backward, like a user's own
-    code; `on_gradients` after a step's gradients are complete, as an observer; `on_step` with
-    each step whose optimizer step has returned. With `inputs_on_cpu`, batches stay on
-    the CPU for the engine to move.
+    The regime's micro-batches, clipping and deferred reduction go into the plan; losses are scaled if it says so. The
+    adapter must be new; it stays open, so that the caller can inspect it. Faults are prepared with the model, installed
+    after setup and removed at the end. With `observe=False`, only losses and the final parameters are read. `on_setup`
+    is called after setup and before initial values are recorded; `on_loss`, with the step, between a loss and its
+    backward, like a user's own code; `on_gradients` after a step's gradients are complete, as an observer; `on_step`
+    with each step whose optimizer step has returned. With `inputs_on_cpu`, batches stay on the CPU for the engine to
+    move.
 
     Raises Unsupported for a plan with undeclared flags, or for a regime that the adapter cannot follow.
     """
@@ -129,6 +129,8 @@ def train(
         raise Unsupported("clip_norm_type", f"the regime clips by the {regime.norm_type}-norm")
     if regime.pipeline and "pipelined_microbatch" not in adapter.declared():
         raise Unsupported("pipelined_microbatch", f"the regime's passes are in the order {regime.pipeline}")
+    if regime.init_scale is not None and "grad_scaler" not in adapter.declared():
+        raise Unsupported("grad_scaler", f"the regime scales losses, by {regime.init_scale:g} at first")
     log = process_group.log()
     begin = len(log.records)
     run = _Run(
@@ -201,7 +203,7 @@ class _Run:
 
         def build() -> nn.Module:
             with context.working(Part.SUITE):
-                model = self.workload.build(self.rank)
+                model = self._build_on_meta() if plan.meta_init else self.workload.build(self.rank)
                 for fault in self.faults:
                     fault.prepare(model)
             self.names = OriginalNames(model)
@@ -211,6 +213,8 @@ class _Run:
 
         with self._phase("setup"):
             self.adapter.setup(build, self._optimizer, plan)
+            if self.regime.init_scale is not None:
+                self.adapter.scale_losses(self.regime.init_scale, self.regime.growth_interval)
             if self.regime.optimizer_in_backward:
                 self._step_in_backward()
             if on_setup is not None:
@@ -221,6 +225,11 @@ class _Run:
             self.history.initial_params = self.adapter.full_params()
             self.history.initial_buffers = self._buffers()
         self.adapter.train(True)
+
+    def _build_on_meta(self) -> nn.Module:
+        if self.workload.build_on_meta is None:
+            raise SuiteError(f"{self.workload.name} must have build_on_meta for a plan with meta_init, got None")
+        return self.workload.build_on_meta(self.rank)
 
     def step(self, step: int) -> None:
         record = StepRecord(step=step, losses=[])
@@ -237,8 +246,10 @@ class _Run:
                     self._happen(Moment.BACKWARD, step, micro)
             self._mark(Point.BACKWARD, step)
         with self._observing(step):
-            # With the optimizer in backward, the gradients are gone.
-            if self.observe and "full_grads" in self.declared and not self.regime.optimizer_in_backward:
+            # With the optimizer in backward, the gradients are gone. Scaled ones are not kept: they may be infinite or
+            # NaN, and no two NaNs are equal.
+            kept = not self.regime.optimizer_in_backward and self.regime.init_scale is None
+            if self.observe and "full_grads" in self.declared and kept:
                 record.grads = self.adapter.full_grads()
             if self.on_gradients is not None:
                 self.on_gradients(self.adapter, step)
@@ -259,6 +270,8 @@ class _Run:
         with self._observing(step):
             self._fetch(record)
             record.grad_norm = None if norm is None else materialise_norm(torch.as_tensor(norm))
+            if self.regime.init_scale is not None:
+                record.loss_scale = torch.tensor(self.adapter.loss_scale(), dtype=torch.float64)
             if self.observe or step == self.regime.steps - 1:
                 record.params = self.adapter.full_params()
                 record.buffers = self._buffers()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch as FSDP1BackwardPrefetch
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from fsdp_conformance.adapters.base import CommunicationHook, ModelFn, OptimFn
@@ -79,6 +80,8 @@ class TorchFSDP1(TorchAdapter):
         "zero_size_shard", "noncontiguous_params", "coll_counts", "coll_volume", "mem_bounds", "rate_limit",
         "writeback_direct",
         "ac_reentrant", "tp",
+        "clip_norm_type", "full_params_writeback", "full_params_rank0", "full_params_grads",
+        "meta_init", "meta_init_fn",
     })  # fmt: skip
     #: The unit that computes, and the one that is prefetched in backward.
     max_unsharded: ClassVar[int] = 2
@@ -138,6 +141,35 @@ class TorchFSDP1(TorchAdapter):
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         return self._root.clip_grad_norm_(max_norm, norm_type)
+
+    def clip_unit(self, fqn: str, max_norm: float) -> None:
+        self._wrapper(fqn).clip_grad_norm_(max_norm)
+
+    def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        return ShardedGradScaler(self.device.type, **options)
+
+    def full_params_context(
+        self,
+        unit: str = "",
+        *,
+        recurse: bool = True,
+        writeback: bool = False,
+        rank0_only: bool = False,
+        to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = FullyShardedDataParallel.summon_full_params(
+            self._wrapper(unit),
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=to_cpu,
+            with_grads=with_grads,
+        )
+        return context
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> None:
+        self._root.apply(fn)
 
     def full_params(self) -> dict[str, Tensor]:
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
@@ -205,6 +237,14 @@ class TorchFSDP1(TorchAdapter):
         fqn = self.names.name_of(unit.module)
         return f"{fqn}." if fqn else ""
 
+    def _wrapper(self, fqn: str) -> FullyShardedDataParallel:
+        """The wrapper around a submodule."""
+        if not fqn:
+            return self._root
+        wrapped = self.names.modules[fqn]
+        (found,) = {unit for unit in FullyShardedDataParallel.fsdp_modules(self.model) if unit.module is wrapped}
+        return found
+
     @property
     def _root(self) -> FullyShardedDataParallel:
         if not isinstance(self.model, FullyShardedDataParallel):
@@ -226,6 +266,8 @@ class TorchFSDP1(TorchAdapter):
             "cpu_offload": CPUOffload(offload_params=plan.offload is not Offload.OFF),
             "ignored_modules": submodules(model, plan.ignored) or None,
         }
+        if plan.init_fn is not None:
+            options["param_init_fn"] = self._param_init_fn(plan.init_fn)
         if self.device.type == "cpu" or plan.device_id is not None or plan.init_mode is InitMode.NEVER:
             # Without it FSDP1 requires an accelerator on the CPU; it also moves a model that the caller does not move.
             options["device_id"] = self.device
@@ -237,6 +279,18 @@ class TorchFSDP1(TorchAdapter):
                 shape = hybrid_shape(plan, world_size)
             options["device_mesh"] = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
         return options
+
+    def _param_init_fn(self, init_fn: Any) -> Any:
+        """What FSDP1 takes for the user's function: one that also allocates the memory."""
+        if not callable(init_fn):
+            return init_fn
+
+        def allocate_and_initialise(module: nn.Module) -> None:
+            if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                module.to_empty(device=self.device, recurse=False)
+                init_fn(module)
+
+        return allocate_and_initialise
 
     def _own_group(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a unit whose group is this rank alone."""

@@ -10,11 +10,13 @@ from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp_conformance.adapters import deferred
+from fsdp_conformance.adapters.sharded import materialise_norm
 from fsdp_conformance.adapters.torch_like import (
     TorchAdapter,
     all_units,
@@ -40,8 +42,12 @@ class TorchFSDP2(TorchAdapter):
         "mp_per_unit", "mp_reduce", "cast_after_init", "cpu_offload_params", "prefetch_explicit", "prefetch_forward",
         "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic", "unused_untouched", "zero_size_shard",
         "coll_counts", "coll_volume", "ws1_fast", "mem_bounds", "rate_limit", "ac_reentrant",
-        "pipelined_microbatch", "tp", "optim_in_backward",
+        "pipelined_microbatch", "tp", "clip_norm_type", "meta_init", "optim_in_backward",
     })  # fmt: skip
+    #: New in torch 2.13.
+    declines: ClassVar[frozenset[str]] = (
+        frozenset() if hasattr(FSDPModule, "reset_iter_state") else frozenset({"exception_recovery"})
+    )
     max_unsharded: ClassVar[int] = 1
 
     @classmethod
@@ -61,6 +67,8 @@ class TorchFSDP2(TorchAdapter):
                 given = local if unit in plan.local_units else options
                 fully_shard(target, **given, mp_policy=_precision(plan, unit))
             fully_shard(model, **(local if "" in plan.local_units else options), mp_policy=_precision(plan, ""))
+        if plan.meta_init:
+            self.materialise(model, plan)
         if plan.forward_prefetch:
             _prefetch_in_order(model)
         if plan.explicit_prefetch:
@@ -70,6 +78,15 @@ class TorchFSDP2(TorchAdapter):
     def make_tensor_mesh(self, plan: Plan) -> DeviceMesh:
         """The mesh for a plan with tensor parallelism, with dimensions "shard" and "tensor"."""
         return tensor_mesh(plan, self.device.type)
+
+    def materialise(self, model: nn.Module, plan: Plan) -> None:
+        """Give memory and values to a wrapped model on meta, as the documentation of `fully_shard` has its users do."""
+        device = self.device if plan.offload is Offload.OFF else torch.device("cpu")
+        deferred.materialise(model, device=device, skipped=submodules(model, plan.ignored))
+
+    def recover(self) -> None:
+        cast(FSDPModule, self.model).reset_iter_state()
+        self.drop_all_grads()
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return _deferred(cast(FSDPModule, self.model))
@@ -82,6 +99,25 @@ class TorchFSDP2(TorchAdapter):
 
     def no_all_reduce(self) -> AbstractContextManager[Any]:
         return _replicas_deferred(cast(FSDPModule, self.model))
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        with_grads = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        sharded = [parameter for parameter in with_grads if isinstance(parameter.grad, DTensor)]
+        plain = [parameter for parameter in with_grads if not isinstance(parameter.grad, DTensor)]
+        if not sharded or not plain:
+            return super().clip(max_norm, norm_type)
+        # torch's function takes only one kind at a time. Users combine the norms, as torchtitan does for its experts.
+        norms = [
+            materialise_norm(torch.nn.utils.get_total_norm(_grads(kind), norm_type)).to(self.device)
+            for kind in (sharded, plain)
+        ]
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        for kind in (sharded, plain):
+            torch.nn.utils.clip_grads_with_norm_(kind, max_norm, total)
+        return total
+
+    def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self.device.type, **options)
 
     def unit_is_unsharded(self, fqn: str) -> bool:
         (unit,) = submodules(self.model, [fqn])
@@ -132,6 +168,10 @@ class TorchFSDP2(TorchAdapter):
         """A mesh that contains only this rank."""
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(), 1), mesh_dim_names=("others", "own"))
         return mesh["own"]
+
+
+def _grads(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _precision(plan: Plan, unit: str) -> MixedPrecisionPolicy:

@@ -40,11 +40,14 @@ class TorchAdapter(Adapter):
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"cpu_compute", "init_before", "clip_grad_norm", "orig_params"})
+    #: The step can use a scaler, but only an engine knows one that looks at all shards: see `make_scaler`.
+    declines: ClassVar[frozenset[str]] = frozenset({"grad_scaler"})
     optional: ClassVar[Mapping[str, str]] = {
         "no_sync": "no_sync",
         "no_sync_of": "no_sync_per_unit",
         "no_all_reduce": "hsdp_defer_allreduce",
         "keep_gathered": "reshard_after_backward",
+        "make_scaler": "grad_scaler",
     }
 
     model: nn.Module
@@ -53,6 +56,8 @@ class TorchAdapter(Adapter):
     """None for a model without parameters: stock optimizers reject an empty list."""
     sets_to_none = True
     """Whether `step` sets gradients to None, or to zero."""
+    scaler: torch.amp.GradScaler | None = None
+    """Set by `scale_losses`."""
     names: OriginalNames
     plan: Plan
     device: torch.device
@@ -62,7 +67,8 @@ class TorchAdapter(Adapter):
         """
         The wrapped model. Collective.
 
-        `model` is on the device that `plan.init_mode` implies; `plan` uses only options that the class declares.
+        `model` is on the device that `plan.init_mode` implies, or on meta with `plan.meta_init`; `plan` uses only
+        options that the class declares.
         """
 
     def no_sync(self) -> AbstractContextManager[Any]:
@@ -85,13 +91,17 @@ class TorchAdapter(Adapter):
         """Clip the gradients by their total norm and return it. Collective."""
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
 
+    def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        """A scaler with these options of torch's GradScaler that looks at all shards. Declares `grad_scaler`."""
+        raise NotImplementedError
+
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         self.refuse_undeclared(plan)
         self.plan = plan
         self.device = compute_device(plan)
         model = model_fn()
         self.names = OriginalNames(model)
-        if plan.init_mode is InitMode.BEFORE:
+        if plan.init_mode is InitMode.BEFORE and not plan.meta_init:
             model.to(self.device)
         wrapped: object = self.wrap(model, plan)
         if not isinstance(wrapped, nn.Module):
@@ -123,9 +133,11 @@ class TorchAdapter(Adapter):
         return self.model(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        torch.autograd.backward(loss, retain_graph=retain_graph)
+        torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss), retain_graph=retain_graph)
 
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        if self.scaler is not None and self.optimizer is not None:
+            return self._scaled_step(self.scaler, self.optimizer, max_norm, norm_type)
         norm = None if max_norm is None else self.clip(max_norm, norm_type)
         if self.optimizer is not None:
             self.optimizer.step()
@@ -169,6 +181,17 @@ class TorchAdapter(Adapter):
             "optim": list(state_tensors(self.optimizer)) if self.optimizer is not None else [],
         }
 
+    def scale_losses(self, init_scale: float, growth_interval: int) -> None:
+        self.scaler = self.make_scaler(init_scale=init_scale, growth_interval=growth_interval)
+
+    def loss_scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.get_scale()
+
+    def drop_all_grads(self) -> None:
+        """Set all gradients to None, after an exception in a step."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
     def wrap_again(self) -> None:
         self.model = self.wrap(self.model, self.plan)
         self._make_optimizer()
@@ -178,6 +201,18 @@ class TorchAdapter(Adapter):
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return self.names.parameters_of(self.model)
+
+    def _scaled_step(
+        self, scaler: torch.amp.GradScaler, optimizer: Optimizer, max_norm: float | None, norm_type: float
+    ) -> Tensor | None:
+        norm = None
+        if max_norm is not None:
+            scaler.unscale_(optimizer)
+            norm = self.clip(max_norm, norm_type)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def _make_optimizer(self) -> None:
         parameters = list(self.model.parameters())

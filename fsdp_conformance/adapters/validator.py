@@ -33,6 +33,18 @@ _CALLS: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]] = {
     "reshard": ((("",), {}),),
     "wrap_again": (((), {}),),
     "register_comm_hook": (((None,), {}),),
+    "full_params_context": (
+        (("",), {}),
+        (
+            ("",),
+            {"recurse": True, "writeback": True, "rank0_only": False, "to_cpu": False, "with_grads": False},
+        ),
+    ),
+    "apply": (((None,), {}),),
+    "clip_unit": ((("", 1.0), {}),),
+    "scale_losses": (((1.0, 2), {}),),
+    "loss_scale": (((), {}),),
+    "recover": (((), {}),),
     "module": (((), {}),),
     "parameters": (((), {}),),
     "set_requires_grad": ((((),), {}),),

@@ -9,8 +9,8 @@ b_(-1) = 0. So the gradient is
 On an exact probe this is exact. Elsewhere each p is rounded, and the bound of a gradient is widened by that rounding
 over l. A wrong optimizer shows as a wrong gradient, too: from outside the two cannot be told apart.
 
-Not derivable: gradients under Adam, weight decay or clipping, those that are dropped before the step, and those of a
-run in which users write values or change the learning rate.
+Not derivable: gradients under Adam, weight decay, clipping or loss scaling, those that are dropped before the step, and
+those of a run in which users write values or change the learning rate.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ def with_derived_gradients(
 
 
 def _rule(workload: Workload, regime: Regime) -> _Rule | None:
-    if regime.max_norm is not None or regime.happens(*HIDES_GRADIENTS) or regime.optimizer not in workload.optimizers:
+    if regime.max_norm is not None or regime.init_scale is not None:
+        return None
+    if regime.happens(*HIDES_GRADIENTS) or regime.optimizer not in workload.optimizers:
         return None
     optimizer = workload.optimizers[regime.optimizer]([nn.Parameter(torch.zeros(1))])
     (group, *others) = optimizer.param_groups

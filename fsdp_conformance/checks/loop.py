@@ -45,6 +45,10 @@ class Replica:
     history: TrainingHistory
     contributions: list[list[Gradients]] = field(default_factory=list)
     """By step and micro-batch: the gradient of this rank's loss alone, if requested."""
+    scale: float = 1.0
+    """What the next loss is multiplied by."""
+    num_good: int = 0
+    """Steps since the scale last changed, all of them without an overflow."""
 
 
 class Reference(ABC):
@@ -74,6 +78,8 @@ class Reference(ABC):
         self.sets_to_none = True
         """Whether gradients are None after a step, and not zero."""
         self.replicas = [self._replica(rank, source or self.name) for rank in ranks]
+        self.local_norms: list[Tensor] = []
+        """Norms of the gradients that only one rank has, by rank, before the step."""
 
     def train(self) -> list[TrainingHistory]:
         """Train by the regime; the histories of all replicas."""
@@ -109,11 +115,25 @@ class Reference(ABC):
         """Called after requires_grad of some parameters has changed."""
 
     def total_norm(self, replica: Replica) -> Tensor:
-        """The norm of all gradients as one vector, from full gradients in float64."""
-        grads = [param.grad.double() for param in replica.params.values() if param.grad is not None]
-        norms = [torch.linalg.vector_norm(grad, self.regime.norm_type) for grad in grads]
-        total: Tensor = torch.linalg.vector_norm(torch.stack(norms or [torch.zeros(())]), self.regime.norm_type)
+        """The norm of all gradients as one vector, every rank's experts included, from full gradients in float64."""
+        shared = [name for name in replica.params if name not in self.workload.local_params]
+        norms = [self.norm_of(replica, shared)]
+        if self.workload.local_params:
+            norms += self.local_norms
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), self.regime.norm_type)
         return total
+
+    def norm_of(self, replica: Replica, names: Iterable[str]) -> Tensor:
+        """The norm of some full gradients of a replica, in float64."""
+        grads = [grad.double() for name in names if (grad := replica.params[name].grad) is not None]
+        norms = [torch.linalg.vector_norm(grad, self.regime.norm_type) for grad in grads]
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms or [zero]), self.regime.norm_type)
+        return total
+
+    def gather_norms(self, norms: list[Tensor]) -> list[Tensor]:
+        """From the norms of this process's replicas to those of all ranks."""
+        return norms
 
     def clip(self, replica: Replica, max_norm: float) -> Tensor:
         """Scale gradients down to `max_norm`; returns the total norm before scaling."""
@@ -123,6 +143,25 @@ class Reference(ABC):
             if param.grad is not None:
                 param.grad.mul_(coefficient)
         return norm
+
+    def scaled(self, replica: Replica, loss: Tensor) -> Tensor:
+        """The loss of a backward under dynamic loss scaling."""
+        return loss * replica.scale
+
+    def scaled_update(self, replica: Replica) -> None:
+        """Clip and step with scaled gradients, or skip the step if any is infinite or NaN; then adapt the scale."""
+        grads = [param.grad for param in replica.params.values() if param.grad is not None]
+        for grad in grads:
+            grad.div_(replica.scale)
+        finite = all(bool(grad.isfinite().all()) for grad in grads)
+        self._clip(replica)
+        if finite:
+            for optimizer in replica.optimizers:
+                optimizer.step()
+            replica.num_good += 1
+        if not finite or replica.num_good == self.regime.growth_interval:
+            replica.scale *= 2.0 if finite else 0.5
+            replica.num_good = 0
 
     # The loop.
 
@@ -136,6 +175,7 @@ class Reference(ABC):
             local=local_names(self.workload, params),
             optimizers=self._optimizers(params),
             history=TrainingHistory(source=source, rank=rank, world_size=self.world_size),
+            scale=1.0 if self.regime.init_scale is None else self.regime.init_scale,
         )
 
     def _optimizers(self, params: dict[str, nn.Parameter]) -> list[Optimizer]:
@@ -162,9 +202,13 @@ class Reference(ABC):
                 self._micro_batch(replica, step, micro, reduced)
             self.reduce(micro, reduced)
             self._happen(Moment.BACKWARD, step, micro)
-        for replica in self.replicas:
+        for replica in self.replicas if self.regime.init_scale is None else ():
             replica.history.steps[step].grads = noted_gradients(replica.params)
         self._happen(Moment.OPTIMIZER, step)
+        if self.workload.local_params and self.regime.max_norm is not None:
+            # Before the first replica is clipped.
+            own = [self.norm_of(replica, self.workload.local_params) for replica in self.replicas]
+            self.local_norms = self.gather_norms(own)
         for replica in self.replicas:
             self._update(replica, step)
         self._happen(Moment.END, step)
@@ -223,6 +267,8 @@ class Reference(ABC):
                 record.outputs.append(noted(output))
             for event in self.regime.at(Moment.LOSS, step, micro):
                 self._apply(event, replica)
+            if self.regime.init_scale is not None:
+                loss = self.scaled(replica, loss)
             parts = self.regime.backwards_per_forward
             for part in range(parts):
                 torch.autograd.backward(loss / parts if parts > 1 else loss, retain_graph=part < parts - 1)
@@ -233,12 +279,21 @@ class Reference(ABC):
             for param in replica.params.values():
                 param.grad = None
             return
+        if self.regime.init_scale is None:
+            self._clip(replica)
+            for optimizer in replica.optimizers:
+                optimizer.step()
+        else:
+            self.scaled_update(replica)
+            record.loss_scale = torch.tensor(replica.scale, dtype=torch.float64)
+        for optimizer in replica.optimizers:
+            optimizer.zero_grad(set_to_none=self.sets_to_none)
+
+    def _clip(self, replica: Replica) -> None:
         if self.regime.max_norm is not None:
+            record = replica.history.steps[-1]
             record.grad_norm = note(self.clip(replica, self.regime.max_norm))
             record.clipped_grads = noted_gradients(replica.params)
-        for optimizer in replica.optimizers:
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=self.sets_to_none)
 
     def _evaluate(self, replica: Replica, batch: Batch) -> None:
         replica.module.eval()

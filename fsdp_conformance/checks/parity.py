@@ -43,6 +43,7 @@ REQUIREMENTS: dict[Kind, str] = {
     Kind.GRADIENT: "R003",
     Kind.NORM: "R101",
     Kind.CLIPPED: "R101",
+    Kind.LOSS_SCALE: "R105",
     Kind.PARAMETER: "R002",
     Kind.BUFFER: "R130",
     Kind.OUTPUT: "R157",
@@ -57,6 +58,7 @@ _PHASE: dict[Kind, str] = {
     Kind.GRADIENT: "reduce",
     Kind.NORM: "step",
     Kind.CLIPPED: "step",
+    Kind.LOSS_SCALE: "step",
     Kind.PARAMETER: "step",
     Kind.BUFFER: "step",
     Kind.EVAL: "eval",
@@ -73,6 +75,7 @@ _ORDER = (
     Kind.GRADIENT,
     Kind.NORM,
     Kind.CLIPPED,
+    Kind.LOSS_SCALE,
     Kind.PARAMETER,
     Kind.BUFFER,
 )
@@ -209,6 +212,8 @@ def _applies(kind: Kind, history: TrainingHistory, references: References) -> bo
         return history.shows_buffers and any(_has_values(side, kind) for side in (history, references.expected))
     if kind is Kind.GRADIENT:
         return bool(history.initial_params) and any(record.grads is not None for record in history.steps)
+    if kind is Kind.LOSS_SCALE:
+        return references.regime.init_scale is not None
     if kind is Kind.NORM:
         return references.regime.max_norm is not None and any(record.grad_norm is not None for record in history.steps)
     return references.regime.max_norm is not None and any(record.clipped_grads is not None for record in history.steps)
@@ -321,7 +326,7 @@ class _Judge:
             )
         dtype = self._dtype(name, expected)
         # A norm may be in the widest dtype of the gradients, or in float64.
-        if got.dtype != dtype and self.kind is not Kind.NORM:
+        if got.dtype != dtype and self.kind not in (Kind.NORM, Kind.LOSS_SCALE):
             return partial(self._differs, step, name, "dtype", got.dtype, dtype)
         bound = self.references.bound(self.kind, step, name)
         difference = compare(got, expected, bound)

@@ -42,6 +42,7 @@ class Kind(StrEnum):
     LOSS = "loss"
     GRADIENT = "gradient"
     NORM = "norm"
+    LOSS_SCALE = "loss scale"
     CLIPPED = "clipped gradient"
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -73,6 +74,8 @@ def values(history: TrainingHistory, kind: Kind, step: int) -> dict[str, Any]:
         return dict(record.clipped_grads or {})
     if kind is Kind.NORM:
         return {} if record.grad_norm is None else {"total norm": record.grad_norm}
+    if kind is Kind.LOSS_SCALE:
+        return {} if record.loss_scale is None else {"loss scale": record.loss_scale}
     if kind is Kind.OUTPUT:
         return dict(walk(record.outputs))
     return dict(record.params if kind is Kind.PARAMETER else record.buffers)
@@ -127,7 +130,7 @@ class References:
         On an exact workload any difference counts; otherwise names, missing gradients, and distances above the ceiling.
         """
         for step in range(len(self.expected.steps)):
-            for kind in (Kind.LOSS, Kind.GRADIENT, Kind.NORM, Kind.PARAMETER, Kind.BUFFER):
+            for kind in (Kind.LOSS, Kind.GRADIENT, Kind.NORM, Kind.LOSS_SCALE, Kind.PARAMETER, Kind.BUFFER):
                 for sample in self.samples:
                     problem = self._disagreement(kind, step, sample)
                     if problem is not None:
@@ -165,7 +168,7 @@ class References:
         expected = {
             name: value for name, value in values(self.expected, kind, step).items() if isinstance(value, Tensor)
         }
-        if self.exact or kind is Kind.INITIAL:
+        if self.exact or kind in (Kind.INITIAL, Kind.LOSS_SCALE):
             return dict.fromkeys(expected, BITWISE)
         samples = [values(sample, kind, step) for sample in self.samples]
         bases, roundings = self._roundings(kind, step)

@@ -31,6 +31,7 @@ GROUPS = {
     "manual-unshard": {"manual_unshard", "async_unshard"},
     "memory-bounds": {"mem_bounds", "rate_limit"},
     "mixed-precision": {"mixed_precision", "mp_reduce", "mp_per_unit"},
+    "meta-init": {"meta_init", "meta_init_fn"},
     "offload": {"cpu_offload_params"},
     "precision-policies": {"mp_buffers", "mp_eval_full"},
     "prefetch": {"prefetch_forward", "prefetch_backward"},

@@ -32,6 +32,8 @@ class StepRecord:
     clipped_grads: Gradients | None = None
     grad_norm: Tensor | None = None
     """The total norm that the implementation returned, 0-dim."""
+    loss_scale: Tensor | None = None
+    """The scale of the next loss, 0-dim, in float64; None without loss scaling."""
     params: Tensors = field(default_factory=dict)
     """After the optimizer step."""
     buffers: Tensors = field(default_factory=dict)

@@ -24,11 +24,15 @@ standard library; the classes are imported in the ranks, by `adapters.registry.l
     tensor_parallel tensor parallelism: the two kinds of groups mixed up
     degrees         sharding degrees: shards that free nothing, requests that are replaced
     hybrid          hybrid sharding: reduction over replicas, and their initial values
+    deferred        initialisation of models that are built on meta
     misuse          misuse that is accepted, and changes after wrapping that are lost
     streams         missing waits, memory freed in flight, copies read too early
     memory          memory held too long, and leaks
     scenarios       wrong in one scenario only: init modes, odd parameters, accumulation with offload
     precision       ignored precision policies, inputs that lose their gradients
+    clipping        norms of the gradients, clipping by them, and loss scaling
+    full_access     full parameters outside forward and backward
+    failure         exceptions that are lost, and what they leave behind
     hidden          defects in what the adapter declines to show
 
     in_reference    the reference engine's fully sharded module

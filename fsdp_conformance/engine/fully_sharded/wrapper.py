@@ -351,6 +351,11 @@ class FullyShardedDataParallel(nn.Module):
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield clean_unit_name(name), parameter
 
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Buffers under original names."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield clean_unit_name(name), buffer
+
     def __getattr__(self, name: str) -> Any:
         """Attributes of the module. A method that counts as a forward is wrapped: see `register_forward_method`."""
         try:
