@@ -25,7 +25,12 @@ class StockOptimizers(ConformanceTestCase):
         chapter="T",
         axes={"optimizer": tuple(optimizers.STOCK), "world_size": (2, 3)},
         only=lambda values: values["world_size"] == 2 or values["optimizer"] == "adam-foreach",
-        kills=("optimizer-steps-every-microbatch", "allocates-state-with-a-step", "fsdp1-steps-twice"),
+        kills=lambda values: (
+            "optimizer-steps-every-microbatch",
+            "fsdp1-steps-twice",
+            # A step with zeros moves nothing; only Adam's corrections depend on the number of steps.
+            *(["allocates-state-with-a-step"] if values["optimizer"].startswith("adam") else []),
+        ),
     )
     def test_stock(self, optimizer: str, world_size: int) -> None:
         """With a stock optimizer, every element is stepped once per step, whatever the micro-batches."""
