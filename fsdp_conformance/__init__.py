@@ -9,6 +9,7 @@ Words, without torch:
     config         plans, settings, and the enums that they are made of
     settings       the settings of a run, from the command line to every rank
     case           a case, and the decorator that binds a test method to it
+    events         what happens between steps or inside one, and every point where it can
     workload       a model with its batches, and how to train it
     frames         whose code a stack frame is: the user's, torch's, Python's or ours
     outcome        findings, reports of ranks, records of cases

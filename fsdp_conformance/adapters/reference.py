@@ -116,6 +116,8 @@ class Reference(TorchAdapter):
             "mem_bounds",
             "rate_limit",
             "reshard_load",
+            "optim_in_backward",
+            "writeback_direct",
         }
     )
     #: The unit that computes, and the one that is prefetched.
