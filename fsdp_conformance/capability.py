@@ -53,6 +53,7 @@ _ALL = [
             "multi_module_unit": "Several modules can form one unit.",
             "auto_wrap": "A policy can choose the units.",
             "persist_small": "Small parameters can stay unsharded.",
+            "tp": "Layers can also be sharded over tensor-parallel groups.",
         },
     ),
     *_flags(
@@ -65,6 +66,8 @@ _ALL = [
             "device_id": "The caller can name the compute device.",
             "cpu_compute": "The CPU is a valid compute device.",
             "any_accelerator": "Any accelerator known to torch is a valid compute device, not only CUDA.",
+            "meta_init": "The model may be built on the meta device; its tensors get values once it is wrapped.",
+            "meta_init_fn": "The caller can name the function that initialises modules on the meta device.",
             "sync_module_states": "Parameters and buffers can be broadcast from the group's first rank at init.",
         },
     ),
@@ -73,7 +76,6 @@ _ALL = [
         Asked.METHOD,
         {
             "cast_after_init": "The module may be cast to another dtype after wrapping.",
-            "meta_init": "The model may be built on the meta device and materialised after wrapping.",
             "pg_sanity": "A group that contradicts the launcher's world size is reported.",
             "structure_check": "A model that differs in structure between ranks is reported at init.",
         },
@@ -90,7 +92,13 @@ _ALL = [
             "write_params": "Parameters can be changed in place after wrapping and before the first forward.",
             "manual_unshard": "A unit can be unsharded and resharded explicitly.",
             "async_unshard": "A unit can be unsharded asynchronously.",
+            "writeback_direct": "Users may write to the data and gradients of parameters between iterations.",
             "wrap_again": "A wrapped module can be passed to the wrapper again, so that its refusal can be observed.",
+            "full_params": "Inside a context, user code sees full parameters.",
+            "full_params_writeback": "The caller chooses whether writes in that context persist.",
+            "full_params_rank0": "That context can be restricted to one rank of each group, or give copies on the CPU.",
+            "full_params_grads": "That context can show full gradients, too.",
+            "apply_fn": "A function can be applied to every module with full parameters.",
         },
     ),
     *_flags(
@@ -120,6 +128,7 @@ _ALL = [
             "exec_order_divergent": "Ranks may run units in different orders.",
             "nonroot_forward": "An inner unit may run forward before the root does.",
             "custom_forward_methods": "Methods other than forward can be called on a unit.",
+            "ac_reentrant": "Reentrant checkpoints may contain units, and units may contain them.",
         },
     ),
     *_flags(
@@ -138,6 +147,8 @@ _ALL = [
         Asked.PLAN,
         {
             "no_sync": "The reduction of gradients can be deferred to the last micro-batch.",
+            "no_sync_per_unit": "The reduction can be deferred for some units only.",
+            "reshard_after_backward": "Parameters can stay gathered across micro-batches.",
             "hsdp_defer_allreduce": "Under hybrid sharding, only the all-reduce can be deferred.",
             "clip_grad_norm": "Gradients can be clipped by their total norm.",
         },
@@ -147,6 +158,19 @@ _ALL = [
         Asked.METHOD,
         {
             "clip_norm_type": "The total norm can be a norm other than the 2-norm.",
+            "pipelined_microbatch": "A micro-batch's forward may run before the backward of an earlier one.",
+            "deferral_checks": "Misuse of a context that defers the reduction raises.",
+            "clip_unit": "Units have their own method to clip, so that its refusal below the root can be observed.",
+            "grad_scaler": "Losses can be scaled dynamically, with steps skipped on overflow.",
+        },
+    ),
+    *_flags(
+        "optimizer",
+        Asked.METHOD,
+        {
+            "learning_rate": "The learning rate can change between steps.",
+            "zero_grads": "Gradients can be set to zero between steps instead of None.",
+            "optim_in_backward": "The optimizer can step in a hook as soon as a parameter has its gradient.",
         },
     ),
     *_flags(
@@ -164,7 +188,7 @@ _ALL = [
             "coll_volume": "Bytes on the wire are the sharded bytes plus a declared padding.",
             "ws1_fast": "No collective is issued at world size 1.",
             "exec_order_check": "An execution order that differs between ranks is reported.",
-            "reshard_after_backward": "Parameters can stay gathered across micro-batches.",
+            "comm_hook": "A hook of the caller can replace the average of gradients.",
         },
     ),
     *_flags(

@@ -21,6 +21,9 @@ from fsdp_conformance.errors import ConfigError
 #: Attribute of a generated test method that holds its Case.
 CASE_ATTRIBUTE = "conformance_case"
 
+#: The slug of a case that `explore` has drawn begins with this.
+EXPLORED = "explored-"
+
 #: Environments that a case can ask for; the harness knows which are present.
 ENVIRONMENTS = frozenset({"accelerator", "cuda", "nccl", "gloo", "pinned_memory"})
 
@@ -50,6 +53,11 @@ class Case:
     """Why the ranks of this case must be processes; empty if they can be simulated."""
     axes: tuple[tuple[str, Any], ...] = ()
     """The arguments of the test method, by name."""
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether `explore` has found it and a user has kept it: then it belongs to no profile."""
+        return self.id.partition("/")[2].startswith(EXPLORED)
 
 
 def conformance_case(

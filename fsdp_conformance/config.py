@@ -119,10 +119,23 @@ class Plan:
     """The dtype of floating-point buffers in training; None for their own."""
     full_precision_in_eval: bool = False
     """In eval mode, compute in the parameters' own dtype, with buffers in theirs."""
+    tensor_parallel: int = 1
+    """
+    The number of consecutive ranks that share the layers in `tensor_styles`; parameters are then sharded over the ranks
+    at the same place in each such group. Ranks of a group get the same batches.
+    """
+    tensor_styles: tuple[tuple[str, str], ...] = ()
+    """(FQN of a linear layer, "column" or "row"): a row layer takes what the column layer before it has left apart."""
     ignored: tuple[str, ...] = ()
     """FQNs of submodules that the implementation must not touch."""
     local_units: tuple[str, ...] = ()
     """FQNs of units whose parameters belong to a single rank (a group of size 1), such as experts."""
+    meta_init: bool = False
+    """The model is built on the meta device; parameters and buffers get memory and values once it is wrapped."""
+    init_fn: Any = None
+    """
+    With `meta_init`, the user's function that gives values to a module that has memory; None: its `reset_parameters`.
+    """
     sync_module_states: bool = False
     device_id: str | None = None
     """An explicit device, with or without index, e.g. "cpu" or "cuda:0"."""
@@ -131,6 +144,10 @@ class Plan:
     micro_batch_size: int = 1
     defer_reduction: bool = False
     """Reduce gradients only at the last micro-batch (no_sync)."""
+    deferred_units: tuple[str, ...] = ()
+    """With `defer_reduction`: the only units that are deferred, the others are always reduced. Empty for all units."""
+    reshard_after_backward: bool | None = None
+    """False: parameters stay gathered from one micro-batch of a step to the next. None: as the engine likes."""
     defer_all_reduce: bool = False
     """Under hybrid sharding, reduce gradients over the replicas only at the last micro-batch."""
     max_norm: float | None = None
@@ -144,6 +161,16 @@ class Plan:
             problems.append(f"replicas must be at least 1, got {self.replicas}")
         if self.replicas > 1 and self.sharding is not Sharding.HYBRID:
             problems.append(f"replicas must be 1 unless sharding is hybrid, got {self.replicas} with {self.sharding}")
+        if (self.tensor_parallel > 1) != bool(self.tensor_styles) or self.tensor_parallel < 1:
+            problems.append(
+                "tensor_parallel must be above 1 with tensor_styles and 1 without, got "
+                f"{self.tensor_parallel} with {len(self.tensor_styles)} styles"
+            )
+        problems += [
+            f"tensor_styles must be column or row, got {style!r} for {fqn!r}"
+            for fqn, style in self.tensor_styles
+            if style not in ("column", "row")
+        ]
         if self.micro_batches < 1:
             problems.append(f"micro_batches must be at least 1, got {self.micro_batches}")
         if self.explicit_prefetch < 0:
@@ -160,10 +187,15 @@ class Plan:
                 problems.append(
                     f"unit_dtypes must map units to bfloat16, float16 or float32, got ({unit!r}, {dtype!r})"
                 )
+        if self.init_fn is not None and not self.meta_init:
+            problems.append("init_fn must be None without meta_init: it initialises modules on the meta device")
         if self.max_norm is not None and self.max_norm <= 0:
             problems.append(f"max_norm must be positive, got {self.max_norm}")
         if self.auto_wrap is not None and (self.units or self.auto_wrap.partition(":")[0] not in ("size", "class")):
             problems.append(f"auto_wrap must be 'size:N' or 'class:Name', and units empty, got {self.auto_wrap!r}")
+        strange = sorted(set(self.deferred_units) - {"", *self.units})
+        if strange:
+            problems.append(f"deferred_units must be units, or '' for the root, got {', '.join(strange)}")
         repeated = sorted({unit for unit in self.units if self.units.count(unit) > 1})
         if repeated:
             problems.append(f"units must be distinct, got {', '.join(repeated)} more than once")
@@ -194,11 +226,16 @@ class Plan:
             "mp_reduce": self.reduce_dtype is not None,
             "mp_buffers": self.buffer_dtype is not None,
             "mp_eval_full": self.full_precision_in_eval,
+            "tp": self.tensor_parallel > 1,
             "ignored_modules": bool(self.ignored),
             "subgroups": bool(self.local_units),
+            "meta_init": self.meta_init,
+            "meta_init_fn": self.init_fn is not None,
             "sync_module_states": self.sync_module_states,
             "device_id": self.device_id is not None,
             "no_sync": self.defer_reduction,
+            "no_sync_per_unit": bool(self.deferred_units),
+            "reshard_after_backward": self.reshard_after_backward is not None,
             "hsdp_defer_allreduce": self.defer_all_reduce,
             "clip_grad_norm": self.max_norm is not None,
             "cpu_compute": self.device == "cpu",

@@ -33,6 +33,11 @@ _OF_COMMAND: dict[str, dict[Status, str]] = {
         Status.NOT_CERTIFIED: "at least one verdict differs",
         Status.USAGE: "usage error: a file that is not a finished run, or runs that should not be compared",
     },
+    "explore": {
+        Status.CERTIFIED: "no failure was found",
+        Status.NOT_CERTIFIED: "at least one failure was found and confirmed",
+        Status.ENVIRONMENT: "this machine lacks something: Hypothesis, a writable directory",
+    },
     "scoreboard": {
         Status.CERTIFIED: "the table was printed, whatever the engines fail",
         Status.USAGE: "usage error: a file that is not a finished run, or that was edited",

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -240,6 +240,7 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
         *,
         faults: Sequence[Fault] = (),
         adapter: Adapter | None = None,
+        on_step: Callable[[int], object] | None = None,
         **options: Any,
     ) -> TrainingHistory:
         """
@@ -251,6 +252,12 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
         plan = plan or self.plan(workload)
         regime = regime or Regime()
         asked = plan.capabilities() | workload.capabilities
+
+        def count_step(step: int) -> None:
+            self.steps_trained += 1
+            if on_step is not None:
+                on_step(step)
+
         self.report.asked += sorted(asked - set(self.report.asked))
         with self.blaming("implementation"):
             run = session.train(
@@ -261,7 +268,7 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
                 rank=self.rank,
                 world_size=self.world_size,
                 faults=faults,
-                on_step=self._count_step,
+                on_step=count_step,
                 **options,
             )
         self.report.schedule += [record.line() for record in run.collectives]
@@ -277,9 +284,6 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
             self.check(stream_safety(run, self.hazard_requirements))
         return run
 
-    def _count_step(self, step: int) -> None:
-        self.steps_trained += 1
-
     def check_stream_safety(
         self, workload: Workload, plan: Plan | None = None, regime: Regime | None = None, **options: Any
     ) -> TrainingHistory:
@@ -293,7 +297,7 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
         if run.checked_accesses is not None:
             from fsdp_conformance.simulator import checker
 
-            short = replace(regime or Regime(), steps=1, eval_before=(), eval_between=(), frozen_at=())
+            short = (regime or Regime()).undisturbed(steps=1)
             kept = {name: value for name, value in options.items() if name not in ("faults", "adapter")}
             with checker.without_waits(self.device.index), self.blaming("implementation"):
                 control = session.train(

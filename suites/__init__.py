@@ -4,7 +4,9 @@ adapter.
 
     test_a_parity          numerical parity with DDP
     test_b_placement       init modes and device placement
+    test_c_deferred        deferred initialisation
     test_d_memory          parameter lifecycle and memory
+    test_e_full_params     full parameters outside forward and backward
     test_f_misuse          state machine and misuse
     test_g_communication   communication schedule and volume
     test_h_delays          stream safety under delays: init mode x offload x delay x sharding degree
@@ -12,12 +14,15 @@ adapter.
     test_h_streams         races between streams on the simulated accelerator
     test_i_precision       mixed precision
     test_j_accumulation    gradient accumulation
+    test_k_clipping        gradient clipping
+    test_k_scaling         dynamic loss scaling
     test_l_shared          shared (tied) parameters
     test_m_frozen          frozen and ignored parameters
     test_n_unused          unused parameters and rank-divergent graphs
     test_o_uneven          uneven and padded shards
     test_p_nesting         nesting and auto-wrap
     test_q_buffers         buffers and batch norm
+    test_r_checkpointing   activation checkpointing
     test_s_offload         parameter offload
     test_t_optimizer_state
                            optimizer state dicts
@@ -25,9 +30,12 @@ adapter.
     test_u_sharded_state_dicts
                            sharded state dicts
     test_u_state_dicts     full state dicts, and what reading leaves behind
-    test_v_hybrid          hybrid sharding
+    test_t_optimizers      optimizers, groups, steps in backward, and what users write
+    test_v_hybrid          several groups: hybrid sharding, experts, tensor parallelism
     test_w_reentry         multiple forwards and re-entrancy
     test_x_structures      inputs and outputs
+    test_y_hooks           hooks of users, of the engine, and communication hooks
+    test_z_failure         failure and recovery, and interrupted recomputation
 
 Components, which have a separate profile:
 

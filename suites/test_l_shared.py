@@ -6,9 +6,12 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.checks.checkpoint import same_parameters, same_state_dict
 from fsdp_conformance.checks.plain_training import plain_training
-from fsdp_conformance.fixtures import probes, recipes, reuse, transformer
+from fsdp_conformance.fixtures import checkpointing, probes, recipes, reuse, transformer
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Regime
+
+#: Micro-batches of a step by name, and whether each is reduced; none for one micro-batch.
+_REDUCED = {"alone": (), "synchronised": (True, True, True), "deferred": (False, False, True)}
 
 
 class SharedParameters(ConformanceTestCase):
@@ -67,6 +70,28 @@ class SharedParameters(ConformanceTestCase):
         workload = reuse.shared_module()
         run = self.train(workload)
         self.check_parity(run, workload, requirements={"gradient": "R110"})
+
+    @conformance_case(
+        "R108",
+        "R002",
+        "R003",
+        chapter="L",
+        axes={"accumulation": tuple(_REDUCED), "world_size": (2, 3)},
+        only=lambda values: values["world_size"] == 2 or values["accumulation"] != "synchronised",
+        needs=lambda values: ["shared_params", *(["no_sync"] if values["accumulation"] == "deferred" else [])],
+        kills=lambda values: (
+            ["tied-gradient-doubled", "recomputes-with-old-parameters"]
+            + ["overwrites-instead-of-adding"] * (values["accumulation"] != "alone")
+        ),
+    )
+    def test_checkpointed(self, accumulation: str, world_size: int) -> None:
+        """A tied parameter that is used in a checkpoint and outside of it gets both gradients, bit for bit."""
+        workload = checkpointing.tied_checkpointed("around")
+        without = checkpointing.tied_checkpointed("none")
+        reduced = _REDUCED[accumulation]
+        regime = Regime(micro_batches=max(len(reduced), 1), reduced=reduced)
+        run = self.train(workload, regime=regime)
+        self.check_parity(run, without, regime, requirements=dict.fromkeys(("gradient", "parameter"), "R108"))
 
     @conformance_case(
         "R109",

@@ -1,4 +1,6 @@
-"""V. Hybrid sharding: sharded within groups, replicated across groups. Meshes are written as replicas x shards."""
+"""
+V. Several groups: hybrid sharding, units on their own group, tensor parallelism. Meshes are written replicas x shards.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,19 @@ from dataclasses import replace
 
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.checks import communication, groups
+from fsdp_conformance.checks.result import comparison
 from fsdp_conformance.config import Plan, Sharding
-from fsdp_conformance.fixtures import buffers, probes
+from fsdp_conformance.faults.delay import FreeDelay
+from fsdp_conformance.fixtures import buffers, experts, probes, tensor_parallel
 from fsdp_conformance.fixtures.recipes import with_values
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Regime, Workload
 
 #: Both groups of equal size, and each of them larger than the other.
 MESHES = ("2x2", "2x4", "4x2")
+
+#: Long compared with a step of a small model, short compared with a case.
+_DELAY_MS = 15.0
 
 #: For eight processes on two cores.
 TIMEOUT_S = 180.0
@@ -122,6 +129,68 @@ class HybridSharding(ConformanceTestCase):
         kinds = ("initial", "loss", "gradient", "parameter", "buffer")
         self.check_parity(run, first, requirements=dict.fromkeys(kinds, "R152"))
         self.check_same_on_every_rank(run, "R152")
+
+    @conformance_case(
+        "R153",
+        "R002",
+        "R003",
+        chapter="V",
+        axes={"where": ("host", "device"), "world_size": (2, 3)},
+        only=lambda values: values["where"] == "host" or values["world_size"] == 2,
+        needs=("subgroups",),
+        environment=lambda values: ["accelerator"] if values["where"] == "device" else [],
+        kills=("averages-experts", "world-instead-of-subgroup"),
+    )
+    def test_expert_freed_late(self, where: str, world_size: int) -> None:
+        """A unit on a group of its own trains at parity if one rank is late to free its parameters."""
+        workload = experts.mixture_of_experts()
+        plan = self.plan(workload)
+        fault = FreeDelay("module.2", ranks=(1,), milliseconds=_DELAY_MS)
+        run = self.check_stream_safety(workload, plan, faults=[fault])
+        self.check_parity(run, workload, requirement="R153")
+        self.check(groups.groups_used(run, workload, plan, requirement="R153"))
+
+    @conformance_case(
+        "R154",
+        "R002",
+        "R003",
+        chapter="V",
+        axes={"degree": (2,), "world_size": (4,)},
+        needs=("tp",),
+        kills=(
+            "averages-over-the-tensor-group",
+            "data-parallel-over-the-tensor-group",
+            "ignores-tensor-parallelism",
+        ),
+    )
+    def test_tensor_parallel(self, degree: int, world_size: int) -> None:
+        """Layers sharded over tensor-parallel groups, and over data-parallel ranks beneath, train at parity."""
+        workload = tensor_parallel.tensor_parallel(degree)
+        run = self.train(workload, self._tensor_plan(workload, degree))
+        self.check_parity(run, workload, requirement="R154")
+        # The second bias of each block is whole on every rank of a tensor-parallel group.
+        whole = sum(p.nbytes for name, p in workload.build(0).named_parameters() if name.endswith("down.bias"))
+        full, held = run.full_bytes["params"], run.held_bytes["params"]
+        most = (full - whole + whole * degree) / world_size * (1 + self.padding)
+        message = comparison("bytes of parameters held", expected=f"at most {most:.0f}", got=held)
+        self.expect(held <= most, "R154", message, phase="init", check="sharded over both groups")
+
+    @conformance_case(
+        "R154",
+        chapter="V",
+        axes={"degree": (2,), "world_size": (4,)},
+        needs=("tp", "clip_grad_norm"),
+        kills=("counts-replicated-in-the-norm", "averages-over-the-tensor-group"),
+    )
+    def test_tensor_parallel_clipping(self, degree: int, world_size: int) -> None:
+        """The total norm counts every element once, whichever groups its parameter is sharded over."""
+        workload = tensor_parallel.smooth_tensor_parallel(degree)
+        regime = Regime(max_norm=0.5)
+        run = self.train(workload, self._tensor_plan(workload, degree), regime)
+        self.check_parity(run, workload, regime, requirements=dict.fromkeys(("norm", "gradient", "parameter"), "R154"))
+
+    def _tensor_plan(self, workload: Workload, degree: int) -> Plan:
+        return self.plan(workload, tensor_parallel=degree, tensor_styles=tensor_parallel.STYLES)
 
     def hybrid_plan(self, workload: Workload, mesh: str, **changes: object) -> Plan:
         """Full sharding within the mesh's shard groups."""

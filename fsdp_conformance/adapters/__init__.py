@@ -8,6 +8,7 @@ The protocol and its tools:
     torch_like          TorchAdapter: the base class for engines with a torch-like API
     torch_checkpoints   TorchCheckpoints: state dicts and checkpoints with torch's own functions
     names               original names of parameters and buffers below wrappers
+    deferred            memory and values for models that were built on meta
     sharded             full tensors from shards and back
     registry            finds and describes the adapter for a name
     validator           checks a class against the protocol
@@ -16,6 +17,7 @@ The protocol and its tools:
 The training loop of the implementation under test:
 
     session             trains a workload through an adapter and records its history
+    optimizers          several optimizers of a user, passed to an engine as one
     structures          tensors inside models' inputs and outputs
     watch               allocator statistics and the simulated accelerator's checker
 

@@ -36,9 +36,11 @@ from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import Unsupported
 
 ModelFn = Callable[[], nn.Module]
-"""Builds the model on the CPU, in float32, with this rank's initial values."""
+"""Builds the model on the CPU, in float32, with this rank's initial values; on meta if the plan has `meta_init`."""
 OptimFn = Callable[[Any], Optimizer]
 """Builds a stock torch optimizer from parameters or parameter groups."""
+CommunicationHook = Callable[[Tensor, Tensor], None]
+"""Fills this rank's shard of a unit's reduced gradients, from the unit's gradients on this rank."""
 
 
 class LoadedKeys(NamedTuple):
@@ -104,6 +106,14 @@ class Adapter(ABC):
         "reshard": "manual_unshard",
         "unshard_async": "async_unshard",
         "wrap_again": "wrap_again",
+        "set_learning_rate": "learning_rate",
+        "keep_zero_grads": "zero_grads",
+        "register_comm_hook": "comm_hook",
+        "full_params_context": "full_params",
+        "apply": "apply_fn",
+        "clip_unit": "clip_unit",
+        "scale_losses": "grad_scaler",
+        "recover": "exception_recovery",
         "full_state_dict": "full_state_dict",
         "sharded_state_dict": "sharded_state_dict",
         "optim_state_dict": "optim_state_dict",
@@ -172,6 +182,9 @@ class Adapter(ABC):
     def microbatch(self, last: bool, *, reduced: bool = True) -> AbstractContextManager[Any]:
         """
         The context for a micro-batch: entered before its forward and left after its backward.
+
+        In a pipeline (`pipelined_microbatch`) it is entered twice, around the forward and around the backward, because
+        other micro-batches' passes lie between the two.
 
         `last` marks the last micro-batch of the step. `reduced` is False only for plans with `defer_reduction`: then
         the gradients of this micro-batch must not be reduced yet. The last micro-batch is always reduced.
@@ -251,6 +264,75 @@ class Adapter(ABC):
 
     def wrap_again(self) -> None:
         """Wrap the wrapped module again, as a careless caller might. An implementation should raise."""
+        raise NotImplementedError
+
+    def set_learning_rate(self, value: float) -> None:
+        """Give all parameter groups this learning rate from now on, as a scheduler does. Not collective."""
+        raise NotImplementedError
+
+    def keep_zero_grads(self) -> None:
+        """From now on, `step` sets gradients to zero instead of None. Not collective."""
+        raise NotImplementedError
+
+    def register_comm_hook(self, hook: CommunicationHook) -> None:
+        """
+        Let `hook(gradient, shard)` replace the average of gradients in every unit, from the next backward on.
+
+        Called once, after setup. `gradient`: 1D, all gradients of a unit on this rank, padded to the same size on every
+        rank. `shard`: 1D, for the hook to fill with this rank's part of the mean, after which nothing is divided.
+        """
+        raise NotImplementedError
+
+    def full_params_context(
+        self,
+        unit: str = "",
+        *,
+        recurse: bool = True,
+        writeback: bool = False,
+        rank0_only: bool = False,
+        to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[Any]:
+        """
+        The engine's context in which `module()` and `parameters()` show full parameters. Declares `full_params`.
+
+        Collective. `unit`: the submodule whose parameters are shown; `recurse`: with those of the units inside it. The
+        other options need flags of their own, and are not set without them. `writeback`: whether what is written inside
+        persists (`full_params_writeback`); every rank writes the same. `rank0_only`: only the first rank of each shard
+        group sees full parameters, and `to_cpu`: as copies on the CPU (`full_params_rank0`). `with_grads`: with full
+        gradients in `.grad` (`full_params_grads`). The engine should raise inside a forward or a backward.
+        """
+        raise NotImplementedError
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> None:
+        """Call `fn` on every module, inner ones first, with full parameters, and keep what it writes. Collective."""
+        raise NotImplementedError
+
+    def clip_unit(self, fqn: str, max_norm: float) -> None:
+        """Clip through a unit's own method, as a careless caller might. An implementation should raise."""
+        raise NotImplementedError
+
+    def scale_losses(self, init_scale: float, growth_interval: int) -> None:
+        """
+        Scale losses dynamically from now on, as torch's GradScaler does. Called once, after `setup`.
+
+        From then on `backward` multiplies the loss by the scale, and `step` divides the gradients by it before it
+        clips; if one of them is infinite or NaN on any rank, it skips the optimizer and halves the scale. After
+        `growth_interval` steps in a row that were not skipped, the scale doubles. Declares `grad_scaler`.
+        """
+        raise NotImplementedError
+
+    def loss_scale(self) -> float:
+        """The scale of this rank's next loss. Implemented together with `scale_losses`. Not collective."""
+        raise NotImplementedError
+
+    def recover(self) -> None:
+        """
+        Return to the state between two steps: an exception left a forward or a backward on every rank, and was caught.
+
+        The recovery that the engine documents; if that is automatic, there is nothing to do for it. Gradients of the
+        interrupted step are dropped. Collective. Declares `exception_recovery`.
+        """
         raise NotImplementedError
 
     # State dicts and checkpoints.

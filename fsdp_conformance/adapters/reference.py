@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_conformance
-from fsdp_conformance.adapters.base import LoadedKeys, PendingSave
-from fsdp_conformance.adapters.sharded import anywhere, full_copy
+from fsdp_conformance.adapters.base import CommunicationHook, LoadedKeys, PendingSave
+from fsdp_conformance.adapters.sharded import full_copy
 from fsdp_conformance.adapters.torch_checkpoints import FutureSave
 from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, submodules, torch_dtype
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
 from fsdp_conformance.engine import sharding_strategy as engine
 from fsdp_conformance.engine.fully_sharded.checkpoint import load_checkpoint, save_checkpoint, save_checkpoint_async
 from fsdp_conformance.engine.fully_sharded.fully_shard import ShardingOptions, fully_shard
+from fsdp_conformance.engine.fully_sharded.gradient_scaler import ShardedGradScaler
 from fsdp_conformance.engine.fully_sharded.model_state import (
     full_state_dict,
     load_full_state_dict,
@@ -70,6 +72,7 @@ class Reference(TorchAdapter):
             "persist_small",
             "rewrap",
             "meta_init",
+            "meta_init_fn",
             "structure_check",
             "any_accelerator",
             "init_after",
@@ -88,6 +91,9 @@ class Reference(TorchAdapter):
             "prefetch_forward",
             "prefetch_explicit",
             "clip_norm_type",
+            "full_params_writeback",
+            "full_params_rank0",
+            "full_params_grads",
             "shared_params",
             "shared_across_units",
             "shared_module",
@@ -97,17 +103,21 @@ class Reference(TorchAdapter):
             "noncontiguous_params",
             "nonroot_forward",
             "custom_forward_methods",
+            "ac_reentrant",
+            "pipelined_microbatch",
+            "deferral_checks",
             "unused_untouched",
             "zero_size_shard",
             "move_inputs",
             "exec_order_check",
-            "exception_recovery",
             "coll_counts",
             "coll_volume",
             "ws1_fast",
             "mem_bounds",
             "rate_limit",
             "reshard_load",
+            "optim_in_backward",
+            "writeback_direct",
         }
     )
     #: The unit that computes, and the one that is prefetched.
@@ -139,28 +149,61 @@ class Reference(TorchAdapter):
     def no_sync(self) -> AbstractContextManager[Any]:
         return self._root.no_sync()
 
+    @contextmanager
+    def no_sync_of(self, units: Sequence[str]) -> Iterator[None]:
+        with ExitStack() as contexts:
+            for unit in units:
+                contexts.enter_context(self._unit(unit).no_sync(recurse=False))
+            yield
+
+    def keep_gathered(self) -> AbstractContextManager[Any]:
+        return self._root.keep_gathered()
+
     def no_all_reduce(self) -> AbstractContextManager[Any]:
         return self._root.no_all_reduce()
 
+    def register_comm_hook(self, hook: CommunicationHook) -> None:
+        self._root.register_comm_hook(None, lambda _, gradient, shard: hook(gradient, shard))
+
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         return self._root.clip_grad_norm_(max_norm, norm_type)
+
+    def clip_unit(self, fqn: str, max_norm: float) -> None:
+        self._unit(fqn).clip_grad_norm_(max_norm)
+
+    def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        return ShardedGradScaler(self.device.type, **options)
+
+    def full_params_context(
+        self,
+        unit: str = "",
+        *,
+        recurse: bool = True,
+        writeback: bool = False,
+        rank0_only: bool = False,
+        to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[Any]:
+        return FullyShardedDataParallel.summon_full_params(
+            self._unit(unit),
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=to_cpu,
+            with_grads=with_grads,
+        )
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> None:
+        self._root.apply(fn)
 
     def full_params(self) -> dict[str, Tensor]:
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
             return {name: full_copy(parameter) for name, parameter in self.parameters().items()}
 
     def full_grads(self) -> dict[str, Tensor | None]:
-        parameters = self.parameters()
-        here = [parameter.grad is not None and parameter.grad.numel() > 0 for parameter in parameters.values()]
-        somewhere = anywhere(here, self.device)
-        # A rank without elements of a parameter cannot know whether it was used.
-        present = {
-            name: parameter.grad is not None if parameter.numel() else there
-            for (name, parameter), there in zip(parameters.items(), somewhere, strict=True)
-        }
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False, with_grads=True):
             return {
-                name: full_copy(parameter.grad) if present[name] and parameter.grad is not None else None
+                name: None if parameter.grad is None else full_copy(parameter.grad)
                 for name, parameter in self.parameters().items()
             }
 
@@ -176,6 +219,10 @@ class Reference(TorchAdapter):
     def write_params(self, values: Mapping[str, Tensor]) -> None:
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=True):
             super().write_params(values)
+
+    def recover(self) -> None:
+        self._root.recover()
+        self.discard_gradients()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         state = full_state_dict(self.model, rank0_only=rank0_only, offload_to_cpu=rank0_only)
@@ -261,6 +308,8 @@ class Reference(TorchAdapter):
                 None if isinstance(plan.reshard_after_forward, bool) else plan.reshard_after_forward
             ),
         }
+        if plan.meta_init:
+            options |= {"param_init_fn": plan.init_fn, "device_id": self.device}
         if plan.device_id is not None or (self.device.type != "cpu" and plan.init_mode is InitMode.NEVER):
             # Moves a model that the caller does not move.
             options["device_id"] = self.device

@@ -7,7 +7,7 @@ It trains correctly but does not shard: a suite that certified it would be compa
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
@@ -27,7 +27,8 @@ class TorchDDP(TorchCheckpoints):
     capabilities: ClassVar[frozenset[str]] = frozenset({
         "no_shard", "any_accelerator", "move_inputs", "device_id", "sync_module_states", "structure_check", "copyable",
         "shared_params", "shared_across_units", "shared_module", "frozen_mixed", "frozen_dynamic", "unused_divergent",
-        "unused_untouched", "scalar_params", "noncontiguous_params",
+        "unused_untouched", "scalar_params", "noncontiguous_params", "clip_norm_type",
+        "writeback_direct",
     })  # fmt: skip
     #: Every rank has all of it.
     declines: ClassVar[frozenset[str]] = frozenset({"sharded_state_dict"})
@@ -53,6 +54,12 @@ class TorchDDP(TorchCheckpoints):
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return self.model.no_sync() if isinstance(self.model, DistributedDataParallel) else nullcontext()
+
+    def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self.device.type, **options)
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> None:
+        self.model.apply(fn)
 
     def reducer(self, module: nn.Module, options: ReducerOptions) -> GradientReducer:
         wrapped: Any = DistributedDataParallel(

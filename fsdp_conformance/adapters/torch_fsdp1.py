@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 from unittest.mock import patch
@@ -23,16 +23,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import BackwardPrefetch as FSDP1BackwardPrefetch
 from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
-from fsdp_conformance.adapters.base import ModelFn, OptimFn
+from fsdp_conformance.adapters.base import CommunicationHook, ModelFn, OptimFn
 from fsdp_conformance.adapters.sharded import anywhere, full_copy, full_gradients
 from fsdp_conformance.adapters.torch_checkpoints import TorchCheckpoints
 from fsdp_conformance.adapters.torch_like import (
     all_units,
+    apply_tensor_parallelism,
     hybrid_shape,
     refusal,
     submodules,
+    tensor_mesh,
     torch_dtype,
 )
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
@@ -75,6 +78,10 @@ class TorchFSDP1(TorchCheckpoints):
         "cpu_offload_params", "mixed_precision", "mp_per_unit", "mp_reduce", "mp_buffers", "mp_eval_full",
         "prefetch_backward", "prefetch_forward", "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic",
         "zero_size_shard", "noncontiguous_params", "coll_counts", "coll_volume", "mem_bounds", "rate_limit",
+        "writeback_direct",
+        "ac_reentrant", "tp",
+        "clip_norm_type", "full_params_writeback", "full_params_rank0", "full_params_grads",
+        "meta_init", "meta_init_fn",
     })  # fmt: skip
     #: torch 2.13: the copies that an asynchronous save makes do not support ShardedTensor, which raises.
     declines: ClassVar[frozenset[str]] = frozenset({"async_checkpoint"})
@@ -109,7 +116,13 @@ class TorchFSDP1(TorchCheckpoints):
                 pass
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        mesh = None
+        if plan.tensor_parallel > 1:
+            mesh = tensor_mesh(plan, self.device.type)
+            apply_tensor_parallelism(model, plan, mesh)
         options = self._options(model, plan)
+        if mesh is not None:
+            options["device_mesh"] = mesh["shard"]
         with (
             refusal("sync_module_states", ValueError, when=plan.sync_module_states and self.device.type == "cpu"),
             patch.dict(os.environ, {_FULL_PRECISION_IN_EVAL: "1" if plan.full_precision_in_eval else "0"}),
@@ -124,8 +137,41 @@ class TorchFSDP1(TorchCheckpoints):
     def no_sync(self) -> AbstractContextManager[Any]:
         return self._root.no_sync()
 
+    def register_comm_hook(self, hook: CommunicationHook) -> None:
+        # FSDP1 looks at the number of arguments; a function that is called for replicated parameters has only two.
+        self._root.register_comm_hook(None, lambda state, gradient, shard: hook(gradient, shard))
+
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         return self._root.clip_grad_norm_(max_norm, norm_type)
+
+    def clip_unit(self, fqn: str, max_norm: float) -> None:
+        self._wrapper(fqn).clip_grad_norm_(max_norm)
+
+    def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        return ShardedGradScaler(self.device.type, **options)
+
+    def full_params_context(
+        self,
+        unit: str = "",
+        *,
+        recurse: bool = True,
+        writeback: bool = False,
+        rank0_only: bool = False,
+        to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = FullyShardedDataParallel.summon_full_params(
+            self._wrapper(unit),
+            recurse=recurse,
+            writeback=writeback,
+            rank0_only=rank0_only,
+            offload_to_cpu=to_cpu,
+            with_grads=with_grads,
+        )
+        return context
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> None:
+        self._root.apply(fn)
 
     def full_params(self) -> dict[str, Tensor]:
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
@@ -151,19 +197,45 @@ class TorchFSDP1(TorchCheckpoints):
         dist.all_gather_object(gathered, pieces)
         grads: dict[str, Tensor | None] = {}
         for (name, mine), there in zip(pieces.items(), present, strict=True):
-            ranks = dist.get_process_group_ranks(self._unit_of(name).process_group)
+            ranks = self._ranks_of(name)
             whole = mine if mine.numel() == self.names.numel[name] else torch.cat([gathered[r][name] for r in ranks])
             grads[name] = whole.view(self._shapes[name]).clone() if there else None
         return grads
 
     def full_optim_state(self) -> dict[str, dict[str, Tensor]]:
-        if self.optimizer is None:
-            return {}
-        state = FullyShardedDataParallel.optim_state_dict(self.model, self.optimizer)["state"]
-        return {
-            name: {key: full_copy(value) for key, value in entries.items() if isinstance(value, Tensor)}
-            for name, entries in state.items()
+        # Joined by hand: in torch 2.13, optim_state_dict() gives all tensors of a parameter the memory of the last one.
+        states = self.optimizer.state if self.optimizer is not None else {}
+        pieces = {
+            name: {key: full_copy(value) for key, value in states[parameter].items() if isinstance(value, Tensor)}
+            for name, parameter in self.parameters().items()
+            if parameter in states
         }
+        gathered: list[dict[str, dict[str, Tensor]]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, pieces)
+        return {
+            name: self._joined_state(name, [gathered[rank].get(name, {}) for rank in self._ranks_of(name)])
+            for name in self.names.parameters
+            if any(name in each for each in gathered)
+        }
+
+    def _joined_state(self, name: str, pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """A parameter's state, from the state of its part on each rank, in rank order."""
+        keys = dict.fromkeys(key for piece in pieces for key in piece)
+        found: dict[str, Tensor] = {}
+        for key in keys:
+            parts = [piece[key] for piece in pieces if key in piece]
+            if not parts[0].dim():
+                found[key] = parts[0]
+                continue
+            whole = [part for part in parts if part.numel() == self.names.numel[name]]
+            joined = whole[0] if whole else torch.cat([part.flatten() for part in parts])
+            found[key] = joined.reshape(self._shapes[name]).clone()
+        return found
+
+    def _ranks_of(self, name: str) -> list[int]:
+        """The ranks over which a parameter is sharded."""
+        ranks: list[int] = dist.get_process_group_ranks(self._unit_of(name).process_group)
+        return ranks
 
     def write_params(self, values: Mapping[str, Tensor]) -> None:
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=True):
@@ -193,6 +265,14 @@ class TorchFSDP1(TorchCheckpoints):
         fqn = self.names.name_of(unit.module)
         return f"{fqn}." if fqn else ""
 
+    def _wrapper(self, fqn: str) -> FullyShardedDataParallel:
+        """The wrapper around a submodule."""
+        if not fqn:
+            return self._root
+        wrapped = self.names.modules[fqn]
+        (found,) = {unit for unit in FullyShardedDataParallel.fsdp_modules(self.model) if unit.module is wrapped}
+        return found
+
     @property
     def _root(self) -> FullyShardedDataParallel:
         if not isinstance(self.model, FullyShardedDataParallel):
@@ -214,6 +294,8 @@ class TorchFSDP1(TorchCheckpoints):
             "cpu_offload": CPUOffload(offload_params=plan.offload is not Offload.OFF),
             "ignored_modules": submodules(model, plan.ignored) or None,
         }
+        if plan.init_fn is not None:
+            options["param_init_fn"] = self._param_init_fn(plan.init_fn)
         if self.device.type == "cpu" or plan.device_id is not None or plan.init_mode is InitMode.NEVER:
             # Without it FSDP1 requires an accelerator on the CPU; it also moves a model that the caller does not move.
             options["device_id"] = self.device
@@ -225,6 +307,18 @@ class TorchFSDP1(TorchCheckpoints):
                 shape = hybrid_shape(plan, world_size)
             options["device_mesh"] = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
         return options
+
+    def _param_init_fn(self, init_fn: Any) -> Any:
+        """What FSDP1 takes for the user's function: one that also allocates the memory."""
+        if not callable(init_fn):
+            return init_fn
+
+        def allocate_and_initialise(module: nn.Module) -> None:
+            if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+                module.to_empty(device=self.device, recurse=False)
+                init_fn(module)
+
+        return allocate_and_initialise
 
     def _own_group(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a unit whose group is this rank alone."""
@@ -269,7 +363,9 @@ class TorchFSDP1NoShard(TorchFSDP1):
 
     name: ClassVar[str] = "torch-fsdp1-no-shard"
     strategy: ClassVar[ShardingStrategy] = ShardingStrategy.NO_SHARD
-    declines: ClassVar[frozenset[str]] = frozenset({"zero3", "zero2", "hsdp", "reshard_after_forward"})
+    declines: ClassVar[frozenset[str]] = frozenset({
+        "zero3", "zero2", "hsdp", "reshard_after_forward", "comm_hook", "tp",
+    })  # fmt: skip
 
 
 class TorchFSDP1HybridShard(TorchFSDP1):
@@ -277,7 +373,9 @@ class TorchFSDP1HybridShard(TorchFSDP1):
 
     name: ClassVar[str] = "torch-fsdp1-hybrid-shard"
     strategy: ClassVar[ShardingStrategy] = ShardingStrategy.HYBRID_SHARD
-    declines: ClassVar[frozenset[str]] = frozenset({"zero3", "zero2", "no_shard", "reshard_after_forward"})
+    declines: ClassVar[frozenset[str]] = frozenset({
+        "zero3", "zero2", "no_shard", "reshard_after_forward", "comm_hook", "tp",
+    })  # fmt: skip
 
 
 def _precision(plan: Plan, unit: str) -> MixedPrecision | None:

@@ -10,17 +10,21 @@ from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from fsdp_conformance.adapters import deferred
+from fsdp_conformance.adapters.sharded import materialise_norm
 from fsdp_conformance.adapters.torch_checkpoints import TorchCheckpoints
 from fsdp_conformance.adapters.torch_like import (
     all_units,
+    apply_tensor_parallelism,
     hybrid_shape,
     refusal,
     submodules,
+    tensor_mesh,
     torch_dtype,
 )
 from fsdp_conformance.config import Offload, Plan, Sharding
@@ -37,8 +41,13 @@ class TorchFSDP2(TorchCheckpoints):
         "multi_module_unit", "any_accelerator", "move_inputs", "init_after", "init_never", "mixed_precision",
         "mp_per_unit", "mp_reduce", "cast_after_init", "cpu_offload_params", "prefetch_explicit", "prefetch_forward",
         "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic", "unused_untouched", "zero_size_shard",
-        "coll_counts", "coll_volume", "ws1_fast", "mem_bounds", "rate_limit",
+        "coll_counts", "coll_volume", "ws1_fast", "mem_bounds", "rate_limit", "ac_reentrant",
+        "pipelined_microbatch", "tp", "clip_norm_type", "meta_init", "optim_in_backward",
     })  # fmt: skip
+    #: New in torch 2.13.
+    declines: ClassVar[frozenset[str]] = (
+        frozenset() if hasattr(FSDPModule, "reset_iter_state") else frozenset({"exception_recovery"})
+    )
     max_unsharded: ClassVar[int] = 1
 
     @classmethod
@@ -46,6 +55,9 @@ class TorchFSDP2(TorchCheckpoints):
         return torch.__version__
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        if plan.tensor_parallel > 1:
+            self._parallel_mesh = self.make_tensor_mesh(plan)
+            apply_tensor_parallelism(model, plan, self._parallel_mesh)
         options = self._options(model, plan)
         local = {**options, "mesh": self._own_mesh()} if plan.local_units else options
         with refusal("cpu_offload_params", RuntimeError, when=plan.offload is not Offload.OFF and self._is_cpu()):
@@ -55,17 +67,57 @@ class TorchFSDP2(TorchCheckpoints):
                 given = local if unit in plan.local_units else options
                 fully_shard(target, **given, mp_policy=_precision(plan, unit))
             fully_shard(model, **(local if "" in plan.local_units else options), mp_policy=_precision(plan, ""))
+        if plan.meta_init:
+            self.materialise(model, plan)
         if plan.forward_prefetch:
             _prefetch_in_order(model)
         if plan.explicit_prefetch:
             _prefetch_listed(model, plan.explicit_prefetch)
         return model
 
+    def make_tensor_mesh(self, plan: Plan) -> DeviceMesh:
+        """The mesh for a plan with tensor parallelism, with dimensions "shard" and "tensor"."""
+        return tensor_mesh(plan, self.device.type)
+
+    def materialise(self, model: nn.Module, plan: Plan) -> None:
+        """Give memory and values to a wrapped model on meta, as the documentation of `fully_shard` has its users do."""
+        device = self.device if plan.offload is Offload.OFF else torch.device("cpu")
+        deferred.materialise(model, device=device, skipped=submodules(model, plan.ignored))
+
+    def recover(self) -> None:
+        cast(FSDPModule, self.model).reset_iter_state()
+        self.discard_gradients()
+
     def no_sync(self) -> AbstractContextManager[Any]:
         return _deferred(cast(FSDPModule, self.model))
 
+    def no_sync_of(self, units: Sequence[str]) -> AbstractContextManager[Any]:
+        return _deferred_units([self._unit(unit.split("+")[0]) for unit in units])
+
+    def keep_gathered(self) -> AbstractContextManager[Any]:
+        return _kept_gathered(cast(FSDPModule, self.model))
+
     def no_all_reduce(self) -> AbstractContextManager[Any]:
         return _replicas_deferred(cast(FSDPModule, self.model))
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        with_grads = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        sharded = [parameter for parameter in with_grads if isinstance(parameter.grad, DTensor)]
+        plain = [parameter for parameter in with_grads if not isinstance(parameter.grad, DTensor)]
+        if not sharded or not plain:
+            return super().clip(max_norm, norm_type)
+        # torch's function takes only one kind at a time. Users combine the norms, as torchtitan does for its experts.
+        norms = [
+            materialise_norm(torch.nn.utils.get_total_norm(_grads(kind), norm_type)).to(self.device)
+            for kind in (sharded, plain)
+        ]
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), norm_type)
+        for kind in (sharded, plain):
+            torch.nn.utils.clip_grads_with_norm_(kind, max_norm, total)
+        return total
+
+    def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(self.device.type, **options)
 
     def unit_is_unsharded(self, fqn: str) -> bool:
         (unit,) = submodules(self.model, [fqn])
@@ -104,6 +156,10 @@ class TorchFSDP2(TorchCheckpoints):
 
     def _mesh(self, plan: Plan) -> DeviceMesh:
         world_size = dist.get_world_size()
+        if plan.tensor_parallel > 1:
+            if plan.sharding is Sharding.HYBRID:
+                raise Unsupported("tp", "this adapter combines tensor parallelism with sharding only, not with hybrid")
+            return self._parallel_mesh["shard"]
         if plan.sharding is not Sharding.HYBRID:
             return init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("shard",))
         return init_device_mesh(self.device.type, hybrid_shape(plan, world_size), mesh_dim_names=("replicate", "shard"))
@@ -112,6 +168,10 @@ class TorchFSDP2(TorchCheckpoints):
         """A mesh that contains only this rank."""
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(), 1), mesh_dim_names=("others", "own"))
         return mesh["own"]
+
+
+def _grads(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def _precision(plan: Plan, unit: str) -> MixedPrecisionPolicy:
@@ -139,6 +199,28 @@ def _deferred(root: FSDPModule) -> Iterator[None]:
         yield
     finally:
         root.set_requires_gradient_sync(True)
+
+
+@contextmanager
+def _deferred_units(units: Sequence[FSDPModule]) -> Iterator[None]:
+    """Gradients of these units, without those inside them, stay on the rank until a backward outside the context."""
+    for unit in units:
+        unit.set_requires_gradient_sync(False, recurse=False)
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_requires_gradient_sync(True, recurse=False)
+
+
+@contextmanager
+def _kept_gathered(root: FSDPModule) -> Iterator[None]:
+    """Parameters stay gathered after a backward in the context."""
+    root.set_reshard_after_backward(False)
+    try:
+        yield
+    finally:
+        root.set_reshard_after_backward(True)
 
 
 @contextmanager

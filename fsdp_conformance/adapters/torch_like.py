@@ -14,12 +14,14 @@ Everything else works as in stock torch: the optimizer is built from `wrapped.pa
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.optim import Optimizer
 
 from fsdp_conformance.adapters.base import Adapter, ModelFn, OptimFn
@@ -38,12 +40,24 @@ class TorchAdapter(Adapter):
     """
 
     capabilities: ClassVar[frozenset[str]] = frozenset({"cpu_compute", "init_before", "clip_grad_norm", "orig_params"})
-    optional: ClassVar[Mapping[str, str]] = {"no_sync": "no_sync", "no_all_reduce": "hsdp_defer_allreduce"}
+    #: The step can use a scaler, but only an engine knows one that looks at all shards: see `make_scaler`.
+    declines: ClassVar[frozenset[str]] = frozenset({"grad_scaler"})
+    optional: ClassVar[Mapping[str, str]] = {
+        "no_sync": "no_sync",
+        "no_sync_of": "no_sync_per_unit",
+        "no_all_reduce": "hsdp_defer_allreduce",
+        "keep_gathered": "reshard_after_backward",
+        "make_scaler": "grad_scaler",
+    }
 
     model: nn.Module
     """The wrapped module."""
     optimizer: Optimizer | None
     """None for a model without parameters: stock optimizers reject an empty list."""
+    sets_to_none = True
+    """Whether `step` sets gradients to None, or to zero."""
+    scaler: torch.amp.GradScaler | None = None
+    """Set by `scale_losses`."""
     names: OriginalNames
     plan: Plan
     device: torch.device
@@ -53,11 +67,20 @@ class TorchAdapter(Adapter):
         """
         The wrapped model. Collective.
 
-        `model` is on the device that `plan.init_mode` implies; `plan` uses only options that the class declares.
+        `model` is on the device that `plan.init_mode` implies, or on meta with `plan.meta_init`; `plan` uses only
+        options that the class declares.
         """
 
     def no_sync(self) -> AbstractContextManager[Any]:
         """The context for micro-batches whose gradients must not be reduced yet. Declares `no_sync`."""
+        raise NotImplementedError
+
+    def no_sync_of(self, units: Sequence[str]) -> AbstractContextManager[Any]:
+        """The same for some units only, without those inside them; the root is "". Declares `no_sync_per_unit`."""
+        raise NotImplementedError
+
+    def keep_gathered(self) -> AbstractContextManager[Any]:
+        """The context for micro-batches after which parameters stay gathered. Declares `reshard_after_backward`."""
         raise NotImplementedError
 
     def no_all_reduce(self) -> AbstractContextManager[Any]:
@@ -68,13 +91,17 @@ class TorchAdapter(Adapter):
         """Clip the gradients by their total norm and return it. Collective."""
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
 
+    def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        """A scaler with these options of torch's GradScaler that looks at all shards. Declares `grad_scaler`."""
+        raise NotImplementedError
+
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         self.refuse_undeclared(plan)
         self.plan = plan
         self.device = compute_device(plan)
         model = model_fn()
         self.names = OriginalNames(model)
-        if plan.init_mode is InitMode.BEFORE:
+        if plan.init_mode is InitMode.BEFORE and not plan.meta_init:
             model.to(self.device)
         wrapped: object = self.wrap(model, plan)
         if not isinstance(wrapped, nn.Module):
@@ -88,22 +115,41 @@ class TorchAdapter(Adapter):
         self._make_optimizer()
 
     def microbatch(self, last: bool, *, reduced: bool = True) -> AbstractContextManager[Any]:
-        if not reduced:
-            return self.no_sync()
-        return self.no_all_reduce() if self.plan.defer_all_reduce and not last else nullcontext()
+        return self._microbatch(last, reduced)
+
+    @contextmanager
+    def _microbatch(self, last: bool, reduced: bool) -> Iterator[None]:
+        with ExitStack() as contexts:
+            if not reduced:
+                units = self.plan.deferred_units
+                contexts.enter_context(self.no_sync_of(units) if units else self.no_sync())
+            elif self.plan.defer_all_reduce and not last:
+                contexts.enter_context(self.no_all_reduce())
+            if self.plan.reshard_after_backward is False and not last:
+                contexts.enter_context(self.keep_gathered())
+            yield
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        torch.autograd.backward(loss, retain_graph=retain_graph)
+        torch.autograd.backward(loss if self.scaler is None else self.scaler.scale(loss), retain_graph=retain_graph)
 
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        if self.scaler is not None and self.optimizer is not None:
+            return self._scaled_step(self.scaler, self.optimizer, max_norm, norm_type)
         norm = None if max_norm is None else self.clip(max_norm, norm_type)
         if self.optimizer is not None:
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=self.sets_to_none)
         return norm
+
+    def set_learning_rate(self, value: float) -> None:
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            group["lr"] = value
+
+    def keep_zero_grads(self) -> None:
+        self.sets_to_none = False
 
     def full_params(self) -> dict[str, Tensor]:
         return {name: full_copy(parameter) for name, parameter in self.parameters().items()}
@@ -135,6 +181,17 @@ class TorchAdapter(Adapter):
             "optim": list(state_tensors(self.optimizer)) if self.optimizer is not None else [],
         }
 
+    def scale_losses(self, init_scale: float, growth_interval: int) -> None:
+        self.scaler = self.make_scaler(init_scale=init_scale, growth_interval=growth_interval)
+
+    def loss_scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.get_scale()
+
+    def discard_gradients(self) -> None:
+        """Set all gradients to None, after an exception in a step."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+
     def wrap_again(self) -> None:
         self.model = self.wrap(self.model, self.plan)
         self._make_optimizer()
@@ -144,6 +201,18 @@ class TorchAdapter(Adapter):
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return self.names.parameters_of(self.model)
+
+    def _scaled_step(
+        self, scaler: torch.amp.GradScaler, optimizer: Optimizer, max_norm: float | None, norm_type: float
+    ) -> Tensor | None:
+        norm = None
+        if max_norm is not None:
+            scaler.unscale_(optimizer)
+            norm = self.clip(max_norm, norm_type)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def _make_optimizer(self) -> None:
         parameters = list(self.model.parameters())
@@ -176,6 +245,30 @@ def hybrid_shape(plan: Plan, world_size: int) -> tuple[int, int]:
             [f"replicas must divide the world size {world_size}, got {plan.replicas}"], where="hybrid sharding"
         )
     return plan.replicas, world_size // plan.replicas
+
+
+def tensor_mesh(plan: Plan, device_type: str) -> DeviceMesh:
+    """
+    The mesh of a plan with tensor parallelism: "shard" over data-parallel ranks, "tensor" over consecutive ones.
+
+    Raises ConfigError if the groups do not divide the world.
+    """
+    world_size = dist.get_world_size()
+    if world_size % plan.tensor_parallel:
+        raise ConfigError(
+            [f"tensor_parallel must divide the world size {world_size}, got {plan.tensor_parallel}"],
+            where="tensor parallelism",
+        )
+    shape = (world_size // plan.tensor_parallel, plan.tensor_parallel)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("shard", "tensor"))
+
+
+def apply_tensor_parallelism(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    """Shard the layers that the plan names over the mesh's "tensor" dimension, with torch's tensor parallelism."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    styles = {"column": ColwiseParallel, "row": RowwiseParallel}
+    parallelize_module(model, mesh["tensor"], {fqn: styles[style]() for fqn, style in plan.tensor_styles})
 
 
 def all_units(plan: Plan) -> list[str]:

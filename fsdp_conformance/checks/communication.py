@@ -56,7 +56,8 @@ def collective_counts(history: TrainingHistory, workload: Workload, plan: Plan, 
 
     Each unit runs once per forward, and no evaluation precedes a forward: parameters may stay gathered from one.
 
-    Micro-batches multiply whatever is not deferred.
+    Micro-batches multiply whatever is not deferred, and gathers unless parameters are kept between micro-batches
+    (R095, R096).
 
     With n units that own trainable parameters: n all-gathers in forward; n in backward, or n - 1 where the root stays
     gathered, or none where all do; n reduce-scatters; nothing else but the all-reduces of hybrid sharding and of a
@@ -65,6 +66,11 @@ def collective_counts(history: TrainingHistory, workload: Workload, plan: Plan, 
     if plan.sharding in (Sharding.OPTIM, Sharding.DEFAULT):
         raise SuiteError(
             f"sharding: expected full, grad_optim, hybrid or none, got {plan.sharding} [collective_counts]"
+        )
+    if plan.reshard_after_backward is False and not _stays_gathered(plan):
+        raise SuiteError(
+            "reshard_after_backward: expected None, because what is resharded after forward is gathered again, got "
+            "False [collective_counts]"
         )
     tally = Tally("collective counts", requirement, rank=history.rank)
     units = owning_units(workload, plan)
@@ -113,6 +119,27 @@ def deferred_counts(history: TrainingHistory, workload: Workload, plan: Plan, *,
                 most=ONCE * padded_bytes(units, history.world_size), step=step.step, phase="forward",
                 details="parameters stay gathered after a deferred backward",
             )  # fmt: skip
+    return tally.result()
+
+
+def reduced_once(history: TrainingHistory, workload: Workload, plan: Plan, *, requirement: str) -> CheckResult:
+    """
+    A step of one micro-batch reduces every gradient once, by bytes (R135). Each unit runs once per forward.
+    """
+    tally = Tally("reduced once", requirement, rank=history.rank)
+    units = owning_units(workload, plan).shared
+    least = parameter_bytes(units, trainable_only=True)
+    most = int(ONCE * padded_bytes(units, history.world_size, trainable_only=True))
+    for step in steady_steps(history):
+        if len(step.losses) != 1:
+            raise SuiteError(f"micro-batches: expected 1, got {len(step.losses)} [reduced_once]")
+        records = in_step(history, step.step)
+        reduced = gradient_reductions(records)
+        expect_bytes(
+            tally, "gradients reduced", reduced, least=least, most=most, details="each should be reduced once",
+            elements=len(records), step=step.step, phase="reduce",
+            likely="a gradient is reduced more than once" if nbytes(reduced) > most else None,
+        )  # fmt: skip
     return tally.result()
 
 
@@ -314,16 +341,21 @@ def _names(units: tuple[Unit, ...]) -> str:
 
 def _sharded_rules(step: StepRecord, units: OwningUnits, plan: Plan) -> list[_Rule]:
     trained, owning, passes = len(units.trainable), len(units.shared), len(step.losses)
-    reductions = trained * (1 if plan.defer_reduction else passes)
+    deferred = [unit for unit in units.trainable if unit.fqn in plan.deferred_units] or units.trainable
+    # What is deferred is reduced once, the rest after every micro-batch.
+    reductions = trained * passes - (len(deferred) * (passes - 1) if plan.defer_reduction else 0)
+    most = owning * passes
     if _stays_gathered(plan):
         # Under deferred reduction parameters may stay gathered from one micro-batch to the next.
         forward = trained if plan.defer_reduction else trained * passes
         backward = (0, 0)
+        if plan.reshard_after_backward is False:
+            forward, most = trained, owning
     else:
         forward = trained * passes
         backward = (max(trained - 1, 0) * passes, owning * passes)
     rules = [
-        _Rule(Op.ALL_GATHER, ("forward",), forward, owning * passes),
+        _Rule(Op.ALL_GATHER, ("forward",), forward, most),
         _Rule(Op.ALL_GATHER, ("backward",), *backward),
         _Rule(Op.ALL_GATHER, ("step",), 0, 0),
         _Rule(Op.REDUCE_SCATTER, TRAINING, reductions, reductions),

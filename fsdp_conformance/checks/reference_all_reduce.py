@@ -41,6 +41,9 @@ class AllReduce(Reference):
             for name, mean in self._means.items():
                 replica.params[name].grad = mean
 
+    def gather_norms(self, norms: list[Tensor]) -> list[Tensor]:
+        return gathered(norms)
+
     def _all_reduce(self, params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
         """The mean over ranks of the gradients that any rank has; sets the gradients to None."""
         if not params:
@@ -60,6 +63,14 @@ class AllReduce(Reference):
         for param in params.values():
             param.grad = None
         return means
+
+
+def gathered(values: list[Tensor]) -> list[Tensor]:
+    """The scalars of all ranks, each of which has one. Collective."""
+    (own,) = values
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return found
 
 
 def _gradient_or_zeros(param: nn.Parameter) -> Tensor:

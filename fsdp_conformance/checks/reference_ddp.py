@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_conformance.checks.loop import Reference, Replica
+from fsdp_conformance.checks.reference_all_reduce import gathered
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.workload import Regime, Workload
 
@@ -41,6 +42,12 @@ class DDP(Reference):
     def __init__(self, workload: Workload, regime: Regime, **rest: Any) -> None:
         super().__init__(workload, regime, **rest)
         self.wrapped = self._wrap(first=True)
+        self.scaler = torch.amp.GradScaler(
+            self.device.type,
+            init_scale=regime.init_scale or 1.0,
+            growth_interval=regime.growth_interval,
+            enabled=regime.init_scale is not None,
+        )
 
     def call(self, replica: Replica) -> Callable[..., Any]:
         return self.wrapped
@@ -57,7 +64,28 @@ class DDP(Reference):
         self.wrapped = self._wrap(first=False)
 
     def clip(self, replica: Replica, max_norm: float) -> Tensor:
-        return torch.nn.utils.clip_grad_norm_(list(replica.params.values()), max_norm, self.regime.norm_type)
+        params = list(replica.params.values())
+        if not self.workload.local_params:
+            return torch.nn.utils.clip_grad_norm_(params, max_norm, self.regime.norm_type)
+        # torch's function would take this rank's experts for all of them, and ranks would clip differently.
+        norm = self.total_norm(replica)
+        torch.nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+        return norm
+
+    def gather_norms(self, norms: list[Tensor]) -> list[Tensor]:
+        return gathered(norms)
+
+    def scaled(self, replica: Replica, loss: Tensor) -> Tensor:
+        return self.scaler.scale(loss)
+
+    def scaled_update(self, replica: Replica) -> None:
+        for optimizer in replica.optimizers:
+            self.scaler.unscale_(optimizer)
+        self._clip(replica)
+        for optimizer in replica.optimizers:
+            self.scaler.step(optimizer)
+        self.scaler.update()
+        replica.scale = self.scaler.get_scale()
 
     def _wrap(self, *, first: bool) -> DistributedDataParallel:
         replica = self.replicas[0]

@@ -42,11 +42,13 @@ class Kind(StrEnum):
     LOSS = "loss"
     GRADIENT = "gradient"
     NORM = "norm"
+    LOSS_SCALE = "loss scale"
     CLIPPED = "clipped gradient"
     PARAMETER = "parameter"
     BUFFER = "buffer"
     OUTPUT = "output"
     EVAL = "eval"
+    READ = "read"
 
 
 def values(history: TrainingHistory, kind: Kind, step: int) -> dict[str, Any]:
@@ -59,6 +61,10 @@ def values(history: TrainingHistory, kind: Kind, step: int) -> dict[str, Any]:
         return {**history.initial_params, **history.initial_buffers}
     if kind is Kind.EVAL:
         return dict(walk(history.eval_outputs))
+    if kind is Kind.READ:
+        return {
+            f"{name}, read {index}": value for index, read in enumerate(history.reads) for name, value in read.items()
+        }
     record = history.steps[step]
     if kind is Kind.LOSS:
         return {f"micro-batch {micro}": loss for micro, loss in enumerate(record.losses)}
@@ -68,6 +74,8 @@ def values(history: TrainingHistory, kind: Kind, step: int) -> dict[str, Any]:
         return dict(record.clipped_grads or {})
     if kind is Kind.NORM:
         return {} if record.grad_norm is None else {"total norm": record.grad_norm}
+    if kind is Kind.LOSS_SCALE:
+        return {} if record.loss_scale is None else {"loss scale": record.loss_scale}
     if kind is Kind.OUTPUT:
         return dict(walk(record.outputs))
     return dict(record.params if kind is Kind.PARAMETER else record.buffers)
@@ -122,7 +130,7 @@ class References:
         On an exact workload any difference counts; otherwise names, missing gradients, and distances above the ceiling.
         """
         for step in range(len(self.expected.steps)):
-            for kind in (Kind.LOSS, Kind.GRADIENT, Kind.NORM, Kind.PARAMETER, Kind.BUFFER):
+            for kind in (Kind.LOSS, Kind.GRADIENT, Kind.NORM, Kind.LOSS_SCALE, Kind.PARAMETER, Kind.BUFFER):
                 for sample in self.samples:
                     problem = self._disagreement(kind, step, sample)
                     if problem is not None:
@@ -160,7 +168,7 @@ class References:
         expected = {
             name: value for name, value in values(self.expected, kind, step).items() if isinstance(value, Tensor)
         }
-        if self.exact or kind is Kind.INITIAL:
+        if self.exact or kind in (Kind.INITIAL, Kind.LOSS_SCALE):
             return dict.fromkeys(expected, BITWISE)
         samples = [values(sample, kind, step) for sample in self.samples]
         bases, roundings = self._roundings(kind, step)

@@ -7,6 +7,7 @@ Commands:
     sanitize        run a training script on the simulated accelerator
     plan            find out how to shard a model, from a cost model
     doctor          check what this machine can run
+    explore         draw models, configurations and schedules, and shrink what fails
     selftest        show that known-wrong engines are killed, and correct ones are not
     listing         `list`: the cases and whether they would run
     explain         a requirement or a case, with what a run found
@@ -41,6 +42,7 @@ Child processes. They import torch; the command itself, except for `smoke`, does
     planner         the child of `plan`
     answers         lines of JSON from a child, as they come
     tryout          the child of `selftest`
+    explorer        the child of `explore`
     leftovers       processes and files that earlier runs left behind
 
 What `sanitize` prints:

@@ -36,6 +36,12 @@ started.
 
 """
 
+_EXPLORE_NOTES = """\
+Only what the implementation declares is drawn. Examples run on simulated ranks; a failure is confirmed on processes. It
+needs Hypothesis: pip install 'fsdp-conformance[explore]'.
+
+"""
+
 _SELECTION_NOTES = """\
 Selection options combine: values of one option add up (--chapter A,G selects both chapters), and different options
 narrow the selection down (--chapter A --world-size 2 selects what satisfies both). All of them take comma-separated
@@ -161,6 +167,10 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
 
     _add_selftest(command("selftest", "show that known-wrong engines are killed here, and correct ones are not"))
 
+    _add_explore(
+        command("explore", "draw models, configurations and schedules, and shrink what fails", notes=_EXPLORE_NOTES)
+    )
+
     listing = command(
         "list", "list the cases and whether they would run, without starting ranks",
         module="listing", notes=_SELECTION_NOTES,
@@ -276,6 +286,23 @@ def _add_sanitize(parser: Parser) -> None:
     parser.add_argument(
         "script_words", metavar="SCRIPT", nargs=argparse.REMAINDER, help="the script; all that follows is passed to it"
     )
+
+
+def _add_explore(parser: Parser) -> None:
+    _add_implementation(parser)
+    budget = parser.add_mutually_exclusive_group()
+    budget.add_argument("--seconds", metavar="S", help="draw for S seconds (default: 600)")
+    budget.add_argument("--max-examples", metavar="N", help="draw N examples instead")
+    seeds = parser.add_mutually_exclusive_group()
+    seeds.add_argument("--seed", metavar="N", help="draw the examples of seed N (default: a new one each time)")
+    seeds.add_argument("--derandomize", action="store_true", help="draw the same examples every time, for CI")
+    parser.add_argument(
+        "--world-size", metavar="N", dest="world_sizes", action="append", help="only these numbers of ranks"
+    )
+    parser.add_argument("--save", metavar="DIR", help="write each failure as a test file for pytest into DIR")
+    parser.add_argument("--script", action="store_true", help="print a script for each failure")
+    parser.add_argument("--deadline-scale", metavar="F", help="multiply every deadline by F, for slow machines")
+    _add_device(parser)
 
 
 def _add_selftest(parser: Parser) -> None:

@@ -23,9 +23,9 @@ ADVICE = ()
 GROUPS = {
     "accumulation": {"no_sync"},
     "call-order": {"exec_order_divergent", "exec_order_check"},
+    "clipping": {"clip_grad_norm", "clip_norm_type", "clip_unit"},
     "asynchronous-checkpoints": {"async_checkpoint"},
     "checkpoints": {"checkpoint"},
-    "clipping": {"clip_grad_norm", "clip_norm_type"},
     "explicit-prefetch": {"prefetch_explicit"},
     "freezing": {"frozen_mixed", "frozen_dynamic"},
     "hybrid": {"hsdp"},
@@ -33,6 +33,7 @@ GROUPS = {
     "manual-unshard": {"manual_unshard", "async_unshard"},
     "memory-bounds": {"mem_bounds", "rate_limit"},
     "mixed-precision": {"mixed_precision", "mp_reduce", "mp_per_unit"},
+    "meta-init": {"meta_init", "meta_init_fn"},
     "offload": {"cpu_offload_params"},
     "precision-policies": {"mp_buffers", "mp_eval_full"},
     "prefetch": {"prefetch_forward", "prefetch_backward"},
@@ -51,13 +52,19 @@ GROUPS = {
 
 #: Extensions that only make sense within others: their cases do not form combinations with them.
 WITHIN = {
+    "apply-fn": {"full-params"},
     "asynchronous-checkpoints": {"checkpoints"},
     "auto-wrap": {"zero-3"},
     "explicit-prefetch": {"zero-3"},
+    "full-params-grads": {"full-params", "full-params-writeback"},
+    "full-params-rank0": {"full-params", "full-params-writeback"},
+    "full-params-writeback": {"full-params"},
     "hsdp-defer-allreduce": {"hybrid"},
     "manual-unshard": {"zero-2"},
     "memory-bounds": {"zero-2", "zero-3"},
     "precision-policies": {"mixed-precision"},
+    "no-sync-per-unit": {"accumulation", "zero-3"},
+    "reshard-after-backward": {"accumulation", "zero-2"},
     "resharded-checkpoints": {"checkpoints", "state-dicts"},
     "resharding": {"zero-3"},
     "traffic": {"zero-2", "zero-3"},

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -198,3 +198,61 @@ class AllReducesEveryMicroBatch(SeamFSDP2):
 
     def no_all_reduce(self) -> AbstractContextManager[Any]:
         return nullcontext()
+
+
+@known_wrong("R095")
+class DefersEveryUnit(SeamFSDP2):
+    """Where the reduction of some units is to be deferred, that of all units is."""
+
+    def no_sync_of(self, units: Sequence[str]) -> AbstractContextManager[Any]:
+        return self.no_sync()
+
+
+@known_wrong("R095")
+class DefersNoUnit(SeamFSDP2):
+    """Where the reduction of some units is to be deferred, none is."""
+
+    def no_sync_of(self, units: Sequence[str]) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+@known_wrong("R096")
+class GathersKeptAgain(SeamFSDP2):
+    """Parameters that are to be kept across micro-batches are resharded after each backward."""
+
+    def keep_gathered(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+
+@known_wrong("R096")
+class KeepsGatheredAcrossTheStep(SeamFSDP2):
+    """Parameters that were kept across micro-batches are kept across the optimizer step, too."""
+
+    @contextmanager
+    def keep_gathered(self) -> Iterator[None]:
+        self._unit("").set_reshard_after_backward(False)
+        yield
+
+
+@known_wrong("R099")
+class PipeliningLosesTheFirst(SeamFSDP2):
+    """A backward whose forward is not the last one contributes nothing."""
+
+    _open = 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self._open += 1
+        return super().forward(*args, **kwargs)
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        return grad * (self._open == 1)
+
+    def after_backward(self) -> None:
+        self._open -= 1
+
+
+@known_wrong("R100", shows=("refusal",))
+class ClaimsDeferralChecks(SeamFSDP2):
+    """Misuse of a context that defers the reduction is said to raise, and does not."""
+
+    capabilities: ClassVar[frozenset[str]] = frozenset({"deferral_checks"})

@@ -106,3 +106,15 @@ class SynchronisesInsideShardGroups(SeamFSDP2):
             values = [torch.empty_like(tensor) for _ in range(self.world_size)]
             dist.all_gather(values, tensor.detach())
             tensor.detach().copy_(values[first])
+
+
+@known_wrong("R153", "R069")
+class AveragesExperts(SeamFSDP2):
+    """The gradients of units that belong to one rank are averaged over all ranks."""
+
+    def after_backward(self) -> None:
+        prefixes = tuple(f"{unit}." for unit in self.plan.local_units)
+        for name, grad in self.local_grads().items():
+            if name.startswith(prefixes):
+                dist.all_reduce(grad)
+                grad.div_(self.world_size)

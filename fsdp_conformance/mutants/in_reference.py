@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -152,3 +154,67 @@ class ReferenceSurvivesItsOwner(SeamReference):
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         self._wrapped.append(super().wrap(model, plan))
         return self._wrapped[-1]
+
+
+class _Deaf(FlatParameter):
+    def _adopt(self) -> None:
+        for member, part in zip(self.members, self.parts, strict=True):
+            member.parameter.data = part
+
+
+@known_wrong("R143")
+class ReferenceForgetsAssigned(SeamReference):
+    """Tensors that users assign to `.data` are replaced by the shard, without taking over their values."""
+
+    flat_class: ClassVar[type[FlatParameter]] = _Deaf
+
+
+class _Hookless(UnitSchedule):
+    def _finish_oldest(self) -> None:
+        self._reductions.popleft().finish_reduction()
+
+
+@known_wrong("R142")
+class ReferenceRunsNoHooks(SeamReference):
+    """Hooks that run when a parameter has accumulated its gradient are forgotten."""
+
+    schedule_class: ClassVar[type[UnitSchedule]] = _Hookless
+
+
+@known_wrong("R095")
+class ReferenceDefersInnerUnits(SeamReference):
+    """A unit whose reduction is deferred passes that on to the units inside it."""
+
+    @contextmanager
+    def no_sync_of(self, units: Sequence[str]) -> Iterator[None]:
+        with ExitStack() as contexts:
+            for unit in units:
+                contexts.enter_context(self._unit(unit).no_sync())
+            yield
+
+
+class _Kept(FlatParameter):
+    is_stale = False
+
+
+@known_wrong("R096")
+class ReferenceKeepsAcrossTheStep(SeamReference):
+    """Parameters that were kept across micro-batches are not freed, and not gathered after the optimizer step."""
+
+    flat_class: ClassVar[type[FlatParameter]] = _Kept
+
+    @contextmanager
+    def keep_gathered(self) -> Iterator[None]:
+        for unit in self._root.units:
+            unit.reshards_after_backward = False
+        yield
+
+
+@known_wrong("R100", shows=("refusal",))
+class ReferenceForgetsDeferral(SeamReference):
+    """Nothing checks whether an optimizer steps, or another context begins, inside a deferred reduction."""
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with self._root._switched_off("sync_gradients", self._root.units):
+            yield

@@ -32,7 +32,8 @@ class Cases:
 
         order = options.order_of(config)
         run_settings.use(order.settings, order.description)
-        chosen = _kept_ids(config)
+        saved = {case.id for _, case in found if case.is_saved}
+        chosen = saved | (_kept_ids(config) if len(saved) < len(found) else set())
         kept = sorted(
             ((item, case) for item, case in found if case.id in chosen),
             key=lambda pair: (-pair[1].world_size, pair[1].id),
@@ -71,18 +72,23 @@ def _kept_ids(config: pytest.Config) -> set[str]:
 
 def _attach(report: pytest.TestReport, item: pytest.Item, case: Case, call: pytest.CallInfo[None]) -> None:
     """Carry the case's record on the report, and make its verdict the outcome."""
-    about = {"id": case.id, "requirements": list(case.requirements), "chapter": case.chapter}
-    report.conformance_case = {  # type: ignore[attr-defined]
-        **about,
+    about: dict[str, Any] = {
+        "id": case.id,
+        "requirements": list(case.requirements),
+        "chapter": case.chapter,
         "world_size": case.world_size,
         "rerun": item.get_closest_marker("flaky") is not None,
     }
+    if not case.is_saved:
+        report.conformance_case = about  # type: ignore[attr-defined]
     if report.when == "teardown" or (report.when == "setup" and report.passed):
         return
     from fsdp_conformance.report.runfile import encode
 
-    record = _record_of(report, item, call)
-    report.conformance = encode(record.to_json())  # type: ignore[attr-defined]
+    record = _record_of(report, about, item, call)
+    if not case.is_saved:
+        # A saved case is part of the user's tests: it goes into no run file.
+        report.conformance = encode(record.to_json())  # type: ignore[attr-defined]
     report.user_properties += [
         ("conformance_case", case.id),
         ("conformance_requirements", " ".join(case.requirements)),
@@ -91,12 +97,13 @@ def _attach(report: pytest.TestReport, item: pytest.Item, case: Case, call: pyte
     _set_outcome(report, item, record)
 
 
-def _record_of(report: pytest.TestReport, item: pytest.Item, call: pytest.CallInfo[None]) -> CaseRecord:
+def _record_of(
+    report: pytest.TestReport, about: dict[str, Any], item: pytest.Item, call: pytest.CallInfo[None]
+) -> CaseRecord:
     """The verdict that the test left. If it left none, that is our mistake, unless the exception says otherwise."""
     from fsdp_conformance.report import unjudged
     from fsdp_conformance.verdict import Verdict
 
-    about: dict[str, Any] = vars(report)["conformance_case"]
     text = report.longreprtext
     if report.when == "setup":
         if report.skipped:

@@ -8,6 +8,7 @@ The fully sharded module: parameters, gradients and optimizer state of each unit
     schedule             when each unit is gathered, resharded and reduced
     unit                 a unit and its states during a training step
     hooks                the module hooks that tell the schedule what runs
+    deferral             no optimizer steps while gradients are deferred
     inputs               moving, casting and watching a unit's inputs and outputs
     buffers              a unit's floating-point buffers under a precision policy
     order_watch          detects ranks that run different units, on accelerators
@@ -19,6 +20,7 @@ The fully sharded module: parameters, gradients and optimizer state of each unit
     sharding_groups      the group to shard over and the group to replicate over
 
     full_parameters      `summon_full_params`
+    optimizers           which optimizers may step shards
     gradient_norm        the norm of all gradients, and clipping by it
     gradient_scaler      a gradient scaler whose skipped steps agree across ranks
     model_state          state dicts of the module, full and sharded

@@ -441,6 +441,10 @@ class FlatParameter:
         buffer.complete()
         shard = buffer.payload.new_zeros(storage.layout.shard_numel)
         hook.function(hook.state, buffer.payload, shard)
+        if self.tag is not None:
+            # A hook may round or replace whatever it likes, so the tag says nothing. Gathers still check theirs.
+            parts = storage.layout.views(shard) if self.is_whole else storage.layout.shard_views(shard)
+            parts[-1].fill_(self._averaged_tag)
         storage.discard_gradients()
         self._deliver(shard.to(storage.shard_device, storage.dtype))
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from fsdp_conformance.engine.flat_collectives import all_reduce_max
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.schedule import schedule_of
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit, TrainingState
@@ -24,13 +25,12 @@ class _Summoned:
     """What modules see of one flat parameter inside the context."""
 
     flat: FlatParameter
-    payload: Tensor
-    """1D: all of the gathered data."""
     shown: list[nn.Parameter]
+    """Whole parameters, which keep the gathered data alive; none on a rank that keeps its shards."""
 
 
 def full_gradients(flat: FlatParameter) -> list[Tensor | None]:
-    """The gradients in full; None for a parameter without a gradient on this rank. Collective either way."""
+    """The gradients in full; None for a parameter without a gradient on any rank that has elements. Collective."""
     storage = flat.storage
     shard = torch.zeros_like(storage.shard)
     parts = storage.layout.views(shard) if flat.is_whole else storage.layout.shard_views(shard)
@@ -38,11 +38,12 @@ def full_gradients(flat: FlatParameter) -> list[Tensor | None]:
         if member.parameter.grad is not None:
             part.copy_(member.parameter.grad)
     views = storage.layout.views(flat.storage.gathered(shard))
-    return [
-        # A rank without elements of a parameter takes the gradient that the others have.
-        None if member.parameter.grad is None and member.parameter.numel() else view
-        for member, view in zip(flat.members, views, strict=False)
-    ]
+    # A rank without elements of a parameter cannot tell whether the others have a gradient.
+    has_gradient = [member.parameter.grad is not None and member.parameter.numel() > 0 for member in flat.members]
+    somewhere = torch.tensor(has_gradient, dtype=torch.int32, device=storage.pool.device)
+    if not flat.is_whole:
+        all_reduce_max(somewhere, storage.group).wait()
+    return [view if there else None for view, there in zip(views, somewhere.tolist(), strict=False)]
 
 
 @contextmanager
@@ -87,7 +88,7 @@ def _summon(flat: FlatParameter, *, rank0_only: bool, offload_to_cpu: bool, with
     payload = flat.storage.gathered()
     gradients = full_gradients(flat) if with_grads else [None] * len(flat.members)
     if rank0_only and flat.storage.layout.rank != 0:
-        return _Summoned(flat, payload, [])
+        return _Summoned(flat, [])
     device = torch.device("cpu") if offload_to_cpu else payload.device
     payload = payload.to(device)
     shown = []
@@ -98,7 +99,7 @@ def _summon(flat: FlatParameter, *, rank0_only: bool, offload_to_cpu: bool, with
         parameter.grad = None if gradient is None else gradient.to(device)
         shown.append(parameter)
     flat.register(shown)
-    return _Summoned(flat, payload, shown)
+    return _Summoned(flat, shown)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,47 +16,66 @@ from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
 from fsdp_conformance.errors import ConfigError
 
 
+class _Copies(NamedTuple):
+    """Where the gradients of a flat parameter are."""
+
+    group: ProcessGroup | None
+    """What they are sharded over; None: each rank has all of them."""
+    num_ranks: int
+    """How many ranks have a part of them."""
+
+
 @torch.no_grad()
 def clip_gradients(units: Sequence[ShardedUnit], module: nn.Module, max_norm: float, norm_type: float) -> Tensor:
     """
     Scale the gradients below `module` to a norm of at most `max_norm`. Returns the norm before, 0-dimensional.
 
-    Collective: one all-reduce per shard group of more than one rank. Ranks without elements or without a gradient count
-    as zero; parameters outside any unit count with this rank's gradients.
+    Collective: one all-reduce per shard group of more than one rank. Units on fewer ranks than the outermost one, such
+    as experts, take one more per group of that: each expert counts once, whichever ranks have it. Ranks without
+    elements or without a gradient count as zero; parameters outside any unit count with this rank's gradients.
     """
     if not (norm_type > 0 and max_norm >= 0):
         raise ConfigError(
             [f"max_norm must be at least 0 and norm_type positive, got {max_norm} and {norm_type}"],
             where="clip_grad_norm_",
         )
-    by_group: dict[ProcessGroup | None, list[Tensor]] = {}
+    by_group: dict[_Copies, list[Tensor]] = {}
+    around = max((unit.spec.groups for unit in units), key=lambda groups: groups.size)
     device = next((flat.storage.pool.device for unit in units for flat in unit.flats), torch.device("cpu"))
     owned: set[int] = set()
     for unit in units:
         for flat in unit.flats:
             group = None if flat.is_whole else flat.storage.group
-            found = by_group.setdefault(group, [])
+            found = by_group.setdefault(_Copies(group, unit.spec.groups.size), [])
             for member in flat.members:
                 owned.add(id(member.parameter))
                 if member.parameter.grad is not None:
                     found.append(member.parameter.grad)
     own = [p.grad for p in module.parameters() if id(p) not in owned and p.grad is not None]
-    by_group.setdefault(None, []).extend(own)
+    by_group.setdefault(_Copies(None, around.size), []).extend(own)
     gradients = [gradient for found in by_group.values() for gradient in found]
     if not gradients:
         warnings.warn("clip_grad_norm_ found no gradient on this rank", stacklevel=2)
     dtype = _widest(gradients)
     total = torch.zeros((), dtype=dtype, device=device)
-    for group, found in by_group.items():
+    for (group, num_ranks), found in by_group.items():
         part = _norm(found, norm_type, dtype, device)
+        # Units on fewer ranks differ from one group of ranks to the next: all of them count.
+        wider = () if num_ranks == around.size else (around.shard, around.replica)
         if norm_type == math.inf:
-            if group is not None:
-                all_reduce_max(part, group).wait()
+            for each in (group, *wider):
+                if each is not None:
+                    all_reduce_max(part, each).wait()
             total = torch.maximum(total, part)
         else:
             part = part**norm_type
             if group is not None:
                 all_reduce(part, group).wait()
+            if wider:
+                part = part / num_ranks
+            for each in wider:
+                if each is not None:
+                    all_reduce(part, each).wait()
             total = total + part
     if norm_type != math.inf:
         total = total ** (1.0 / norm_type)

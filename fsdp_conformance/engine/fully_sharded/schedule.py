@@ -308,7 +308,7 @@ class UnitSchedule:
             unit.move(TrainingState.IDLE)
             unit.show_originals()
             # Before the gradient buffer is leased: the two are never held together.
-            if unit.reshard_after_forward or (done and unit.sync_gradients):
+            if unit.reshards_after_backward and (unit.reshard_after_forward or (done and unit.sync_gradients)):
                 unit.reshard()
             if done:
                 self._reduce(unit)

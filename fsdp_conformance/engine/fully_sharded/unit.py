@@ -96,6 +96,8 @@ class ShardedUnit:
         self.state = TrainingState.IDLE
         self.sync_gradients = True
         """Whether gradients are reduced in backward; otherwise they are collected on this rank."""
+        self.reshards_after_backward = True
+        """Whether its parameters are freed after backward; otherwise they are kept until they are written."""
         self.all_reduces = True
         """Whether a reduction in backward includes the replicas; otherwise that is left for later."""
         self.num_expected = 0
@@ -145,7 +147,7 @@ class ShardedUnit:
     @property
     def is_kept(self) -> bool:
         """Whether it stays unsharded from one micro-batch to the next, unless its parameters are written."""
-        return not self.reshard_after_forward and not self.sync_gradients
+        return not self.reshards_after_backward or not (self.reshard_after_forward or self.sync_gradients)
 
     @property
     def runs_ahead(self) -> bool:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -31,6 +31,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 
 from fsdp_conformance.engine.errors import TrainingStateError
 from fsdp_conformance.engine.fully_sharded import full_parameters
+from fsdp_conformance.engine.fully_sharded.deferral import steps_refused
 from fsdp_conformance.engine.fully_sharded.flat_parameter import ReductionHook
 from fsdp_conformance.engine.fully_sharded.fully_shard import (
     UNIT,
@@ -170,13 +171,31 @@ class FullyShardedDataParallel(nn.Module):
         return units_below(self)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, *, recurse: bool = True) -> Iterator[None]:
         """
         A context in which backward accumulates on this rank without reducing; the next backward outside reduces it all.
 
-        Applies to this unit and those inside it.
+        Applies to this unit and, with `recurse`, to those inside it. Raises TrainingStateError if one is in such a
+        context already. In the context an optimizer that has their parameters raises it: gradients are incomplete.
         """
-        with self._switched_off("sync_gradients"):
+        units = self.units if recurse else [self.unit]
+        nested = [unit.label for unit in units if not unit.sync_gradients]
+        if nested:
+            raise TrainingStateError(
+                f"no_sync is already on for {', '.join(nested)}: leave that context first", where="no_sync"
+            )
+        with self._switched_off("sync_gradients", units), steps_refused(units):
+            yield
+
+    @contextmanager
+    def keep_gathered(self, *, recurse: bool = True) -> Iterator[None]:
+        """
+        A context in which parameters stay gathered after backward, for the next micro-batch of the same step.
+
+        Applies to this unit and, with `recurse`, to those inside it. Parameters that are kept from forward to backward
+        are then gathered once a step. A backward outside of the context frees them; so does writing them.
+        """
+        with self._switched_off("reshards_after_backward", self.units if recurse else [self.unit]):
             yield
 
     @contextmanager
@@ -187,13 +206,13 @@ class FullyShardedDataParallel(nn.Module):
         Applies to this unit and those inside it, and only affects hybrid strategies. Needs memory for a shard, where
         `no_sync` needs a whole unit.
         """
-        with self._switched_off("all_reduces"):
+        with self._switched_off("all_reduces", self.units):
             yield
 
     @contextmanager
-    def _switched_off(self, switch: str) -> Iterator[None]:
-        """Turn off an attribute of this unit and those inside it within the context."""
-        before = [(unit, getattr(unit, switch)) for unit in self.units]
+    def _switched_off(self, switch: str, units: Sequence[ShardedUnit]) -> Iterator[None]:
+        """Turn off an attribute of some units within the context."""
+        before = [(unit, getattr(unit, switch)) for unit in units]
         try:
             for unit, _ in before:
                 setattr(unit, switch, False)
@@ -331,6 +350,11 @@ class FullyShardedDataParallel(nn.Module):
         schedule_of(self.unit).recover_if_interrupted()
         for name, parameter in super().named_parameters(*args, **kwargs):
             yield clean_unit_name(name), parameter
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Buffers under original names."""
+        for name, buffer in super().named_buffers(*args, **kwargs):
+            yield clean_unit_name(name), buffer
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the module. A method that counts as a forward is wrapped: see `register_forward_method`."""

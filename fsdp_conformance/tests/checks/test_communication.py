@@ -85,6 +85,61 @@ def test_an_extra_collective_is_reported(extra: CollectiveRecord, expected: str)
     assert result.findings[0].requirement == "R062"
 
 
+def test_some_units_deferred() -> None:
+    """Over three micro-batches a deferred unit is scattered once, the five others three times each."""
+    plan = replace(PLAN, defer_reduction=True, deferred_units=("",))
+    records = full_sharding(STAIRCASE, PLAN, micro_batches=3)
+    scatters = [r for r in records if r.op is Op.REDUCE_SCATTER and r.nbytes == 216]
+    once = [r for r in records if r not in scatters] + scatters[::3]
+
+    def found(given: Sequence[CollectiveRecord], judged: Plan) -> list[str]:
+        run = history(given, micro_batches=3)
+        return messages(communication.collective_counts(run, STAIRCASE, judged, requirement="R095"))
+
+    assert found(once, plan) == []
+    assert found(records, plan) == ["reduce_scatter: expected 16, got 18"]
+    assert found(once, replace(plan, deferred_units=())) == ["reduce_scatter: expected 6, got 16"]
+
+
+def test_kept_between_micro_batches() -> None:
+    """Parameters that are kept are gathered once a step; it takes sharding that keeps them in a micro-batch, too."""
+    plan = plan_of(STAIRCASE, Sharding.GRAD_OPTIM, reshard_after_backward=False)
+    records = full_sharding(STAIRCASE, plan, micro_batches=2, kept=True)
+    gathers = [r for r in records if r.op is Op.ALL_GATHER]
+    first = [r for step in range(3) for r in [g for g in gathers if g.step == step][:6]]
+    once = [r for r in records if r.op is not Op.ALL_GATHER] + first
+
+    def found(given: Sequence[CollectiveRecord], judged: Plan = plan) -> list[str]:
+        run = history(given, micro_batches=2)
+        return messages(communication.collective_counts(run, STAIRCASE, judged, requirement="R096"))
+
+    assert found(once) == []
+    assert found(records) == ["all_gather in forward: expected 6, got 12"]
+    with pytest.raises(SuiteError, match="reshard_after_backward: expected None"):
+        found(once, plan_of(STAIRCASE, reshard_after_backward=False))
+
+
+def test_reduced_once() -> None:
+    """Each gradient once is right; twice, not at all, and more than one micro-batch are not."""
+    records = full_sharding(STAIRCASE, PLAN)
+    scatters = [r for r in records if r.op is Op.REDUCE_SCATTER]
+
+    def found(given: Sequence[CollectiveRecord], **options: int) -> list[str]:
+        run = history(given, **options)
+        return messages(communication.reduced_once(run, STAIRCASE, PLAN, requirement="R135"))
+
+    most = int(1.5 * BYTES)
+    assert found(records) == []
+    assert found([*records, *scatters]) == [
+        f"gradients reduced: expected {BYTES} to {most} B, got {2 * BYTES} B; each should be reduced once"
+    ]
+    assert found([r for r in records if r not in scatters]) == [
+        f"gradients reduced: expected {BYTES} to {most} B, got 0 B; each should be reduced once"
+    ]
+    with pytest.raises(SuiteError, match="micro-batches: expected 1, got 2"):
+        found(records, micro_batches=2)
+
+
 def test_no_more_collectives_than_without() -> None:
     """Fewer of an op are as good; one more is reported in each step that has it."""
     records = full_sharding(STAIRCASE, PLAN)

@@ -16,7 +16,7 @@ from fsdp_conformance.checks.reference_ddp import ddp_absence, ddp_reference
 from fsdp_conformance.checks.reference_single import contributions, single_process_histories, single_process_reference
 from fsdp_conformance.checks.references import Kind, References, train_references
 from fsdp_conformance.errors import ConfigError, ReferencesDisagree, SuiteError
-from fsdp_conformance.fixtures import experts, models, probes, shapes, workload_by_name, workload_names
+from fsdp_conformance.fixtures import experts, models, norms, probes, shapes, workload_by_name, workload_names
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.tests.checks.reference_runs import damaged, gradient, references_of
@@ -32,6 +32,9 @@ _REGIMES: dict[str, tuple[str, Regime]] = {
     "dropped gradient": ("exact-nested", Regime(gradient_to_none=("stages.0.linear.weight",))),
     "clipped": ("norm-mlp", Regime(max_norm=0.1)),
     "clipped by another norm": ("nested", Regime(max_norm=0.1, norm_type=float("inf"))),
+    "clipped with experts": ("mixture-of-experts", Regime(max_norm=0.05)),
+    "scaled": ("graded", Regime(init_scale=64.0, growth_interval=2)),
+    "scaled and clipped": ("nested", Regime(init_scale=64.0, max_norm=0.1)),
     "adam": ("transformer", Regime(optimizer="adam", steps=5)),
     "outputs": ("structured", Regime(keep_outputs=True, steps=2)),
 }
@@ -105,6 +108,30 @@ class OnRanks(ShardedTrainingTestCase):
         self.assertLess((mine - others[self.rank].steps[2].buffers["input_mean"]).abs().max().item(), 1e-6)
         next_rank = (self.rank + 1) % self.world_size
         self.assertGreater((mine - others[next_rank].steps[2].buffers["input_mean"]).abs().max().item(), 1e-3)
+
+    def test_an_overflow_skips_a_step(self) -> None:
+        """By hand or with GradScaler: all references skip the same steps, and have the same scale after each."""
+        regime = Regime(steps=6, init_scale=256.0, growth_interval=2)
+        references = self._references(norms.overflow_nan(), regime)
+
+        references.agree()
+        for history in references.histories.values():
+            scales = [float(record.loss_scale) for record in history.steps if record.loss_scale is not None]
+            self.assertEqual(scales, [256, 128, 128, 256, 128, 128])
+
+    def test_experts_of_all_ranks_are_in_the_norm(self) -> None:
+        """With an expert on each rank, every rank has the norm of the shared gradients and of all experts' ones."""
+        references = self._references(experts.mixture_of_experts(), Regime(max_norm=0.05))
+        single = single_process_histories(experts.mixture_of_experts(), Regime(max_norm=0.05), world_size=3)
+
+        own = [name for name in single[0].initial_params if name.startswith("module.2.")]
+        shared = [grad for name, grad in (single[0].steps[0].grads or {}).items() if name not in own]
+        grads = [*shared, *((rank.steps[0].grads or {})[name] for rank in single for name in own)]
+        by_hand = torch.cat([grad.flatten() for grad in grads if grad is not None]).norm().item()
+        self.assertEqual(len(own), 2)
+        for history in references.histories.values():
+            norm = history.steps[0].grad_norm
+            self.assertAlmostEqual(-1 if norm is None else norm.item(), by_hand, delta=1e-6 * by_hand)
 
     def test_a_rank_that_uses_nothing_still_takes_part(self) -> None:
         """A parameter used on odd ranks only has a gradient on all: the mean counts the others as zero."""

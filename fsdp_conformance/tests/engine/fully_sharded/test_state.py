@@ -34,6 +34,20 @@ from fsdp_conformance.tests.engine.fully_sharded.sharded_ranks import (
 )
 
 
+class WithSpare(nn.Module):
+    """A stage, a layer that the root owns, and a single element beside it that nothing uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stage = Stage()
+        self.head = Stage(WIDTH, 3).linear
+        self.spare = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.head(self.stage(x))
+        return output
+
+
 class TestState(ShardedTestCase):
     """Values in, values out."""
 
@@ -70,6 +84,21 @@ class TestState(ShardedTestCase):
                 self.assertTrue(torch.equal(value, before[name] * (2 if writeback else 1)))
         with self.assertRaises(ConfigError), subject.summon_full_params(subject, rank0_only=True):
             pass
+
+    def test_summon_without_gradients(self) -> None:
+        """Where no rank has a gradient, none is shown, also on a rank that has no elements of the parameter."""
+        subject = sharded(WithSpare())
+        forward_sum(subject, batch(self.rank)).backward()
+        with subject.summon_full_params(subject, writeback=False, with_grads=True):
+            shown = {name: parameter.grad is not None for name, parameter in subject.named_parameters()}
+        self.assertEqual({name: name != "spare" for name in shown}, shown)
+        self.assertEqual(5, len(shown))
+
+    def test_buffers_in_the_context(self) -> None:
+        """Buffers have the names of the plain module."""
+        model = chain()
+        model[0].register_buffer("mean", torch.zeros(3))
+        self.assertEqual(["root.0.mean"], [name for name, _ in sharded(model).named_buffers(prefix="root")])
 
     def test_deepcopy(self) -> None:
         """A copy has values, and trains, and leaves the original alone."""

@@ -223,6 +223,28 @@ class TestSteps(ShardedTestCase):
             for (_, mine), theirs in zip(full_params(subject).items(), reference.parameters(), strict=True):
                 torch.testing.assert_close(mine, theirs.detach())
 
+    def test_clipping_with_experts(self) -> None:
+        """A unit on this rank alone counts in the norm of every rank, and all ranks scale by the same coefficient."""
+        own, _ = dist.new_subgroups(group_size=1)
+        for norm_type in (2.0, float("inf")):
+            expert = FullyShardedDataParallel(Stage(), process_group=own)
+            subject = sharded(nn.Sequential(Stage(), expert), units=["0"])
+            forward_sum(subject, batch(self.rank)).backward()
+            shared, mine = self.gradients(subject, "0."), self.gradients(subject, "1.")
+            everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
+            dist.all_gather(everyone, mine)
+            self.assertFalse(torch.equal(everyone[0], everyone[1]))
+            expected = torch.linalg.vector_norm(torch.cat([shared, *everyone]), norm_type)
+            torch.testing.assert_close(subject.clip_grad_norm_(0.25, norm_type), expected)
+            for before, prefix in ((shared, "0."), (mine, "1.")):
+                torch.testing.assert_close(self.gradients(subject, prefix), before * (0.25 / (expected + 1e-6)))
+
+    def gradients(self, model: nn.Module, prefix: str) -> Tensor:
+        """The full gradients of some parameters, flat."""
+        with FullyShardedDataParallel.summon_full_params(model, writeback=False, with_grads=True):
+            found = [p.grad for name, p in model.named_parameters() if name.startswith(prefix)]
+            return torch.cat([grad.flatten().clone() for grad in found if grad is not None])
+
     def test_replicas_that_wait(self) -> None:
         """
         What is reduced without the replicas is reduced over them by the next backward, whatever that one uses.

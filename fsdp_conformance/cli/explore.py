@@ -1,0 +1,129 @@
+"""
+`fsdp-conformance explore`: what do the lists of cases not think of?
+
+Prints each failure once it is shrunk, confirmed on processes, and explained; at the end, what was tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from fsdp_conformance import settings
+from fsdp_conformance.cli import messages
+from fsdp_conformance.cli.answers import answers
+from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.status import Status
+
+_DEFAULT_SECONDS = 600.0
+
+#: How often progress is shown on a terminal.
+_PROGRESS_S = 2.0
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Explore, and return 0 if nothing fails, 1 if something does, otherwise 2, 3 or 4."""
+    with answers("fsdp_conformance.cli.explorer", [json.dumps(order_of(arguments))]) as found:
+        return follow(found, scripts=arguments.script)
+
+
+def order_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options as the child takes them. Raises ConfigError with every problem found."""
+    chosen = settings.from_words(
+        implementation=arguments.implementation,
+        device=arguments.device,
+        world_sizes=arguments.world_sizes,
+        deadline_scale=arguments.deadline_scale,
+    )
+    problems: list[str] = []
+    seconds = _number("--seconds", arguments.seconds, float, problems)
+    examples = _number("--max-examples", arguments.max_examples, int, problems)
+    seed = _number("--seed", arguments.seed, int, problems, least=0)
+    if chosen.device != "cpu":
+        problems.append(f"--device must be cpu: examples run on simulated ranks, got {chosen.device!r}")
+    if problems:
+        raise ConfigError(problems, where="explore")
+    if seed is None:
+        seed = 0 if arguments.derandomize else time.time_ns() % 1_000_000
+    return {
+        "settings": asdict(chosen),
+        "seconds": _DEFAULT_SECONDS if seconds is None and examples is None else seconds,
+        "max_examples": examples,
+        "seed": seed,
+        "save": arguments.save,
+    }
+
+
+def follow(found: Iterable[dict[str, Any]], *, scripts: bool = False) -> Status:
+    """Print what comes, and sum it up."""
+    shown = time.monotonic()
+    confirmed, unconfirmed = 0, 0
+    counts: dict[str, Any] | None = None
+    for answer in found:
+        match answer.pop("what"):
+            case "begin":
+                print(f"exploring {answer['name']} {answer['version']}", flush=True)
+            case "progress":
+                if sys.stderr.isatty() and time.monotonic() - shown > _PROGRESS_S:
+                    shown = time.monotonic()
+                    print(f"\r{messages.plural(answer['ran'], 'example')} ", end="", file=sys.stderr, flush=True)
+            case "failure":
+                confirmed += answer["confirmed"]
+                unconfirmed += not answer["confirmed"]
+                _print_failure(answer, scripts=scripts)
+            case "error":
+                messages.complain(answer["message"])
+                return Status(answer["status"])
+            case "died":
+                print(answer["output"].rstrip())
+                messages.complain(f"the child process {answer['how']}")
+                return Status.SUITE
+            case "done":
+                counts = answer
+    if counts is None:
+        messages.complain("the child process ended without a result")
+        return Status.SUITE
+    return _conclude(counts, confirmed, unconfirmed)
+
+
+def _print_failure(answer: dict[str, Any], *, scripts: bool) -> None:
+    print(f"\n{answer['text']}", flush=True)
+    if answer["saved"]:
+        print(f"    saved     {answer['saved']}")
+    else:
+        print(f"    example   {answer['example']}")
+    if scripts:
+        print(f"\n{answer['script']}", flush=True)
+
+
+def _conclude(counts: dict[str, Any], confirmed: int, unconfirmed: int) -> Status:
+    from fsdp_conformance.explore.counting import summary
+
+    print(f"\n{summary(counts)}")
+    if counts["fails_always"]:
+        print("stopped early: the plainest example fails, so there is nothing that a drawn one could show")
+    if unconfirmed:
+        print(f"{messages.plural(unconfirmed, 'failure')} on simulated ranks only, not confirmed on processes")
+    judged = counts["ran"] - sum(counts["rejected"].values()) - sum(counts["declined"].values())
+    if not judged:
+        print("explore: nothing was judged")
+        return Status.SUITE
+    print("explore: no failure" if not confirmed else f"explore: {messages.plural(confirmed, 'different failure')}")
+    return Status.NOT_CERTIFIED if confirmed else Status.CERTIFIED
+
+
+def _number(option: str, word: str | None, kind: type, problems: list[str], *, least: int = 1) -> Any:
+    if word is None:
+        return None
+    try:
+        value = kind(word)
+    except ValueError:
+        value = least - 1
+    if not least <= value < 1e9:
+        problems.append(f"{option} must be a number of at least {least}, got {word!r}")
+    return value

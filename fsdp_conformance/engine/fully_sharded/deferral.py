@@ -1,0 +1,38 @@
+"""Guards a context that defers the reduction against an optimizer step inside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from fsdp_conformance.engine.errors import TrainingStateError
+from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
+
+
+@contextmanager
+def steps_refused(units: Sequence[ShardedUnit]) -> Iterator[None]:
+    """
+    A context in which an optimizer that steps parameters of these units raises TrainingStateError before it does so.
+
+    The step would leave out what is deferred, without a word: such parameters have no gradient yet.
+    """
+    deferred = {id(member.parameter) for unit in units for flat in unit.flats for member in flat.members}
+
+    def refuse(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if any(id(parameter) in deferred for group in optimizer.param_groups for parameter in group["params"]):
+            raise TrainingStateError(
+                "an optimizer steps inside no_sync, where gradients are not reduced yet: leave the context, and run "
+                "the last micro-batch's backward outside of it, before the step",
+                where="no_sync",
+            )
+
+    # A hook for all optimizers, because nobody tells the engine which one has its parameters.
+    handle = register_optimizer_step_pre_hook(refuse)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,52 @@
+"""
+What makes two failures the same one: the requirement, the check and its likely cause, or where the engine raised.
+
+Numbers, names of parameters and ranks are left out, because they belong to the example and not to the defect.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from fsdp_conformance.explore.pool import Outcome
+from fsdp_conformance.judge.telling import ENDS, causes_in, most_telling
+from fsdp_conformance.report.frames import engine_frames, frames_of_traceback
+
+_DETAILS = re.compile(r"'[^']*'|\"[^\"]*\"|-?\d[\d.e+-]*|\([^)]*\)|\[[^\]]*\]")
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """One way to fail."""
+
+    verdict: str
+    requirement: str
+    check: str
+    about: str
+    """The likely cause of a difference; of an exception, its text without details and the engine's frame."""
+
+    def __str__(self) -> str:
+        about = f", {self.about}" if self.about else ""
+        return f"{self.verdict} {self.requirement} ({self.check}{about})"
+
+
+def signature_of(outcome: Outcome) -> Signature:
+    """The signature of an outcome that failed."""
+    record = outcome.record
+    assert record is not None, "what failed has a record"
+    finding = most_telling(record.findings)
+    if finding is None:
+        return Signature(record.verdict.value, record.requirements[0], "", _bare(record.reason))
+    if finding.check in ENDS:
+        frames = engine_frames(frames_of_traceback(record.traceback))
+        # Lines move with every change of the engine, functions seldom do.
+        place = f"in {frames[0].function} of {frames[0].name}" if frames else ""
+        said = _bare(finding.message.split(" raised ", 1)[-1]) if record.traceback else ""
+        return Signature(record.verdict.value, finding.requirement, finding.check, " ".join([said, place]).strip())
+    cause = next(iter(causes_in(finding.likely)), "")
+    return Signature(record.verdict.value, finding.requirement, finding.check, cause or finding.phase or "")
+
+
+def _bare(text: str) -> str:
+    return " ".join(_DETAILS.sub("...", text.partition(";")[0]).split())[:120]

@@ -1,0 +1,248 @@
+"""
+The warm process that runs examples: `python -m fsdp_conformance.explore.worker ORDER_FILE`.
+
+It imports torch and the adapter once, and forks a *runner*, which runs one example after another on simulated ranks. A
+runner that crashed, hung, or may have been left in a bad state is replaced by a fork, which takes a few milliseconds.
+Orders come from stdin and answers go to the original stdout, as lines of JSON; what an engine prints goes to stderr.
+
+    {"ready": PID}                  a new runner takes orders
+    {"example": JSON}          ->   {"record": ...}, {"rejected": why} or {"broken": traceback}; with "digest" of the
+                                    example, and "last" if the runner ends after it
+    {"ended": STATUS}               the runner has ended; the next one follows
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn, cast
+
+from fsdp_conformance.adapters import registry
+from fsdp_conformance.errors import ConformanceError, NotExact
+from fsdp_conformance.explore import case as drawn_case
+from fsdp_conformance.explore.case import DrawnCase, case_for, payload
+from fsdp_conformance.explore.example import Example, example_from_json
+from fsdp_conformance.explore.references import prepare
+from fsdp_conformance.harness import context
+from fsdp_conformance.harness.deadlines import Deadlines
+from fsdp_conformance.harness.environment import Determinism, apply_collective_timeout, apply_variables, rank_variables
+from fsdp_conformance.harness.order import CaseOrder, RankFiles, RankOrder, packed
+from fsdp_conformance.harness.parts import Part
+from fsdp_conformance.harness.rank import RankRun, destroy_process_group
+from fsdp_conformance.harness.recording import process_group
+from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
+from fsdp_conformance.harness.simulated_ranks.ranks import simulated_world, start_ranks
+from fsdp_conformance.harness.simulated_ranks.state import RankState
+from fsdp_conformance.judge import judge
+from fsdp_conformance.judge.endings import class_of
+from fsdp_conformance.outcome import CaseRecord, RankExit, RankReport
+from fsdp_conformance.settings import RunOrder, order_from_json
+from fsdp_conformance.verdict import Verdict
+
+#: A runner is replaced after this many examples, so that what an engine leaks does not add up.
+EXAMPLES_PER_RUNNER = 200
+
+#: Verdicts after which a process is as it was before.
+_CLEAN = frozenset({Verdict.PASS, Verdict.INCONCLUSIVE})
+
+_NOWHERE = RankFiles(output=os.devnull, stack=os.devnull, collectives=os.devnull)
+
+
+class _NoController:
+    """In place of a pipe: nobody listens to what a rank says while it runs."""
+
+    def send_bytes(self, message: bytes) -> None:
+        """Nothing."""
+
+    def poll(self, timeout: float = 0.0) -> bool:
+        """Nothing ever comes."""
+        return False
+
+
+class _WarmRun(RankRun):
+    """One example on one simulated rank of a runner."""
+
+    start = "simulated"
+
+    def prepare(self) -> None:
+        """The runner was prepared for all ranks."""
+
+    def wait_for_goodbye(self) -> None:
+        """Return when every rank has reported."""
+        error = self.report.error
+        failure = f"{class_of(error)}: {error.message.splitlines()[0]}" if error is not None and error.message else ""
+        if error is not None and not failure:
+            failure = class_of(error)
+        rank_scheduler.running().finish(failure or self.report.not_run or self.report.inconclusive or "")
+
+
+def run_example(example: Example, order: RunOrder) -> tuple[CaseRecord, list[RankReport]]:
+    """
+    Run an example on simulated ranks in this process, and judge it.
+
+    Raises NotExact if its references cannot judge it.
+    """
+    began = time.monotonic()
+    drawn_case.prepared.clear()
+    drawn_case.prepared[example.digest] = prepare(example)
+    case = case_for(example)
+    hook = sys.excepthook
+    determinism = Determinism(seed=order.settings.seed, num_threads=order.settings.num_threads)
+    determinism.apply()
+    orders = _rank_orders(example, order, determinism)
+    differing = ("RANK", "LOCAL_RANK")
+    runs: dict[int, _WarmRun] = {}
+    codes: dict[int, int] = {}
+
+    def body(rank: int) -> None:
+        run = _WarmRun(orders[rank], cast(Connection, _NoController()))
+        context.current().begin(run)
+        runs[rank] = run
+        codes[rank] = run.run()
+
+    with simulated_world([RankState({name: each.environment[name] for name in differing}) for each in orders]) as world:
+        for thread in start_ranks(world, body):
+            thread.join()
+    # torch wraps the hook whenever a group is made, and never unwraps it.
+    sys.excepthook = hook
+    drawn_case.prepared.clear()
+    reports = [runs[rank].report for rank in range(example.world_size)]
+    description = registry.description_from_json(order.description or {})
+    record = judge(
+        case,
+        declared=description.declared(order.device),
+        reports=reports,
+        exits=[
+            RankExit(rank=rank, pid=os.getpid(), exitcode=0, time=time.monotonic(), reported=True)
+            for rank in range(example.world_size)
+        ],
+        implementation=order.settings.implementation,
+        device=order.device,
+        ranks="simulated",
+        seconds=time.monotonic() - began,
+    )
+    return record, reports
+
+
+def _rank_orders(example: Example, order: RunOrder, determinism: Determinism) -> list[RankOrder]:
+    case = CaseOrder(
+        module=DrawnCase.__module__,
+        qualname=DrawnCase.__qualname__,
+        test_name="test_drawn",
+        file_name=os.devnull,
+        directory=Path(os.devnull),
+        world_size=example.world_size,
+        device_type=order.device,
+        deadlines=Deadlines.nested(case_for(example).timeout_s, scale=order.settings.deadline_scale),
+        determinism=determinism,
+        payload=packed(payload(order.to_json(), example)),
+        options={"fake_pg": False},
+        simulated=True,
+        first_part=Part.SUITE,
+    )
+    return [
+        RankOrder(
+            case=case,
+            rank=rank,
+            files=_NOWHERE,
+            environment=rank_variables(rank, example.world_size, determinism=determinism),
+        )
+        for rank in range(example.world_size)
+    ]
+
+
+def _answer(text: str, order: RunOrder) -> tuple[dict[str, Any], bool]:
+    """The answer to an order, and whether this process may run another example."""
+    try:
+        example = example_from_json(text)
+        record, _ = run_example(example, order)
+    except NotExact as error:
+        return {"rejected": "not exact: the mantissa is used up", "detail": str(error)}, True
+    except ConformanceError as error:
+        return {"rejected": f"the references cannot be trained: {type(error).__name__}", "detail": str(error)}, False
+    except Exception:  # noqa: BLE001 - it goes to the parent
+        return {"broken": traceback.format_exc()}, False
+    return {"record": record.to_json()}, record.verdict in _CLEAN
+
+
+def main(words: list[str]) -> None:
+    """Fork runners until there are no more orders."""
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    order = order_from_json(Path(words[0]).read_text(encoding="utf-8"))
+    description = registry.description_from_json(order.description or {})
+    environment = {**os.environ, **description.environment, "OMP_NUM_THREADS": str(order.settings.num_threads)}
+    apply_variables(environment)
+    registry.load(order.settings.implementation)
+    process_group.register_recording_backend(order.device)
+    while True:
+        pid = os.fork()
+        if pid == 0:
+            _run(order, answers)
+        _say(answers, {"ready": pid})
+        _, status = os.waitpid(pid, 0)
+        if os.waitstatus_to_exitcode(status) == _NO_MORE:
+            return
+        _say(answers, {"ended": os.waitstatus_to_exitcode(status)})
+
+
+#: Exit status of a runner that has found the end of its orders.
+_NO_MORE = 99
+
+
+def _run(order: RunOrder, answers: Any) -> NoReturn:
+    """The whole life of a runner."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    status = 1
+    try:
+        apply_collective_timeout(case_seconds(order))
+        for number in range(EXAMPLES_PER_RUNNER):
+            # Not through a buffer: what it held would be lost to the next runner.
+            text = _line_of(0)
+            if not text:
+                status = _NO_MORE
+                break
+            sent = json.loads(text)
+            answer, clean = _answer(sent["example"], order)
+            last = not clean or number == EXAMPLES_PER_RUNNER - 1
+            _say(answers, {**answer, "digest": sent["digest"], "last": last})
+            status = 0
+            if last:
+                break
+            with suppress(Exception):
+                destroy_process_group()
+    finally:
+        # Threads of ranks that hang are daemons; nothing of this process is needed any more.
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def case_seconds(order: RunOrder) -> float:
+    """How long an example may take."""
+    return case_for(Example()).timeout_s * order.settings.deadline_scale
+
+
+def _line_of(descriptor: int) -> str:
+    found = bytearray()
+    while True:
+        part = os.read(descriptor, 1)
+        if not part or part == b"\n":
+            return found.decode()
+        found += part
+
+
+def _say(answers: Any, content: dict[str, Any]) -> None:
+    answers.write(json.dumps(content) + "\n")
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

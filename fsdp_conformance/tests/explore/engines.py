@@ -1,0 +1,89 @@
+"""Engines for tests of `explore`: wrong only where two axes meet, lying about what they do, crashing, hanging."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_conformance.adapters.torch_ddp import TorchDDP
+from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
+from fsdp_conformance.errors import Unsupported
+from fsdp_conformance.mutants.base import SeamFSDP2
+
+
+class OddAndSecond(SeamFSDP2):
+    """Wrong where an odd number of rows meets a second micro-batch: the gradient of the last row is lost."""
+
+    name: ClassVar[str] = "odd-and-second"
+    _micro = 0
+
+    def microbatch(self, last: bool, *, reduced: bool = True) -> Any:
+        self._micro += 1
+        return super().microbatch(last, reduced=reduced)
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        self._micro = 0
+        return super().step(max_norm, norm_type=norm_type)
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        if self._micro == 2 and grad.dim() == 2 and grad.shape[0] % 2 and grad.shape[0] > 1:
+            grad = grad.clone()
+            grad[-1] = 0
+        return grad
+
+
+class SaysItShards(TorchDDP):
+    """Replicated training that claims to shard everything."""
+
+    name: ClassVar[str] = "says-it-shards"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"zero3", "reshard_after_forward"})
+
+
+class DiesInTheThirdStep(TorchFSDP2):
+    """The process ends in the third step."""
+
+    name: ClassVar[str] = "dies-in-the-third-step"
+    _steps = 0
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        self._steps += 1
+        if self._steps == 3:
+            os._exit(7)
+        return super().step(max_norm, norm_type=norm_type)
+
+
+class SleepsUnderClipping(TorchFSDP2):
+    """A rank never comes back from clipping."""
+
+    name: ClassVar[str] = "sleeps-under-clipping"
+
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        if dist.get_rank() == 0:
+            time.sleep(3600)
+        return super().clip(max_norm, norm_type)
+
+
+class WaitsAlone(TorchFSDP2):
+    """Rank 0 issues a collective that no other rank issues, if there are several micro-batches."""
+
+    name: ClassVar[str] = "waits-alone"
+
+    def setup(self, model_fn: Any, optim_fn: Any, plan: Any) -> None:
+        super().setup(model_fn, optim_fn, plan)
+        if plan.micro_batches > 1 and dist.get_rank() == 0 and dist.get_world_size() > 1:
+            dist.barrier()
+
+
+class RefusesBiases(TorchFSDP2):
+    """Refuses models in which a parameter has one dim and more than one unit: a combination, said clearly."""
+
+    name: ClassVar[str] = "refuses-biases"
+
+    def wrap(self, model: Any, plan: Any) -> Any:
+        if len(plan.units) > 1:
+            raise Unsupported("zero3", "more than one unit is not offered")
+        return super().wrap(model, plan)

@@ -1,0 +1,42 @@
+"""Plans name what they need, and impossible ones are rejected with every problem."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp_conformance.config import Plan
+from fsdp_conformance.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("fields", "flag"),
+    [
+        ({"units": ("a",), "defer_reduction": True, "deferred_units": ("",)}, "no_sync_per_unit"),
+        ({"reshard_after_backward": False}, "reshard_after_backward"),
+        ({"tensor_parallel": 2, "tensor_styles": (("a", "row"),)}, "tp"),
+    ],
+)
+def test_a_field_needs_its_flag(fields: dict[str, Any], flag: str) -> None:
+    """The plan needs the flag, and the default plan does not."""
+    assert flag in Plan(**fields).capabilities()
+    assert flag not in Plan().capabilities()
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"units": ("a",), "deferred_units": ("", "a", "b")}, "deferred_units must be units, .* got b "),
+        ({"tensor_parallel": 2}, "tensor_parallel must be above 1 with tensor_styles .* got 2 with 0 styles"),
+        ({"tensor_styles": (("a", "row"),)}, "got 1 with 1 styles"),
+        (
+            {"tensor_parallel": 2, "tensor_styles": (("a", "diagonal"),)},
+            "must be column or row, got 'diagonal' for 'a'",
+        ),
+    ],
+)
+def test_impossible_plans(fields: dict[str, Any], problem: str) -> None:
+    """The message says what was expected and what was given."""
+    with pytest.raises(ConfigError, match=problem):
+        Plan(**fields)
