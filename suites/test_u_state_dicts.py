@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
@@ -18,21 +17,12 @@ from fsdp_conformance.checks.plain_training import PlainState, plain_training
 from fsdp_conformance.checks.reference_rounding import rounding_reference
 from fsdp_conformance.checks.result import comparison
 from fsdp_conformance.errors import SuiteError
-from fsdp_conformance.fixtures import buffers, precision, probes, workload_by_name
+from fsdp_conformance.fixtures import buffers, checkpointing, precision, probes, workload_by_name
 from fsdp_conformance.fixtures.recipes import with_values
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import BatchKey, Regime, Workload
 
 STEPS = 3
-
-
-def _checkpointed(build: Callable[[int], nn.Module], rank: int) -> nn.Module:
-    """A model whose stages are wrapped for activation checkpointing."""
-    model = build(rank)
-    stages = model.get_submodule("stages")
-    for name, stage in list(stages.named_children()):
-        setattr(stages, name, checkpoint_wrapper(stage))
-    return model
 
 
 class FullStateDicts(ConformanceTestCase):
@@ -187,7 +177,7 @@ class FullStateDicts(ConformanceTestCase):
     def test_activation_checkpointing(self) -> None:
         """Wrappers for activation checkpointing appear in no name, and the plain model's state dict loads."""
         workload = probes.exact_long()
-        wrapped = replace(workload, build=partial(_checkpointed, workload.build))
+        wrapped = replace(workload, build=partial(checkpointing.wrapped_stages, workload.build))
         expected = self.plain(workload)
         adapter = self.subject()
         self.train(

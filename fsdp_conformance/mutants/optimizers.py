@@ -107,15 +107,15 @@ class DDPStepsFlatShards(TorchDDP):
     """Each rank steps its part of each flattened parameter, even with an optimizer that needs whole tensors."""
 
     def _make_optimizer(self) -> None:
-        self._shards = [nn.Parameter(self._part(parameter.data).clone()) for parameter in self.model.parameters()]
-        self.optimizer = self._optim_fn(self._shards)
+        self._slices = [nn.Parameter(self._part(parameter.data).clone()) for parameter in self.model.parameters()]
+        self.optimizer = self._optim_fn(self._slices)
 
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
         parameters = list(self.model.parameters())
-        for parameter, shard in zip(parameters, self._shards, strict=True):
+        for parameter, shard in zip(parameters, self._slices, strict=True):
             shard.grad = None if parameter.grad is None else self._part(parameter.grad).clone()
         norm = super().step(max_norm, norm_type=norm_type)
-        for parameter, shard in zip(parameters, self._shards, strict=True):
+        for parameter, shard in zip(parameters, self._slices, strict=True):
             self._part(parameter.data).copy_(shard.detach())
             for rank, part in enumerate(parameter.data.view(-1).tensor_split(dist.get_world_size())):
                 dist.broadcast(part, rank)

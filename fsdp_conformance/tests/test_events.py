@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.events import LEGAL, LOCAL, Action, Event, Moment, every_point
+from fsdp_conformance.events import LEGAL, LOCAL, Action, Event, Moment
+from fsdp_conformance.points import every_point
 from fsdp_conformance.workload import Regime
 
 
