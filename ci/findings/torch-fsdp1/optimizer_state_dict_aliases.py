@@ -3,9 +3,9 @@ FullyShardedDataParallel: in optim_state_dict(), Adam's first moment is its seco
 
     torchrun --nproc-per-node 2 optimizer_state_dict_aliases.py
 
-Seen with torch 2.13.0, gloo, CPU, use_orig_params=True. The states of a flat parameter are gathered into one buffer, and
-the tensors returned are views of it (`gathered_tensor` in _allgather_orig_param_states), so each has the last one's
-values. Moving them to the CPU makes copies, but not where they are on the CPU already.
+Seen with torch 2.13.0, gloo, CPU, use_orig_params=True. The states of a flat parameter are gathered into one buffer,
+and the returned tensors are views of it (`gathered_tensor` in _allgather_orig_param_states): each has the last one's
+values. Moving them to the CPU copies them, but not where they are there already.
 """
 
 import torch

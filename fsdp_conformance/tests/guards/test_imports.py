@@ -17,7 +17,8 @@ pytestmark = checkout.required
 #: From the bottom up. Parts of one layer never import one another, except the words, which are one vocabulary.
 WORDS = frozenset(
     {
-        "errors", "verdict", "capability", "config", "workload", "case", "outcome", "judge", "contract", "settings",
+        "errors", "verdict", "capability", "config", "events", "workload", "case", "outcome", "judge", "contract",
+        "settings",
         "frames", "status", "refusal",
     }
 )  # fmt: skip
