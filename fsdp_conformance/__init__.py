@@ -33,7 +33,9 @@ Engines:
 Cases and reports:
     testing        the base class of cases
     case_checks    the checks that cases call
+    case_worlds    smaller worlds inside a case, and a directory for all of its ranks
     selftest       single cases in this process
+    explore        scenarios that are drawn, not listed
     report         the run file, the certificate, and texts for people
 
 Ways in:

@@ -102,6 +102,18 @@ _ALL = [
         },
     ),
     *_flags(
+        "checkpoint",
+        Asked.METHOD,
+        {
+            "full_state_dict": "A full state dict can be taken and loaded.",
+            "sharded_state_dict": "A sharded state dict can be taken and loaded.",
+            "optim_state_dict": "A full optimizer state dict can be taken and loaded.",
+            "checkpoint": "Model and optimizer can be saved in a directory and loaded from it.",
+            "async_checkpoint": "A checkpoint can be saved while training continues.",
+            "reshard_load": "A checkpoint or state dict loads at another world size.",
+        },
+    ),
+    *_flags(
         "structure",
         Asked.MODEL,
         {

@@ -32,6 +32,7 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.registry import AdapterDescription
 from fsdp_conformance.case import Case, case_of
 from fsdp_conformance.case_checks import CaseChecks
+from fsdp_conformance.case_worlds import CaseWorlds
 from fsdp_conformance.checks.streams import stream_control, stream_safety
 from fsdp_conformance.config import SIMULATED, InitMode, Plan, RunSettings, TorchrunWorker
 from fsdp_conformance.errors import ConformanceError, RequirementFailed, SuiteError
@@ -53,7 +54,7 @@ from fsdp_conformance.workload import Regime, Workload
 _NOT_JUDGED = frozenset({Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV, Verdict.DISABLED})
 
 
-class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
+class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
     """
     The base class of every case.
 
@@ -89,8 +90,8 @@ class ConformanceTestCase(CaseChecks, ShardedTrainingTestCase):
 
     @property
     def world_size(self) -> int:
-        """That of the case, whatever the machine offers."""
-        return self.case.world_size
+        """That of the case, whatever the machine offers, or of the smaller world that a rank is in."""
+        return self._smaller_world or self.case.world_size
 
     def setUp(self) -> None:
         super().setUp()

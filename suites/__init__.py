@@ -6,6 +6,7 @@ adapter.
     test_b_placement       init modes and device placement
     test_c_deferred        deferred initialisation
     test_d_memory          parameter lifecycle and memory
+    test_e_full_params     full parameters outside forward and backward
     test_f_misuse          state machine and misuse
     test_g_communication   communication schedule and volume
     test_h_delays          stream safety under delays: init mode x offload x delay x sharding degree
@@ -13,6 +14,8 @@ adapter.
     test_h_streams         races between streams on the simulated accelerator
     test_i_precision       mixed precision
     test_j_accumulation    gradient accumulation
+    test_k_clipping        gradient clipping
+    test_k_scaling         dynamic loss scaling
     test_l_shared          shared (tied) parameters
     test_m_frozen          frozen and ignored parameters
     test_n_unused          unused parameters and rank-divergent graphs
@@ -21,6 +24,12 @@ adapter.
     test_q_buffers         buffers and batch norm
     test_r_checkpointing   activation checkpointing
     test_s_offload         parameter offload
+    test_t_optimizer_state
+                           optimizer state dicts
+    test_u_checkpoints     checkpoints that are resumed, on as many ranks or on others
+    test_u_sharded_state_dicts
+                           sharded state dicts
+    test_u_state_dicts     full state dicts, and what reading leaves behind
     test_t_optimizers      optimizers, groups, steps in backward, and what users write
     test_v_hybrid          several groups: hybrid sharding, experts, tensor parallelism
     test_w_reentry         multiple forwards and re-entrancy

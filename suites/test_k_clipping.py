@@ -187,10 +187,17 @@ class EqualNorm(ClippingCase):
         kills=("reference-norm-of-own-experts", "reference-forgets-experts"),
     )
     def test_experts(self, world_size: int) -> None:
-        """With experts that one rank each holds, every expert counts in the norm of every rank, and all clip alike."""
+        """
+        With experts that one rank each holds, every expert counts in the norm of every rank and all clip alike, or
+        clipping is rejected.
+        """
         workload = experts.mixture_of_experts()
         regime = Regime(max_norm=0.05)
-        run = self.train(workload, self.plan(workload, max_norm=regime.max_norm), regime)
+        with self.refusal("R102", "clipping with experts", names=("mesh", "group", "expert", "unit")) as outcome:
+            run = self.train(workload, self.plan(workload, max_norm=regime.max_norm), regime)
+            outcome.excused = True
+        if not outcome.excused:
+            return
         self.check_parity(run, workload, regime, requirements={"norm": "R102", "parameter": "R101"})
         self.check_norm_on_every_rank(run)
 
@@ -320,13 +327,12 @@ class _WithIgnored(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.graded = norms.build_graded(0)
-        self.ignored = nn.Module()
-        self.ignored.part = norms.GradedPart((17, 3))
+        self.ignored = norms.GradedPart((17, 3))
         with torch.no_grad():
-            self.ignored.part.weight.fill_(0.5)
+            self.ignored.weight.fill_(0.5)
 
     def forward(self, x: Tensor, spikes: Tensor, common: Tensor) -> Tensor:
-        return torch.stack([self.graded(x, spikes), self.ignored.part(common, spikes)])
+        return torch.stack([self.graded(x, spikes), self.ignored(common, spikes)])
 
 
 def _build_with_ignored(rank: int) -> nn.Module:

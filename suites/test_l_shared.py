@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
-from fsdp_conformance.fixtures import checkpointing, probes, reuse, transformer
+from fsdp_conformance.checks.checkpoint import same_parameters, same_state_dict
+from fsdp_conformance.checks.plain_training import plain_training
+from fsdp_conformance.fixtures import checkpointing, probes, recipes, reuse, transformer
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Regime
 
@@ -89,3 +92,31 @@ class SharedParameters(ConformanceTestCase):
         regime = Regime(micro_batches=max(len(reduced), 1), reduced=reduced)
         run = self.train(workload, regime=regime)
         self.check_parity(run, without, regime, requirements=dict.fromkeys(("gradient", "parameter"), "R108"))
+
+    @conformance_case(
+        "R109",
+        chapter="L",
+        axes={"world_size": (2, 3)},
+        needs=("full_state_dict",),
+        kills=("state-dict-drops-aliases", "state-dict-keeps-old-aliases", "load-skips-ties", "unties"),
+    )
+    def test_state_dict(self, world_size: int) -> None:
+        """A state dict has a tied parameter under each of its names, and a model that loads one stays tied."""
+        workload = probes.exact_tied()
+        with self.blaming("suite"):
+            expected = plain_training(workload, (world_size,) * 3)
+
+        def judge(adapter: Adapter, step: int) -> None:
+            state, moment = adapter.full_state_dict(), f"after step {step}"
+            wanted = expected[step + 1].model
+            self.check(same_state_dict(state, wanted, requirement="R109", rank=self.rank, moment=moment, step=step))
+
+        def load(adapter: Adapter) -> None:
+            adapter.load_full_state_dict({key: value.to(self.device) for key, value in expected[0].model.items()})
+
+        self.train(workload, after_step=judge)
+        others = recipes.with_values(workload, lambda value: value + 1)
+        run = self.train(others, self.plan(workload), on_setup=load, after_step=judge)
+        for record in run.steps:
+            wanted = expected[record.step + 1].model
+            self.check(same_parameters(record.params, wanted, requirement="R109", rank=self.rank, step=record.step))

@@ -9,8 +9,10 @@ from torch import nn
 
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
+from fsdp_conformance.checks.checkpoint import same_parameters, same_state_dict
+from fsdp_conformance.checks.plain_training import plain_training
 from fsdp_conformance.config import Offload, Sharding
-from fsdp_conformance.fixtures import deep, probes
+from fsdp_conformance.fixtures import deep, probes, recipes
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Regime
 
@@ -114,3 +116,55 @@ class ParameterOffload(ConformanceTestCase):
         plan = self.plan(workload, offload=Offload(offload), sharding=Sharding.HYBRID, replicas=2)
         run = self.check_stream_safety(workload, plan, on_gradients=self._expect_on_cpu)
         self.check_parity(run, workload, requirements=_COMPLETE)
+
+    @conformance_case(
+        "R139",
+        "R002",
+        chapter="S",
+        axes={"source": ("cpu", "device"), "world_size": (2, 3)},
+        only=lambda values: (values["source"] == "device") == (values["world_size"] == 2),
+        needs=("cpu_offload_params", "full_state_dict"),
+        environment=("accelerator",),
+        kills=("state-dict-swaps-shards", "load-skips-last-row", "load-moves-to-device"),
+    )
+    def test_state_dict(self, source: str, world_size: int) -> None:
+        """
+        The state dict of an offloaded model is the unwrapped model's, and an offloaded model loads it; tensors on the
+        device are refused by name, or loaded as well.
+        """
+        workload = probes.exact_nested()
+        plan = self.plan(workload, offload=Offload.CPU)
+        with self.blaming("suite"):
+            expected = plain_training(workload, (world_size,) * 3)
+        where: dict[str, Any] = {"requirement": "R139", "rank": self.rank}
+
+        def judge(adapter: Adapter, step: int) -> None:
+            state, wanted = adapter.full_state_dict(), expected[step + 1].model
+            self.check(same_state_dict(state, wanted, moment=f"after step {step}", step=step, **where))
+
+        self.train(workload, plan, after_step=judge)
+        place = torch.device("cpu") if source == "cpu" else self.device
+        adapter = self.subject()
+        others = recipes.with_values(workload, lambda value: value + 1)
+
+        def resume() -> None:
+            run = self.train(
+                others,
+                plan,
+                adapter=adapter,
+                on_setup=lambda subject: subject.load_full_state_dict(
+                    {name: value.to(place, copy=True) for name, value in expected[0].model.items()}
+                ),
+            )
+            self.check_devices("R139", adapter, torch.device("cpu"))
+            for record in run.steps:
+                wanted = expected[record.step + 1].model
+                self.check(same_parameters(record.params, wanted, step=record.step, **where))
+
+        if source == "cpu":
+            resume()
+            return
+        with self.refusal("R139", "a state dict on the device for an offloaded model", names=("device", "cpu")) as said:
+            resume()
+            # Loaded into shards on the CPU, which is what the caller wants; whether rightly was checked above.
+            said.excused = True

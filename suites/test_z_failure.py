@@ -27,10 +27,10 @@ Attempt = Callable[[Adapter, Workload, Fuse, int], None]
 """attempt(adapter, workload, fuse, micro): a forward and a backward that may not come to their end."""
 _PARITY = ("loss", "gradient", "parameter")
 _RECOVERY_KILLS = {
-    "forward": ("stays-unsharded", "loses-its-reduction", "reference-forgets-to-recover"),
+    "forward": ("stays-unsharded", "loses-its-reduction"),
     "backward": ("stays-unsharded", "loses-its-reduction", "keeps-gradients", "reference-forgets-to-recover"),
     "recompute": ("stays-unsharded", "loses-its-reduction", "keeps-gradients", "reference-forgets-to-recover"),
-    "accumulation": ("loses-its-reduction", "reference-keeps-collected"),
+    "accumulation": ("stays-unsharded", "reference-keeps-collected"),
 }
 _RECOMPUTE_KILLS = {
     "exception": ("stays-unsharded", "loses-its-reduction", "reference-forgets-to-recover"),

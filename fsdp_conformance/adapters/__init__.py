@@ -6,6 +6,7 @@ The protocol and its tools:
     base                Adapter: every method and class variable of the protocol
     components          protocols of the components that an adapter may provide
     torch_like          TorchAdapter: the base class for engines with a torch-like API
+    torch_checkpoints   TorchCheckpoints: state dicts and checkpoints with torch's own functions
     names               original names of parameters and buffers below wrappers
     deferred            memory and values for models that were built on meta
     sharded             full tensors from shards and back

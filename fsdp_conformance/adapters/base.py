@@ -15,7 +15,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,22 @@ OptimFn = Callable[[Any], Optimizer]
 """Builds a stock torch optimizer from parameters or parameter groups."""
 CommunicationHook = Callable[[Tensor, Tensor], None]
 """Fills this rank's shard of a unit's reduced gradients, from the unit's gradients on this rank."""
+
+
+class LoadedKeys(NamedTuple):
+    """What a load that is not strict left out, under original names."""
+
+    missing: list[str]
+    """Names of the model that the state lacks: they keep their values."""
+    unexpected: list[str]
+    """Names of the state that the model lacks."""
+
+
+class PendingSave(Protocol):
+    """A checkpoint that is being written."""
+
+    def wait(self) -> object:
+        """Return once the checkpoint is complete on every rank. Collective."""
 
 
 #: The largest `Adapter.padding`. Measured on layers of 1 kB to 6 kB: 0 in FSDP2, at most 1 % in FSDP1, DeepSpeed and
@@ -97,6 +114,11 @@ class Adapter(ABC):
         "clip_unit": "clip_unit",
         "scale_losses": "grad_scaler",
         "recover": "exception_recovery",
+        "full_state_dict": "full_state_dict",
+        "sharded_state_dict": "sharded_state_dict",
+        "optim_state_dict": "optim_state_dict",
+        "save_checkpoint": "checkpoint",
+        "save_checkpoint_async": "async_checkpoint",
         "reducer": "reducer",
         "reduce_scatter_bucketer": "bucketing",
         "chunk_pool": "chunk_pool",
@@ -311,6 +333,65 @@ class Adapter(ABC):
         The recovery that the engine documents; if that is automatic, there is nothing to do for it. Gradients of the
         interrupted step are dropped. Collective. Declares `exception_recovery`.
         """
+        raise NotImplementedError
+
+    # State dicts and checkpoints.
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        """
+        The state dict of the unwrapped model: whole values under original names, aliases included. Collective.
+
+        With `rank0_only`, rank 0 gets it on the CPU, and the others get an empty one.
+        """
+        raise NotImplementedError
+
+    def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
+        """
+        Load a state dict of the unwrapped model, which every rank has in full. Collective.
+
+        If `strict`, missing and unexpected names raise. Implemented together with `full_state_dict`.
+        """
+        raise NotImplementedError
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """
+        This rank's part of the state dict, under original names, for torch.distributed.checkpoint. Not collective.
+
+        Values are live storage in a form that `torch.distributed.checkpoint` saves, and loads in place: DTensors,
+        ShardedTensors, or its protocol for others.
+        """
+        raise NotImplementedError
+
+    def load_sharded_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a `sharded_state_dict` whose values were loaded. Implemented together with it. Collective."""
+        raise NotImplementedError
+
+    def optim_state_dict(self) -> dict[str, Any]:
+        """
+        The whole optimizer state: {"state": {name: {key: value}}, "param_groups": [{"params": [names], ...}]}.
+
+        Collective. It has what the optimizer over the unwrapped model has, under original names.
+        """
+        raise NotImplementedError
+
+    def load_optim_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load an `optim_state_dict`, from any ranks and units. Implemented together with it. Collective."""
+        raise NotImplementedError
+
+    def save_checkpoint(self, directory: Path) -> None:
+        """Save model and optimizer in a directory that every rank sees, the way users of the engine do. Collective."""
+        raise NotImplementedError
+
+    def load_checkpoint(self, directory: Path) -> None:
+        """
+        Load model and optimizer after `setup`, before the first step. Collective. Implemented with `save_checkpoint`.
+
+        The ranks may be as many as those that saved it, or, with the flag `reshard_load`, any number.
+        """
+        raise NotImplementedError
+
+    def save_checkpoint_async(self, directory: Path) -> PendingSave:
+        """Start to save what model and optimizer are now; training goes on meanwhile. Declares `async_checkpoint`."""
         raise NotImplementedError
 
     # Components, each used separately, without `setup`: see `adapters.components`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -12,14 +13,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_conformance
-from fsdp_conformance.adapters.base import CommunicationHook
+from fsdp_conformance.adapters.base import CommunicationHook, LoadedKeys, PendingSave
 from fsdp_conformance.adapters.sharded import full_copy
+from fsdp_conformance.adapters.torch_checkpoints import FutureSave
 from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, submodules, torch_dtype
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
 from fsdp_conformance.engine import sharding_strategy as engine
+from fsdp_conformance.engine.fully_sharded.checkpoint import load_checkpoint, save_checkpoint, save_checkpoint_async
 from fsdp_conformance.engine.fully_sharded.fully_shard import ShardingOptions, fully_shard
 from fsdp_conformance.engine.fully_sharded.gradient_scaler import ShardedGradScaler
-from fsdp_conformance.engine.fully_sharded.optimizer_state import full_optimizer_state
+from fsdp_conformance.engine.fully_sharded.model_state import (
+    full_state_dict,
+    load_full_state_dict,
+    load_sharded_state_dict,
+    sharded_state_dict,
+)
+from fsdp_conformance.engine.fully_sharded.optimizer_state import full_optimizer_state, load_optimizer_state
 from fsdp_conformance.engine.fully_sharded.wrap_policy import ClassPolicy, SizePolicy, WrapPolicy
 from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
 
@@ -106,12 +115,16 @@ class Reference(TorchAdapter):
             "ws1_fast",
             "mem_bounds",
             "rate_limit",
+            "reshard_load",
             "optim_in_backward",
             "writeback_direct",
         }
     )
     #: The unit that computes, and the one that is prefetched.
     max_unsharded: ClassVar[int] = 2
+
+    _saving_group: dist.ProcessGroup | None = None
+    """For asynchronous saves, whose collectives must not meet those of the training."""
 
     @classmethod
     def version(cls) -> str:
@@ -209,7 +222,42 @@ class Reference(TorchAdapter):
 
     def recover(self) -> None:
         self._root.recover()
-        self.drop_all_grads()
+        self.discard_gradients()
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        state = full_state_dict(self.model, rank0_only=rank0_only, offload_to_cpu=rank0_only)
+        # The engine gives it to the first rank of each shard group.
+        return {} if rank0_only and dist.get_rank() else state
+
+    def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
+        return LoadedKeys(*load_full_state_dict(self.model, state, strict=strict))
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return sharded_state_dict(self.model)
+
+    def load_sharded_state_dict(self, state: Mapping[str, Any]) -> None:
+        load_sharded_state_dict(self.model, state)
+
+    def optim_state_dict(self) -> dict[str, Any]:
+        if self.optimizer is None:
+            return {"state": {}, "param_groups": []}
+        return full_optimizer_state(self.model, self.optimizer)
+
+    def load_optim_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.optimizer is not None:
+            load_optimizer_state(self.model, self.optimizer, state)
+
+    def save_checkpoint(self, directory: Path) -> None:
+        save_checkpoint(self.model, self.optimizer, directory)
+
+    def load_checkpoint(self, directory: Path) -> None:
+        load_checkpoint(self.model, self.optimizer, directory)
+
+    def save_checkpoint_async(self, directory: Path) -> PendingSave:
+        if self._saving_group is None:
+            self._saving_group = dist.new_group(backend="gloo")
+        future = save_checkpoint_async(self.model, self.optimizer, directory, process_group=self._saving_group)
+        return FutureSave(future)
 
     def unit_is_unsharded(self, fqn: str) -> bool:
         return self._unit(fqn).unit.is_unsharded

@@ -105,6 +105,8 @@ def train(
     on_loss: Callable[[Adapter, int], object] | None = None,
     on_gradients: Callable[[Adapter, int], object] | None = None,
     on_step: Callable[[int], object] | None = None,
+    after_step: Callable[[Adapter, int], object] | None = None,
+    first_step: int = 0,
     inputs_on_cpu: bool = False,
 ) -> TrainingHistory:
     """
@@ -115,8 +117,9 @@ def train(
     after setup and removed at the end. With `observe=False`, only losses and the final parameters are read. `on_setup`
     is called after setup and before initial values are recorded; `on_loss`, with the step, between a loss and its
     backward, like a user's own code; `on_gradients` after a step's gradients are complete, as an observer; `on_step`
-    with each step whose optimizer step has returned. With `inputs_on_cpu`, batches stay on the CPU for the engine to
-    move.
+    with each step whose optimizer step has returned, and `after_step` then with the adapter too, like a user's own
+    code. With `inputs_on_cpu`, batches stay on the CPU for the engine to move. A run that continues another one begins
+    with `first_step`; `on_setup` then loads what the other one has saved.
 
     Raises Unsupported for a plan with undeclared flags, or for a regime that the adapter cannot follow.
     """
@@ -146,16 +149,19 @@ def train(
         input_device=torch.device("cpu") if inputs_on_cpu else compute_device(plan),
         on_loss=on_loss,
         on_gradients=on_gradients,
+        first_step=first_step,
     )
     try:
         run.set_up(plan, on_setup)
         with ExitStack() as installed:
             for fault in faults:
                 installed.enter_context(fault)
-            for step in range(regime.steps):
+            for step in range(first_step, regime.steps):
                 run.step(step)
                 if on_step is not None:
                     on_step(step)
+                if after_step is not None:
+                    after_step(adapter, step)
         run.finish()
     finally:
         # Recorded even if the run raised: a failure's report quotes it.
@@ -180,6 +186,7 @@ class _Run:
     input_device: torch.device
     on_loss: Callable[[Adapter, int], object] | None
     on_gradients: Callable[[Adapter, int], object] | None
+    first_step: int
     declared: frozenset[str] = field(init=False)
     watch: Watch = field(init=False)
     names: OriginalNames = field(init=False)
@@ -232,6 +239,9 @@ class _Run:
         return self.workload.build_on_meta(self.rank)
 
     def step(self, step: int) -> None:
+        if step == self.first_step > 0 and (names := self.regime.frozen(step - 1)) is not None:
+            # What the run that it continues had frozen; this step's own events follow.
+            self.adapter.set_requires_grad(names)
         record = StepRecord(step=step, losses=[])
         self.history.steps.append(record)
         with self._timed(step):
@@ -419,7 +429,7 @@ class _Run:
     def _place_batches(self) -> None:
         """Put the whole run's inputs on the device in advance: copying pageable memory makes the host wait."""
         with context.working(Part.SUITE), self.watch.suspended():
-            for step in range(self.regime.steps):
+            for step in range(self.first_step, self.regime.steps):
                 for micro in range(self.regime.micro_batches):
                     # A separate batch for each use, as on the CPU: a model may write into its inputs.
                     events = self.regime.in_step(step)

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_conformance.adapters.components import Assignment, GradientReducer, ReducerOptions
-from fsdp_conformance.adapters.torch_like import TorchAdapter
+from fsdp_conformance.adapters.torch_checkpoints import TorchCheckpoints
 from fsdp_conformance.config import Plan
 
 
-class TorchDDP(TorchAdapter):
+class TorchDDP(TorchCheckpoints):
     """DistributedDataParallel, configured to find unused parameters and not to broadcast buffers in forward."""
 
     name: ClassVar[str] = "torch-ddp"
@@ -30,6 +30,8 @@ class TorchDDP(TorchAdapter):
         "unused_untouched", "scalar_params", "noncontiguous_params", "clip_norm_type",
         "writeback_direct",
     })  # fmt: skip
+    #: Every rank has all of it.
+    declines: ClassVar[frozenset[str]] = frozenset({"sharded_state_dict"})
 
     @classmethod
     def version(cls) -> str:

@@ -28,8 +28,8 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 
 from fsdp_conformance.adapters.base import CommunicationHook, ModelFn, OptimFn
 from fsdp_conformance.adapters.sharded import anywhere, full_copy, full_gradients
+from fsdp_conformance.adapters.torch_checkpoints import TorchCheckpoints
 from fsdp_conformance.adapters.torch_like import (
-    TorchAdapter,
     all_units,
     apply_tensor_parallelism,
     hybrid_shape,
@@ -67,7 +67,7 @@ _PREFETCH = {
 }
 
 
-class TorchFSDP1(TorchAdapter):
+class TorchFSDP1(TorchCheckpoints):
     """FullyShardedDataParallel with `use_orig_params=True`; FULL_SHARD unless the plan says otherwise."""
 
     name: ClassVar[str] = "torch-fsdp1"
@@ -83,6 +83,8 @@ class TorchFSDP1(TorchAdapter):
         "clip_norm_type", "full_params_writeback", "full_params_rank0", "full_params_grads",
         "meta_init", "meta_init_fn",
     })  # fmt: skip
+    #: torch 2.13: the copies that an asynchronous save makes do not support ShardedTensor, which raises.
+    declines: ClassVar[frozenset[str]] = frozenset({"async_checkpoint"})
     #: The unit that computes, and the one that is prefetched in backward.
     max_unsharded: ClassVar[int] = 2
     #: In torch, broadcast at init and pinned offload require an accelerator, whatever `device_id` is.

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_conformance.adapters import deferred
 from fsdp_conformance.adapters.sharded import materialise_norm
+from fsdp_conformance.adapters.torch_checkpoints import TorchCheckpoints
 from fsdp_conformance.adapters.torch_like import (
-    TorchAdapter,
     all_units,
     apply_tensor_parallelism,
     hybrid_shape,
@@ -31,7 +31,7 @@ from fsdp_conformance.config import Offload, Plan, Sharding
 from fsdp_conformance.errors import Unsupported
 
 
-class TorchFSDP2(TorchAdapter):
+class TorchFSDP2(TorchCheckpoints):
     """`fully_shard` on each unit, innermost first, then on the root, with its defaults for whatever the plan omits."""
 
     name: ClassVar[str] = "torch-fsdp2"
@@ -86,7 +86,7 @@ class TorchFSDP2(TorchAdapter):
 
     def recover(self) -> None:
         cast(FSDPModule, self.model).reset_iter_state()
-        self.drop_all_grads()
+        self.discard_gradients()
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return _deferred(cast(FSDPModule, self.model))

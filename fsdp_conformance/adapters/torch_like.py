@@ -187,7 +187,7 @@ class TorchAdapter(Adapter):
     def loss_scale(self) -> float:
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
-    def drop_all_grads(self) -> None:
+    def discard_gradients(self) -> None:
         """Set all gradients to None, after an exception in a step."""
         for parameter in self.model.parameters():
             parameter.grad = None

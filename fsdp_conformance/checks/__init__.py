@@ -9,6 +9,7 @@ References, what is compared with:
                         the full model on every rank and an explicit all-reduce
     reference_ddp       torch's DistributedDataParallel
     reference_rounding  mixed precision: rounds where the plan says; `rounds_alike` compares bitwise
+    plain_training      state dicts of the unwrapped model and optimizer, also with ranks that change between steps
     loop                the training loop of the references
     structures          tensors inside nested values
     exactness           proof that a probe is exact, and which regimes demand bitwise equality
@@ -16,16 +17,19 @@ References, what is compared with:
 
 Checks, each of which returns a CheckResult:
 
-    parity              values of every step against the references (R001-R003, R010, R101, R130, R157)
+    parity              values of every step against the references (R001-R003, R010, R101, R105, R130,
+                        R157)
     resharding          whether units are resharded between steps, by what is gathered again (R111, R115, R118)
     equality            digests of what must be identical on every rank (R007, R067)
     partition           the sharding witness: sharded or replicated, by bytes and traffic (R188, R033)
     communication       number and bytes of collectives (R009, R062-R066, R068, R072, R083)
     groups              the process groups of collectives, and each unit's traffic under hybrid sharding (R069, R151)
+    norms               the total norm of the gradients, and what it costs (R101-R103)
     order               the order of collectives, and whether every step issues the same ones (R070, R071)
     invariance          two runs of one implementation that must be equal (R005, R008, R078, R092, R093, R126, R151)
     optimizer_state     the optimizer's state, and how often it stepped (R140, R142)
     memory              bytes allocated on an accelerator: shards, peaks, growth (R033-R035, R038-R040)
+    checkpoint          state dicts and what was loaded: names, values, storage, hooks (R109, R139, R144-R150)
     streams             races between streams (R074, R075, R138)
 
 What they share:

@@ -102,6 +102,7 @@ class _Confirming:
         from fsdp_conformance.explore.case import run_on
         from fsdp_conformance.explore.example import features
         from fsdp_conformance.explore.telling import Told, failure_text, script
+        from fsdp_conformance.judge.telling import most_telling
         from fsdp_conformance.verdict import FINE
 
         implementation, signature = self._settings.implementation, str(failure.signature)
@@ -122,6 +123,8 @@ class _Confirming:
             where = saved.save(
                 Path(self._order["save"]), failure.example, implementation=implementation, signature=signature
             )
+        # One finding is told; there is no run file in which the others could be looked up.
+        told.record.findings = [finding for finding in (most_telling(told.record.findings),) if finding is not None]
         told.record.repro = f"python -m pytest {where}" if where is not None else ""
         say(
             "failure",

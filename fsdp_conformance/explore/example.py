@@ -267,7 +267,7 @@ def _use(example: Example) -> str:
         return "some skipped"
     if any(block.repeat > 1 for _, block in model.walk()) or any(len(set(call)) < len(call) for call in model.calls):
         return "some twice"
-    return "other orders" if model.calls else "in order"
+    return "in order" if all(call == tuple(range(len(model.blocks))) for call in model.calls) else "other orders"
 
 
 def _clipping(regime: Regime) -> str:

@@ -73,7 +73,7 @@ def _draw_model(draw: Draw, declared: frozenset[str], *, smooth: bool) -> DrawnM
     count = draw(st.integers(1, 3))
     blocks = tuple(_draw_block(draw, declared, depth=0) for _ in range(count))
     model = DrawnModel(
-        width=draw(st.sampled_from((2, 3, 1, 5, 4))),
+        width=draw(st.sampled_from((2, 3, 1, 5, 7, 4))),
         blocks=blocks,
         ends_are_units=draw(_rarely()),
         smooth=smooth,
@@ -93,7 +93,7 @@ def _draw_block(draw: Draw, declared: frozenset[str], *, depth: int) -> DrawnBlo
     shapes = (*_EXTRAS, ()) if "scalar_params" in declared else _EXTRAS
     extras = tuple(draw(st.lists(st.sampled_from(shapes), max_size=2)))
     return DrawnBlock(
-        hidden=draw(st.sampled_from((2, 3, 1, 5, 7, 4))),
+        hidden=draw(st.sampled_from((2, 3, 1, 5, 7, 11))),
         bias=not draw(_rarely()),
         extras=extras,
         transposed="noncontiguous_params" in declared and bool(extras) and draw(_rarely()),

@@ -21,7 +21,7 @@ standard library; the classes are imported in the ranks, by `adapters.registry.l
     schedule        collectives that are superfluous, too large, too early or on the wrong group
     recomputation   activation checkpoints: what runs again in backward
     hooks           a user's hooks, the engine's own, and communication hooks
-    tensor_parallel tensor parallelism: the two kinds of groups mixed up
+    tensor_parallel  tensor parallelism: the two kinds of groups mixed up
     degrees         sharding degrees: shards that free nothing, requests that are replaced
     hybrid          hybrid sharding: reduction over replicas, and their initial values
     deferred        initialisation of models that are built on meta
@@ -33,6 +33,10 @@ standard library; the classes are imported in the ranks, by `adapters.registry.l
     clipping        norms of the gradients, clipping by them, and loss scaling
     full_access     full parameters outside forward and backward
     failure         exceptions that are lost, and what they leave behind
+    state_dicts     full state dicts: values, names, ranks; loads that lose something; reads that change something
+    optimizer_states
+                    optimizer state dicts, and sharded state dicts
+    checkpoints     checkpoints with a format of their own: lost state, wrong order, another world
     hidden          defects in what the adapter declines to show
 
     in_reference    the reference engine's fully sharded module

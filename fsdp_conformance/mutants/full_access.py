@@ -531,6 +531,13 @@ class FSDP1AppliesToShards(TorchFSDP1):
                 fn(module)
 
 
+def _visit(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
+    """Like `nn.Module.apply`, but without the `apply` of the wrappers inside."""
+    for child in module.children():
+        _visit(child, fn)
+    fn(module)
+
+
 @known_wrong("R051", name="ddp-applies-twice")
 class DDPAppliesTwice(TorchDDP):
     """A function is applied through the wrapper, and once more through the module in it."""
@@ -546,7 +553,7 @@ class ReferenceLosesWhatIsApplied(SeamReference):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> None:
         with self.full_params_context(writeback=False):
-            nn.Module.apply(self.names.modules[""], fn)
+            _visit(self.model, fn)
 
 
 @known_wrong("R051", shows=("refusal",))
@@ -566,6 +573,6 @@ class ReferenceAppliesInTheContext(SeamReference):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> None:
         if self._is_open:
-            nn.Module.apply(self.names.modules[""], fn)
+            _visit(self.model, fn)
         else:
             super().apply(fn)

@@ -24,7 +24,9 @@ The fully sharded module: parameters, gradients and optimizer state of each unit
     gradient_norm        the norm of all gradients, and clipping by it
     gradient_scaler      a gradient scaler whose skipped steps agree across ranks
     model_state          state dicts of the module, full and sharded
+    local_pieces         a rank's part of a tensor, as checkpoints have it
     optimizer_state      state dicts of the optimizer, full and sharded
+    checkpoint           model and optimizer in a directory, for any number of ranks
     report               a summary of what each unit holds and sends
 """
 

@@ -495,10 +495,16 @@ class FlatParameter:
     @torch.no_grad()
     def write(self, index: int, whole: Tensor) -> None:
         """Set a parameter to the values of `whole`, of its whole shape. Frees the unsharded data."""
+        self.write_part(index, self.part_of(index, whole.detach()))
+
+    @torch.no_grad()
+    def write_part(self, index: int, part: Tensor) -> None:
+        """Set this rank's part of a parameter, or note that it was written in place. Frees the unsharded data."""
         self.release()
         self._writes += 1
         self.storage.wait_shard_reads()
-        self.parts[index].copy_(self.part_of(index, whole.detach()))
+        if part.data_ptr() != self.parts[index].data_ptr():
+            self.parts[index].copy_(part)
 
     @torch.no_grad()
     def restore(self) -> None:

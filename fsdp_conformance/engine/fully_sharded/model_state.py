@@ -2,7 +2,7 @@
 State dicts of a module with units inside: in full, or sharded for torch.distributed.checkpoint.
 
 Names are those of the module before it was wrapped, including every alias of a tied parameter. Values come from the
-shards, in the parameters' own dtype. Only one unit at a time is gathered.
+shards, in the parameters' own dtype. A full state dict gathers one unit at a time; a sharded one gathers nothing.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from fsdp_conformance.engine.errors import ParameterReplaced
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.fully_shard import clean_unit_name, units_below
+from fsdp_conformance.engine.fully_sharded.local_pieces import LocalPieces
 from fsdp_conformance.engine.fully_sharded.schedule import schedule_of
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
 
@@ -85,25 +85,67 @@ def load_full_state_dict(
 @torch.no_grad()
 def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
     """
-    Every parameter as a DTensor, sharded over its unit's group along the first dim, and every persistent buffer.
+    This rank's part of every parameter, and every persistent buffer, as live storage. Not collective.
 
-    For torch.distributed.checkpoint, which can load it on another number of ranks. Collective: shards of a flat
-    parameter are not rows, so each unit is gathered briefly. 0-dim parameters are included in full.
+    For torch.distributed.checkpoint, which loads it in place, also on another number of ranks: `local_pieces`.
     """
     units = units_below(module)
     values = _restored_buffers(units, offload=False)
     for flat in _settled(units):
-        mesh = mesh_of(flat)
-        payload = flat.storage.gathered()
-        for member, view in zip(flat.members, flat.storage.layout.views(payload), strict=False):
-            values[id(member.parameter)] = as_dtensor(view, mesh)
+        for index, member in enumerate(flat.members):
+            values[id(member.parameter)] = own_pieces(flat, index, flat.parts[index])
     return {name: _value(value, values, offload=False) for name, value in original_state(module)}
 
 
+@torch.no_grad()
 def load_sharded_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Write the DTensors of a `sharded_state_dict` from any number of ranks into shards. Collective."""
-    full = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in state.items()}
-    load_full_state_dict(module, full, strict=strict)
+    """
+    Take over a `sharded_state_dict` of this module whose values were loaded. Collective if it has DTensors.
+
+    Raises ParameterReplaced for names and shapes that do not fit, before anything is written.
+    """
+    flats = list(_settled(units_below(module)))
+    homes = {id(member.parameter): (flat, i) for flat in flats for i, member in enumerate(flat.members)}
+    expected = dict(original_state(module))
+    own: list[tuple[FlatParameter, int, Tensor]] = []
+    others: dict[str, Any] = {}
+    for name, value in state.items():
+        if isinstance(value, LocalPieces):
+            flat, index = homes.get(id(expected.get(name)), (None, 0))
+            if flat is None or not _fits(value, flat, index):
+                raise ParameterReplaced(
+                    f"{name}: expected a part of this module's parameters, got one of {tuple(value.shape)}",
+                    where="load_sharded_state_dict",
+                )
+            own.append((flat, index, value.part))
+        else:
+            others[name] = value.full_tensor() if isinstance(value, DTensor) else value
+    if strict:
+        problems = [f"{name} is missing" for name in expected if name not in state]
+        problems += [
+            f"{name} is unexpected: no parameter or buffer has that name" for name in state if name not in expected
+        ]
+        if problems:
+            raise ParameterReplaced(problems, where="load_sharded_state_dict")
+    load_full_state_dict(module, others, strict=False)
+    for flat, index, part in own:
+        flat.write_part(index, part)
+
+
+def own_pieces(flat: FlatParameter, index: int, part: Tensor) -> Tensor:
+    """This rank's part of a tensor of a parameter's shape, for a checkpoint. On one rank, the tensor itself."""
+    part = part.detach()
+    if flat.is_whole:
+        return part
+    return LocalPieces(part, flat.members[index].shape, flat.storage.layout.shard_slice(index).begin)
+
+
+def _fits(value: LocalPieces, flat: FlatParameter, index: int) -> bool:
+    """Whether a rank's part is that of this parameter, which need not be the same storage."""
+    if flat.is_whole or value.shape != flat.members[index].shape:
+        return False
+    begin, end, _ = flat.storage.layout.shard_slice(index)
+    return value.begin == begin and value.part.numel() == end - begin
 
 
 def original_state(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -115,21 +157,6 @@ def original_state(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def original_names(module: nn.Module) -> dict[int, str]:
     """The name that each parameter is listed under, by id."""
     return {id(parameter): clean_unit_name(name) for name, parameter in module.named_parameters()}
-
-
-def mesh_of(flat: FlatParameter) -> DeviceMesh:
-    """The shard group as a mesh."""
-    return DeviceMesh.from_group(flat.storage.group, flat.storage.pool.device.type)
-
-
-def as_dtensor(full: Tensor, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of a whole tensor, copied, as a DTensor. A 0-dim tensor is copied whole."""
-    if full.dim() == 0:
-        return full.clone()
-    rows = list(torch.chunk(full, mesh.size()))
-    rank = mesh.get_local_rank()
-    mine = rows[rank].clone() if rank < len(rows) else full.new_empty(0, *full.shape[1:])
-    return DTensor.from_local(mine, mesh, [Shard(0)], run_check=False, shape=full.shape, stride=full.stride())
 
 
 def _settled(units: Sequence[ShardedUnit]) -> Iterator[FlatParameter]:

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from fsdp_conformance.engine.errors import StructureMismatch
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.fully_shard import units_below
-from fsdp_conformance.engine.fully_sharded.model_state import as_dtensor, mesh_of, original_names
+from fsdp_conformance.engine.fully_sharded.local_pieces import LocalPieces
+from fsdp_conformance.engine.fully_sharded.model_state import original_names, own_pieces
 from fsdp_conformance.engine.verification import agree_on_text
 
 
@@ -38,13 +39,33 @@ def full_optimizer_state(
             return None
         return view.to("cpu" if offload_to_cpu else view.device, copy=True)
 
-    return _state_dict(module, optimizer, whole)
+    names = original_names(module)
+    found: dict[str, dict[str, Any]] = {}
+    for flat in _flats(module):
+        found |= _state_of(flat, optimizer, names, whole)
+    for parameter, entries in optimizer.state.items():
+        # Parameters outside any unit are not sharded.
+        name = names.get(id(parameter))
+        if name is not None and name not in found and id(parameter) not in _owned(module):
+            found[name] = dict(entries)
+    state = {name: found[name] for name in names.values() if name in found}
+    return {"state": state, "param_groups": _named_groups(optimizer, names)}
 
 
 @torch.no_grad()
 def sharded_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The state with DTensors, sharded along the first dim of their parameters. Collective."""
-    return _state_dict(module, optimizer, lambda flat, view: as_dtensor(view, mesh_of(flat)))
+    """This rank's part of the state, as live storage, for torch.distributed.checkpoint. Not collective."""
+    names = original_names(module)
+    places = {id(member.parameter): (flat, i) for flat in _flats(module) for i, member in enumerate(flat.members)}
+    found: dict[str, dict[str, Any]] = {}
+    for parameter, entries in optimizer.state.items():
+        flat, index = places.get(id(parameter), (None, 0))
+        if id(parameter) in names:
+            found[names[id(parameter)]] = {
+                key: own_pieces(flat, index, value) if flat is not None and _is_part(value, flat, index) else value
+                for key, value in entries.items()
+            }
+    return {"state": found, "param_groups": _named_groups(optimizer, names)}
 
 
 @torch.no_grad()
@@ -75,24 +96,18 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
     optimizer.load_state_dict({"state": loaded, "param_groups": groups})
 
 
-def _state_dict(
-    module: nn.Module, optimizer: Optimizer, finish: Callable[[FlatParameter, Tensor], Tensor | None]
-) -> dict[str, Any]:
-    names = original_names(module)
-    found: dict[str, dict[str, Any]] = {}
-    for flat in _flats(module):
-        found |= _state_of(flat, optimizer, names, finish)
-    for parameter, entries in optimizer.state.items():
-        # Parameters outside any unit are not sharded.
-        name = names.get(id(parameter))
-        if name is not None and name not in found and id(parameter) not in _owned(module):
-            found[name] = dict(entries)
-    groups = [
+def _named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
+    """The settings of the optimizer's groups, with names in place of parameters."""
+    return [
         {**{key: value for key, value in group.items() if key != "params"}}
         | {"params": [names[id(p)] for p in group["params"] if id(p) in names]}
         for group in optimizer.param_groups
     ]
-    return {"state": {name: found[name] for name in names.values() if name in found}, "param_groups": groups}
+
+
+def _is_part(value: Any, flat: FlatParameter, index: int) -> bool:
+    """Whether a value in an optimizer's state is sharded with its parameter."""
+    return isinstance(value, Tensor) and not flat.is_whole and value.shape == flat.parts[index].shape
 
 
 def _state_of(
@@ -135,6 +150,8 @@ def _state_of(
 
 def _own_part(flat: FlatParameter | None, index: int, value: Tensor) -> Tensor:
     """This rank's part of a whole state tensor. A tensor not as large as the parameter is the same on all ranks."""
+    if isinstance(value, LocalPieces):
+        return value.part.to(value.part.device if flat is None else flat.storage.shard_device, copy=True)
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if flat is None or value.shape != flat.members[index].shape or (value.dim() == 0):

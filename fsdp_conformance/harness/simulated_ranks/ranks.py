@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final, Generic, TypeVar
@@ -121,12 +121,31 @@ def simulated_world(states: Sequence[RankState]) -> Iterator[RankScheduler]:
             store = SimulatedStore()
             stack.enter_context(meeting_at(lambda: (store, scheduler.rank, len(states))))
             stack.enter_context(_meshes_apart())
+            stack.enter_context(_profilers_off())
             stack.enter_context(simulated_groups())
             for enter in device_worlds:
                 stack.enter_context(enter(len(states)))
             yield scheduler
     finally:
         rank_scheduler.use(None)
+
+
+@contextmanager
+def _profilers_off() -> Iterator[None]:
+    """
+    Turn off the stopwatch with which FSDP1 times its state dicts.
+
+    It keeps what is being timed once per process, and ranks that take turns would clear it for each other.
+    """
+    from torch.distributed.fsdp import _debug_utils
+
+    stopwatch: Any = _debug_utils.SimpleProfiler
+    own = vars(stopwatch)["profile"]
+    stopwatch.profile = staticmethod(lambda kind: nullcontext())
+    try:
+        yield
+    finally:
+        stopwatch.profile = own
 
 
 @contextmanager

@@ -90,6 +90,12 @@ class DiaryFault(Fault):
         self.adapter.note(f"fault at {point} {step}, installed={self.installed}")
 
 
+class OneNorm(TorchFSDP2):
+    """Clips by the 2-norm only."""
+
+    declines: ClassVar[frozenset[str]] = frozenset({"clip_norm_type"})
+
+
 class NoGradients(TorchFSDP2):
     """Gradients cannot be read, and no module is exposed."""
 
@@ -115,6 +121,12 @@ class NoBuffers(TorchFSDP2):
     """The adapter does not read buffers, but exposes the module."""
 
     declines: ClassVar[frozenset[str]] = frozenset({"full_buffers"})
+
+
+class Plain(TorchFSDP2):
+    """Clips by the 2-norm only, and scales no losses."""
+
+    declines: ClassVar[frozenset[str]] = frozenset({"clip_norm_type", "grad_scaler"})
 
 
 class Failing(TorchFSDP2):
@@ -287,11 +299,26 @@ class Loop(RankTestCase):
         self.assertEqual([], [phrase for fault in faults for phrase in fault.silent(self.rank)])
 
     def test_regimes_that_cannot_be_followed(self) -> None:
-        """An optimizer that the workload does not have, and another norm than the adapter's."""
+        """An optimizer that the workload does not have, another norm than the adapter's, and loss scaling."""
         with self.assertRaisesRegex(ConfigError, "optimizer must be one of adam, adamw, sgd, got 'lion'"):
             self.run_training("torch-fsdp2", regime=Regime(optimizer="lion"))
         with self.assertRaisesRegex(Unsupported, "clip_norm_type"):
-            self.run_training("torch-fsdp2", regime=Regime(max_norm=1.0, norm_type=1.0))
+            self.run_training(OneNorm, regime=Regime(max_norm=1.0, norm_type=1.0))
+        with self.assertRaisesRegex(Unsupported, "grad_scaler"):
+            self.run_training(Plain(), regime=Regime(init_scale=4.0))
+
+    def test_losses_are_scaled(self) -> None:
+        """The scale after each step is recorded, and scaled gradients are not; the losses are the user's own."""
+        plain = self.run_training(Diary())
+        adapter = Diary()
+        scaled = self.run_training(adapter, regime=Regime(init_scale=4.0, growth_interval=2))
+        scales = [float(record.loss_scale) for record in scaled.steps if record.loss_scale is not None]
+        self.assertEqual([4.0, 8.0, 8.0], scales)
+        self.assertEqual([None] * 3, [record.grads for record in scaled.steps])
+        self.assertNotIn("full_grads", adapter.entries)
+        for got, wanted in zip(scaled.steps, plain.steps, strict=True):
+            torch.testing.assert_close(got.losses, wanted.losses)
+            torch.testing.assert_close(got.params, wanted.params)
 
 
 class Parts(unittest.TestCase):

@@ -59,12 +59,23 @@ class Parity(RankTestCase):
                 self.assert_trains(name, regime=Regime(steps=2, micro_batches=3, reduced=reduced))
 
     def test_clipping(self) -> None:
-        """The total norm and what follows from it; another norm than the 2-norm is refused, not ignored."""
+        """The total norm, by the 2-norm and by another one, and what follows from it."""
         for name in ENGINES:
-            history = self.assert_trains(name, regime=Regime(max_norm=0.1))
-            self.assertIsNotNone(history.steps[0].grad_norm, name)
-            with self.assertRaisesRegex(Unsupported, "clip_norm_type"):
-                self.run_training(name, regime=Regime(max_norm=0.1, norm_type=1.0))
+            for norm_type in (2.0, 1.0):
+                history = self.assert_trains(name, regime=Regime(max_norm=0.1, norm_type=norm_type))
+                self.assertIsNotNone(history.steps[0].grad_norm, name)
+
+    def test_loss_scaling(self) -> None:
+        """Scaling by powers of two changes nothing; the scale grows after every second step, clipped or not."""
+        for name in ENGINES:
+            for max_norm in (None, 0.1):
+                plain = self.run_training(name, regime=Regime(max_norm=max_norm))
+                regime = Regime(max_norm=max_norm, init_scale=4.0, growth_interval=2)
+                scaled = self.run_training(name, regime=regime)
+                for got, wanted in zip(scaled.steps, plain.steps, strict=True):
+                    torch.testing.assert_close(got.params, wanted.params)
+                scales = [float(record.loss_scale) for record in scaled.steps if record.loss_scale is not None]
+                self.assertEqual([4.0, 8.0, 8.0], scales, name)
 
     @pytest.mark.slow
     def test_options_that_are_declared(self) -> None:

@@ -1,0 +1,104 @@
+"""
+State dicts and checkpoints for engines that `torch.distributed.checkpoint` knows: FSDP2, FSDP1 and DDP.
+
+Everything goes the way that torch's documentation shows to users: `get_state_dict` and `set_state_dict`, and
+`torch.distributed.checkpoint` for files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
+
+from fsdp_conformance.adapters.base import LoadedKeys, PendingSave
+from fsdp_conformance.adapters.torch_like import TorchAdapter
+
+
+class TorchCheckpoints(TorchAdapter):
+    """The optional methods for state dicts and checkpoints, with torch's own functions."""
+
+    capabilities: ClassVar[frozenset[str]] = frozenset({"reshard_load"})
+
+    _saving_group: dist.ProcessGroup | None = None
+    """For asynchronous saves, whose collectives must not meet those of the training."""
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        # In torch, a full state dict on the CPU is only on rank 0.
+        return get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=rank0_only))
+
+    def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
+        options = StateDictOptions(full_state_dict=True, strict=strict)
+        # torch changes the dict that it is given.
+        found = set_model_state_dict(self.model, dict(state), options=options)
+        return LoadedKeys(list(found.missing_keys), list(found.unexpected_keys))
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        return get_model_state_dict(self.model)
+
+    def load_sharded_state_dict(self, state: Mapping[str, Any]) -> None:
+        set_model_state_dict(self.model, dict(state))
+
+    def optim_state_dict(self) -> dict[str, Any]:
+        if self.optimizer is None:
+            return {"state": {}, "param_groups": []}
+        options = StateDictOptions(full_state_dict=True)
+        return dict(get_optimizer_state_dict(self.model, self.optimizer, options=options))
+
+    def load_optim_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.optimizer is not None:
+            options = StateDictOptions(full_state_dict=True)
+            set_optimizer_state_dict(self.model, self.optimizer, _copied(state), options=options)
+
+    def save_checkpoint(self, directory: Path) -> None:
+        save(self._shards(), checkpoint_id=directory)
+
+    def load_checkpoint(self, directory: Path) -> None:
+        # Loaded in place: torch takes the names and shapes to read from the model and the optimizer.
+        state = self._shards()
+        load(state, checkpoint_id=directory)
+        set_model_state_dict(self.model, state["model"])
+        if self.optimizer is not None:
+            set_optimizer_state_dict(self.model, self.optimizer, state["optim"])
+
+    def save_checkpoint_async(self, directory: Path) -> PendingSave:
+        if self._saving_group is None:
+            self._saving_group = dist.new_group(backend="gloo")
+        future: Any = async_save(self._shards(), checkpoint_id=directory, process_group=self._saving_group)
+        return FutureSave(future)
+
+    def _shards(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": get_model_state_dict(self.model)}
+        if self.optimizer is not None:
+            state["optim"] = get_optimizer_state_dict(self.model, self.optimizer)
+        return state
+
+
+class FutureSave:
+    """The future that torch's asynchronous save returns."""
+
+    def __init__(self, future: Any) -> None:
+        self._future = future
+
+    def wait(self) -> object:
+        """The future's result, or its exception."""
+        return self._future.result()
+
+
+def _copied(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The containers of an optimizer's state dict anew: torch changes those that it is given."""
+    return {
+        "state": {name: dict(entries) for name, entries in state["state"].items()},
+        "param_groups": [dict(group) for group in state["param_groups"]],
+    }

@@ -1,0 +1,316 @@
+"""
+Oracles for state dicts and checkpoints: names, values, storage, and whether a resumed training continues the first.
+
+    same_state_dict         a full state dict against that of the unwrapped model
+    same_optimizer_state    a full optimizer state dict, by names, with its groups
+    same_continuation       a resumed training against the uninterrupted one
+    shares_storage          a sharded state dict against the storage that the rank holds
+    silent                  no collective was issued
+    Footprint, unchanged    what reading a model must leave as it was: hooks, attributes, bytes
+
+None of them calls an engine: they read what a case hands them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from fsdp_conformance.checks.result import CheckResult, Tally
+from fsdp_conformance.history.collective import CollectiveRecord
+from fsdp_conformance.history.training import TrainingHistory
+
+_PHASE = "checkpoint"
+
+#: What wrappers put into names. `module` is not here: users call their own submodules that.
+WRAPPER_PARTS = frozenset(
+    {"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod", "_forward_module", "_fpw_module", "_flat_param"}
+)
+
+#: How far a rounded element may be off, in units of the last place of the largest element of its tensor, per step. The
+#: kernels of Adam round each element at most twice more or less in a vector than in a scalar loop (fused or separate
+#: multiply and add), and where a shard begins decides which loop an element is in.
+ULPS_PER_STEP = 4
+
+
+def same_state_dict(
+    state: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    *,
+    requirement: str,
+    rank: int,
+    moment: str = "",
+    step: int | None = None,
+    ulps: float = 0.0,
+) -> CheckResult:
+    """
+    The state dict has exactly these names, and whole tensors of these dtypes, shapes and values, in any order.
+
+    `moment` says in findings when it was taken; `ulps` allows rounding, see `ULPS_PER_STEP`.
+    """
+    tally = Tally("state dict", requirement, rank=rank)
+    where: dict[str, Any] = {"phase": _PHASE, "step": step}
+    what = f"state dict {moment}".strip()
+    _compare_names(tally, state, expected, f"names in the {what}", where)
+    for name in expected:
+        if name in state:
+            _compare_value(tally, state[name], expected[name], what, ulps, where | {"fqn": name})
+    return tally.result()
+
+
+def same_optimizer_state(
+    state: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    *,
+    requirement: str,
+    rank: int,
+    moment: str = "",
+    step: int | None = None,
+    ulps: float = 0.0,
+) -> CheckResult:
+    """
+    The optimizer's state dict has the same parameters, values and groups, under original names.
+
+    The order of groups counts, and that of names within a group does not: engines are free in it.
+    """
+    tally = Tally("optimizer state dict", requirement, rank=rank)
+    where: dict[str, Any] = {"phase": _PHASE, "step": step}
+    when = f" {moment}" if moment else ""
+    found, wanted = state.get("state", {}), expected["state"]
+    _compare_names(tally, found, wanted, f"parameters with optimizer state{when}", where)
+    for name in wanted:
+        if name not in found:
+            continue
+        here = where | {"fqn": name}
+        _compare_names(tally, found[name], wanted[name], f"optimizer state{when}", here)
+        for key in wanted[name]:
+            if key in found[name]:
+                what = f"{key} in the optimizer state{when}"
+                _compare_value(tally, found[name][key], wanted[name][key], what, ulps, here)
+    groups, named = state.get("param_groups", []), expected["param_groups"]
+    tally.compare(len(groups) == len(named), "number of groups", expected=len(named), got=len(groups), **where)
+    for index, (group, right) in enumerate(zip(groups, named, strict=False)):
+        what = f"group {index} of the optimizer{when}"
+        _compare_names(tally, dict.fromkeys(group["params"]), dict.fromkeys(right["params"]), what, where)
+        _compare_names(tally, group, right, f"settings of {what}", where)
+        for key in sorted((right.keys() & group.keys()) - {"params"}):
+            same = _plain(group[key]) == _plain(right[key])
+            tally.compare(same, f"{key} of {what}", expected=_plain(right[key]), got=_plain(group[key]), **where)
+    return tally.result()
+
+
+def same_continuation(
+    run: TrainingHistory, uninterrupted: TrainingHistory, *, requirement: str, rank: int
+) -> CheckResult:
+    """Losses and parameters of a resumed training equal those of the same steps of another one, bit for bit."""
+    tally = Tally("continuation", requirement, rank=rank)
+    known = {record.step: record for record in uninterrupted.steps}
+    for record in run.steps:
+        other = known.get(record.step)
+        if other is None:
+            continue
+        for index, (loss, wanted) in enumerate(zip(record.losses, other.losses, strict=True)):
+            here: dict[str, Any] = {"step": record.step, "phase": "forward", "bound": "bitwise"}
+            _compare_value(tally, loss, wanted, "loss", 0.0, here | {"fqn": f"loss of micro-batch {index}"})
+        for name, value in other.params.items():
+            here = {"step": record.step, "phase": "step", "fqn": name, "bound": "bitwise"}
+            _compare_value(tally, record.params.get(name), value, "parameter", 0.0, here)
+    return tally.result()
+
+
+def same_parameters(
+    params: Mapping[str, Tensor],
+    expected: Mapping[str, Any],
+    *,
+    requirement: str,
+    rank: int,
+    step: int | None = None,
+    phase: str = "step",
+    ulps: float = 0.0,
+) -> CheckResult:
+    """Full parameters equal the values of a state dict under the same names, which may have more."""
+    tally = Tally("parameters after a load", requirement, rank=rank)
+    for name, value in params.items():
+        here: dict[str, Any] = {"step": step, "phase": phase, "fqn": name}
+        _compare_value(tally, value, expected.get(name), "parameter", ulps, here)
+    return tally.result()
+
+
+def shares_storage(
+    state: Mapping[str, Any], live: Iterable[Tensor], names: Iterable[str], *, requirement: str, rank: int
+) -> CheckResult:
+    """The values under these names lie in storage of the tensors that the rank holds: they are not copies."""
+    tally = Tally("shared storage", requirement, rank=rank)
+    held = {tensor.untyped_storage().data_ptr() for tensor in live if tensor.untyped_storage().nbytes()}
+    for name in names:
+        parts = [part for part in local_parts(state[name]) if part.numel()]
+        copied = [part for part in parts if part.untyped_storage().data_ptr() not in held]
+        tally.compare(
+            not copied,
+            "storage of the sharded state dict",
+            expected="that of the model",
+            got=f"{len(copied)} of {len(parts)} parts in other storage",
+            fqn=name,
+            phase=_PHASE,
+        )
+    return tally.result()
+
+
+def unmoved(
+    before: Mapping[str, Sequence[int]], after: Mapping[str, Sequence[int]], *, requirement: str, rank: int
+) -> CheckResult:
+    """Addresses of storage, by name, are what they were before a load in place."""
+    tally = Tally("storage after a load", requirement, rank=rank)
+    for name, addresses in before.items():
+        tally.compare(
+            list(after.get(name, ())) == list(addresses),
+            "storage after a load in place",
+            expected="the same",
+            got="another one",
+            fqn=name,
+            phase=_PHASE,
+        )
+    return tally.result()
+
+
+def silent(records: Sequence[CollectiveRecord], *, requirement: str, rank: int, during: str) -> CheckResult:
+    """No collective was issued."""
+    tally = Tally("silence", requirement, rank=rank)
+    seen = [record.line() for record in records]
+    tally.compare(
+        not seen, f"collectives during {during}", expected="none", got="; ".join(seen[:4]) or "none", phase=_PHASE
+    )
+    return tally.result()
+
+
+def addresses(state: Mapping[str, Any]) -> dict[str, list[int]]:
+    """The addresses of the tensors that this rank holds of each value; without empty ones, which have none."""
+    return {
+        name: [part.data_ptr() for part in local_parts(value) if part.numel()]
+        for name, value in state.items()
+        if isinstance(value, Tensor) or hasattr(value, "local_shards")
+    }
+
+
+def local_parts(value: Any) -> list[Tensor]:
+    """The tensors that this rank holds of a value in a sharded state dict."""
+    if isinstance(value, DTensor):
+        return local_parts(value.to_local())
+    if hasattr(value, "local_shards"):
+        # ShardedTensor has a method, torch's wrapper of several shards too.
+        return [part for shard in value.local_shards() for part in local_parts(getattr(shard, "tensor", shard))]
+    return [value.detach()] if isinstance(value, Tensor) else []
+
+
+@dataclass(frozen=True, slots=True)
+class Footprint:
+    """What reading a model must leave as it was."""
+
+    hooks: dict[str, int]
+    """Number of hooks by registry, over all modules and parameters."""
+    bytes: dict[str, int]
+    """Bytes that the rank holds, by kind."""
+
+
+def footprint(module: nn.Module | None, held: Mapping[str, Sequence[Tensor]]) -> Footprint:
+    """The hooks of a module, if the implementation shows one, and the bytes that the rank holds."""
+    counted: dict[str, int] = {}
+    if module is not None:
+        for each in module.modules():
+            for registry, hooks in vars(each).items():
+                if registry.endswith("hooks") and isinstance(hooks, dict):
+                    counted[registry] = counted.get(registry, 0) + len(hooks)
+        for parameter in module.parameters():
+            for registry in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                hooks = getattr(parameter, registry, None) or {}
+                counted[f"{registry} of parameters"] = counted.get(f"{registry} of parameters", 0) + len(hooks)
+    return Footprint(counted, {kind: _storage_bytes(tensors) for kind, tensors in held.items()})
+
+
+def unchanged(before: Footprint, after: Footprint, *, requirement: str, rank: int, reading: str) -> CheckResult:
+    """Reading has left no hook behind, has removed none, and holds no memory."""
+    tally = Tally("footprint", requirement, rank=rank)
+    for what, old, new in (("hooks", before.hooks, after.hooks), ("bytes held", before.bytes, after.bytes)):
+        for key in sorted(old.keys() | new.keys()):
+            was, is_now = old.get(key, 0), new.get(key, 0)
+            tally.compare(was == is_now, f"{what} ({key}) after {reading}", expected=was, got=is_now, phase=_PHASE)
+    return tally.result()
+
+
+def _storage_bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
+    return sum(storages.values())
+
+
+def _compare_names(
+    tally: Tally, got: Mapping[Any, Any], expected: Mapping[Any, Any], what: str, where: Mapping[str, Any]
+) -> None:
+    missing, extra = sorted(map(str, expected.keys() - got.keys())), sorted(map(str, got.keys() - expected.keys()))
+    details = []
+    if missing:
+        details.append(f"missing {', '.join(missing[:4])}")
+    if extra:
+        wrapped = [name for name in extra if WRAPPER_PARTS.intersection(name.split("."))]
+        details.append(
+            f"{'with a wrapper in the name' if wrapped else 'unexpected'} {', '.join((wrapped or extra)[:4])}"
+        )
+    tally.expect(
+        not details,
+        f"{what}: expected {len(expected)} of the unwrapped model, got {len(got)}; {'; '.join(details)}",
+        elements=max(1, len(expected)),
+        **where,
+    )
+
+
+def _compare_value(tally: Tally, got: Any, expected: Any, what: str, ulps: float, where: Mapping[str, Any]) -> None:
+    if not isinstance(expected, Tensor):
+        tally.compare(_plain(got) == _plain(expected), what, expected=_plain(expected), got=_plain(got), **where)
+        return
+    kind = _kind_problem(got, expected)
+    if kind is not None:
+        tally.compare(False, what, expected=kind[0], got=kind[1], **where)
+        return
+    here, right = got.detach().cpu(), expected.detach().cpu()
+    if ulps and right.is_floating_point():
+        eps = torch.finfo(right.dtype).eps * float(right.double().abs().max() if right.numel() else 0.0)
+        # Written so that NaN is wrong.
+        wrong = ~((here.double() - right.double()).abs() <= ulps * eps)
+    else:
+        wrong = here != right
+    count = int(wrong.sum())
+    first = wrong.flatten().nonzero()[:1].flatten().tolist()
+    details = f"{count} of {right.numel()} elements differ, the first is {first[0]}" if first else ""
+    tally.compare(
+        not count,
+        what,
+        expected=right.flatten()[first[0]].item() if first else "equal values",
+        got=here.flatten()[first[0]].item() if first else "equal values",
+        details=details,
+        elements=max(1, right.numel()),
+        **where,
+    )
+
+
+def _kind_problem(got: Any, expected: Tensor) -> tuple[str, str] | None:
+    """Expected and found kind of value, shape or dtype, where they differ."""
+    if not isinstance(got, Tensor) or isinstance(got, DTensor):
+        return "a whole tensor", type(got).__name__
+    if got.shape != expected.shape:
+        return f"shape {tuple(expected.shape)}", f"{tuple(got.shape)}"
+    if got.dtype != expected.dtype:
+        return str(expected.dtype), str(got.dtype)
+    return None
+
+
+def _plain(value: Any) -> Any:
+    """A setting in a form that can be compared and shown: tensors of one element as numbers, tuples as lists."""
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value

@@ -1,0 +1,85 @@
+"""`explore` prints what its child finds, and its status says whether a failure was confirmed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fsdp_conformance.cli import arguments, explore
+from fsdp_conformance.errors import ConfigError
+
+_BEGIN = {"what": "begin", "name": "an-engine", "version": "1", "declared": []}
+_FAILURE = {
+    "what": "failure",
+    "signature": "FAIL R003 (gradient parity)",
+    "confirmed": True,
+    "text": "the text",
+    "example": "{}",
+    "script": "the script",
+    "saved": None,
+}
+
+
+def _done(**changes: Any) -> dict[str, Any]:
+    counts = {
+        "ran": 5, "passed": 5, "rejected": {}, "declined": {}, "left_out": 0, "covered": {}, "shrinks": 0,
+        "seconds": 2.0, "fails_always": False, "failures": [],
+    }  # fmt: skip
+    return {"what": "done", **counts, **changes}
+
+
+@pytest.mark.parametrize(
+    ("answers", "status", "line"),
+    [
+        ([_done()], 0, "explore: no failure"),
+        ([_FAILURE, _done()], 1, "explore: 1 different failure"),
+        ([{**_FAILURE, "confirmed": False}, _done()], 0, "1 failure on simulated ranks only"),
+        ([_FAILURE, _done(fails_always=True)], 1, "stopped early"),
+        ([_done(rejected={"not exact": 5})], 4, "explore: nothing was judged"),
+        ([_done(ran=0)], 4, "explore: nothing was judged"),
+        ([{"what": "died", "how": "was ended by SIGKILL", "output": "said before"}], 4, "said before"),
+        ([], 4, ""),
+        ([{"what": "error", "status": 3, "message": "no Hypothesis"}], 3, ""),
+    ],
+    ids=["passes", "fails", "unconfirmed", "always", "rejected", "nothing", "died", "silent", "error"],
+)
+def test_the_status(answers: list[dict[str, Any]], status: int, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """0 without a confirmed failure, 1 with one, and 4 if nothing was judged."""
+    found = explore.follow([dict(answer) for answer in (_BEGIN, *answers)])
+
+    assert found == status
+    assert line in capsys.readouterr().out
+
+
+def test_a_failure_is_printed_with_its_place(capsys: pytest.CaptureFixture[str]) -> None:
+    """The text, the example or the file that it was saved to, and the script if asked for."""
+    explore.follow([dict(_FAILURE), dict(_FAILURE, saved="tests/test_explored_1.py"), _done()], scripts=True)
+    said = capsys.readouterr().out
+
+    assert "example   {}" in said
+    assert "saved     tests/test_explored_1.py" in said
+    assert said.count("the script") == 2
+
+
+def _order(*words: str) -> dict[str, Any]:
+    return explore.order_of(arguments.parse(["explore", *words]))
+
+
+def test_the_order() -> None:
+    """Seconds are the default budget; the same seed is used every time if asked for."""
+    assert _order()["seconds"] == 600
+    assert _order("--max-examples", "7", "--derandomize") | {"settings": None} == {
+        "settings": None, "seconds": None, "max_examples": 7, "seed": 0, "save": None,
+    }  # fmt: skip
+    assert _order("--seed", "5", "--world-size", "2,3")["settings"]["world_sizes"] == (2, 3)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("--seconds", "soon"), ("--seconds", "0"), ("--max-examples", "-1"), ("--seed", "x"), ("--device", "cuda")],
+)
+def test_options_out_of_range(words: tuple[str, ...]) -> None:
+    """They are named."""
+    with pytest.raises(ConfigError, match=words[0].removeprefix("--")):
+        _order(*words)

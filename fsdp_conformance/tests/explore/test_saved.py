@@ -1,0 +1,95 @@
+"""A saved failure is a test: pytest collects it, judges it like a case, and writes no run file for it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fsdp_conformance.case import case_of
+from fsdp_conformance.config import Plan
+from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.explore import saved
+from fsdp_conformance.explore.example import Example
+from fsdp_conformance.explore.telling import script
+from fsdp_conformance.fixtures.drawn import DrawnModel
+from fsdp_conformance.workload import Regime
+
+_EXAMPLE = Example(
+    model=DrawnModel(width=3), plan=Plan(units=("blocks.0",)), regime=Regime(micro_batches=2, unused_parameters=True)
+)
+_ENGINES = Path(__file__).with_name("engines.py")
+
+
+def _pytest(directory: Path) -> subprocess.CompletedProcess[str]:
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
+    return subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=short", str(directory)],
+        cwd=directory,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+def test_a_saved_case_is_bound_to_its_example() -> None:
+    """Its id has the digest of the example, and belongs to no profile."""
+
+    class Kept(saved.SavedCase):
+        example_json = _EXAMPLE.to_json()
+
+    case = case_of(Kept.test_drawn)
+
+    assert case is not None
+    assert case.id == f"R000/explored-{_EXAMPLE.digest}-ws2"
+    assert case.is_saved
+    assert case_of(saved.SavedCase.test_drawn) is None
+
+
+def test_the_file_is_python_and_the_same_every_time(tmp_path: Path) -> None:
+    """Saving an example twice writes one file, whatever the signature has in it."""
+    paths = {
+        saved.save(tmp_path / "new", _EXAMPLE, implementation="torch-fsdp2", signature='FAIL """ \\ (x)')
+        for _ in range(2)
+    }
+
+    (path,) = paths
+    compile(path.read_text(encoding="utf-8"), str(path), "exec")
+    assert path.name == f"test_explored_{_EXAMPLE.digest}.py"
+
+
+def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+    """It is named, with what to do."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(EnvironmentUnavailable, match="Choose another --save"):
+        saved.save(tmp_path / "file", _EXAMPLE, implementation="torch-fsdp2", signature="FAIL")
+
+
+def test_the_script_is_python() -> None:
+    """It runs the example through the adapter."""
+    text = script(_EXAMPLE, implementation="my.py:Mine", signature="FAIL R003 (gradient parity)")
+
+    compile(text, "script.py", "exec")
+    assert "my.py:Mine" in text
+    assert '"micro_batches": 2' in text
+
+
+@pytest.mark.slow
+def test_pytest_judges_saved_cases(tmp_path: Path) -> None:
+    """One on an engine with the defect fails with the report, one on a correct engine passes; no run file appears."""
+    for name, implementation in (("wrong", f"{_ENGINES}:OddAndSecond"), ("right", "torch-fsdp2")):
+        saved.save(tmp_path / name, _EXAMPLE, implementation=implementation, signature="FAIL R003 (gradient parity)")
+
+    wrong, right = _pytest(tmp_path / "wrong"), _pytest(tmp_path / "right")
+
+    assert wrong.returncode == 1, wrong.stdout
+    assert "R003" in wrong.stdout
+    assert f"R000/explored-{_EXAMPLE.digest}-ws2" in wrong.stdout
+    assert right.returncode == 0, right.stdout
+    assert "1 passed" in right.stdout
+    assert not list(tmp_path.rglob("*.jsonl"))

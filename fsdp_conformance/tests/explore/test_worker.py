@@ -1,0 +1,181 @@
+"""Real examples on the warm worker: correct engines, engines that are wrong where axes meet, that lie, die or hang."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from fsdp_conformance.adapters import registry
+from fsdp_conformance.capability import CAPABILITIES
+from fsdp_conformance.config import Plan, RunSettings, Sharding
+from fsdp_conformance.errors import AdapterError
+from fsdp_conformance.explore.case import run_on
+from fsdp_conformance.explore.example import Example, features
+from fsdp_conformance.explore.exploration import Budget, Exploration, Explorer
+from fsdp_conformance.explore.pool import Outcome, WarmWorker
+from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel
+from fsdp_conformance.settings import RunOrder
+from fsdp_conformance.verdict import Verdict
+from fsdp_conformance.workload import Regime
+
+_ENGINES = f"{Path(__file__).with_name('engines.py')}"
+
+
+def _order(implementation: str, **settings: object) -> RunOrder:
+    chosen = RunSettings(implementation=implementation, ranks="simulated", **settings)  # type: ignore[arg-type]
+    description = registry.describe(implementation)
+    return RunOrder(settings=chosen, description=description.to_json(), device="cpu")
+
+
+@contextmanager
+def _worker(name: str, **settings: object) -> Iterator[WarmWorker]:
+    implementation = name if name in registry.names() else f"{_ENGINES}:{name}"
+    with WarmWorker(_order(implementation, **settings)) as worker:
+        yield worker
+
+
+def _example(model: DrawnModel | None = None, *, world_size: int = 2, **plan: object) -> Example:
+    drawn = model or DrawnModel()
+    return Example(
+        world_size=world_size,
+        model=drawn,
+        plan=Plan(units=drawn.units(), **plan),  # type: ignore[arg-type]
+        regime=Regime(steps=3, unused_parameters=True),
+    )
+
+
+def _explored(name: str, *, examples: int, failures: int | None = None) -> Exploration:
+    implementation = name if name in registry.names() else f"{_ENGINES}:{name}"
+    declared = registry.describe(implementation).declared("cpu")
+    with _worker(name) as worker:
+        budget = Budget(max_examples=examples)
+        return Explorer(worker, declared, budget, max_shrinks=25, max_failures=failures).explore()
+
+
+def test_one_process_runs_many_examples() -> None:
+    """Examples pass, are not the same process's first one, and need no new process."""
+    with _worker("torch-fsdp2") as worker:
+        outcomes = [worker.run(_example(world_size=size)) for size in (1, 2, 3)]
+        starts = worker.starts
+
+    assert [outcome.record.verdict for outcome in outcomes if outcome.record] == [Verdict.PASS] * 3
+    assert starts == 1
+    assert all(outcome.record.comparisons > 50 for outcome in outcomes if outcome.record)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["reference", "torch-ddp"])
+def test_a_correct_engine_has_no_failure(engine: str) -> None:
+    """What is drawn for it passes, or is refused by it; hardly anything judges nobody."""
+    found = _explored(engine, examples=40)
+
+    assert [str(failure.signature) for failure in found.failures] == []
+    assert found.passed >= 30
+
+
+@pytest.mark.nightly
+def test_a_correct_engine_has_no_failure_in_many_examples() -> None:
+    """The same with two hundred examples."""
+    found = _explored("reference", examples=200)
+
+    assert [str(failure.signature) for failure in found.failures] == []
+    assert found.passed >= 160
+
+
+@pytest.mark.slow
+def test_wrong_where_two_axes_meet() -> None:
+    """An engine that is wrong only for odd rows in a second micro-batch is found, and shrunk to that."""
+    found = _explored("OddAndSecond", examples=60, failures=1)
+
+    (failure,) = found.failures
+    assert failure.signature.requirement in {"R001", "R002", "R003"}
+    assert failure.example.regime.micro_batches > 1
+    assert any(shape[0] % 2 for shape in failure.example.model.shapes().values() if len(shape) == 2)
+    assert len(failure.needs) < len(features(failure.drawn))
+
+
+def test_an_engine_that_says_it_shards() -> None:
+    """Replicated training is at parity; the bytes and the traffic give it away."""
+    with _worker("SaysItShards") as worker:
+        outcome = worker.run(_example(DrawnModel(width=5, blocks=(DrawnBlock(hidden=7),)), sharding=Sharding.FULL))
+
+    assert outcome.failed
+    assert outcome.record is not None
+    assert {finding.requirement for finding in outcome.record.findings} & {"R188", "R033", "R035"}
+
+
+def test_a_crash_is_a_failure_and_the_next_example_runs() -> None:
+    """The process of the ranks ends in the third step; the one after it is new."""
+    with _worker("DiesInTheThirdStep") as worker:
+        crashed = worker.run(_example())
+        again = worker.run(Example(regime=Regime(steps=1), plan=Plan(units=("blocks.0",))))
+
+    assert crashed.record is not None
+    assert crashed.record.verdict is Verdict.CRASH
+    assert again.record is not None
+    assert again.record.verdict is Verdict.PASS
+
+
+def test_waiting_in_vain_is_noticed_at_once() -> None:
+    """A collective that only one rank issues ends the example without waiting for a deadline, and the next one runs."""
+    drawn = DrawnModel()
+    with _worker("WaitsAlone") as worker:
+        stuck = worker.run(
+            Example(plan=Plan(units=drawn.units()), regime=Regime(micro_batches=2, unused_parameters=True))
+        )
+        again = worker.run(_example())
+
+    assert stuck.failed
+    assert again.record is not None
+    assert again.record.verdict is Verdict.PASS
+
+
+def test_a_refusal_is_no_failure() -> None:
+    """A combination that every rank refuses before it trains is counted as refused, with what was said."""
+    with _worker("RefusesBiases") as worker:
+        outcome = worker.run(_example(DrawnModel(blocks=(DrawnBlock(), DrawnBlock()))))
+
+    assert not outcome.failed
+    assert "more than one unit is not offered" in outcome.declined
+
+
+def test_an_adapter_that_cannot_be_loaded() -> None:
+    """It is a mistake of the adapter, told with what Python said."""
+    order = RunOrder(settings=RunSettings(implementation=f"{_ENGINES}:Missing", ranks="simulated"), device="cpu")
+    with WarmWorker(order) as worker, pytest.raises(AdapterError, match="Missing"):
+        worker.run(_example())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["processes", "simulated"])
+def test_the_same_verdict_on_fresh_ranks(kind: str) -> None:
+    """An example that fails on the warm worker fails on processes, against all references, and so does a pass."""
+    wrong = Example(
+        model=DrawnModel(width=3),
+        plan=Plan(units=("blocks.0",)),
+        regime=Regime(micro_batches=2, steps=2, unused_parameters=True),
+    )
+    base = RunSettings(ranks=kind)
+
+    assert run_on(wrong, f"{_ENGINES}:OddAndSecond", base=base).verdict is Verdict.FAIL
+    assert run_on(wrong, "torch-fsdp2", base=base).verdict is Verdict.PASS
+
+
+def test_nothing_is_left_after_a_worker() -> None:
+    """Its processes have ended when it is left."""
+    with _worker("torch-ddp") as worker:
+        outcome: Outcome = worker.run(_example())
+        process = worker._process
+
+    assert outcome.record is not None
+    assert outcome.record.verdict is Verdict.PASS
+    assert process is not None
+    assert process.poll() is not None
+
+
+def test_every_flag_is_known() -> None:
+    """The engines of these tests declare nothing that does not exist."""
+    assert registry.describe(f"{_ENGINES}:SaysItShards").declared("cpu") <= set(CAPABILITIES)

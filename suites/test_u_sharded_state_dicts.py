@@ -1,0 +1,119 @@
+"""U. Sharded state dicts: this rank's part, without communication, in the storage that the model uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from fsdp_conformance.adapters.base import Adapter
+from fsdp_conformance.case import conformance_case
+from fsdp_conformance.checks.checkpoint import addresses, same_state_dict, shares_storage, silent, unmoved
+from fsdp_conformance.checks.plain_training import plain_training
+from fsdp_conformance.fixtures import probes, workload_by_name
+from fsdp_conformance.harness.recording import process_group
+from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.workload import BatchKey, Workload
+
+STEPS = 3
+
+
+class ShardedStateDicts(ConformanceTestCase):
+    """What torch.distributed.checkpoint saves and loads."""
+
+    @conformance_case(
+        "R148",
+        chapter="U",
+        axes={"workload": ("rank-coded", "exact-tiny"), "world_size": (2, 3)},
+        only=lambda values: (values["workload"] == "exact-tiny") == (values["world_size"] == 3),
+        needs=("sharded_state_dict",),
+        kills=("sharded-state-is-old", "sharded-state-of-another-rank"),
+    )
+    def test_values(self, workload: str, world_size: int) -> None:
+        """
+        After training, and right after a forward that leaves units unsharded, torch.distributed.checkpoint writes the
+        parameters, which an unwrapped model in one process reads.
+        """
+        problem = workload_by_name(workload)
+        with self.blaming("suite"):
+            expected = plain_training(problem, (world_size,) * STEPS)[STEPS].model
+        adapter = self.subject()
+        kept = {"reshard_after_forward": False} if self.declares("reshard_after_forward") else {}
+        self.train(problem, self.plan(problem, **kept), adapter=adapter)
+        for moment in ("after training", "after a forward"):
+            if moment == "after a forward":
+                self._forward(adapter, problem)
+            with self.blaming("implementation"):
+                state = adapter.sharded_state_dict()
+            directory = self.shared_directory()
+            with self.blaming("implementation"):
+                save(state, checkpoint_id=directory)
+            read = self._read(problem, directory)
+            self.check(same_state_dict(read, expected, requirement="R148", rank=self.rank, moment=moment))
+
+    @conformance_case(
+        "R148",
+        chapter="U",
+        axes={"world_size": (2, 3)},
+        needs=("sharded_state_dict",),
+        kills=("sharded-state-is-gathered", "sharded-state-is-copied"),
+    )
+    def test_neither_communicates_nor_copies(self, world_size: int) -> None:
+        """It issues no collective, and its values lie in the storage that the rank holds."""
+        workload = probes.rank_coded()
+        adapter = self.subject()
+        run = self.train(workload, adapter=adapter)
+        log = process_group.log()
+        begin = len(log.records)
+        with self.blaming("implementation"):
+            state = adapter.sharded_state_dict()
+            live = [tensor for tensors in adapter.local_tensors().values() for tensor in tensors]
+        where: dict[str, Any] = {"requirement": "R148", "rank": self.rank}
+        self.check(silent(log.records[begin:], during="a sharded state dict", **where))
+        self.check(shares_storage(state, live, run.steps[-1].params, **where))
+
+    @conformance_case(
+        "R148",
+        chapter="U",
+        axes={"world_size": (2, 3)},
+        needs=("sharded_state_dict",),
+        kills=("sharded-load-replaces-storage", "sharded-load-does-nothing"),
+    )
+    def test_loads_in_place(self, world_size: int) -> None:
+        """What torch.distributed.checkpoint loads into it is in the model afterwards, in the same storage."""
+        workload = probes.rank_coded()
+        with self.blaming("suite"):
+            expected = plain_training(workload, (world_size,) * STEPS)
+        directory = self.shared_directory()
+        adapter = self.subject()
+
+        def write(subject: Adapter, step: int) -> None:
+            if step == 0:
+                save(subject.sharded_state_dict(), checkpoint_id=directory)
+
+        self.train(workload, adapter=adapter, after_step=write)
+        with self.blaming("implementation"):
+            state = adapter.sharded_state_dict()
+            held = addresses({str(index): value for index, value in enumerate(adapter.local_tensors()["params"])})
+            load(state, checkpoint_id=directory)
+            adapter.load_sharded_state_dict(state)
+            after = addresses({str(index): value for index, value in enumerate(adapter.local_tensors()["params"])})
+            params = adapter.full_params()
+        self.check(unmoved(held, after, requirement="R148", rank=self.rank))
+        self.check(same_state_dict(params, expected[1].model, requirement="R148", rank=self.rank, moment="loaded"))
+
+    def _forward(self, adapter: Adapter, workload: Workload) -> None:
+        key = BatchKey(step=STEPS, rank=self.rank, world_size=self.world_size)
+        batch = self.placed(workload.batch(key))
+        with self.blaming("implementation"), torch.no_grad():
+            adapter.forward(*batch.args, **batch.kwargs)
+
+    def _read(self, workload: Workload, directory: Path) -> dict[str, Any]:
+        """The checkpoint in the unwrapped model's own tensors, read by this process alone."""
+        state = {name: torch.full_like(value, -1.0) for name, value in workload.build(self.rank).state_dict().items()}
+        with self.blaming("implementation"):
+            load(state, checkpoint_id=directory, no_dist=True)
+        return state
