@@ -250,10 +250,32 @@ class UserWrites(ConformanceTestCase):
 
     @conformance_case(
         "R143",
+        "R002",
+        chapter="T",
+        axes={"what": ("write", "assign"), "world_size": (2,)},
+        needs=("writeback_direct",),
+        kills=("write-lost-on-one-rank", "computes-with-values-before-write"),
+    )
+    def test_between_forward_and_backward(self, what: str, world_size: int) -> None:
+        """A write between forward and backward, to biases that no gradient depends on, takes effect or is rejected."""
+        workload = probes.exact_nested()
+        names = tuple(name for name, _ in workload.build(self.rank).named_parameters() if name.endswith("bias"))
+        event = Event(action=Action(what), moment=Moment.LOSS, step=1, names=names, value=0.5)
+        regime = Regime(steps=3, events=(event,))
+        with self.refusal(
+            "R143", "a write between forward and backward", names=("writ", "modif", "data", "bias")
+        ) as outcome:
+            run = self.train(workload, regime=regime)
+            outcome.excused = True
+        if outcome.excused:
+            self.check_parity(run, workload, regime, requirement="R143")
+
+    @conformance_case(
+        "R143",
         chapter="T",
         axes={"world_size": (2,)},
         needs=("writeback_direct",),
-        kills=("takes-any-shape", "write-lost-on-one-rank"),
+        kills=("takes-any-shape", "reference-forgets-assigned"),
     )
     def test_wrong_shape(self, world_size: int) -> None:
         """Assigning data of another shape to a parameter raises in the next forward at the latest."""

@@ -162,7 +162,7 @@ class _Deaf(FlatParameter):
             member.parameter.data = part
 
 
-@known_wrong("R143")
+@known_wrong("R143", shows=("finding", "refusal"))
 class ReferenceForgetsAssigned(SeamReference):
     """Tensors that users assign to `.data` are replaced by the shard, without taking over their values."""
 
