@@ -9,6 +9,7 @@ Words, without torch:
     config         plans, settings, and the enums that they are made of
     settings       the settings of a run, from the command line to every rank
     case           a case, and the decorator that binds a test method to it
+    events         what happens between steps or inside one, and every point where it can
     workload       a model with its batches, and how to train it
     frames         whose code a stack frame is: the user's, torch's, Python's or ours
     outcome        findings, reports of ranks, records of cases
@@ -34,7 +35,7 @@ Cases and reports:
     case_checks    the checks that cases call
     case_worlds    smaller worlds inside a case, and a directory for all of its ranks
     selftest       single cases in this process
-    explore        drawn examples in place of written cases
+    explore        scenarios that are drawn, not listed
     report         the run file, the certificate, and texts for people
 
 Ways in:

@@ -92,6 +92,7 @@ _ALL = [
             "write_params": "Parameters can be changed in place after wrapping and before the first forward.",
             "manual_unshard": "A unit can be unsharded and resharded explicitly.",
             "async_unshard": "A unit can be unsharded asynchronously.",
+            "writeback_direct": "Users may write to the data and gradients of parameters between iterations.",
             "wrap_again": "A wrapped module can be passed to the wrapper again, so that its refusal can be observed.",
             "full_params": "Inside a context, user code sees full parameters.",
             "full_params_writeback": "The caller chooses whether writes in that context persist.",
@@ -161,6 +162,15 @@ _ALL = [
             "deferral_checks": "Misuse of a context that defers the reduction raises.",
             "clip_unit": "Units have their own method to clip, so that its refusal below the root can be observed.",
             "grad_scaler": "Losses can be scaled dynamically, with steps skipped on overflow.",
+        },
+    ),
+    *_flags(
+        "optimizer",
+        Asked.METHOD,
+        {
+            "learning_rate": "The learning rate can change between steps.",
+            "zero_grads": "Gradients can be set to zero between steps instead of None.",
+            "optim_in_backward": "The optimizer can step in a hook as soon as a parameter has its gradient.",
         },
     ),
     *_flags(

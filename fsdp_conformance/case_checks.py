@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,7 @@ from fsdp_conformance.checks.resharding import gathered_again, holds_whole_param
 from fsdp_conformance.checks.result import CheckResult, comparison
 from fsdp_conformance.config import SIMULATED, Plan
 from fsdp_conformance.errors import EnvironmentUnavailable, RequirementFailed, SuiteError
+from fsdp_conformance.events import Action, every_point
 from fsdp_conformance.harness.devices import device_count, use_device
 from fsdp_conformance.harness.rank import destroy_process_group
 from fsdp_conformance.harness.recording import process_group
@@ -75,6 +77,17 @@ class CaseChecks:
 
         def declares(self, flag: str) -> bool: ...
 
+        def subject(self) -> Adapter: ...
+
+        def train(
+            self,
+            workload: Workload,
+            plan: Plan | None = None,
+            regime: Regime | None = None,
+            *,
+            adapter: Adapter | None = None,
+        ) -> TrainingHistory: ...
+
         def plan(self, workload: Workload, **changes: Any) -> Plan: ...
 
         def blaming(self, part: str) -> AbstractContextManager[None]: ...
@@ -92,7 +105,7 @@ class CaseChecks:
 
     def references(self, workload: Workload, regime: Regime | None = None) -> References:
         """The references for the workload, trained and in agreement. Collective, once per workload and regime."""
-        regime = regime or Regime()
+        regime = (regime or Regime()).for_references()
         key = (workload.name, regime)
         if key not in self.trained_references:
             with process_group.log().phase("observe"), self.blaming("suite"):
@@ -244,6 +257,31 @@ class CaseChecks:
             seen = f"differences of up to {(got.double() - want.double()).abs().max().item():.3g}"
         message = comparison(what, expected=wanted, got=seen)
         self.expect(same, requirement, message, check="bitwise equality", bound="bitwise", **where)
+
+    def check_every_point(
+        self,
+        workload: Workload,
+        regime: Regime,
+        action: Action,
+        *,
+        requirement: str,
+        runs: int | None = None,
+        pending: bool | None = None,
+        **fields: Any,
+    ) -> None:
+        """
+        Train with the action at every point of a step at which it is legal, in as many runs as `events.every_point`
+        makes of it, and compare everything with the references. Findings name the points.
+        """
+        for points, disturbed in every_point(regime, action, runs=runs, pending=pending, **fields):
+            adapter, before = self.subject(), len(self.report.findings)
+            run = self.train(workload, None, disturbed, adapter=adapter)
+            self.check_parity(run, workload, disturbed, requirements=dict.fromkeys(Kind, requirement))
+            self.drop(adapter)
+            self.report.findings[before:] = [
+                replace(finding, message=f"{finding.message}; in each step, {points}")
+                for finding in self.report.findings[before:]
+            ]
 
     def check_rounding(
         self,

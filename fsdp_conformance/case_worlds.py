@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import distributed_c10d
 
 from fsdp_conformance.adapters.base import Adapter
@@ -52,20 +52,25 @@ class CaseWorlds:
         everybody = self.case.world_size
         if not 1 <= size <= everybody:
             raise SuiteError(f"a world inside this case has 1 to {everybody} ranks, got {size} [{self.case.id}]")
-        store = distributed_c10d._get_default_store()
-        self._worlds_made += 1
         self._close_everything()
-        ended = f"the smaller world {self._worlds_made} has ended"
-        if self.rank < size:
-            self._begin_world(store, size, "smaller")
+        if size == everybody:
             body()
             self._close_everything()
-            store.set(ended, "yes")
+            return
+        store: Store = PrefixStore(f"world {self._worlds_made}", distributed_c10d._get_default_store())
+        self._worlds_made += 1
+        self._end_world(store, "whole", everybody)
+        if self.rank < size:
+            self._begin_world(store, "smaller", size)
+            body()
+            self._close_everything()
+            self._end_world(store, "smaller", size)
+            store.set("the smaller world has ended", "")
         else:
             # Longer than a collective may take: a whole training goes on meanwhile.
             with self.blaming("suite"):
-                store.wait([ended], timedelta(seconds=context.running().order.case.deadlines.case_s))
-        self._begin_world(store, everybody, "whole")
+                store.wait(["the smaller world has ended"], self._patience)
+        self._begin_world(store, "next whole", everybody)
 
     def shared_directory(self) -> Path:
         """A new directory that every rank sees and that goes away with the case. Collective."""
@@ -76,19 +81,39 @@ class CaseWorlds:
             dist.broadcast_object_list(place)
         return Path(str(place[0]))
 
-    def _begin_world(self, store: Any, size: int, name: str) -> None:
-        """Leave the current world, and meet the first `size` ranks in a new one."""
+    def _begin_world(self, store: Store, name: str, size: int) -> None:
+        """Meet the first `size` ranks in a new world."""
         with self.blaming("suite"):
-            destroy_process_group()
             self._smaller_world = None if size == self.case.world_size else size
             dist.init_process_group(
                 process_group.BACKEND,
-                store=PrefixStore(f"{name} world {self._worlds_made}", store),
+                store=PrefixStore(name, store),
                 rank=self.rank,
                 world_size=size,
                 timeout=timedelta(seconds=context.running().order.case.deadlines.collective_s),
             )
             process_group.require_recording()
+            self._meet(store, f"{name} begins", size)
+
+    def _end_world(self, store: Store, name: str, size: int) -> None:
+        """Leave the current world, once every rank has finished what it does there."""
+        with self.blaming("suite"):
+            self._meet(store, f"{name} ends", size)
+            destroy_process_group()
+
+    def _meet(self, store: Store, what: str, size: int) -> None:
+        """
+        Wait for the others at the store.
+
+        A barrier would not do: its own connections are closed as soon as the first rank has left it.
+        """
+        if store.add(f"{what}, arrived", 1) == size:
+            store.set(what, "")
+        store.wait([what], self._patience)
+
+    @property
+    def _patience(self) -> timedelta:
+        return timedelta(seconds=context.running().order.case.deadlines.case_s)
 
     def _close_everything(self) -> None:
         self.trained_references.clear()

@@ -297,7 +297,7 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
         if run.checked_accesses is not None:
             from fsdp_conformance.simulator import checker
 
-            short = replace(regime or Regime(), steps=1, eval_before=(), eval_between=(), frozen_at=())
+            short = (regime or Regime()).undisturbed(steps=1)
             kept = {name: value for name, value in options.items() if name not in ("faults", "adapter")}
             with checker.without_waits(self.device.index), self.blaming("implementation"):
                 control = session.train(

@@ -6,11 +6,12 @@ Only the types are here; the models are in `fsdp_conformance.fixtures`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.events import PER_MICRO_BATCH, WITHOUT_EFFECT, Action, Event, Moment
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -53,6 +54,8 @@ class Workload:
     """loss(output, batch): a scalar. The data-parallel gradient is the mean over ranks of its gradient."""
     optimizers: dict[str, Callable[[Any], Optimizer]]
     """By name ("sgd", "adam"): builds a stock torch optimizer from params (tensors or groups)."""
+    optimizer_sets: dict[str, Callable[[Mapping[str, Any]], list[Optimizer]]] = field(default_factory=dict)
+    """By name: builds optimizers, with groups, from parameters by name. They need the flag `orig_params`."""
     units: tuple[str, ...] = ()
     """FQNs of submodules that are one unit each, innermost first, as `Plan.units`."""
     local_units: tuple[str, ...] = ()
@@ -81,11 +84,12 @@ class Regime:
     How a workload is trained, by the implementation and by every reference alike.
 
     A step is `micro_batches` forwards and backwards, then clipping, then the optimizer. `reduced[i]` is whether the
-    gradients of micro-batch i are reduced immediately or deferred; the last one is always reduced.
+    gradients of micro-batch i are reduced immediately or deferred; the last one is always reduced. What else happens is
+    in `events`, and in the fields that are short for events: `at` gives both.
     """
 
     optimizer: str = "sgd"
-    """Key of `Workload.optimizers`."""
+    """Key of `Workload.optimizers` or `Workload.optimizer_sets`."""
     steps: int = 3
     micro_batches: int = 1
     reduced: tuple[bool, ...] = ()
@@ -113,6 +117,10 @@ class Regime:
     """FQNs whose gradient is set to None before the optimizer step: freezing without the flag."""
     frozen_at: tuple[tuple[int, tuple[str, ...]], ...] = ()
     """(step, FQNs): from that step on exactly these parameters have requires_grad=False."""
+    optimizer_in_backward: bool = False
+    """Each parameter has its own optimizer, which steps in a hook as soon as the gradient is there."""
+    events: tuple[Event, ...] = ()
+    """What else happens, at any point of a step; events at one point in this order."""
     keep_outputs: bool = False
     """Record the model's outputs in the history."""
     unused_parameters: bool = False
@@ -128,6 +136,13 @@ class Regime:
             problems.append(f"pipeline must be '', 'forwards-first' or '1f1b', got {self.pipeline!r}")
         if self.backwards_per_forward not in (1, 2):
             problems.append(f"backwards_per_forward must be 1 or 2, got {self.backwards_per_forward}")
+        problems += [
+            f"events must lie within {self.steps} steps of {self.micro_batches} micro-batches, got {event.describe()}"
+            for event in self.events
+            if event.step >= self.steps or event.micro >= self.micro_batches
+        ]
+        if self.pipeline and any(event.moment in PER_MICRO_BATCH for event in self.events):
+            problems.append("events must not lie within a micro-batch: in a pipeline its passes are not adjacent")
         if problems:
             raise ConfigError(problems, where="Regime")
 
@@ -144,3 +159,59 @@ class Regime:
     def is_reduced(self, micro: int) -> bool:
         """Whether the gradients of micro-batch `micro` are reduced when its backward ends."""
         return not self.reduced or self.reduced[micro]
+
+    def at(self, moment: Moment, step: int, micro: int = 0) -> list[Event]:
+        """The events at a point of the run, in order."""
+        asked = micro if moment in PER_MICRO_BATCH else 0
+        return [
+            *self._shorthand(moment, step),
+            *(e for e in self.events if e.moment is moment and e.step == step and e.micro == asked),
+        ]
+
+    def in_step(self, step: int) -> Iterator[Event]:
+        """Every event of a step, in order."""
+        for moment in Moment:
+            for micro in range(self.micro_batches) if moment in PER_MICRO_BATCH else (0,):
+                yield from self.at(moment, step, micro)
+
+    def frozen(self, step: int) -> tuple[str, ...] | None:
+        """The parameters that are frozen in the forwards of a step; None if no event has said so yet."""
+        said = [
+            event
+            for earlier in range(step + 1)
+            for event in self.in_step(earlier)
+            if event.action is Action.FREEZE and (event.moment is Moment.STEP or earlier < step)
+        ]
+        return said[-1].names if said else None
+
+    def dropped(self, step: int) -> frozenset[str]:
+        """The parameters whose gradients of a step are set to None before the optimizer."""
+        return frozenset(name for event in self.in_step(step) if event.action is Action.DROP for name in event.names)
+
+    def skips(self, step: int) -> bool:
+        """Whether the optimizer does not step."""
+        return any(event.action is Action.SKIP for event in self.in_step(step))
+
+    def happens(self, *actions: Action) -> bool:
+        """Whether any of the actions happens in the run."""
+        return any(event.action in actions for step in range(self.steps) for event in self.in_step(step))
+
+    def for_references(self) -> Regime:
+        """The regime without the events that change nothing for a reference, so that such regimes share references."""
+        return replace(self, events=tuple(event for event in self.events if event.action not in WITHOUT_EFFECT))
+
+    def undisturbed(self, steps: int) -> Regime:
+        """As many steps of it, without evaluations, changes of flags, or `events`."""
+        return replace(self, steps=steps, events=(), eval_before=(), eval_between=(), frozen_at=())
+
+    def _shorthand(self, moment: Moment, step: int) -> list[Event]:
+        """The events that the other fields stand for."""
+        found: list[tuple[Action, tuple[str, ...]]] = []
+        if moment is Moment.STEP:
+            found += [(Action.FREEZE, names) for first, names in self.frozen_at if first == step]
+            found += [(Action.EVALUATE, ())] * (step in self.eval_before)
+            found += [(Action.FORWARD, ())] * self.idle_forwards
+        elif moment is Moment.OPTIMIZER:
+            found += [(Action.DROP, self.gradient_to_none)] if self.gradient_to_none else []
+            found += [(Action.EVALUATE, ())] * (step in self.eval_between)
+        return [Event(action=action, moment=moment, step=step, names=names) for action, names in found]

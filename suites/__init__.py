@@ -30,6 +30,7 @@ adapter.
     test_u_sharded_state_dicts
                            sharded state dicts
     test_u_state_dicts     full state dicts, and what reading leaves behind
+    test_t_optimizers      optimizers, groups, steps in backward, and what users write
     test_v_hybrid          several groups: hybrid sharding, experts, tensor parallelism
     test_w_reentry         multiple forwards and re-entrancy
     test_x_structures      inputs and outputs

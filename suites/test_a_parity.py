@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import torch
+
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.checks import communication, groups, partition
+from fsdp_conformance.checks.invariance import Losses, same_training
+from fsdp_conformance.checks.reference_single import single_process_reference
 from fsdp_conformance.config import Plan, Sharding
-from fsdp_conformance.fixtures import models, probes, transformer, workload_by_name
+from fsdp_conformance.events import Action
+from fsdp_conformance.fixtures import models, probes, split, transformer, workload_by_name
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Regime, Workload
@@ -199,6 +204,51 @@ class NumericalParity(ConformanceTestCase):
         self.check_parity(run, workload, requirements={"loss": "R008"})
 
     @conformance_case(
+        "R008",
+        "R002",
+        chapter="A",
+        axes={"world_size": (1, 2, 3, 4, 6)},
+        kills=lambda values: (
+            ("divides-by-power-of-two", "extra-decay", *(["sum-instead-of-mean"] if values["world_size"] > 1 else []))
+        ),
+    )
+    def test_same_global_batch(self, world_size: int) -> None:
+        """
+        The same twelve samples in each step train the same parameters, bit for bit, on however many ranks they are.
+        """
+        workload = split.global_batch()
+        run = self.train(workload)
+        expected = single_process_reference(workload, Regime(), rank=0, world_size=1, dtype=torch.float32)
+        what = "all samples on one rank"
+        self.check(same_training(run, expected, what=what, requirement="R008", losses=Losses.OTHERS))
+
+    @conformance_case(
+        "R005",
+        "R002",
+        "R003",
+        chapter="A",
+        axes={"sharding": ("grad_optim", "none", "hybrid")},
+        world_size=4,
+        needs=lambda values: [
+            "zero3",
+            {"grad_optim": "zero2", "none": "no_shard", "hybrid": "hsdp"}[values["sharding"]],
+        ],
+        kills=lambda values: (
+            ("reduces-over-shard-group-only", "scales-outside-full-sharding")
+            if values["sharding"] == "hybrid"
+            else ("scales-outside-full-sharding",)
+        ),
+    )
+    def test_degree_changes_nothing(self, sharding: str) -> None:
+        """The sharding degree and the shape of the mesh change no bit of losses, gradients and parameters."""
+        workload = probes.exact_nested()
+        other = Sharding(sharding)
+        plan = self.plan(workload, sharding=other, replicas=2 if other is Sharding.HYBRID else 1)
+        run = self.train(workload, plan)
+        full = self.train(workload, self.plan(workload, sharding=Sharding.FULL))
+        self.check(same_training(run, full, what="full sharding", requirement="R005"))
+
+    @conformance_case(
         "R009", chapter="A", world_size=1, kills=("extra-decay", "divides-by-power-of-two", "random-noise")
     )
     def test_one_rank_is_plain_training(self) -> None:
@@ -238,6 +288,38 @@ class NumericalParity(ConformanceTestCase):
         regime = Regime(eval_between=(0, 1), keep_outputs=True)
         run = self.train(workload, regime=regime)
         self.check_parity(run, workload, regime, requirement="R010", requirements={"eval": "R010"})
+
+    @conformance_case(
+        "R010",
+        "R002",
+        "R003",
+        chapter="A",
+        axes={"world_size": (2, 3)},
+        kills=("evaluation-clears-gradients", "gradients-lost-after-eval", "eval-disturbs-training"),
+    )
+    def test_eval_at_any_point(self, world_size: int) -> None:
+        """
+        A forward under no_grad at any point of a step gives the reference's output and leaves training as it was.
+
+        Between backward and the optimizer step, it has a case of its own.
+        """
+        self.check_every_point(
+            probes.exact_accumulation(),
+            Regime(micro_batches=2),
+            Action.EVALUATE,
+            runs=3,
+            requirement="R010",
+            pending=False,
+        )
+
+    @conformance_case(
+        "R010", "R002", "R003", chapter="A", world_size=2, kills=("mode-clears-gradients", "no-reduction")
+    )
+    def test_mode_toggled_on_one_rank(self) -> None:
+        """Switching to eval mode and back, at any point and on one rank alone, does not affect training."""
+        self.check_every_point(
+            probes.exact_accumulation(), Regime(micro_batches=2), Action.TOGGLE, runs=1, requirement="R010", ranks=(0,)
+        )
 
     @conformance_case(
         "R010",

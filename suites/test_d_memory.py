@@ -17,6 +17,7 @@ from fsdp_conformance.case import conformance_case
 from fsdp_conformance.checks import memory
 from fsdp_conformance.checks.result import comparison
 from fsdp_conformance.config import Offload, Sharding
+from fsdp_conformance.events import Action
 from fsdp_conformance.fixtures import deep, probes
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Regime, Workload
@@ -300,6 +301,22 @@ class Lifecycle(ConformanceTestCase):
         plan = self.plan(workload, sharding=Sharding.GRAD_OPTIM)
         run = self.train(workload, plan, on_setup=twice, on_loss=between)
         self.check_parity(run, workload, requirement="R041")
+
+    @conformance_case(
+        "R041",
+        "R002",
+        "R003",
+        chapter="D",
+        axes={"world_size": (2, 3)},
+        needs=("manual_unshard",),
+        kills=("reshard-by-hand-drops-gradients", "no-reduction"),
+    )
+    def test_by_hand_at_any_point(self, world_size: int) -> None:
+        """A unit that is gathered and freed by hand, at any point of a step, leaves training as it was."""
+        workload = probes.exact_accumulation()
+        regime = Regime(micro_batches=2)
+        units = (workload.units[1], "")
+        self.check_every_point(workload, regime, Action.UNSHARD, runs=2, requirement="R041", names=units)
 
     def _expect_unsharded(self, adapter: Adapter, unit: str, expected: bool) -> None:
         got = adapter.unit_is_unsharded(unit)

@@ -626,7 +626,7 @@ def _hook(module: nn.Module, unit: str, place: str, attempt: Callable[[], None])
 
     def after(_: nn.Module, arguments: Any, output: Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(lambda gradient: attempt())  # type: ignore[no-untyped-call]
+            output.register_hook(lambda gradient: attempt())
 
     # Of a module inside the unit, so that the unit itself is in its forward.
     inner = module.get_submodule(f"{unit}.grid")

@@ -19,6 +19,7 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.config import Sharding
 from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.events import Action
 from fsdp_conformance.fixtures import models, probes
 from fsdp_conformance.fixtures.data import normal, place, seeded_init
 from fsdp_conformance.fixtures.recipes import field_optimizers, mean_squared_error
@@ -55,6 +56,57 @@ class StateMachine(ConformanceTestCase):
         regime = Regime(idle_forwards=2)
         run = self.train(workload, regime=regime)
         self.check_parity(run, workload, regime, requirements={"gradient": "R053", "parameter": "R053"})
+
+    @conformance_case(
+        "R053",
+        "R002",
+        "R003",
+        chapter="F",
+        axes={"world_size": (2, 3)},
+        kills=("forward-replaces-gradients", "idle-forward-leaks"),
+    )
+    def test_forward_at_any_point(self, world_size: int) -> None:
+        """
+        A forward in training mode without a backward, between steps or micro-batches, leaves training as it was.
+        """
+        self.check_every_point(
+            probes.exact_accumulation(),
+            Regime(micro_batches=2),
+            Action.FORWARD,
+            runs=3,
+            requirement="R053",
+            pending=False,
+        )
+
+    @conformance_case(
+        "R053",
+        "R002",
+        "R003",
+        chapter="F",
+        axes={"world_size": (2,)},
+        kills=("forward-replaces-gradients", "idle-forward-leaks"),
+    )
+    def test_forward_before_the_update(self, world_size: int) -> None:
+        """Such a forward between backward and the optimizer step does not make the next step see old parameters."""
+        self.check_every_point(
+            probes.exact_accumulation(), Regime(micro_batches=2), Action.FORWARD, requirement="R053", pending=True
+        )
+
+    @conformance_case(
+        "R052",
+        "R002",
+        "R003",
+        chapter="F",
+        axes={"world_size": (2, 3)},
+        kills=("reading-drops-gradients", "reads-what-forward-saw"),
+    )
+    def test_read_at_any_point(self, world_size: int) -> None:
+        """
+        Full parameters can be read wherever no forward waits for its backward; they are current, and training goes on.
+        """
+        self.check_every_point(
+            probes.exact_accumulation(), Regime(micro_batches=2), Action.READ, runs=2, requirement="R052"
+        )
 
     @conformance_case(
         "R058",

@@ -9,12 +9,21 @@ from torch import nn
 
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
+from fsdp_conformance.checks.invariance import same_training
 from fsdp_conformance.checks.order import gathered_units
 from fsdp_conformance.config import BackwardPrefetch, Plan, Sharding
-from fsdp_conformance.fixtures import deep, shapes
+from fsdp_conformance.fixtures import deep, models, shapes
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Workload
+
+#: By name: the flags that it needs, and the fields of the plan.
+_PREFETCH: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "forward": (("prefetch_forward",), {"forward_prefetch": True}),
+    "backward-none": (("prefetch_backward",), {"backward_prefetch": BackwardPrefetch.NONE}),
+    "backward-post": (("prefetch_backward",), {"backward_prefetch": BackwardPrefetch.POST}),
+    "explicit": (("prefetch_explicit",), {"explicit_prefetch": 2}),
+}
 
 
 class Prefetch(ConformanceTestCase):
@@ -70,6 +79,25 @@ class Prefetch(ConformanceTestCase):
                     what = f"gathers issued when {unit} computes"
                     expected = list(order[: expected_at(index)])
                     self.expect_equal(requirement, what, got, expected, check="order of gathers", **where)
+
+
+class SameBits(ConformanceTestCase):
+    """Prefetching changes when parameters are gathered, and nothing else."""
+
+    @conformance_case(
+        "R078",
+        "R002",
+        chapter="H",
+        axes={"world_size": (2,), "prefetch": tuple(_PREFETCH)},
+        needs=lambda values: _PREFETCH[values["prefetch"]][0],
+        kills=("loses-bits-with-prefetch",),
+    )
+    def test_prefetch_changes_nothing(self, world_size: int, prefetch: str) -> None:
+        """On two ranks, a model with rounding errors is trained to the same bits with any prefetch."""
+        workload = models.norm_mlp()
+        run = self.train(workload, self.plan(workload, **_PREFETCH[prefetch][1]))
+        usual = self.train(workload)
+        self.check(same_training(run, usual, what="the default prefetch", requirement="R078"))
 
 
 class AsyncUnshard(ConformanceTestCase):

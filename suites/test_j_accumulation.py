@@ -7,8 +7,9 @@ from typing import Any
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.checks.communication import collective_counts
+from fsdp_conformance.checks.invariance import Losses, same_training
 from fsdp_conformance.config import Offload, Sharding
-from fsdp_conformance.fixtures import probes
+from fsdp_conformance.fixtures import probes, split
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Regime
 
@@ -77,6 +78,36 @@ class Accumulation(ConformanceTestCase):
         regime = Regime(steps=1, micro_batches=6, reduced=_PATTERNS[pattern])
         run = self.train(workload, self.plan(workload, micro_batches=6, defer_reduction=True), regime)
         self.check_parity(run, workload, regime, requirements={"gradient": "R093"})
+
+    @conformance_case(
+        "R092",
+        "R002",
+        chapter="J",
+        axes={"parts": (2, 4), "world_size": (2, 3)},
+        kills=("overwrites-instead-of-adding", "optimizer-steps-every-microbatch", "last-microbatch-not-synchronised"),
+    )
+    def test_split_changes_nothing(self, parts: int, world_size: int) -> None:
+        """A batch of four samples, and the same samples in several micro-batches, train the same parameters bitwise."""
+        self._compare_splits(parts, (), "R092")
+
+    @conformance_case(
+        "R093",
+        "R002",
+        chapter="J",
+        axes={"parts": (2, 4), "world_size": (2, 3)},
+        needs=("no_sync",),
+        kills=("last-microbatch-not-synchronised", "reference-overwrites-collected"),
+    )
+    def test_deferred_split_changes_nothing(self, parts: int, world_size: int) -> None:
+        """The same if the reduction is deferred to the last micro-batch."""
+        self._compare_splits(parts, (*[False] * (parts - 1), True), "R093")
+
+    def _compare_splits(self, parts: int, reduced: tuple[bool, ...], requirement: str) -> None:
+        whole = self.train(split.split_batch())
+        regime = Regime(micro_batches=parts, reduced=reduced)
+        run = self.train(split.split_batch(parts), regime=regime)
+        what = f"one batch instead of {parts}"
+        self.check(same_training(run, whole, what=what, requirement=requirement, losses=Losses.SUMS))
 
     @conformance_case(
         "R094",

@@ -327,13 +327,12 @@ class _WithIgnored(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.graded = norms.build_graded(0)
-        self.ignored = nn.Module()
-        self.ignored.part = norms.GradedPart((17, 3))
+        self.ignored = norms.GradedPart((17, 3))
         with torch.no_grad():
-            self.ignored.part.weight.fill_(0.5)
+            self.ignored.weight.fill_(0.5)
 
     def forward(self, x: Tensor, spikes: Tensor, common: Tensor) -> Tensor:
-        return torch.stack([self.graded(x, spikes), self.ignored.part(common, spikes)])
+        return torch.stack([self.graded(x, spikes), self.ignored(common, spikes)])
 
 
 def _build_with_ignored(rank: int) -> nn.Module:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fsdp_conformance.case import conformance_case
+from fsdp_conformance.events import Action, Event, Moment
 from fsdp_conformance.fixtures import frozen, models, probes
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Regime
@@ -70,6 +71,31 @@ class FrozenParameters(ConformanceTestCase):
         regime = Regime(steps=4, frozen_at=((1, names), (3, ())), unused_parameters=True)
         run = self.train(workload, regime=regime)
         self.check_parity(run, workload, regime, requirements={"gradient": "R113", "parameter": "R113"})
+
+    @conformance_case(
+        "R113",
+        "R002",
+        "R003",
+        chapter="M",
+        axes={"world_size": (2, 3)},
+        needs=("frozen_dynamic",),
+        kills=("frozen-still-moves", "thawed-loses-first-gradient", "never-thaws"),
+    )
+    def test_frozen_with_momentum(self, world_size: int) -> None:
+        """
+        A parameter that is frozen between steps keeps its value and its momentum, which count again from the step after
+        which it is unfrozen.
+        """
+        workload = probes.exact_nested()
+        names = (*self.unit_parameters(workload, workload.units[-1]), "head.weight")
+        for moment in (Moment.STEP, Moment.END):
+            events = (
+                Event(action=Action.FREEZE, moment=moment, step=1, names=names),
+                Event(action=Action.FREEZE, moment=moment, step=3),
+            )
+            regime = Regime(steps=6, events=events, unused_parameters=True)
+            run = self.train(workload, regime=regime)
+            self.check_parity(run, workload, regime, requirement="R113")
 
     @conformance_case(
         "R114",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.checks import communication
+from fsdp_conformance.checks.invariance import same_training
 from fsdp_conformance.checks.result import comparison
 from fsdp_conformance.checks.traffic import nbytes, of
 from fsdp_conformance.checks.units import owning_units, parameter_bytes
@@ -56,6 +57,26 @@ class Nesting(ConformanceTestCase):
         }[wrapping]
         run = self.train(workload, self.plan(workload, units=tuple(units)))
         self.check_parity(run, workload, requirements={"gradient": "R126", "parameter": "R126"})
+
+    @conformance_case(
+        "R126",
+        "R002",
+        chapter="P",
+        axes={"wrapping": ("flat", "every-module"), "world_size": (2,)},
+        kills=lambda values: (
+            ("loses-bits-without-units",) if values["wrapping"] == "flat" else ("loses-bits-in-small-units",)
+        ),
+    )
+    def test_units_change_nothing(self, wrapping: str, world_size: int) -> None:
+        """On two ranks, Adam trains a model with rounding errors to the same bits, whatever its units are."""
+        workload = models.norm_mlp()
+        children = tuple(
+            name for name, module in workload.build(0).named_modules() if name and not any(module.children())
+        )
+        regime = Regime(optimizer="adam", steps=4)
+        run = self.train(workload, self.plan(workload, units=() if wrapping == "flat" else children), regime)
+        usual = self.train(workload, regime=regime)
+        self.check(same_training(run, usual, what="the usual units", requirement="R126"))
 
     @conformance_case(
         "R127",

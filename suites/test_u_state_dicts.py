@@ -370,7 +370,7 @@ class ReadingChangesNothing(ConformanceTestCase):
         chapter="U",
         world_size=2,
         needs=("optim_state_dict",),
-        kills=("optimizer-state-steps",),
+        kills=("optimizer-state-initialises",),
     )
     def test_optimizer_state_before_the_first_step(self) -> None:
         """An optimizer state dict that is taken before the first step does not count as a step of Adam."""

@@ -17,6 +17,7 @@ The protocol and its tools:
 The training loop of the implementation under test:
 
     session             trains a workload through an adapter and records its history
+    optimizers          several optimizers of a user, passed to an engine as one
     structures          tensors inside models' inputs and outputs
     watch               allocator statistics and the simulated accelerator's checker
 

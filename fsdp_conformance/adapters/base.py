@@ -106,6 +106,8 @@ class Adapter(ABC):
         "reshard": "manual_unshard",
         "unshard_async": "async_unshard",
         "wrap_again": "wrap_again",
+        "set_learning_rate": "learning_rate",
+        "keep_zero_grads": "zero_grads",
         "register_comm_hook": "comm_hook",
         "full_params_context": "full_params",
         "apply": "apply_fn",
@@ -262,6 +264,14 @@ class Adapter(ABC):
 
     def wrap_again(self) -> None:
         """Wrap the wrapped module again, as a careless caller might. An implementation should raise."""
+        raise NotImplementedError
+
+    def set_learning_rate(self, value: float) -> None:
+        """Give all parameter groups this learning rate from now on, as a scheduler does. Not collective."""
+        raise NotImplementedError
+
+    def keep_zero_grads(self) -> None:
+        """From now on, `step` sets gradients to zero instead of None. Not collective."""
         raise NotImplementedError
 
     def register_comm_hook(self, hook: CommunicationHook) -> None:

@@ -116,6 +116,8 @@ class Reference(TorchAdapter):
             "mem_bounds",
             "rate_limit",
             "reshard_load",
+            "optim_in_backward",
+            "writeback_direct",
         }
     )
     #: The unit that computes, and the one that is prefetched.
@@ -220,7 +222,7 @@ class Reference(TorchAdapter):
 
     def recover(self) -> None:
         self._root.recover()
-        self.drop_all_grads()
+        self.discard_gradients()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         state = full_state_dict(self.model, rank0_only=rank0_only, offload_to_cpu=rank0_only)

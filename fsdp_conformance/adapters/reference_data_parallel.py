@@ -48,7 +48,6 @@ class ReferenceDataParallel(TorchAdapter):
             "scalar_params",
             "noncontiguous_params",
             "ws1_fast",
-            "exception_recovery",
         }
     )
 
@@ -71,6 +70,11 @@ class ReferenceDataParallel(TorchAdapter):
     def no_sync(self) -> AbstractContextManager[Any]:
         assert isinstance(self.model, DataParallel), "wrap() returns one"
         return self.model.no_sync()
+
+    def recover(self) -> None:
+        assert isinstance(self.model, DataParallel), "wrap() returns one"
+        self.model.reset()
+        self.discard_gradients()
 
     def reducer(self, module: nn.Module, options: ReducerOptions) -> GradientReducer:
         return DataParallel(module, **reducer_options(options))

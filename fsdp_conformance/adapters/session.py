@@ -6,17 +6,20 @@ both.
 
 A step, with the labels of its collectives in the log:
 
-    frozen_at            requires_grad is set
-    eval_before          "eval"      eval-mode forward under no_grad
-    idle_forwards        "forward"   training-mode forwards without backward
-    each micro-batch     "forward", then "backward"; the fault point after_loss lies between them. In a pipeline other
-                         micro-batches' passes may lie between them, too
+    events               before the step
+    each micro-batch     events before the forward
+                         "forward"
+                         events, and the fault point after_loss, between forward and backward
+                         "backward"
+                         events after the backward. In a pipeline other micro-batches' passes may lie in between, too
     gradients            "observe"   full gradients are read, before clipping
-    gradient_to_none     gradients are dropped
-    eval_between         "eval"
+    events               before the optimizer
     fault point          before_step
     optimizer            "step"      clipping, update, zero_grad
+    events               after the optimizer
     parameters           "observe"   losses, full parameters and buffers are read
+
+The collectives of an event are labelled "eval", "forward" or "observe", or "event" if they are none of these.
 
 On an accelerator nothing within a step makes the host wait: inputs are on the device before setup, and losses and
 outputs stay there until the step's observation. A wait orders everything before it, so a loop that waits would hide
@@ -30,19 +33,23 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.names import OriginalNames
+from fsdp_conformance.adapters.optimizers import Several
 from fsdp_conformance.adapters.sharded import full_copy, materialise_norm
 from fsdp_conformance.adapters.structures import map_tensors
 from fsdp_conformance.adapters.torch_like import compute_device
 from fsdp_conformance.adapters.watch import Watch, watch_for
 from fsdp_conformance.config import Plan
-from fsdp_conformance.errors import ConfigError, SuiteError, Unsupported
+from fsdp_conformance.errors import AdapterError, ConfigError, SuiteError, Unsupported
+from fsdp_conformance.events import Action, Event, Moment
 from fsdp_conformance.faults.fault import Fault
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.parts import Part
@@ -53,6 +60,20 @@ from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
 
 #: Kinds of `Adapter.local_tensors` whose bytes are counted while gradients exist.
 _BEFORE_STEP = frozenset({"grads"})
+
+#: Actions that use a batch.
+_FORWARDS = frozenset({Action.EVALUATE, Action.FORWARD})
+
+#: Flags without which an adapter cannot be asked for an action.
+_FLAGS = {
+    Action.UNSHARD: "manual_unshard",
+    Action.LEARNING_RATE: "learning_rate",
+    Action.ZEROS: "zero_grads",
+    Action.WRITE: "writeback_direct",
+    Action.ASSIGN: "writeback_direct",
+    Action.WRITE_GRADIENT: "writeback_direct",
+    Action.ASSIGN_GRADIENT: "writeback_direct",
+}
 
 
 def plan_for(workload: Workload, regime: Regime, plan: Plan | None = None) -> Plan:
@@ -104,6 +125,9 @@ def train(
     """
     plan = _with_regime(plan, workload, regime)
     adapter.refuse_undeclared(plan)
+    for flag, why in _flags_of(workload, regime).items():
+        if flag not in adapter.declared():
+            raise Unsupported(flag, f"the regime needs it: {why}")
     if regime.norm_type != 2.0 and "clip_norm_type" not in adapter.declared():
         raise Unsupported("clip_norm_type", f"the regime clips by the {regime.norm_type}-norm")
     if regime.pipeline and "pipelined_microbatch" not in adapter.declared():
@@ -173,6 +197,8 @@ class _Run:
         self.watch = watch_for(self.device)
         self._batches: dict[tuple[int, int], list[Batch]] = {}
         self._spent: list[Batch] = []
+        self._built: dict[str, nn.Parameter] = {}
+        """The parameters of the newly built model by name, if an optimizer needs their names."""
         self._kept: list[Tensor] = []
         self._evaluated: list[Any] = []
 
@@ -188,12 +214,16 @@ class _Run:
                 for fault in self.faults:
                     fault.prepare(model)
             self.names = OriginalNames(model)
+            if self.regime.optimizer in self.workload.optimizer_sets:
+                self._built = dict(model.named_parameters())
             return model
 
         with self._phase("setup"):
-            self.adapter.setup(build, self.workload.optimizers[self.regime.optimizer], plan)
+            self.adapter.setup(build, self._optimizer, plan)
             if self.regime.init_scale is not None:
                 self.adapter.scale_losses(self.regime.init_scale, self.regime.growth_interval)
+            if self.regime.optimizer_in_backward:
+                self._step_in_backward()
             if on_setup is not None:
                 on_setup(self.adapter)
         self._mark(Point.SETUP)
@@ -209,40 +239,44 @@ class _Run:
         return self.workload.build_on_meta(self.rank)
 
     def step(self, step: int) -> None:
-        for first, names in self.regime.frozen_at:
-            if first == step or first < step == self.first_step:
-                self.adapter.set_requires_grad(names)
+        if step == self.first_step > 0 and (names := self.regime.frozen(step - 1)) is not None:
+            # What the run that it continues had frozen; this step's own events follow.
+            self.adapter.set_requires_grad(names)
         record = StepRecord(step=step, losses=[])
         self.history.steps.append(record)
         with self._timed(step):
-            if step in self.regime.eval_before:
-                self._evaluate(step)
-            for _ in range(self.regime.idle_forwards):
-                self._forward(step, self._batch(step, 0))
+            self._happen(Moment.STEP, step)
             if self.regime.pipeline:
                 self._pipelined(record)
             else:
                 for micro in range(self.regime.micro_batches):
+                    self._happen(Moment.FORWARD, step, micro)
                     with self._context(micro):
                         self._backward(step, self._forward_loss(record, micro))
+                    self._happen(Moment.BACKWARD, step, micro)
             self._mark(Point.BACKWARD, step)
         with self._observing(step):
-            # Scaled gradients are not kept: they may be infinite or NaN, and no two NaNs are equal.
-            if self.observe and "full_grads" in self.declared and self.regime.init_scale is None:
+            # With the optimizer in backward, the gradients are gone. Scaled ones are not kept: they may be infinite or
+            # NaN, and no two NaNs are equal.
+            kept = not self.regime.optimizer_in_backward and self.regime.init_scale is None
+            if self.observe and "full_grads" in self.declared and kept:
                 record.grads = self.adapter.full_grads()
             if self.on_gradients is not None:
                 self.on_gradients(self.adapter, step)
             if step == self.regime.steps - 1:
                 self._weigh(lambda kind: kind in _BEFORE_STEP)
+        norm = None
         with self._timed(step):
-            if self.regime.gradient_to_none:
-                self.adapter.drop_grads(self.regime.gradient_to_none)
-            if step in self.regime.eval_between:
-                self._evaluate(step)
+            self._happen(Moment.OPTIMIZER, step)
             self._reach("before_step", step)
             with self._phase("step", step):
-                norm = self.adapter.step(**self._clipping())
+                if self.regime.skips(step):
+                    self.adapter.drop_grads(list(self.history.initial_params))
+                else:
+                    norm = self.adapter.step(**self._clipping())
         self._mark(Point.STEP, step)
+        with self._timed(step):
+            self._happen(Moment.END, step)
         with self._observing(step):
             self._fetch(record)
             record.grad_norm = None if norm is None else materialise_norm(torch.as_tensor(norm))
@@ -284,6 +318,7 @@ class _Run:
         if self.regime.keep_outputs:
             record.outputs.append(_kept(output))
         self._mark(Point.FORWARD, record.step)
+        self._happen(Moment.LOSS, record.step, micro)
         self._reach("after_loss", record.step)
         return loss
 
@@ -299,14 +334,90 @@ class _Run:
         with self._phase("forward", step):
             return self.adapter.forward(*batch.args, **batch.kwargs)
 
-    def _evaluate(self, step: int) -> None:
-        batch = self._batch(step, 0)
+    def _happen(self, moment: Moment, step: int, micro: int = 0) -> None:
+        """Make the events at a point happen on this rank."""
+        for event in self.regime.at(moment, step, micro):
+            if event.happens_on(self.rank):
+                self._make_happen(event)
+
+    def _make_happen(self, event: Event) -> None:
+        adapter, step = self.adapter, event.step
+        match event.action:
+            case Action.EVALUATE:
+                self._evaluate(step, event.micro)
+            case Action.FORWARD:
+                self._forward(step, self._batch(step, event.micro))
+            case Action.READ:
+                with self._observing(step):
+                    self.history.reads.append(adapter.full_params())
+            case Action.TOGGLE:
+                adapter.train(False)
+                adapter.train(True)
+            case Action.UNSHARD:
+                with self._phase("event", step):
+                    for unit in event.names:
+                        adapter.unshard(unit)
+                        adapter.reshard(unit)
+            case Action.LEARNING_RATE:
+                adapter.set_learning_rate(event.number)
+            case Action.FREEZE:
+                adapter.set_requires_grad(event.names)
+            case Action.DROP:
+                adapter.drop_grads(event.names)
+            case Action.SKIP:
+                """The step's own code looks for it."""
+            case Action.ZEROS:
+                adapter.keep_zero_grads()
+            case Action.WRITE | Action.ASSIGN | Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT:
+                parameters = adapter.parameters()
+                for name in event.names:
+                    _write(parameters[name], event.action, event.number)
+
+    def _evaluate(self, step: int, micro: int) -> None:
+        batch = self._batch(step, micro)
         self.adapter.train(False)
         try:
             with torch.no_grad(), self._phase("eval", step):
                 self._evaluated.append(_kept(self.adapter.forward(*batch.args, **batch.kwargs)))
         finally:
             self.adapter.train(True)
+
+    def _optimizer(self, params: Any) -> Optimizer:
+        """The regime's optimizer, or one that stands for several. The engine calls it during setup."""
+        build = self.workload.optimizer_sets.get(self.regime.optimizer)
+        if build is None:
+            return self.workload.optimizers[self.regime.optimizer](params)
+        return Several(build(self._named(params)))
+
+    def _named(self, params: Any) -> dict[str, nn.Parameter]:
+        """The parameters that an engine hands to its optimizer, by original name."""
+        given = {id(parameter) for parameter in params}
+        try:
+            named = self.adapter.parameters()
+        except (AttributeError, NotImplementedError):
+            # Not wrapped yet: they are those of the model.
+            named = self._built
+        unknown = len(given - {id(parameter) for parameter in named.values()})
+        if unknown:
+            raise AdapterError(
+                f"{unknown} of {len(given)} parameters of the optimizer are not those of parameters(), "
+                "as the capability orig_params promises"
+            )
+        return {name: parameter for name, parameter in named.items() if id(parameter) in given}
+
+    def _step_in_backward(self) -> None:
+        """Give each parameter its own optimizer, which steps when the gradient has been accumulated."""
+        build = self.workload.optimizers[self.regime.optimizer]
+        for name, parameter in self.adapter.parameters().items():
+            if parameter.requires_grad:
+                hook = partial(self._update, name, build([parameter]))
+                parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    def _update(self, name: str, optimizer: Optimizer, parameter: Tensor) -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        updates = self.history.steps[-1].updates
+        updates[name] = updates.get(name, 0) + 1
 
     def _fetch(self, record: StepRecord) -> None:
         """Copy losses and outputs from the device to the host."""
@@ -321,8 +432,8 @@ class _Run:
             for step in range(self.first_step, self.regime.steps):
                 for micro in range(self.regime.micro_batches):
                     # A separate batch for each use, as on the CPU: a model may write into its inputs.
-                    others = (step in self.regime.eval_before) + (step in self.regime.eval_between)
-                    uses = 1 if micro else 1 + self.regime.idle_forwards + others
+                    events = self.regime.in_step(step)
+                    uses = 1 + sum(event.micro == micro and event.action in _FORWARDS for event in events)
                     self._batches[step, micro] = [self._new_batch(step, micro) for _ in range(uses)]
 
     def _batch(self, step: int, micro: int) -> Batch:
@@ -428,12 +539,19 @@ class _Run:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         state: list[Tensor] = []
         if trained:
-            optimizer = self.workload.optimizers[self.regime.optimizer](trained)
+            build = self.workload.optimizer_sets.get(self.regime.optimizer)
+            optimizers = (
+                [self.workload.optimizers[self.regime.optimizer](trained)]
+                if build is None
+                else build({name: value for name, value in model.named_parameters() if value.requires_grad})
+            )
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
-            optimizer.step()
+            for optimizer in optimizers:
+                optimizer.step()
             state = [
                 value
+                for optimizer in optimizers
                 for entries in optimizer.state.values()
                 for value in entries.values()
                 if isinstance(value, Tensor) and value.numel() > 1
@@ -443,6 +561,30 @@ class _Run:
             "grads": storage_bytes(parameter.grad for parameter in trained if parameter.grad is not None),
             "optim": storage_bytes(state),
         }
+
+
+def _flags_of(workload: Workload, regime: Regime) -> dict[str, str]:
+    """The flags that following the regime needs, each with the reason."""
+    flags = {flag: f"{action} is one of its events" for action, flag in _FLAGS.items() if regime.happens(action)}
+    if regime.optimizer in workload.optimizer_sets:
+        flags["orig_params"] = f"the optimizer {regime.optimizer!r} treats parameters differently"
+    if regime.optimizer_in_backward:
+        flags["optim_in_backward"] = "the optimizer steps in backward"
+    return flags
+
+
+def _write(parameter: nn.Parameter, action: Action, factor: float) -> None:
+    """What a user writes to a parameter or its gradient."""
+    if action is Action.WRITE:
+        parameter.data.mul_(factor)
+    elif action is Action.ASSIGN:
+        parameter.data = parameter.data * factor
+    elif parameter.grad is not None:
+        # A rank without elements of a parameter may have no gradient of it.
+        if action is Action.WRITE_GRADIENT:
+            parameter.grad.mul_(factor)
+        else:
+            parameter.grad = parameter.grad * factor
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
@@ -457,7 +599,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _with_regime(plan: Plan, workload: Workload, regime: Regime) -> Plan:
-    known = sorted(workload.optimizers)
+    known = sorted({*workload.optimizers, *workload.optimizer_sets})
     if regime.optimizer not in known:
         raise ConfigError(
             [f"optimizer must be one of {', '.join(known)}, got {regime.optimizer!r}"],

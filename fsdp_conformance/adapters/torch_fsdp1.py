@@ -78,6 +78,7 @@ class TorchFSDP1(TorchCheckpoints):
         "cpu_offload_params", "mixed_precision", "mp_per_unit", "mp_reduce", "mp_buffers", "mp_eval_full",
         "prefetch_backward", "prefetch_forward", "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic",
         "zero_size_shard", "noncontiguous_params", "coll_counts", "coll_volume", "mem_bounds", "rate_limit",
+        "writeback_direct",
         "ac_reentrant", "tp",
         "clip_norm_type", "full_params_writeback", "full_params_rank0", "full_params_grads",
         "meta_init", "meta_init_fn",
@@ -196,19 +197,45 @@ class TorchFSDP1(TorchCheckpoints):
         dist.all_gather_object(gathered, pieces)
         grads: dict[str, Tensor | None] = {}
         for (name, mine), there in zip(pieces.items(), present, strict=True):
-            ranks = dist.get_process_group_ranks(self._unit_of(name).process_group)
+            ranks = self._ranks_of(name)
             whole = mine if mine.numel() == self.names.numel[name] else torch.cat([gathered[r][name] for r in ranks])
             grads[name] = whole.view(self._shapes[name]).clone() if there else None
         return grads
 
     def full_optim_state(self) -> dict[str, dict[str, Tensor]]:
-        if self.optimizer is None:
-            return {}
-        state = FullyShardedDataParallel.optim_state_dict(self.model, self.optimizer)["state"]
-        return {
-            name: {key: full_copy(value) for key, value in entries.items() if isinstance(value, Tensor)}
-            for name, entries in state.items()
+        # Joined by hand: in torch 2.13, optim_state_dict() gives all tensors of a parameter the memory of the last one.
+        states = self.optimizer.state if self.optimizer is not None else {}
+        pieces = {
+            name: {key: full_copy(value) for key, value in states[parameter].items() if isinstance(value, Tensor)}
+            for name, parameter in self.parameters().items()
+            if parameter in states
         }
+        gathered: list[dict[str, dict[str, Tensor]]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(gathered, pieces)
+        return {
+            name: self._joined_state(name, [gathered[rank].get(name, {}) for rank in self._ranks_of(name)])
+            for name in self.names.parameters
+            if any(name in each for each in gathered)
+        }
+
+    def _joined_state(self, name: str, pieces: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """A parameter's state, from the state of its part on each rank, in rank order."""
+        keys = dict.fromkeys(key for piece in pieces for key in piece)
+        found: dict[str, Tensor] = {}
+        for key in keys:
+            parts = [piece[key] for piece in pieces if key in piece]
+            if not parts[0].dim():
+                found[key] = parts[0]
+                continue
+            whole = [part for part in parts if part.numel() == self.names.numel[name]]
+            joined = whole[0] if whole else torch.cat([part.flatten() for part in parts])
+            found[key] = joined.reshape(self._shapes[name]).clone()
+        return found
+
+    def _ranks_of(self, name: str) -> list[int]:
+        """The ranks over which a parameter is sharded."""
+        ranks: list[int] = dist.get_process_group_ranks(self._unit_of(name).process_group)
+        return ranks
 
     def write_params(self, values: Mapping[str, Tensor]) -> None:
         with FullyShardedDataParallel.summon_full_params(self.model, writeback=True):

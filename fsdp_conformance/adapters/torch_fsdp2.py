@@ -42,7 +42,7 @@ class TorchFSDP2(TorchCheckpoints):
         "mp_per_unit", "mp_reduce", "cast_after_init", "cpu_offload_params", "prefetch_explicit", "prefetch_forward",
         "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic", "unused_untouched", "zero_size_shard",
         "coll_counts", "coll_volume", "ws1_fast", "mem_bounds", "rate_limit", "ac_reentrant",
-        "pipelined_microbatch", "tp", "clip_norm_type", "meta_init",
+        "pipelined_microbatch", "tp", "clip_norm_type", "meta_init", "optim_in_backward",
     })  # fmt: skip
     #: New in torch 2.13.
     declines: ClassVar[frozenset[str]] = (
@@ -86,7 +86,7 @@ class TorchFSDP2(TorchCheckpoints):
 
     def recover(self) -> None:
         cast(FSDPModule, self.model).reset_iter_state()
-        self.drop_all_grads()
+        self.discard_gradients()
 
     def no_sync(self) -> AbstractContextManager[Any]:
         return _deferred(cast(FSDPModule, self.model))

@@ -54,6 +54,8 @@ class TorchAdapter(Adapter):
     """The wrapped module."""
     optimizer: Optimizer | None
     """None for a model without parameters: stock optimizers reject an empty list."""
+    sets_to_none = True
+    """Whether `step` sets gradients to None, or to zero."""
     scaler: torch.amp.GradScaler | None = None
     """Set by `scale_losses`."""
     names: OriginalNames
@@ -139,8 +141,15 @@ class TorchAdapter(Adapter):
         norm = None if max_norm is None else self.clip(max_norm, norm_type)
         if self.optimizer is not None:
             self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=self.sets_to_none)
         return norm
+
+    def set_learning_rate(self, value: float) -> None:
+        for group in self.optimizer.param_groups if self.optimizer is not None else ():
+            group["lr"] = value
+
+    def keep_zero_grads(self) -> None:
+        self.sets_to_none = False
 
     def full_params(self) -> dict[str, Tensor]:
         return {name: full_copy(parameter) for name, parameter in self.parameters().items()}
@@ -178,7 +187,7 @@ class TorchAdapter(Adapter):
     def loss_scale(self) -> float:
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
-    def drop_all_grads(self) -> None:
+    def discard_gradients(self) -> None:
         """Set all gradients to None, after an exception in a step."""
         for parameter in self.model.parameters():
             parameter.grad = None

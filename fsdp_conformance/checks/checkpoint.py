@@ -226,7 +226,7 @@ def footprint(module: nn.Module | None, held: Mapping[str, Sequence[Tensor]]) ->
                 if registry.endswith("hooks") and isinstance(hooks, dict):
                     counted[registry] = counted.get(registry, 0) + len(hooks)
         for parameter in module.parameters():
-            for registry in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            for registry in (f"_{kind}_hooks" for kind in ("backward", "post_accumulate_grad")):
                 hooks = getattr(parameter, registry, None) or {}
                 counted[f"{registry} of parameters"] = counted.get(f"{registry} of parameters", 0) + len(hooks)
     return Footprint(counted, {kind: _storage_bytes(tensors) for kind, tensors in held.items()})

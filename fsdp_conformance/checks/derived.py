@@ -9,7 +9,8 @@ b_(-1) = 0. So the gradient is
 On an exact probe this is exact. Elsewhere each p is rounded, and the bound of a gradient is widened by that rounding
 over l. A wrong optimizer shows as a wrong gradient, too: from outside the two cannot be told apart.
 
-Not derivable: gradients under Adam, weight decay, clipping or loss scaling, and those that are dropped before the step.
+Not derivable: gradients under Adam, weight decay, clipping or loss scaling, those that are dropped before the step, and
+those of a run in which users write values or change the learning rate.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_conformance.checks.references import References
+from fsdp_conformance.events import HIDES_GRADIENTS
 from fsdp_conformance.history.training import Gradients, TrainingHistory
 from fsdp_conformance.workload import Regime, Workload
 
@@ -48,7 +50,9 @@ def with_derived_gradients(
     absent = [_absent(record.grads or {}) for record in references.expected.steps]
     if rule is None or not all(record.params for record in history.steps):
         return None
-    dropped = frozenset(references.regime.gradient_to_none)
+    dropped: frozenset[str] = frozenset().union(
+        *(references.regime.dropped(step) for step in range(references.regime.steps))
+    )
     runs = {name: _derived(run, rule, absent, dropped) for name, run in references.histories.items()}
     largest: dict[str, Tensor] = {}
     for params in (references.expected.initial_params, *(record.params for record in references.expected.steps)):
@@ -61,6 +65,8 @@ def with_derived_gradients(
 
 def _rule(workload: Workload, regime: Regime) -> _Rule | None:
     if regime.max_norm is not None or regime.init_scale is not None:
+        return None
+    if regime.happens(*HIDES_GRADIENTS) or regime.optimizer not in workload.optimizers:
         return None
     optimizer = workload.optimizers[regime.optimizer]([nn.Parameter(torch.zeros(1))])
     (group, *others) = optimizer.param_groups

@@ -25,11 +25,12 @@ def demands_bitwise(workload: Workload, regime: Regime, world_size: int = 1) -> 
     """
     True if every correct implementation must equal the reference bit for bit.
 
-    Adam's square roots and divisions round, as do clipping by a norm and more than `exact_steps` steps.
+    Only SGD is ("sgd", or "sgd-" and what is special about it): Adam's square roots and divisions round, as do clipping
+    by a norm and more than `exact_steps` steps.
     """
     return (
         workload.exact
-        and regime.optimizer == "sgd"
+        and regime.optimizer.split("-")[0] == "sgd"
         and regime.max_norm is None
         and regime.steps <= workload.exact_steps
         and world_size not in INEXACT_WORLD_SIZES

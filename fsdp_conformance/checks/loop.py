@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from fsdp_conformance.checks.structures import note, noted, placed
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.events import Action, Event, Moment
 from fsdp_conformance.history.training import Gradients, StepRecord, TrainingHistory
 from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
 
@@ -40,7 +41,7 @@ class Replica:
     params: dict[str, nn.Parameter]
     local: frozenset[str]
     """FQNs of parameters that only this rank has."""
-    optimizer: Optimizer
+    optimizers: list[Optimizer]
     history: TrainingHistory
     contributions: list[list[Gradients]] = field(default_factory=list)
     """By step and micro-batch: the gradient of this rank's loss alone, if requested."""
@@ -66,14 +67,16 @@ class Reference(ABC):
         dtype: torch.dtype = torch.float32,
         source: str | None = None,
     ) -> None:
-        if regime.optimizer not in workload.optimizers:
-            known = ", ".join(sorted(workload.optimizers))
+        if regime.optimizer not in {*workload.optimizers, *workload.optimizer_sets}:
+            known = ", ".join(sorted({*workload.optimizers, *workload.optimizer_sets}))
             raise ConfigError([f"optimizer must be one of {known}, got {regime.optimizer!r}"], where=workload.name)
         self.workload = workload
         self.regime = regime
         self.world_size = world_size
         self.device = torch.device(device)
         self.dtype = dtype
+        self.sets_to_none = True
+        """Whether gradients are None after a step, and not zero."""
         self.replicas = [self._replica(rank, source or self.name) for rank in ranks]
         self.local_norms: list[Tensor] = []
         """Norms of the gradients that only one rank has, by rank, before the step."""
@@ -86,6 +89,7 @@ class Reference(ABC):
         for step in range(self.regime.steps):
             self._step(step)
         for replica in self.replicas:
+            replica.history.optimizer_state = noted_state(replica)
             replica.history.seconds = time.perf_counter() - begin
         return [replica.history for replica in self.replicas]
 
@@ -152,7 +156,8 @@ class Reference(ABC):
         finite = all(bool(grad.isfinite().all()) for grad in grads)
         self._clip(replica)
         if finite:
-            replica.optimizer.step()
+            for optimizer in replica.optimizers:
+                optimizer.step()
             replica.num_good += 1
         if not finite or replica.num_good == self.regime.growth_interval:
             replica.scale *= 2.0 if finite else 0.5
@@ -168,10 +173,16 @@ class Reference(ABC):
             module=module,
             params=params,
             local=local_names(self.workload, params),
-            optimizer=self.workload.optimizers[self.regime.optimizer](list(params.values())),
+            optimizers=self._optimizers(params),
             history=TrainingHistory(source=source, rank=rank, world_size=self.world_size),
             scale=1.0 if self.regime.init_scale is None else self.regime.init_scale,
         )
+
+    def _optimizers(self, params: dict[str, nn.Parameter]) -> list[Optimizer]:
+        build = self.workload.optimizer_sets.get(self.regime.optimizer)
+        if build is not None:
+            return build(params)
+        return [self.workload.optimizers[self.regime.optimizer](list(params.values()))]
 
     def _note_start(self, replica: Replica) -> None:
         history = replica.history
@@ -180,35 +191,70 @@ class Reference(ABC):
         history.requires_grad = {name: param.requires_grad for name, param in replica.params.items()}
 
     def _step(self, step: int) -> None:
-        self._freeze(step)
         for replica in self.replicas:
             replica.history.steps.append(StepRecord(step=step, losses=[]))
             replica.contributions.append([])
-            if step in self.regime.eval_before:
-                self._evaluate(replica, step)
-            for _ in range(self.regime.idle_forwards):
-                # Bypasses DDP, whose reducer would wait for a backward that never comes.
-                batch = self._batch(replica, step, 0)
-                replica.module(*batch.args, **batch.kwargs)
+        self._happen(Moment.STEP, step)
         for micro in range(self.regime.micro_batches):
             reduced = self.regime.is_reduced(micro)
+            self._happen(Moment.FORWARD, step, micro)
             for replica in self.replicas:
                 self._micro_batch(replica, step, micro, reduced)
             self.reduce(micro, reduced)
+            self._happen(Moment.BACKWARD, step, micro)
+        for replica in self.replicas if self.regime.init_scale is None else ():
+            replica.history.steps[step].grads = noted_gradients(replica.params)
+        self._happen(Moment.OPTIMIZER, step)
         if self.workload.local_params and self.regime.max_norm is not None:
             # Before the first replica is clipped.
             own = [self.norm_of(replica, self.workload.local_params) for replica in self.replicas]
             self.local_norms = self.gather_norms(own)
         for replica in self.replicas:
             self._update(replica, step)
+        self._happen(Moment.END, step)
+        for replica in self.replicas:
+            record = replica.history.steps[step]
+            record.params = {name: note(param) for name, param in replica.params.items()}
+            record.buffers = {name: note(buffer) for name, buffer in replica.module.named_buffers()}
 
-    def _freeze(self, step: int) -> None:
-        names = [frozen for first, frozen in self.regime.frozen_at if first == step]
-        for replica in self.replicas if names else ():
-            for name, param in replica.params.items():
-                param.requires_grad_(name not in names[-1])
-        if names:
-            self.refrozen()
+    def _happen(self, moment: Moment, step: int, micro: int = 0) -> None:
+        """Apply what the events at a point do to a reference, to every replica."""
+        for event in self.regime.at(moment, step, micro):
+            for replica in self.replicas:
+                self._apply(event, replica)
+            if event.action is Action.FREEZE:
+                self.refrozen()
+
+    def _apply(self, event: Event, replica: Replica) -> None:
+        match event.action:
+            case Action.EVALUATE:
+                self._evaluate(replica, self._batch(replica, event.step, event.micro))
+            case Action.FORWARD:
+                batch = self._batch(replica, event.step, event.micro)
+                # Bypasses DDP, whose reducer would wait for a backward that never comes.
+                replica.module(*batch.args, **batch.kwargs)
+            case Action.READ:
+                replica.history.reads.append({name: note(param) for name, param in replica.params.items()})
+            case Action.LEARNING_RATE:
+                for group in (group for optimizer in replica.optimizers for group in optimizer.param_groups):
+                    group["lr"] = event.number
+            case Action.FREEZE:
+                for name, param in replica.params.items():
+                    param.requires_grad_(name not in event.names)
+            case Action.DROP:
+                for name in event.names:
+                    replica.params[name].grad = None
+            case Action.ZEROS:
+                self.sets_to_none = False
+            case Action.WRITE | Action.ASSIGN:
+                for name in event.names:
+                    replica.params[name].data = replica.params[name].data * event.number
+            case Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT:
+                for grad in (replica.params[name].grad for name in event.names):
+                    if grad is not None:
+                        grad.mul_(event.number)
+            case Action.SKIP | Action.TOGGLE | Action.UNSHARD:
+                """Skipping is up to `_update`; the others do nothing to a replicated model."""
 
     def _micro_batch(self, replica: Replica, step: int, micro: int, reduced: bool) -> None:
         batch = self._batch(replica, step, micro)
@@ -219,6 +265,8 @@ class Reference(ABC):
             record.losses.append(note(loss))
             if self.regime.keep_outputs:
                 record.outputs.append(noted(output))
+            for event in self.regime.at(Moment.LOSS, step, micro):
+                self._apply(event, replica)
             if self.regime.init_scale is not None:
                 loss = self.scaled(replica, loss)
             parts = self.regime.backwards_per_forward
@@ -227,21 +275,19 @@ class Reference(ABC):
 
     def _update(self, replica: Replica, step: int) -> None:
         record = replica.history.steps[step]
-        if self.regime.init_scale is None:
-            record.grads = noted_gradients(replica.params)
-        for name in self.regime.gradient_to_none:
-            replica.params[name].grad = None
-        if step in self.regime.eval_between:
-            self._evaluate(replica, step)
+        if self.regime.skips(step):
+            for param in replica.params.values():
+                param.grad = None
+            return
         if self.regime.init_scale is None:
             self._clip(replica)
-            replica.optimizer.step()
+            for optimizer in replica.optimizers:
+                optimizer.step()
         else:
             self.scaled_update(replica)
             record.loss_scale = torch.tensor(replica.scale, dtype=torch.float64)
-        replica.optimizer.zero_grad(set_to_none=True)
-        record.params = {name: note(param) for name, param in replica.params.items()}
-        record.buffers = {name: note(buffer) for name, buffer in replica.module.named_buffers()}
+        for optimizer in replica.optimizers:
+            optimizer.zero_grad(set_to_none=self.sets_to_none)
 
     def _clip(self, replica: Replica) -> None:
         if self.regime.max_norm is not None:
@@ -249,8 +295,7 @@ class Reference(ABC):
             record.grad_norm = note(self.clip(replica, self.regime.max_norm))
             record.clipped_grads = noted_gradients(replica.params)
 
-    def _evaluate(self, replica: Replica, step: int) -> None:
-        batch = self._batch(replica, step, 0)
+    def _evaluate(self, replica: Replica, batch: Batch) -> None:
         replica.module.eval()
         with torch.no_grad():
             replica.history.eval_outputs.append(noted(self.call_in_eval(replica)(*batch.args, **batch.kwargs)))
@@ -264,6 +309,16 @@ class Reference(ABC):
 def noted_gradients(params: dict[str, nn.Parameter]) -> Gradients:
     """Copies of the gradients on the CPU; None for a parameter without one."""
     return {name: None if param.grad is None else note(param.grad) for name, param in params.items()}
+
+
+def noted_state(replica: Replica) -> dict[str, dict[str, Tensor]]:
+    """Copies of the optimizers' state on the CPU, by parameter and by name."""
+    states = {param: state for optimizer in replica.optimizers for param, state in optimizer.state.items()}
+    return {
+        name: {key: note(value) for key, value in states[param].items() if isinstance(value, Tensor)}
+        for name, param in replica.params.items()
+        if param in states
+    }
 
 
 def local_names(workload: Workload, params: Iterable[str]) -> frozenset[str]:

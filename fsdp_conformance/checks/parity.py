@@ -30,6 +30,7 @@ from fsdp_conformance.checks.tolerance import CEILING, Bound
 from fsdp_conformance.checks.traffic import REDUCING, of
 from fsdp_conformance.checks.units import Unit, owner, owning_units, parameter_bytes
 from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.events import Action
 from fsdp_conformance.history.collective import CollectiveRecord
 from fsdp_conformance.history.training import Tensors, TrainingHistory
 from fsdp_conformance.outcome import Finding
@@ -47,6 +48,7 @@ REQUIREMENTS: dict[Kind, str] = {
     Kind.BUFFER: "R130",
     Kind.OUTPUT: "R157",
     Kind.EVAL: "R010",
+    Kind.READ: "R052",
 }
 
 _PHASE: dict[Kind, str] = {
@@ -60,11 +62,13 @@ _PHASE: dict[Kind, str] = {
     Kind.PARAMETER: "step",
     Kind.BUFFER: "step",
     Kind.EVAL: "eval",
+    Kind.READ: "step",
 }
 
 #: Order within a step. A loss diverges before the gradient it produces; buffers are read last.
 _ORDER = (
     Kind.INITIAL,
+    Kind.READ,
     Kind.EVAL,
     Kind.LOSS,
     Kind.OUTPUT,
@@ -75,6 +79,9 @@ _ORDER = (
     Kind.PARAMETER,
     Kind.BUFFER,
 )
+
+#: Kinds that are compared once for the whole run.
+_ONCE = frozenset({Kind.INITIAL, Kind.EVAL, Kind.READ})
 
 #: Findings per kind; the rest of the first diverging step becomes a note.
 MAX_FINDINGS = 8
@@ -199,6 +206,8 @@ def _applies(kind: Kind, history: TrainingHistory, references: References) -> bo
         return references.regime.keep_outputs
     if kind is Kind.EVAL:
         return bool(references.expected.eval_outputs)
+    if kind is Kind.READ:
+        return bool(references.expected.reads)
     if kind is Kind.BUFFER:
         return history.shows_buffers and any(_has_values(side, kind) for side in (history, references.expected))
     if kind is Kind.GRADIENT:
@@ -257,7 +266,7 @@ class _Judge:
 
     def result(self) -> CheckResult:
         """Compare every step."""
-        once = self.kind in (Kind.INITIAL, Kind.EVAL)
+        once = self.kind in _ONCE
         for step in range(1 if once else len(self.history.steps)):
             differing = self._step(step)
             if not self.found.findings and differing:
@@ -377,7 +386,7 @@ class _Judge:
         earlier = (
             references.expected.initial_params
             if self.kind is Kind.PARAMETER and step == 0
-            else values(references.expected, self.kind, step - 1) if step > 0 and self.kind is not Kind.EVAL else {}
+            else values(references.expected, self.kind, step - 1) if step > 0 and self.kind not in _ONCE else {}
         )  # fmt: skip
         gradient = self.kind is Kind.GRADIENT
         return explain.Evidence(
@@ -438,7 +447,7 @@ class _Judge:
         return self._finding(step, name, message, got=str(got), expected=str(expected), **fields)
 
     def _finding(self, step: int, name: str, message: str, **fields: Any) -> Finding:
-        init = self.kind in (Kind.INITIAL, Kind.EVAL)
+        init = self.kind in _ONCE
         return Finding(
             requirement=self.found.requirement,
             check=self.found.check,
@@ -456,8 +465,11 @@ def _factors(regime: Regime) -> dict[str, float]:
     factors = {}
     if regime.backwards_per_forward > 1:
         factors[f"one of {regime.backwards_per_forward} backwards missing"] = 1 / regime.backwards_per_forward
-    if regime.idle_forwards:
-        factors["divided by all forwards, with and without backward"] = 1 / (1 + regime.idle_forwards)
+    idle = sum(event.action is Action.FORWARD for event in regime.in_step(0))
+    if idle:
+        factors["divided by all forwards, with and without backward"] = regime.micro_batches / (
+            regime.micro_batches + idle
+        )
     return factors
 
 

@@ -79,9 +79,11 @@ class DDP(Reference):
         return self.scaler.scale(loss)
 
     def scaled_update(self, replica: Replica) -> None:
-        self.scaler.unscale_(replica.optimizer)
+        for optimizer in replica.optimizers:
+            self.scaler.unscale_(optimizer)
         self._clip(replica)
-        self.scaler.step(replica.optimizer)
+        for optimizer in replica.optimizers:
+            self.scaler.step(optimizer)
         self.scaler.update()
         replica.scale = self.scaler.get_scale()
 

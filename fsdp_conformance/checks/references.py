@@ -48,6 +48,7 @@ class Kind(StrEnum):
     BUFFER = "buffer"
     OUTPUT = "output"
     EVAL = "eval"
+    READ = "read"
 
 
 def values(history: TrainingHistory, kind: Kind, step: int) -> dict[str, Any]:
@@ -60,6 +61,10 @@ def values(history: TrainingHistory, kind: Kind, step: int) -> dict[str, Any]:
         return {**history.initial_params, **history.initial_buffers}
     if kind is Kind.EVAL:
         return dict(walk(history.eval_outputs))
+    if kind is Kind.READ:
+        return {
+            f"{name}, read {index}": value for index, read in enumerate(history.reads) for name, value in read.items()
+        }
     record = history.steps[step]
     if kind is Kind.LOSS:
         return {f"micro-batch {micro}": loss for micro, loss in enumerate(record.losses)}

@@ -122,7 +122,7 @@ def supposed_parameters(references: References, step: int, name: str) -> Iterato
         return
     grads = [_stepped_with(references, earlier, name) for earlier in range(step + 1)]
     grad, before = grads[step], grads[step - 1] if step else None
-    if grad is None:
+    if grad is None or references.regime.optimizer not in references.workload.optimizers:
         return
     replay = partial(_after_steps, references, initial, grads)
     if not torch.allclose(replay(_plain(grad)), history.steps[step].params[name].double(), rtol=1e-6, atol=1e-9):
@@ -192,15 +192,16 @@ class _Replay:
     def _load(self) -> None:
         history = self.references.expected
         buffers = history.steps[self.step - 1].buffers if self.step else history.initial_buffers
-        frozen = [names for first, names in self.references.regime.frozen_at if first <= self.step]
+        frozen = self.references.regime.frozen(self.step)
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(self.mistake.params[name])
             for name, buffer in self.model.named_buffers():
                 if name in buffers:
                     buffer.copy_(buffers[name])
-        for name, parameter in self.model.named_parameters() if frozen else ():
-            parameter.requires_grad_(name not in frozen[-1])
+        if frozen is not None:
+            for name, parameter in self.model.named_parameters():
+                parameter.requires_grad_(name not in frozen)
 
 
 def _mistakes(references: References, step: int, micro: int) -> Iterator[_Mistake]:
@@ -212,7 +213,7 @@ def _mistakes(references: References, step: int, micro: int) -> Iterator[_Mistak
         for where, names in _groups(references, now).items():
             mixed = {name: before[name] if name in names else value for name, value in now.items()}
             yield _Mistake(phrase=f"stale parameters: {where} computed with those of the previous step", params=mixed)
-    if micro == 1:
+    if micro == 1 and references.regime.optimizer in references.workload.optimizers:
         yield _Mistake(
             phrase="the optimizer stepped after the first micro-batch: forward of the second saw the new parameters",
             params=_after_first_micro_batch(references, step, now),
@@ -361,7 +362,7 @@ _Step = Callable[[Optimizer, nn.Parameter], None]
 
 def _stepped_with(references: References, step: int, name: str) -> Tensor | None:
     """The gradient that the optimizer sees."""
-    if name in references.regime.gradient_to_none:
+    if references.regime.skips(step) or name in references.regime.dropped(step):
         return None
     kind = Kind.GRADIENT if references.regime.max_norm is None else Kind.CLIPPED
     found = values(references.expected, kind, step).get(name)

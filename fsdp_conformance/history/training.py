@@ -40,6 +40,8 @@ class StepRecord:
     """After the optimizer step, of this rank."""
     outputs: list[Any] = field(default_factory=list)
     """Model outputs per micro-batch, if the case asked for them."""
+    updates: dict[str, int] = field(default_factory=dict)
+    """With the optimizer in backward: how often each parameter was stepped."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,6 +63,10 @@ class TrainingHistory:
     """The same after the last step."""
     steps: list[StepRecord] = field(default_factory=list)
     eval_outputs: list[Any] = field(default_factory=list)
+    reads: list[Tensors] = field(default_factory=list)
+    """What was read at each event that reads all parameters, in order."""
+    optimizer_state: dict[str, Tensors] = field(default_factory=dict)
+    """Of a reference after the last step: parameter to name of the state to value."""
     collectives: list[CollectiveRecord] = field(default_factory=list)
     """The collectives of this run, in order, each with step and phase."""
     held_bytes: dict[str, int] = field(default_factory=dict)

@@ -13,12 +13,15 @@ standard library; the classes are imported in the ranks, by `adapters.registry.l
 
     gradients       the reduction: scale, missing ranks, wrong rows, wrong parameters
     accumulation    micro-batches, deferred reductions, repeated backwards, the optimizer step
+    events          between steps and inside them: reads, evaluations, new settings, users' writes
+    optimizers      steps that are added, missing or made with the wrong settings
+    invariance      wrong in one configuration, by less than the noise of the references
     values          wrong parameters and buffers
     unused          None, zero and garbage gradients; frozen and shared parameters
     schedule        collectives that are superfluous, too large, too early or on the wrong group
     recomputation   activation checkpoints: what runs again in backward
     hooks           a user's hooks, the engine's own, and communication hooks
-    tensor_parallel tensor parallelism: the two kinds of groups mixed up
+    tensor_parallel  tensor parallelism: the two kinds of groups mixed up
     degrees         sharding degrees: shards that free nothing, requests that are replaced
     hybrid          hybrid sharding: reduction over replicas, and their initial values
     deferred        initialisation of models that are built on meta

@@ -124,7 +124,7 @@ class LosesItsReduction(_Recovering):
 class KeepsGradients(SeamFSDP2):
     """Gradients of an interrupted step stay, and the next step adds to them."""
 
-    def drop_all_grads(self) -> None:
+    def discard_gradients(self) -> None:
         """Drop none."""
 
 

@@ -156,6 +156,31 @@ class ReferenceSurvivesItsOwner(SeamReference):
         return self._wrapped[-1]
 
 
+class _Deaf(FlatParameter):
+    def _adopt(self) -> None:
+        for member, part in zip(self.members, self.parts, strict=True):
+            member.parameter.data = part
+
+
+@known_wrong("R143")
+class ReferenceForgetsAssigned(SeamReference):
+    """Tensors that users assign to `.data` are replaced by the shard, without taking over their values."""
+
+    flat_class: ClassVar[type[FlatParameter]] = _Deaf
+
+
+class _Hookless(UnitSchedule):
+    def _finish_oldest(self) -> None:
+        self._reductions.popleft().finish_reduction()
+
+
+@known_wrong("R142")
+class ReferenceRunsNoHooks(SeamReference):
+    """Hooks that run when a parameter has accumulated its gradient are forgotten."""
+
+    schedule_class: ClassVar[type[UnitSchedule]] = _Hookless
+
+
 @known_wrong("R095")
 class ReferenceDefersInnerUnits(SeamReference):
     """A unit whose reduction is deferred passes that on to the units inside it."""

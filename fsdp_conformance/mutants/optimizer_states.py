@@ -28,7 +28,38 @@ class OptimizerStateSwapsShards(SeamReference):
         return state
 
 
-@known_wrong("R144", "R145")
+@known_wrong("R144")
+class OptimizerStateWithoutMomentum(SeamReference):
+    """The momentum is what it was after the first step, as if a copy had been kept."""
+
+    _kept: dict[str, Any] | None = None
+
+    def optim_state_dict(self) -> dict[str, Any]:
+        state = super().optim_state_dict()
+        if self._kept is None:
+            self._kept = {
+                name: entries["momentum_buffer"].clone()
+                for name, entries in state["state"].items()
+                if "momentum_buffer" in entries
+            }
+        for name, value in self._kept.items():
+            state["state"][name]["momentum_buffer"] = value
+        return state
+
+
+@known_wrong("R144")
+class OptimizerStateOfAllParameters(SeamReference):
+    """Parameters that the optimizer does not have are in its first group."""
+
+    def optim_state_dict(self) -> dict[str, Any]:
+        state = super().optim_state_dict()
+        first, *others = state["param_groups"]
+        elsewhere = {name for group in others for name in group["params"]}
+        names = [name for name in self.parameters() if name not in elsewhere]
+        return {**state, "param_groups": [{**first, "params": names}, *others]}
+
+
+@known_wrong("R145")
 class OptimizerStateByPosition(SeamReference):
     """State is named by the position of its parameter in the optimizer, as if that were the model's order."""
 
@@ -144,6 +175,24 @@ class OptimizerStateSteps(SeamReference):
             for key, value in entries.items():
                 value.add_(1) if key == "step" else value.mul_(0.5)
         return state
+
+
+@known_wrong("R150", "R144")
+class OptimizerStateInitialises(SeamReference):
+    """A look at an optimizer that has not stepped makes it step, with gradients of zeros and no learning rate."""
+
+    def optim_state_dict(self) -> dict[str, Any]:
+        if self.optimizer is not None and not self.optimizer.state:
+            rates = [group["lr"] for group in self.optimizer.param_groups]
+            for group in self.optimizer.param_groups:
+                group["lr"] = 0.0
+                for parameter in group["params"]:
+                    parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+        return super().optim_state_dict()
 
 
 @known_wrong("R148")

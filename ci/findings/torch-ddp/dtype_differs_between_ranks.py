@@ -1,6 +1,6 @@
 """
 DistributedDataParallel: it compares shapes and strides of parameters over ranks, but not their dtypes. If one rank has
-float64, its parameters take the bits of rank 0's float32 ones; in a model with other layers, its process ends by SIGABRT.
+float64, its parameters take the bits of rank 0's float32 ones; with other layers, its process ends by SIGABRT.
 
     torchrun --nproc-per-node 2 ci/findings/torch-ddp/dtype_differs_between_ranks.py
 """
@@ -16,7 +16,7 @@ model = nn.Linear(16, 16).to(torch.float64 if rank else torch.float32)
 nn.init.ones_(model.weight)
 try:
     DistributedDataParallel(model)
-except Exception as error:
+except Exception as error:  # noqa: BLE001 - of any type
     print(f"rank {rank}: expected an error that names the dtype, got {type(error).__name__}: {error}")
 else:
     print(f"rank {rank}: expected an error that names the dtype, got none; the first weight is {model.weight[0, 0]}")

@@ -20,6 +20,7 @@ The fully sharded module: parameters, gradients and optimizer state of each unit
     sharding_groups      the group to shard over and the group to replicate over
 
     full_parameters      `summon_full_params`
+    optimizers           which optimizers may step shards
     gradient_norm        the norm of all gradients, and clipping by it
     gradient_scaler      a gradient scaler whose skipped steps agree across ranks
     model_state          state dicts of the module, full and sharded

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from fsdp_conformance.engine.chunks.memory_pool import MemoryPool
 from fsdp_conformance.engine.chunks.storage import ShardedStorage, StorageConfig
@@ -131,12 +132,15 @@ def pool_of(device: torch.device) -> MemoryPool:
 
 def next_ordinal(groups: ShardingGroups) -> int:
     """A number for a new unit on these groups, in order of creation on this thread."""
-    names = (groups.shard.group_name, "" if groups.replica is None else groups.replica.group_name)
-    ordinals: dict[tuple[str, str], int] | None = getattr(_local, "ordinals", None)
+    # Not by the groups' names alone: torch uses a name again once its group is destroyed, and ranks that had no part in
+    # that group would count differently from then on.
+    ordinals: weakref.WeakKeyDictionary[ProcessGroup, dict[str, int]] | None = getattr(_local, "ordinals", None)
     if ordinals is None:
-        ordinals = _local.ordinals = {}
-    ordinals[names] = ordinals.get(names, -1) + 1
-    return ordinals[names]
+        ordinals = _local.ordinals = weakref.WeakKeyDictionary()
+    counts = ordinals.setdefault(groups.shard, {})
+    replica = "" if groups.replica is None else groups.replica.group_name
+    counts[replica] = counts.get(replica, -1) + 1
+    return counts[replica]
 
 
 _local = threading.local()

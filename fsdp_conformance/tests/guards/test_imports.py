@@ -30,7 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"adapters"}),
     frozenset({"mutants"}),
     frozenset({"report"}),
-    frozenset({"case_checks"}),
+    frozenset({"case_checks", "case_worlds"}),
     frozenset({"testing"}),
     frozenset({"selftest", "explore"}),
     frozenset({"pytest_plugin"}),

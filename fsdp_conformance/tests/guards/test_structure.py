@@ -37,7 +37,9 @@ _FOREIGN = frozenset(
 )
 
 #: Private by convention, public in effect: a namedtuple's methods, and the tables of nn.Module.
-_CONVENTIONS = frozenset({"_replace", "_asdict", "_fields", "_make", "_modules", "_parameters", "_buffers"})
+_CONVENTIONS = frozenset(
+    {"_replace", "_asdict", "_fields", "_make", "_modules", "_parameters", "_buffers", "_backward_hooks"}
+)
 
 
 def import_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:

@@ -225,7 +225,7 @@ class TestSteps(ShardedTestCase):
 
     def test_clipping_with_experts(self) -> None:
         """A unit on this rank alone counts in the norm of every rank, and all ranks scale by the same coefficient."""
-        own, _ = dist.new_subgroups(group_size=1)  # type: ignore[no-untyped-call]
+        own, _ = dist.new_subgroups(group_size=1)
         for norm_type in (2.0, float("inf")):
             expert = FullyShardedDataParallel(Stage(), process_group=own)
             subject = sharded(nn.Sequential(Stage(), expert), units=["0"])

@@ -1,0 +1,58 @@
+"""
+The optimizer's state after training, and how often an optimizer in backward stepped.
+
+State is compared by parameter and by name of the state. Counters of steps must be equal; other tensors are bitwise
+equal on exact workloads, and otherwise as close as the parameters of the references are to each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from fsdp_conformance.checks.references import References
+from fsdp_conformance.checks.result import CheckResult, Tally
+from fsdp_conformance.checks.tolerance import magnitude
+from fsdp_conformance.history.training import TrainingHistory
+
+#: How far a moment may be from the reference's, as a fraction of its largest element, where it is not exact. The
+#: references are within 1e-6 of each other; the defects that this looks for are errors of a factor or of a step.
+MOMENT_BOUND = 1e-4
+
+
+def same_state(state: Mapping[str, Mapping[str, Tensor]], references: References, *, requirement: str) -> CheckResult:
+    """The full optimizer state, by parameter and name, equals the reference's."""
+    tally = Tally("optimizer state", requirement, rank=references.rank)
+    expected = references.expected.optimizer_state
+    for name, entries in expected.items():
+        for key, wanted in entries.items():
+            got = state.get(name, {}).get(key)
+            where = {"fqn": name, "phase": "step"}
+            if got is None:
+                tally.compare(False, key, expected="a tensor", got="None", **where)
+            elif got.shape != wanted.shape:
+                tally.compare(False, f"shape of {key}", expected=tuple(wanted.shape), got=tuple(got.shape), **where)
+            elif wanted.numel() == 1 and key == "step":
+                tally.compare(float(got) == float(wanted), key, expected=float(wanted), got=float(got), **where)
+            else:
+                distance = magnitude(got.double() - wanted.double())
+                limit = 0.0 if references.exact else MOMENT_BOUND * magnitude(wanted.double())
+                tally.compare(
+                    distance <= limit, key, expected=f"a difference of at most {limit:.3g}", got=f"{distance:.3g}",
+                    elements=wanted.numel(), **where,
+                )  # fmt: skip
+    for name in state.keys() - expected.keys():
+        tally.compare(False, "state", expected="none, as the reference has none", got="some", fqn=name, phase="step")
+    return tally.result()
+
+
+def stepped_once(history: TrainingHistory, *, requirement: str) -> CheckResult:
+    """With the optimizer in backward, each trainable parameter was stepped exactly once in every step."""
+    tally = Tally("steps in backward", requirement, rank=history.rank)
+    for record in history.steps:
+        for name, trained in history.requires_grad.items():
+            if trained:
+                got = record.updates.get(name, 0)
+                tally.compare(got == 1, "steps", expected=1, got=got, step=record.step, phase="backward", fqn=name)
+    return tally.result()

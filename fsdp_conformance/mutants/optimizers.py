@@ -1,0 +1,135 @@
+"""Wrong optimizers: steps that are added, missing or made with the wrong settings."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from fsdp_conformance.adapters.base import ModelFn, OptimFn
+from fsdp_conformance.adapters.torch_ddp import TorchDDP
+from fsdp_conformance.config import Plan
+from fsdp_conformance.mutants.base import SeamFSDP2
+from fsdp_conformance.mutants.engines import SeamFSDP1
+from fsdp_conformance.mutants.mutant import known_wrong
+
+
+@known_wrong("R140")
+class AllocatesStateWithAStep(SeamFSDP2):
+    """At wrap time, a step with gradients of zeros allocates the optimizer's state, and advances its count."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        super().setup(model_fn, optim_fn, plan)
+        if self.optimizer is not None:
+            for parameter in self.model.parameters():
+                parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+
+
+@known_wrong("R141")
+class FirstGroupForAll(SeamFSDP2):
+    """Every parameter group is stepped with the settings of the first one."""
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        first, *others = self.optimizer.param_groups if self.optimizer is not None else [{}]
+        for group in others:
+            group |= {key: value for key, value in first.items() if key != "params"}
+        return super().step(max_norm, norm_type=norm_type)
+
+
+@known_wrong("R141")
+class SwapsParametersOfTheOptimizer(SeamFSDP2):
+    """The settings of each parameter belong to the next one: parameters were matched by position, off by one."""
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        named = super().parameters()
+        if self._building:
+            return dict(zip(named, [*list(named.values())[1:], next(iter(named.values()))], strict=True))
+        return named
+
+    _building = False
+
+    def _make_optimizer(self) -> None:
+        self._building = True
+        super()._make_optimizer()
+        self._building = False
+
+
+@known_wrong("R142", name="ddp-steps-before-reducing")
+class DDPStepsBeforeReducing(TorchDDP):
+    """Hooks of parameters run when this rank's gradient is there, before it is reduced."""
+
+    capabilities: ClassVar[frozenset[str]] = frozenset({"optim_in_backward"})
+
+
+@known_wrong("R142")
+class HooksRunTwice(SeamFSDP2):
+    """The hooks of parameters run once when the gradient is reduced, and once more at the end of backward."""
+
+    def after_backward(self) -> None:
+        for parameter in self.model.parameters():
+            for hook in (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values():
+                hook(parameter)
+
+
+@known_wrong("R140", name="fsdp1-steps-twice")
+class FSDP1StepsTwice(SeamFSDP1):
+    """The optimizer steps once for the root and once more for the other units, with all parameters each time."""
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        if self.optimizer is not None:
+            self.optimizer.step()
+        return super().step(max_norm, norm_type=norm_type)
+
+
+@known_wrong("R140", name="fsdp1-new-rate-comes-late")
+class FSDP1NewRateComesLate(SeamFSDP1):
+    """A new learning rate holds from the step after the next one on."""
+
+    _next: float | None = None
+
+    def set_learning_rate(self, value: float) -> None:
+        self._next = value
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        norm = super().step(max_norm, norm_type=norm_type)
+        if self._next is not None:
+            super().set_learning_rate(self._next)
+            self._next = None
+        return norm
+
+
+@known_wrong("R140", name="ddp-steps-flat-shards")
+class DDPStepsFlatShards(TorchDDP):
+    """Each rank steps its part of each flattened parameter, even with an optimizer that needs whole tensors."""
+
+    def _make_optimizer(self) -> None:
+        self._shards = [nn.Parameter(self._part(parameter.data).clone()) for parameter in self.model.parameters()]
+        self.optimizer = self._optim_fn(self._shards)
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        parameters = list(self.model.parameters())
+        for parameter, shard in zip(parameters, self._shards, strict=True):
+            shard.grad = None if parameter.grad is None else self._part(parameter.grad).clone()
+        norm = super().step(max_norm, norm_type=norm_type)
+        for parameter, shard in zip(parameters, self._shards, strict=True):
+            self._part(parameter.data).copy_(shard.detach())
+            for rank, part in enumerate(parameter.data.view(-1).tensor_split(dist.get_world_size())):
+                dist.broadcast(part, rank)
+            parameter.grad = None
+        return norm
+
+    def _part(self, tensor: Tensor) -> Tensor:
+        return tensor.view(-1).tensor_split(dist.get_world_size())[dist.get_rank()]
+
+
+@known_wrong("R140", name="ddp-forgets-state")
+class DDPForgetsState(TorchDDP):
+    """The optimizer is made anew before each step, so its state is lost."""
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        self._make_optimizer()
+        return super().step(max_norm, norm_type=norm_type)

@@ -1,0 +1,268 @@
+"""T. Optimizers: stock ones, groups and several at once, steps in backward, and what users change between steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from fsdp_conformance.adapters.base import Adapter
+from fsdp_conformance.case import conformance_case
+from fsdp_conformance.checks.invariance import same_training
+from fsdp_conformance.checks.optimizer_state import same_state, stepped_once
+from fsdp_conformance.events import Action, Event, Moment
+from fsdp_conformance.fixtures import models, optimizers, probes, unused
+from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.workload import Regime
+
+
+class StockOptimizers(ConformanceTestCase):
+    """An optimizer from torch that is built after wrapping."""
+
+    @conformance_case(
+        "R140",
+        "R002",
+        chapter="T",
+        axes={"optimizer": tuple(optimizers.STOCK), "world_size": (2, 3)},
+        only=lambda values: values["world_size"] == 2 or values["optimizer"] == "adam-foreach",
+        kills=lambda values: (
+            "optimizer-steps-every-microbatch",
+            "fsdp1-steps-twice",
+            # A step with zeros moves nothing; only Adam's corrections depend on the number of steps.
+            *(["allocates-state-with-a-step"] if values["optimizer"].startswith("adam") else []),
+        ),
+    )
+    def test_stock(self, optimizer: str, world_size: int) -> None:
+        """With a stock optimizer, every element is stepped once per step, whatever the micro-batches."""
+        workload = optimizers.stepped_by(models.norm_mlp(), optimizer, optimizers.STOCK[optimizer])
+        regime = Regime(optimizer=optimizer, steps=4, micro_batches=2)
+        run = self.train(workload, regime=regime)
+        self.check_parity(run, workload, regime, requirements={"parameter": "R140"})
+
+    @conformance_case(
+        "R140",
+        chapter="T",
+        axes={"world_size": (2, 3)},
+        needs=("full_optim_state",),
+        kills=("allocates-state-with-a-step", "skip-advances-the-counter"),
+    )
+    def test_state(self, world_size: int) -> None:
+        """
+        The full state of the optimizer equals the reference's: step counts exactly, after a skipped step as well.
+        """
+        for optimizer, problem in (("sgd", probes.exact_nested()), ("adam", models.norm_mlp())):
+            regime = Regime(
+                optimizer=optimizer, steps=4, events=(Event(action=Action.SKIP, moment=Moment.OPTIMIZER, step=1),)
+            )
+            adapter = self.subject()
+            self.train(problem, regime=regime, adapter=adapter)
+            with self.blaming("implementation"):
+                state = adapter.full_optim_state()
+            self.check(same_state(state, self.references(problem, regime), requirement="R140"))
+
+    @conformance_case(
+        "R140",
+        "R002",
+        chapter="T",
+        axes={"optimizer": ("sgd", "adam"), "world_size": (2,)},
+        kills=lambda values: (
+            ("steps-with-zeros-instead-of-skipping",)
+            if values["optimizer"] == "sgd"
+            else ("skip-advances-the-counter", "steps-with-zeros-instead-of-skipping")
+        ),
+    )
+    def test_skipped_step(self, optimizer: str, world_size: int) -> None:
+        """A step whose gradients are dropped and whose optimizer is not called leaves no trace in later steps."""
+        workload = probes.exact_nested() if optimizer == "sgd" else models.norm_mlp()
+        skipped = tuple(Event(action=Action.SKIP, moment=Moment.OPTIMIZER, step=step) for step in (0, 2))
+        regime = Regime(optimizer=optimizer, steps=5, events=skipped)
+        run = self.train(workload, regime=regime)
+        self.check_parity(run, workload, regime, requirements={"parameter": "R140"})
+
+    @conformance_case(
+        "R140",
+        "R002",
+        chapter="T",
+        axes={"world_size": (2, 3)},
+        needs=("learning_rate",),
+        kills=("new-rate-on-one-rank", "fsdp1-new-rate-comes-late"),
+    )
+    def test_new_learning_rate(self, world_size: int) -> None:
+        """A new learning rate holds from the next step of the optimizer on, on every rank."""
+        workload = probes.exact_nested()
+        events = tuple(
+            Event(action=Action.LEARNING_RATE, moment=moment, step=step, value=value)
+            for moment, step, value in (
+                (Moment.OPTIMIZER, 0, 0.0625),
+                (Moment.END, 1, 0.25),
+                (Moment.STEP, 3, 0.03125),
+            )
+        )
+        regime = Regime(steps=4, events=events)
+        run = self.train(workload, regime=regime)
+        self.check_parity(run, workload, regime, requirements={"parameter": "R140"})
+
+    @conformance_case(
+        "R140",
+        "R002",
+        chapter="T",
+        axes={"optimizer": tuple(optimizers.WHOLE_MATRIX), "world_size": (2,)},
+        kills=("ddp-steps-flat-shards", "ddp-forgets-state"),
+    )
+    def test_whole_matrix(self, optimizer: str, world_size: int) -> None:
+        """
+        An optimizer from torch that is not elementwise gives DDP's result, or is rejected before it changes anything.
+        """
+        workload = optimizers.stepped_by(models.nested(), optimizer, optimizers.WHOLE_MATRIX[optimizer])
+        regime = Regime(optimizer=optimizer)
+        what = f"{optimizer} needs whole matrices"
+        with self.refusal("R140", what, names=("optim", optimizer, "shard", "2D", "placement", "DTensor")) as outcome:
+            run = self.train(workload, regime=regime)
+            outcome.excused = True
+        if outcome.excused:
+            self.check_parity(run, workload, regime, requirement="R140")
+
+
+class Groups(ConformanceTestCase):
+    """Hyper-parameters that differ between parameters."""
+
+    @conformance_case(
+        "R141",
+        "R002",
+        chapter="T",
+        axes={"form": ("groups", "two"), "world_size": (2, 3)},
+        needs=("orig_params",),
+        kills=("first-group-for-all", "swaps-parameters-of-the-optimizer"),
+    )
+    def test_groups(self, form: str, world_size: int) -> None:
+        """Several groups, one of them empty, and several optimizers give DDP's result, bit for bit."""
+        workload = optimizers.grouped(probes.exact_nested())
+        regime = Regime(optimizer=f"sgd-{form}", steps=4)
+        run = self.train(workload, regime=regime)
+        self.check_parity(run, workload, regime, requirements={"parameter": "R141"})
+
+    @conformance_case(
+        "R141",
+        "R002",
+        chapter="T",
+        axes={"world_size": (2,)},
+        needs=("orig_params", "learning_rate"),
+        kills=("new-rate-reaches-the-first-group", "new-rate-on-one-rank"),
+    )
+    def test_new_learning_rate_of_groups(self, world_size: int) -> None:
+        """A new learning rate reaches every group of every optimizer."""
+        workload = optimizers.grouped(probes.exact_nested())
+        events = (Event(action=Action.LEARNING_RATE, moment=Moment.END, step=0, value=0.0625),)
+        for form in ("groups", "two"):
+            regime = Regime(optimizer=f"sgd-{form}", steps=3, events=events)
+            run = self.train(workload, regime=regime)
+            self.check_parity(run, workload, regime, requirements={"parameter": "R141"})
+
+    @conformance_case(
+        "R141",
+        "R002",
+        chapter="T",
+        axes={"world_size": (2, 3)},
+        needs=("zero_grads",),
+        kills=("zeros-taken-for-none", "zeros-kept-from-the-first-step"),
+    )
+    def test_zeros_instead_of_none(self, world_size: int) -> None:
+        """
+        Gradients that are set to zero make the momentum move a parameter that a step does not use, as in DDP.
+        """
+        workload = unused.alternating()
+        regime = Regime(steps=4, events=(Event(action=Action.ZEROS, moment=Moment.STEP, step=0),))
+        run = self.train(workload, regime=regime)
+        self.check_parity(run, workload, regime, requirements={"parameter": "R141"}, none_or_zero=True)
+
+
+class InBackward(ConformanceTestCase):
+    """The optimizer steps while backward runs."""
+
+    @conformance_case(
+        "R142",
+        "R002",
+        chapter="T",
+        axes={"world_size": (2, 3)},
+        needs=("optim_in_backward",),
+        kills=("ddp-steps-before-reducing", "hooks-run-twice", "reference-runs-no-hooks"),
+    )
+    def test_step_in_backward(self, world_size: int) -> None:
+        """
+        A hook that steps a parameter runs once for each backward, and leads to the same bits as a step after backward.
+        """
+        workload = probes.exact_nested()
+        regime = Regime(steps=4, optimizer_in_backward=True)
+        run = self.train(workload, regime=regime)
+        self.check(stepped_once(run, requirement="R142"))
+        self.check_parity(run, workload, regime, requirement="R142")
+        after = self.train(workload, regime=replace(regime, optimizer_in_backward=False))
+        self.check(same_training(run, after, what="a step after backward", requirement="R142"))
+
+
+class UserWrites(ConformanceTestCase):
+    """What users write to parameters and gradients themselves."""
+
+    @conformance_case(
+        "R143",
+        "R002",
+        chapter="T",
+        axes={"what": ("write", "assign"), "world_size": (2, 3)},
+        needs=("writeback_direct",),
+        kills=lambda values: (
+            "write-lost-on-one-rank",
+            *(
+                ("reference-forgets-assigned",)
+                if values["what"] == "assign"
+                else ("computes-with-values-before-write",)
+            ),
+        ),
+    )
+    def test_values(self, what: str, world_size: int) -> None:
+        """Values that a user writes to `.data` before, between and after steps are what trains on."""
+        workload = probes.exact_nested()
+        names = self.unit_parameters(workload, workload.units[1])
+        for moment in (Moment.STEP, Moment.OPTIMIZER, Moment.END):
+            event = Event(action=Action(what), moment=moment, step=1, names=names, value=0.5)
+            regime = Regime(steps=3, events=(event,))
+            run = self.train(workload, regime=regime)
+            self.check_parity(run, workload, regime, requirement="R143")
+
+    @conformance_case(
+        "R143",
+        "R002",
+        chapter="T",
+        axes={"what": ("write", "assign"), "world_size": (2, 3)},
+        needs=("writeback_direct",),
+        kills=("write-lost-on-one-rank", "steps-the-gradients-of-backward"),
+    )
+    def test_gradients(self, what: str, world_size: int) -> None:
+        """Gradients that a user scales or replaces before the optimizer are what it steps with."""
+        workload = probes.exact_nested()
+        names = self.unit_parameters(workload, workload.units[1])
+        action = Action(f"{what} gradient")
+        events = tuple(
+            Event(action=action, moment=Moment.OPTIMIZER, step=step, names=names, value=0.5) for step in (0, 2)
+        )
+        regime = Regime(steps=4, events=events)
+        run = self.train(workload, regime=regime)
+        self.check_parity(run, workload, regime, requirements={"parameter": "R143"})
+
+    @conformance_case(
+        "R143",
+        chapter="T",
+        axes={"world_size": (2,)},
+        needs=("writeback_direct",),
+        kills=("takes-any-shape", "write-lost-on-one-rank"),
+    )
+    def test_wrong_shape(self, world_size: int) -> None:
+        """Assigning data of another shape to a parameter raises in the next forward at the latest."""
+        workload = probes.exact_mlp()
+        adapter = self.subject()
+
+        def assign(adapter: Adapter) -> None:
+            parameter = adapter.parameters()["2.weight"]
+            parameter.data = torch.zeros(tuple(size + 1 for size in parameter.shape))
+
+        with self.refusal("R143", "data of another shape", names=("shape", "size", "mat1", "2.weight", "numel")):
+            self.train(workload, adapter=adapter, on_setup=assign)
