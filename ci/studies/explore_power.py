@@ -71,7 +71,7 @@ def hidden(modulus: int = HIDDEN) -> list[Mutant]:
 
 
 def tried(mutant: Mutant, examples: int, timeout_s: float) -> Answer:
-    """Explore one engine in a fork of this process. A fork that dies or hangs has found it, too."""
+    """Explore one engine in a fork of this process. A fork that dies, or takes too long, gives no answer."""
     began = time.monotonic()
     reading, writing = os.pipe()
     pid = os.fork()
@@ -142,8 +142,9 @@ def main() -> int:
 def figures(known: dict[str, Answer], *, total: int) -> str:
     """How many were found, how soon, and which were not."""
     found = sorted(answer.ran for answer in known.values() if answer.found)
-    missed = sorted(answer.mutant for answer in known.values() if not answer.found)
-    lines = [f"{len(found)} of {len(known)} hidden known-wrong engines found ({total} are hidden)"]
+    missed = sorted(answer.mutant for answer in known.values() if not answer.found and not answer.how)
+    lines = [f"{len(found)} of {len(found) + len(missed)} hidden known-wrong engines found ({total} are hidden)"]
+    lines += [f"without an answer: {answer.mutant} ({answer.how})" for answer in known.values() if answer.how]
     if found:
         lines.append(f"examples until then: half within {found[len(found) // 2]}, all within {found[-1]}")
     return "\n".join([*lines, *(f"missed: {name}" for name in missed)])
@@ -153,7 +154,10 @@ def _read(path: Path) -> dict[str, Answer]:
     if not path.exists():
         return {}
     answers = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return {data["mutant"]: Answer(**{**data, "features": tuple(data["features"])}) for data in answers}
+    # One that gave no answer, on a busy machine for example, is tried again.
+    return {
+        data["mutant"]: Answer(**{**data, "features": tuple(data["features"])}) for data in answers if not data["how"]
+    }
 
 
 if __name__ == "__main__":

@@ -200,13 +200,14 @@ class WarmWorker:
 
 def outcome_of(record: CaseRecord, seconds: float) -> Outcome:
     """What a record says of an example. Raises SuiteError for a verdict on ourselves, AdapterError on the adapter."""
-    if record.verdict is Verdict.ERROR_SUITE:
+    # The reference engine refuses by errors of this package, which elsewhere are mistakes of the suite.
+    declined = declined_by(record.measurements) if record.verdict in (Verdict.FAIL, Verdict.ERROR_SUITE) else None
+    if declined is not None and not _all_stopped_alike(record):
+        declined = None
+    if record.verdict is Verdict.ERROR_SUITE and declined is None:
         raise SuiteError(f"{record.case}: {record.reason}\n{record.traceback}")
     if record.verdict is Verdict.ERROR_ADAPTER:
         raise AdapterError(record.reason)
-    declined = declined_by(record.measurements) if record.verdict is Verdict.FAIL else None
-    if declined is not None and not _all_stopped_alike(record):
-        declined = None
     return Outcome(
         record=record, rejected=_NOT_JUDGED.get(record.verdict, ""), declined=declined or "", seconds=seconds
     )
