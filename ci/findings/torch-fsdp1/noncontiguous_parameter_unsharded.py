@@ -1,14 +1,9 @@
 """
 FSDP1: the gradient of a parameter that is not contiguous is permuted where nothing is sharded, silently.
 
-<<<<<<< HEAD
 Expected: the gradient of element i is i. Seen with torch 2.13 on the CPU: with NO_SHARD, and so on a single rank
 with any strategy, its elements are in the order of the parameter's memory.
 Run: python noncontiguous_parameter_unsharded.py
-=======
-Expected: the gradient of element i is i. Seen with torch 2.13 on the CPU: on a single rank, where FSDP1 turns to
-NO_SHARD, its elements are in the order of the parameter's memory. Run: python noncontiguous_parameter_unsharded.py
->>>>>>> refs/h/explore
 """
 
 import tempfile

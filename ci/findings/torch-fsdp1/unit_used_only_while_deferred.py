@@ -1,10 +1,6 @@
 """
-<<<<<<< HEAD
 FSDP1: a unit that only a micro-batch inside no_sync has used breaks the backward of the last one, which does not
 use it.
-=======
-FSDP1: a unit that only a micro-batch inside no_sync has used breaks the last one's backward, which does not use it.
->>>>>>> refs/h/explore
 
 Expected: its gradient is reduced, or left for a later backward that uses it. Seen with torch 2.13 on the CPU:
 AssertionError, "All sharded parameters that received a gradient in the post-backward should use `_saved_grad_shard`".
