@@ -72,7 +72,7 @@ class LocalPieces(Tensor):
 
     @staticmethod
     def __new__(cls, part: Tensor, shape: torch.Size, begin: int) -> LocalPieces:
-        make: Any = Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        make: Any = Tensor._make_wrapper_subclass
         self: LocalPieces = make(cls, shape, dtype=part.dtype, device=part.device)
         self.part, self.begin = part, begin
         self.pieces = []
@@ -83,12 +83,12 @@ class LocalPieces(Tensor):
         return self
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.detach.default:
             return args[0]
         raise Unsupported("sharded_state_dict", f"{func} on a rank's part of a tensor: it can only be saved and loaded")
 
-    def __repr__(self, **_: Any) -> str:
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"LocalPieces({tuple(self.shape)}, {[box for box, _ in self.pieces]})"
 
     def local_shards(self) -> list[Tensor]:

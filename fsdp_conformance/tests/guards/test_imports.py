@@ -79,8 +79,8 @@ TORCHLESS = WORDS - {"workload"} | {"docs", "report", "cli", "__main__", ""}
 #: Parts that see torch through its public names only, so that a rename in it cannot change a verdict.
 PUBLIC_TORCH_ONLY = frozenset({"checks", "suites", "fixtures", "history", "testing", "case_checks", *WORDS})
 
-#: Private by name, but what torch's users walk containers with (unchanged since torch 1.8), and what they wrap modules in
-#: for activation checkpointing (since torch 1.11; names in state dicts depend on it).
+#: Private by name, but what torch's users walk containers with (unchanged since torch 1.8), and what they wrap modules
+#: in for activation checkpointing (since torch 1.11; names in state dicts depend on it).
 PUBLIC_ENOUGH = ("torch.utils._pytree", "torch.distributed.algorithms._checkpoint")
 
 
