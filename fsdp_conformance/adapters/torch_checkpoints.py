@@ -62,11 +62,11 @@ class TorchCheckpoints(TorchAdapter):
             set_optimizer_state_dict(self.model, self.optimizer, _copied(state), options=options)
 
     def save_checkpoint(self, directory: Path) -> None:
-        save(self._shards(), checkpoint_id=directory)
+        save(self._state_to_save(), checkpoint_id=directory)
 
     def load_checkpoint(self, directory: Path) -> None:
         # Loaded in place: torch takes the names and shapes to read from the model and the optimizer.
-        state = self._shards()
+        state = self._state_to_save()
         load(state, checkpoint_id=directory)
         set_model_state_dict(self.model, state["model"])
         if self.optimizer is not None:
@@ -75,10 +75,10 @@ class TorchCheckpoints(TorchAdapter):
     def save_checkpoint_async(self, directory: Path) -> PendingSave:
         if self._saving_group is None:
             self._saving_group = dist.new_group(backend="gloo")
-        future: Any = async_save(self._shards(), checkpoint_id=directory, process_group=self._saving_group)
+        future: Any = async_save(self._state_to_save(), checkpoint_id=directory, process_group=self._saving_group)
         return FutureSave(future)
 
-    def _shards(self) -> dict[str, Any]:
+    def _state_to_save(self) -> dict[str, Any]:
         state: dict[str, Any] = {"model": get_model_state_dict(self.model)}
         if self.optimizer is not None:
             state["optim"] = get_optimizer_state_dict(self.model, self.optimizer)
