@@ -32,14 +32,14 @@ from fsdp_conformance.checks.resharding import gathered_again, holds_whole_param
 from fsdp_conformance.checks.result import CheckResult, comparison
 from fsdp_conformance.config import SIMULATED, Plan
 from fsdp_conformance.errors import EnvironmentUnavailable, RequirementFailed, SuiteError
-from fsdp_conformance.events import Action, every_point
+from fsdp_conformance.events import Action
 from fsdp_conformance.harness.devices import device_count, use_device
 from fsdp_conformance.harness.rank import destroy_process_group
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.outcome import CheckCount, Finding, RankReport
 from fsdp_conformance.refusal import Refusal, why_no_refusal
-from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
+from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload, every_point
 
 if TYPE_CHECKING:
     from fsdp_conformance.case import Case
@@ -270,7 +270,7 @@ class CaseChecks:
         **fields: Any,
     ) -> None:
         """
-        Train with the action at every point of a step at which it is legal, in as many runs as `events.every_point`
+        Train with the action at every point of a step at which it is legal, in as many runs as `workload.every_point`
         makes of it, and compare everything with the references. Findings name the points.
         """
         for points, disturbed in every_point(regime, action, runs=runs, pending=pending, **fields):

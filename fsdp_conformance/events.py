@@ -4,22 +4,15 @@ What happens between training steps or inside one, besides training: an evaluati
 An event is frozen data: an action at a point. A point is a step, a moment in it, and for moments that a step has once
 for each micro-batch, its number. `Regime.events` holds the events of a run. `adapters.session` makes them happen to an
 implementation, `checks.loop` applies their effect to the references, and each does so on its own. Standard library
-only.
-
-    every_point     one regime for each moment of a step at which an action is legal, with the action there
+only. `workload.every_point` makes regimes with an action at every point where it is legal.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
 
 from fsdp_conformance.errors import ConfigError
-
-if TYPE_CHECKING:
-    from fsdp_conformance.workload import Regime
 
 
 class Moment(StrEnum):
@@ -164,34 +157,3 @@ class Event:
         """`evaluate between forward and backward of micro-batch 1 in step 0`, for reports."""
         of = f" of micro-batch {self.micro}" if self.moment in PER_MICRO_BATCH else ""
         return f"{self.action} {self.moment}{of} in step {self.step}"
-
-
-def every_point(
-    regime: Regime, action: Action, *, runs: int | None = None, pending: bool | None = None, **fields: Any
-) -> Iterator[tuple[str, Regime]]:
-    """
-    Regimes that together have the action at each legal point of a step, each with a description of its points.
-
-    The points of a step are its moments, with each micro-batch where a moment has one. A regime has the action at its
-    points in every step, so that a trace that reaches the next step is seen there. Without `runs`, each point has a
-    regime of its own; with it, the points are dealt to that many regimes in turn, so that neighbours are apart.
-
-    `pending`: only the points at which a step's gradients are complete and wait for the optimizer, or all but these.
-    `fields` are further fields of the events.
-    """
-    last = regime.micro_batches - 1
-    points = [
-        (moment, micro)
-        for moment in Moment
-        for micro in (range(regime.micro_batches) if moment in PER_MICRO_BATCH else (0,))
-        if moment in LEGAL[action]
-        and pending in (None, moment is Moment.OPTIMIZER or (moment is Moment.BACKWARD and micro == last))
-    ]
-    for dealt in (points[start :: runs or len(points)] for start in range(min(runs or len(points), len(points)))):
-        events = tuple(
-            Event(action=action, moment=moment, step=step, micro=micro, **fields)
-            for step in range(regime.steps)
-            for moment, micro in dealt
-        )
-        where = (f"{moment} of micro-batch {micro}" if moment in PER_MICRO_BATCH else moment for moment, micro in dealt)
-        yield f"{action} {', '.join(where)}", replace(regime, events=(*regime.events, *events))

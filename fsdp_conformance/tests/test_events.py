@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.events import LEGAL, LOCAL, Action, Event, Moment, every_point
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.events import LEGAL, LOCAL, Action, Event, Moment
+from fsdp_conformance.workload import Regime, every_point
 
 
 def _event(action: Action, moment: Moment, **fields: object) -> Event:
