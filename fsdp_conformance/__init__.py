@@ -10,7 +10,6 @@ Words, without torch:
     settings       the settings of a run, from the command line to every rank
     case           a case, and the decorator that binds a test method to it
     events         what happens between steps or inside one, and every point where it can
-    points         every point of a step at which an event may happen
     workload       a model with its batches, and how to train it
     frames         whose code a stack frame is: the user's, torch's, Python's or ours
     outcome        findings, reports of ranks, records of cases

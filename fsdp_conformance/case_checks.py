@@ -38,9 +38,8 @@ from fsdp_conformance.harness.rank import destroy_process_group
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.outcome import CheckCount, Finding, RankReport
-from fsdp_conformance.points import every_point
 from fsdp_conformance.refusal import Refusal, why_no_refusal
-from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
+from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload, every_point
 
 if TYPE_CHECKING:
     from fsdp_conformance.case import Case
@@ -271,7 +270,7 @@ class CaseChecks:
         **fields: Any,
     ) -> None:
         """
-        Train with the action at every point of a step at which it is legal, in as many runs as `points.every_point`
+        Train with the action at every point of a step at which it is legal, in as many runs as `workload.every_point`
         makes of it, and compare everything with the references. Findings name the points.
         """
         for points, disturbed in every_point(regime, action, runs=runs, pending=pending, **fields):

@@ -4,9 +4,7 @@ What happens between training steps or inside one, besides training: an evaluati
 An event is frozen data: an action at a point. A point is a step, a moment in it, and for moments that a step has once
 for each micro-batch, its number. `Regime.events` holds the events of a run. `adapters.session` makes them happen to an
 implementation, `checks.loop` applies their effect to the references, and each does so on its own. Standard library
-only.
-
-    every_point     one regime for each moment of a step at which an action is legal, with the action there
+only. `workload.every_point` makes regimes with an action at every point where it is legal.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -107,23 +107,29 @@ class DDPStepsFlatShards(TorchDDP):
     """Each rank steps its part of each flattened parameter, even with an optimizer that needs whole tensors."""
 
     def _make_optimizer(self) -> None:
-        self._slices = [nn.Parameter(self._part(parameter.data).clone()) for parameter in self.model.parameters()]
-        self.optimizer = self._optim_fn(self._slices)
+        self._stepped_parts = [
+            nn.Parameter(self._part(parameter.data).clone()) for parameter in self.model.parameters()
+        ]
+        self.optimizer = self._optim_fn(self._stepped_parts)
 
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
         parameters = list(self.model.parameters())
-        for parameter, shard in zip(parameters, self._slices, strict=True):
+        for parameter, shard in zip(parameters, self._stepped_parts, strict=True):
             shard.grad = None if parameter.grad is None else self._part(parameter.grad).clone()
         norm = super().step(max_norm, norm_type=norm_type)
-        for parameter, shard in zip(parameters, self._slices, strict=True):
+        for parameter, shard in zip(parameters, self._stepped_parts, strict=True):
             self._part(parameter.data).copy_(shard.detach())
-            for rank, part in enumerate(parameter.data.view(-1).tensor_split(dist.get_world_size())):
+            for rank, part in enumerate(self._parts(parameter.data)):
                 dist.broadcast(part, rank)
             parameter.grad = None
         return norm
 
     def _part(self, tensor: Tensor) -> Tensor:
-        return tensor.view(-1).tensor_split(dist.get_world_size())[dist.get_rank()]
+        return self._parts(tensor)[dist.get_rank()]
+
+    def _parts(self, tensor: Tensor) -> list[Tensor]:
+        split: Any = tensor.view(-1).tensor_split
+        return list(split(dist.get_world_size()))
 
 
 @known_wrong("R140", name="ddp-forgets-state")

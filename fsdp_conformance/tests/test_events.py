@@ -6,8 +6,7 @@ import pytest
 
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.events import LEGAL, LOCAL, Action, Event, Moment
-from fsdp_conformance.points import every_point
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.workload import Regime, every_point
 
 
 def _event(action: Action, moment: Moment, **fields: object) -> Event:
