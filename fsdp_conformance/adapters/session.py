@@ -40,7 +40,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_conformance.adapters.base import Adapter
+from fsdp_conformance.adapters.base import Adapter, OptimFn
 from fsdp_conformance.adapters.names import OriginalNames
 from fsdp_conformance.adapters.optimizers import Several
 from fsdp_conformance.adapters.sharded import full_copy, materialise_norm
@@ -219,7 +219,7 @@ class _Run:
             return model
 
         with self._phase("setup"):
-            self.adapter.setup(build, self._optimizer, plan)
+            self.adapter.setup(build, self._optim_fn(), plan)
             if self.regime.init_scale is not None:
                 self.adapter.scale_losses(self.regime.init_scale, self.regime.growth_interval)
             if self.regime.optimizer_in_backward:
@@ -382,12 +382,17 @@ class _Run:
         finally:
             self.adapter.train(True)
 
-    def _optimizer(self, params: Any) -> Optimizer:
-        """The regime's optimizer, or one that stands for several. The engine calls it during setup."""
+    def _optim_fn(self) -> OptimFn:
+        """
+        What builds the regime's optimizer, or one that stands for several; the engine calls it during setup.
+
+        An adapter may keep it, so it refers to this run only where names are needed: otherwise a model that is dropped
+        would be part of a cycle.
+        """
         build = self.workload.optimizer_sets.get(self.regime.optimizer)
         if build is None:
-            return self.workload.optimizers[self.regime.optimizer](params)
-        return Several(build(self._named(params)))
+            return self.workload.optimizers[self.regime.optimizer]
+        return lambda params: Several(build(self._named(params)))
 
     def _named(self, params: Any) -> dict[str, nn.Parameter]:
         """The parameters that an engine hands to its optimizer, by original name."""
