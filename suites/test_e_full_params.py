@@ -375,7 +375,11 @@ class States(FullAccessCase):
         kills=lambda values: (
             ["reference-stays-whole", "fsdp1-stays-whole"]
             if values["leaving"] == "normally"
-            else ["reference-stays-whole-after-exception", "fsdp1-stays-whole-after-exception", "swallows-exceptions"]
+            else [
+                "reference-stays-whole-after-exception",
+                "fsdp1-stays-whole-after-exception",
+                "context-swallows-exceptions",
+            ]
         ),
     )
     def test_left(self, leaving: str, world_size: int) -> None:

@@ -341,7 +341,7 @@ class ReferenceStaysWholeAfterException(_Altered):
 
 
 @known_wrong("R048")
-class SwallowsExceptions(_Altered):
+class ContextSwallowsExceptions(_Altered):
     """What the body raises is lost."""
 
     @contextmanager

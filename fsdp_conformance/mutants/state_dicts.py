@@ -277,16 +277,6 @@ class ReadingLeavesAHook(SeamFSDP2):
 
 
 @known_wrong("R150")
-class ReadingDropsGradients(SeamFSDP2):
-    """Reading full parameters frees the gradients."""
-
-    def full_params(self) -> dict[str, Tensor]:
-        for parameter in self.parameters().values():
-            parameter.grad = None
-        return super().full_params()
-
-
-@known_wrong("R150")
 class ReadingKeepsParametersGathered(SeamFSDP2):
     """After reading full parameters or a sharded state dict, units stay gathered."""
 
