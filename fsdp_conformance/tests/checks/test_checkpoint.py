@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +21,17 @@ from fsdp_conformance.history.collective import Op
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
 from fsdp_conformance.tests.checks import schedules
 
-STATES = plain_training(probes.rank_coded(), (2, 2, 2), optimizer="sgd")
+
+def _trained() -> list[PlainState]:
+    """
+    The states of a training, made in another process: tests of the simulated accelerator run in children of this one,
+    in which autograd must not have run before they begin.
+    """
+    with concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        return pool.submit(plain_training, probes.rank_coded(), (2, 2, 2), optimizer="sgd").result()
+
+
+STATES = _trained()
 LAST = STATES[-1]
 WEIGHT = "parts.2.weight"
 WHOLE = next(name for name, value in LAST.model.items() if value.dim() == 4)

@@ -308,7 +308,7 @@ def test_a_whole_run_that_earns_no_certificate_is_not_a_success(suite: MiniSuite
             ("--conformance-device", "cuda:0"),
             "device must be a type such as cpu, sim or cuda, without an index",
         ),
-        (("--conformance-profile", "none"), "smoke or the path of a .json file, got 'none'"),
+        (("--conformance-profile", "none"), "or the path of a .json file, got 'none'"),
         (("--implementation", "missing"), "implementation='missing' cannot be imported"),
         (("--implementation", "broken"), "broken has no wrap()\nbroken has no step()"),
     ],
