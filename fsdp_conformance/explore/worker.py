@@ -114,7 +114,11 @@ def run_example(example: Example, order: RunOrder) -> tuple[CaseRecord, list[Ran
     sys.excepthook = hook
     drawn_case.prepared.clear()
     reports = [runs[rank].report for rank in range(example.world_size)]
-    description = registry.description_from_json(order.description or {})
+    description = (
+        registry.description_from_json(order.description)
+        if order.description
+        else registry.describe_here(order.settings.implementation)
+    )
     record = judge(
         case,
         declared=description.declared(order.device),
@@ -177,7 +181,11 @@ def main(words: list[str]) -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     order = order_from_json(Path(words[0]).read_text(encoding="utf-8"))
-    description = registry.description_from_json(order.description or {})
+    description = (
+        registry.description_from_json(order.description)
+        if order.description
+        else registry.describe_here(order.settings.implementation)
+    )
     environment = {**os.environ, **description.environment, "OMP_NUM_THREADS": str(order.settings.num_threads)}
     apply_variables(environment)
     registry.load(order.settings.implementation)
