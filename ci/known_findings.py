@@ -11,7 +11,6 @@ from __future__ import annotations
 import datetime as dt
 import sys
 from collections.abc import Iterable, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from fsdp_conformance.contract.profile import known_cases
@@ -19,6 +18,7 @@ from fsdp_conformance.errors import UsageError
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report import runfile
 from fsdp_conformance.report.expectations import Expectation, judge, load_expectations
+from fsdp_conformance.report.recorder import version_of
 from fsdp_conformance.report.verify import profile_of
 
 LIST = Path(__file__).parent / "known-findings.toml"
@@ -32,7 +32,7 @@ def known_findings(path: Path = LIST) -> tuple[Expectation, ...]:
 def is_known(implementation: str, record: CaseRecord, known: Iterable[Expectation]) -> bool:
     """Whether the list has this verdict of the case."""
     return any(
-        fnmatchcase(implementation, entry.implementation)
+        entry.is_for(implementation, version_of("torch"))
         and entry.is_about(record, record.device)
         and entry.verdict == record.verdict
         for entry in known

@@ -128,12 +128,6 @@ def train(
     for flag, why in _flags_of(workload, regime).items():
         if flag not in adapter.declared():
             raise Unsupported(flag, f"the regime needs it: {why}")
-    if regime.norm_type != 2.0 and "clip_norm_type" not in adapter.declared():
-        raise Unsupported("clip_norm_type", f"the regime clips by the {regime.norm_type}-norm")
-    if regime.pipeline and "pipelined_microbatch" not in adapter.declared():
-        raise Unsupported("pipelined_microbatch", f"the regime's passes are in the order {regime.pipeline}")
-    if regime.init_scale is not None and "grad_scaler" not in adapter.declared():
-        raise Unsupported("grad_scaler", f"the regime scales losses, by {regime.init_scale:g} at first")
     log = process_group.log()
     begin = len(log.records)
     run = _Run(
@@ -365,7 +359,7 @@ class _Run:
             case Action.DROP:
                 adapter.drop_grads(event.names)
             case Action.SKIP:
-                """The step's own code looks for it."""
+                pass  # `step` looks for it, in place of the optimizer
             case Action.ZEROS:
                 adapter.keep_zero_grads()
             case Action.WRITE | Action.ASSIGN | Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT:
@@ -575,6 +569,12 @@ def _flags_of(workload: Workload, regime: Regime) -> dict[str, str]:
         flags["orig_params"] = f"the optimizer {regime.optimizer!r} treats parameters differently"
     if regime.optimizer_in_backward:
         flags["optim_in_backward"] = "the optimizer steps in backward"
+    if regime.norm_type != 2.0:
+        flags["clip_norm_type"] = f"it clips by the {regime.norm_type}-norm"
+    if regime.pipeline:
+        flags["pipelined_microbatch"] = f"its passes are in the order {regime.pipeline}"
+    if regime.init_scale is not None:
+        flags["grad_scaler"] = f"it scales losses, by {regime.init_scale:g} at first"
     return flags
 
 

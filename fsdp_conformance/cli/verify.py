@@ -17,7 +17,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Print what the file shows, and its contradictions. Returns the exit status that the run should have had."""
     path = report_dir.named_run(arguments.run_file)
     wanted = expected_by(arguments, look=False)
-    verification = verify(path, load_profile(arguments.profile) if arguments.profile else None)
+    profile = load_profile(arguments.profile) if arguments.profile else None
+    verification = verify(path, profile)
     run, certificate = verification.run, verification.certificate
     if arguments.markdown:
         print(markdown.summary(run, certificate), end="")
@@ -39,7 +40,7 @@ def main(arguments: argparse.Namespace) -> int:
         if verification.discrepancies
         else "verified: the stated result follows from the lines of the file"
     )
-    profile = load_profile(arguments.profile) if arguments.profile else profile_of(run)
+    profile = profile or profile_of(run)
     settings = settings_from_json(run.header.get("settings") or {})
     selected = {entry.id for entry in profile.entries if not left_out_by(entry.case(), settings)}
     return wanted.status(verification, profile=profile, selected=selected)

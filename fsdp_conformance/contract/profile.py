@@ -207,9 +207,9 @@ def _shipped(name: str) -> Profile | None:
     core = next((each for each in _cores() if name.endswith(f"-{_date(each)}")), None)
     if core is None:
         return None
-    kind, whole = name.removesuffix(f"-{_date(core)}"), _read(PROFILES / f"{core}.json", named=core)
+    kind, whole = name.removesuffix(f"-{_date(core)}"), load_profile(core)
     if kind == FULL:
-        parts = _read(PROFILES / f"{COMPONENTS}{_date(core)}.json", named=name)
+        parts = load_profile(f"{COMPONENTS}{_date(core)}")
         entries = sorted([*whole.entries, *parts.entries], key=lambda entry: entry.id)
     elif kind == BASE[0] or kind in _extensions(core):
         entries = [entry for entry in whole.entries if entry.scope in (BASE, (kind,))]
@@ -221,8 +221,7 @@ def _shipped(name: str) -> Profile | None:
 @functools.cache
 def _extensions(core: str) -> list[str]:
     """The extensions that a core profile has cases of."""
-    entries = _read(PROFILES / f"{core}.json", named=core).entries
-    return sorted({entry.scope[0] for entry in entries if len(entry.scope) == 1} - set(BASE))
+    return sorted({entry.scope[0] for entry in load_profile(core).entries if len(entry.scope) == 1} - set(BASE))
 
 
 def profile_from_json(text: str, *, where: str) -> Profile:

@@ -6,12 +6,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from fsdp_conformance.outcome import CaseRecord
-from fsdp_conformance.report.expectations import UNREMARKABLE, what_happened
+from fsdp_conformance.report.expectations import SILENT, UNREMARKABLE, what_happened
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.verdict import Verdict
 
-#: Verdicts of cases whose body ran to a judgement.
-_UNJUDGED = frozenset({Verdict.UNSUPPORTED, Verdict.DISABLED, Verdict.NOT_RUN_ENV})
+#: Verdicts of cases that were not judged: declined, or left out.
+_UNJUDGED = SILENT | {Verdict.UNSUPPORTED}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -28,10 +28,7 @@ from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.settings import settings_from_json
 from fsdp_conformance.status import Status
-from fsdp_conformance.verdict import Verdict
-
-#: Verdicts that blame the implementation or its adapter.
-_ACCUSING = frozenset({Verdict.FAIL, Verdict.HANG, Verdict.CRASH, Verdict.ERROR_ADAPTER})
+from fsdp_conformance.verdict import ACCUSING, Verdict
 
 #: How many ids a reason names.
 _NAMED = 3
@@ -58,7 +55,7 @@ _STATE = {
     Verdict.UNSUPPORTED: State.DECLINED,
     Verdict.NOT_RUN_ENV: State.NOT_HERE,
     Verdict.DISABLED: State.LEFT_OUT,
-    **dict.fromkeys(_ACCUSING, State.FAILED),
+    **dict.fromkeys(ACCUSING, State.FAILED),
 }
 
 
@@ -432,7 +429,7 @@ def _remarks(run: RunFile) -> list[str]:
 def _status(reasons: Sequence[str], blocking: Sequence[_Shown], shown: Sequence[_Shown]) -> Status:
     """Who has to act: the implementer, the owner of the machine, or the suite's maintainers."""
     verdicts = {item.verdict for item in shown if item.reason}
-    if verdicts & _ACCUSING:
+    if verdicts & ACCUSING:
         return Status.NOT_CERTIFIED
     if Verdict.ERROR_SUITE in verdicts:
         return Status.SUITE

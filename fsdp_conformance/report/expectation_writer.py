@@ -54,16 +54,16 @@ def updated(path: Path, run: RunFile, *, profile_cases: Sequence[str], today: dt
     document = tomlkit.parse(path.read_text(encoding="utf-8")) if exists else _new_document()
     tables = document.get(TABLE)
     kept = tables if isinstance(tables, AoT) else tomlkit.aot()
-    removed, split = [], []
+    removed, remaining, split = [], [], []
     # From the end, so that positions stay what they are.
     for index in reversed(range(len(entries))):
         holding = _still_holding(entries[index], run, profile_cases=profile_cases, today=today)
         if holding is None:
+            remaining.append(entries[index])
             continue
         removed.append(entries[index].case)
         split += [_table(record, run, like=entries[index]) for record in holding]
         del kept[index]
-    remaining = [entry for entry in entries if entry.case not in removed]
     remaining += [_expectation(table) for table in split]
     missing = [
         surprise.case

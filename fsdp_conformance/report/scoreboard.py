@@ -13,9 +13,7 @@ from fsdp_conformance.errors import RunFileError
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report.terminal import duration, verdict_words
 from fsdp_conformance.report.verify import Verification
-from fsdp_conformance.verdict import Verdict
-
-_FAILED = frozenset({Verdict.FAIL, Verdict.HANG, Verdict.CRASH, Verdict.ERROR_ADAPTER, Verdict.XPASS})
+from fsdp_conformance.verdict import ACCUSING, Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +167,7 @@ def _cells(records: Iterable[CaseRecord]) -> dict[str, Cell]:
 def _kind(verdict: Verdict) -> str:
     if verdict is Verdict.PASS:
         return "passed"
-    if verdict in _FAILED:
+    if verdict in ACCUSING:
         return "failed"
     return "declined" if verdict is Verdict.UNSUPPORTED else "unjudged"
 
