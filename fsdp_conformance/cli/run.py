@@ -48,6 +48,10 @@ _LOOK_S = 0.1
 #: that another run holds.
 _SILENCE_S = 2 * 3600.0
 
+#: Characters of options that a command which is printed may have. Scripts name hundreds of cases; the list of the whole
+#: profile has them, too.
+_READABLE = 300
+
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the selected cases. Returns the exit status."""
@@ -115,7 +119,10 @@ def _announce(
         print(f"  shim: {shim}")
     print(f"device {machine.device} · backend {machine.backend} · torch {machine.torch}")
     if num_cases > len(will_run):
-        options = " ".join(["--implementation", shlex.quote(settings.implementation), *selection_words(settings)])
+        words = selection_words(settings)
+        if sum(map(len, words)) > _READABLE:
+            words = selection_words(replace(settings, cases=()))
+        options = " ".join(["--implementation", shlex.quote(settings.implementation), *words])
         not_run = messages.plural(num_cases - len(will_run), "case")
         print(f"{not_run} cannot run here; for the reasons: fsdp-conformance list --not-run {options}")
     simulated = sum(device == SIMULATED for _, device in will_run)

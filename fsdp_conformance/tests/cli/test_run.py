@@ -112,6 +112,16 @@ def test_the_selection_and_its_duration_are_announced(suite: mini_suite.MiniSuit
     assert "running 3 cases: about 10 s (measured in the last run)" in second.out
 
 
+def test_a_command_that_is_suggested_can_be_read(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """A script that names every case is not told each of them again."""
+    env = with_quick_survey(suite.environment(MINI_SUITE_FLAGS="zero3 no_sync"), tmp_path)
+    names = ",".join(["R001", "R017"] * 40)
+    said_of_all = said(*typed(suite, tmp_path, "--case", names, "-n", "0"), cwd=tmp_path, env=env).out
+
+    assert "fsdp-conformance list --not-run --implementation mine.py" in said_of_all
+    assert "R017,R001" not in said_of_all
+
+
 def test_fail_fast_and_last_failed(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """The first stops at the first failure and says what is left; the other runs the failures of the last run."""
     words_of_run = typed(suite, tmp_path, "--report", "x")[:-2]

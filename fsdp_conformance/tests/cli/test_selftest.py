@@ -103,8 +103,12 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("oracle", "status", "line"),
-    [("", 0, "gradients 1 of 1"), ("case_checks.parity = blind", 1, "SURVIVED sum-instead-of-mean on R003/some-ws2")],
-    ids=["as it is", "broken on purpose"],
+    [
+        pytest.param("", 0, "gradients 1 of 1", id="as it is", marks=pytest.mark.nightly),
+        pytest.param(
+            "case_checks.parity = blind", 1, "SURVIVED sum-instead-of-mean on R003/some-ws2", id="broken on purpose"
+        ),
+    ],
 )
 def test_a_broken_oracle_is_reported(oracle: str, status: int, line: str, tmp_path: Path) -> None:
     """With parity that holds for everything, the known-wrong engine survives."""

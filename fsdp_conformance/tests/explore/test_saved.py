@@ -82,14 +82,13 @@ def test_the_script_is_python() -> None:
 @pytest.mark.slow
 def test_pytest_judges_saved_cases(tmp_path: Path) -> None:
     """One on an engine with the defect fails with the report, one on a correct engine passes; no run file appears."""
-    for name, implementation in (("wrong", f"{_ENGINES}:OddAndSecond"), ("right", "torch-fsdp2")):
-        saved.save(tmp_path / name, _EXAMPLE, implementation=implementation, signature="FAIL R003 (gradient parity)")
+    for example, implementation in ((_EXAMPLE, f"{_ENGINES}:OddAndSecond"), (Example(), "torch-fsdp2")):
+        saved.save(tmp_path, example, implementation=implementation, signature="FAIL R003 (gradient parity)")
 
-    wrong, right = _pytest(tmp_path / "wrong"), _pytest(tmp_path / "right")
+    run = _pytest(tmp_path)
 
-    assert wrong.returncode == 1, wrong.stdout
-    assert "R003" in wrong.stdout
-    assert f"R000/explored-{_EXAMPLE.digest}-ws2" in wrong.stdout
-    assert right.returncode == 0, right.stdout
-    assert "1 passed" in right.stdout
+    assert run.returncode == 1, run.stdout
+    assert "R003" in run.stdout
+    assert f"R000/explored-{_EXAMPLE.digest}-ws2" in run.stdout
+    assert "1 failed, 1 passed" in run.stdout
     assert not list(tmp_path.rglob("*.jsonl"))

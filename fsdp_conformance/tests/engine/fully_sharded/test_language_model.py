@@ -29,7 +29,7 @@ from fsdp_conformance.tests.engine.fully_sharded.language_model import (
 INTERRUPTED, STEPS = 120, 240
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 class TestLanguageModel(CheckpointTestCase):
     """Four ranks, of which two begin."""
 
