@@ -124,8 +124,12 @@ class Certificate:
 
     @property
     def only_incomplete(self) -> bool:
-        """True if the only reason against a certificate is that the run did not cover the whole profile."""
-        return bool(self.reasons) and all(reason.startswith(("incomplete", "private")) for reason in self.reasons)
+        """True if nothing failed, and there is no certificate because the run did not cover the whole profile."""
+        return (
+            bool(self.reasons)
+            and all(reason.startswith(("incomplete", "private")) for reason in self.reasons)
+            and ACCUSING.isdisjoint(self.counts)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping."""

@@ -273,6 +273,16 @@ def test_a_run_that_is_also_incomplete_is_not_only_that() -> None:
     assert not certified().only_incomplete
 
 
+def test_a_failed_extension_is_a_failure_of_a_partial_run_too() -> None:
+    """It is no reason against the base, and the run is not without failures."""
+    parity, extension = a_case(requirements=["R001"]), a_case(requirements=["R137"], needs=["offload"])
+    failing = a_record(extension.id, Verdict.FAIL, a_finding("R137"), requirements=["R137"])
+    certificate = certified(failing, profile=a_profile(parity, extension), settings={"cases": ["R137"]})
+
+    assert all(reason.startswith("incomplete") for reason in certificate.reasons)
+    assert not certificate.only_incomplete
+
+
 def test_three_cases_are_named_without_a_count() -> None:
     """There are no more."""
     cases = [a_case(world_size=size, requirements=["R001"]) for size in (1, 2, 3)]
