@@ -216,6 +216,23 @@ class Refusals(ConformanceTestCase):
         self.check_parity(run, workload, requirements={"gradient": "R056", "parameter": "R056"})
 
     @conformance_case(
+        "R056",
+        "R002",
+        chapter="F",
+        axes={"kind": ("scalar", "noncontiguous"), "world_size": (2,)},
+        needs=lambda values: [f"{values['kind']}_params", "no_shard"],
+        kills=lambda values: (
+            "odd-parameters-not-reduced",
+            *(["odd-parameters-permuted"] if values["kind"] == "noncontiguous" else []),
+        ),
+    )
+    def test_unusual_parameters_unsharded(self, kind: str, world_size: int) -> None:
+        """The same where nothing is sharded."""
+        workload = _unusual(kind)
+        run = self.train(workload, self.plan(workload, sharding=Sharding.NONE))
+        self.check_parity(run, workload, requirements={"gradient": "R056", "parameter": "R056"})
+
+    @conformance_case(
         "R057",
         chapter="F",
         axes={"mistake": ("replicas", "reshard-group", "device"), "world_size": (4,)},

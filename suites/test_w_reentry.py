@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
 from fsdp_conformance.case import conformance_case
+from fsdp_conformance.config import Sharding
 from fsdp_conformance.fixtures import probes, reuse
 from fsdp_conformance.fixtures.data import normal, place, seeded_init
 from fsdp_conformance.fixtures.recipes import field_optimizers, mean_squared_error
@@ -48,12 +51,28 @@ class Reentry(ConformanceTestCase):
     @conformance_case("R156", "R002", "R003", chapter="W", axes={"world_size": (2, 3)}, kills=("second-backward-lost",))
     def test_two_backwards(self, world_size: int) -> None:
         """Two losses of one forward, each with its own backward, accumulate as without sharding or are rejected."""
+        self._backward_twice()
+
+    @conformance_case(
+        "R156",
+        "R002",
+        "R003",
+        chapter="W",
+        axes={"sharding": ("grad_optim", "none"), "world_size": (2,)},
+        needs=lambda values: [{"grad_optim": "zero2", "none": "no_shard"}[values["sharding"]]],
+        kills=("second-backward-lost", "second-backward-not-reduced"),
+    )
+    def test_two_backwards_of_other_degrees(self, sharding: str, world_size: int) -> None:
+        """The same where parameters, or everything, stay whole: each degree has its own way of reducing."""
+        self._backward_twice(sharding=Sharding(sharding))
+
+    def _backward_twice(self, **options: Any) -> None:
         workload = probes.exact_accumulation()
         regime = Regime(steps=2, backwards_per_forward=2)
         # FSDP1 says that the storage of its full parameters has been freed.
         names = ("backward", "graph", "freed", "storage")
         with self.refusal("R156", "a second backward through one forward", names=names) as outcome:
-            run = self.train(workload, regime=regime)
+            run = self.train(workload, self.plan(workload, **options), regime)
             outcome.excused = True
         if outcome.excused:
             self.check_parity(run, workload, regime, requirements=dict.fromkeys(("gradient", "parameter"), "R156"))

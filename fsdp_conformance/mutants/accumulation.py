@@ -81,6 +81,46 @@ class SecondBackwardLost(SeamFSDP2):
         self._kept = retain_graph
 
 
+@known_wrong("R156")
+class SecondBackwardNotReduced(SeamFSDP2):
+    """The second backward of a forward adds the gradient of the first rank instead of the mean."""
+
+    _is_second = False
+    _kept = False
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        self._is_second, self._kept = self._kept, retain_graph
+        super().backward(loss, retain_graph=retain_graph)
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        if not self._is_second:
+            return grad
+        return grad * self.world_size if self.rank == 0 else torch.zeros_like(grad)
+
+
+@known_wrong("R093")
+class IdleInTheLastMicroBatchLost(SeamFSDP2):
+    """What a deferred micro-batch left for a unit is lost if the micro-batch that is reduced does not use the unit."""
+
+    def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
+        self._deferred: set[str] = set()
+        super().setup(model_fn, optim_fn, plan)
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        if self._reduced:
+            self._deferred.discard(name)
+        else:
+            self._deferred.add(name)
+        return grad
+
+    def after_backward(self) -> None:
+        if self._reduced:
+            parameters = self.parameters()
+            for name in self._deferred:
+                parameters[name].grad = None
+            self._deferred.clear()
+
+
 @known_wrong("R155")
 class MultiForwardLosesGradient(SeamFSDP2):
     """When a module is called several times, only the first call contributes a gradient."""

@@ -277,6 +277,14 @@ class OddParametersNotReduced(NoReduction):
         return grad
 
 
+@known_wrong("R056")
+class OddParametersPermuted(SeamFSDP2):
+    """The gradient of a parameter that is not contiguous has its elements in the order of the parameter's memory."""
+
+    def local_gradient(self, name: str, grad: Tensor) -> Tensor:
+        return grad.t().reshape(grad.shape) if grad.dim() == 2 and not grad.is_contiguous() else grad
+
+
 @known_wrong("R107")
 class SharedAcrossUnitsNotReduced(SeamFSDP2):
     """Parameters that several units share keep the rank's own gradient."""
