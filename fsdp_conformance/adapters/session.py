@@ -64,8 +64,8 @@ _BEFORE_STEP = frozenset({"grads"})
 #: Actions that use a batch.
 _FORWARDS = frozenset({Action.EVALUATE, Action.FORWARD})
 
-#: Flags without which an adapter cannot be asked for an action.
-_FLAGS = {
+#: Flags without which an adapter cannot be asked for an action; other actions need none.
+EVENT_FLAGS = {
     Action.UNSHARD: "manual_unshard",
     Action.LEARNING_RATE: "learning_rate",
     Action.ZEROS: "zero_grads",
@@ -564,7 +564,7 @@ class _Run:
 
 def _flags_of(workload: Workload, regime: Regime) -> dict[str, str]:
     """The flags that following the regime needs, each with the reason."""
-    flags = {flag: f"{action} is one of its events" for action, flag in _FLAGS.items() if regime.happens(action)}
+    flags = {flag: f"{action} is one of its events" for action, flag in EVENT_FLAGS.items() if regime.happens(action)}
     if regime.optimizer in workload.optimizer_sets:
         flags["orig_params"] = f"the optimizer {regime.optimizer!r} treats parameters differently"
     if regime.optimizer_in_backward:

@@ -8,6 +8,7 @@
     worker        the warm process that runs examples on simulated ranks
     pool          its controller: what came of an example, also if the engine crashed or hung
     signature     what makes two failures the same one
+    simplify      simpler examples than a given one
     exploration   draw, run, shrink, leave out what is known, go on (needs Hypothesis)
     telling       failures as text, and the script that shows a failure
     counting      what an exploration did, as text

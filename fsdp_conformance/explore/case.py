@@ -147,7 +147,8 @@ class DrawnCase(ConformanceTestCase):
     ) -> None:
         """What can be told from bytes and traffic, where the schedule lets it be told."""
         regime = example.regime
-        usual = uses_all(example) and not example.model.calls and not regime.frozen_at and not regime.eval_between
+        disturbed = regime.frozen_at or regime.eval_between or regime.events
+        usual = uses_all(example) and not example.model.calls and not disturbed
         if not usual or plan.sharding is Sharding.NONE or plan.persist_numel or example.model.frozen:
             return
         # Which units a policy has chosen, only the engine knows.

@@ -147,6 +147,7 @@ PLAIN: dict[str, str] = {
     "accumulation": "none",
     "evaluation": "none",
     "idle forwards": "none",
+    "events": "none",
     "backwards": "one",
     "dropped gradients": "none",
     "precision": "float32",
@@ -186,6 +187,7 @@ def axes(example: Example) -> dict[str, str]:
         )
         or "none",
         "idle forwards": "some" if regime.idle_forwards else "none",
+        "events": " and ".join(sorted({event.action.value for event in regime.events})) or "none",
         "backwards": "two" if regime.backwards_per_forward > 1 else "one",
         "dropped gradients": "some" if regime.gradient_to_none else "none",
         "precision": (plan.param_dtype or "float32")

@@ -21,10 +21,14 @@ from hypothesis.errors import Flaky
 from fsdp_conformance.explore.example import Example, axes, features
 from fsdp_conformance.explore.pool import Outcome
 from fsdp_conformance.explore.signature import Signature, signature_of
+from fsdp_conformance.explore.simplify import simpler
 from fsdp_conformance.explore.strategies import examples
 
 #: How often an example may be run to make a failure smaller.
 MAX_SHRINKS = 60
+
+#: How often it may be run after that, with one thing more made plain.
+_MAX_SIMPLIFICATIONS = 40
 
 #: How many examples one round of Hypothesis draws at most: more than fit into any budget.
 _ENDLESS = 1_000_000
@@ -226,6 +230,22 @@ class Explorer:
             raise _Over
         if example.size() > current.smallest[0].size():
             return False
+        return self._fails_alike(example, current)
+
+    def _simplify(self, current: _Round) -> None:
+        """Make one thing after the other plain, as long as the example still fails in the same way."""
+        assert current.smallest is not None, "the round has failed"
+        left = _MAX_SIMPLIFICATIONS
+        candidates = simpler(current.smallest[0])
+        while left and (candidate := next(candidates, None)) is not None:
+            if candidate.digest in current.tried or candidate.size() > current.smallest[0].size():
+                continue
+            left -= 1
+            if self._fails_alike(candidate, current):
+                candidates = simpler(candidate)
+
+    def _fails_alike(self, example: Example, current: _Round) -> bool:
+        """Run an example, and keep it if it fails in the way that is being shrunk."""
         current.shrinks += 1
         current.tried.add(example.digest)
         outcome = self.runs.run(example)
@@ -239,6 +259,7 @@ class Explorer:
         assert current.smallest is not None, "the round has failed"
         assert current.target is not None, "a failure has a signature"
         assert current.drawn is not None, "a failure was drawn"
+        self._simplify(current)
         example, outcome = current.smallest
         failure = Failure(
             signature=current.target, example=example, outcome=outcome, drawn=current.drawn, shrinks=current.shrinks

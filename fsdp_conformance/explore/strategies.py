@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
+from fsdp_conformance.adapters.session import EVENT_FLAGS
 from fsdp_conformance.config import BackwardPrefetch, Offload, Plan, Sharding
+from fsdp_conformance.events import LEGAL, PER_MICRO_BATCH, Action, Event, Moment
 from fsdp_conformance.explore.example import UNREACHED_NORM, Example, asks, uses_all
 from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel
 from fsdp_conformance.workload import Regime
@@ -31,6 +33,13 @@ _SHARDING = {
 
 #: Shapes of extra parameters: odd sizes, fewer rows than ranks, single elements, rows of several dims.
 _EXTRAS: tuple[tuple[int, ...], ...] = ((3,), (1,), (5, 1), (1, 1), (7,), (2, 3), (3, 2, 2), (6, 4), (1, 5), (4,))
+
+#: What may happen besides training. Freezing and dropped gradients have fields of their own in a regime.
+_ACTIONS = tuple(action for action in Action if action not in (Action.FREEZE, Action.DROP))
+
+#: New learning rates and factors of what is written: dyadic, so that exact models stay exact.
+_RATES = (0.0625, 0.25, 0.125)
+_FACTORS = (0.5, 2.0, -1.0)
 
 #: Mixed precision is judged bit for bit where the order of additions cannot matter: see `checks.reference_rounding`.
 _MOST_RANKS_ROUNDED = 2
@@ -238,6 +247,9 @@ def _draw_regime(draw: Draw, declared: frozenset[str], model: DrawnModel, plan: 
         regime = replace(regime, gradient_to_none=(dropped,))
     if "frozen_dynamic" in declared and steps > 1 and draw(_rarely()):
         regime = replace(regime, frozen_at=_draw_freezing(draw, declared, model, steps))
+    if kind != "low precision" and draw(st.booleans()):
+        # The reference for low precision knows no events.
+        regime = replace(regime, events=_draw_events(draw, declared, model, plan, regime))
     return regime
 
 
@@ -248,6 +260,43 @@ def _with_clipping(draw: Draw, declared: frozenset[str], regime: Regime, kind: s
     if kind == "exact" and "clip_grad_norm" in declared and draw(_seldom()):
         return replace(regime, max_norm=UNREACHED_NORM)
     return regime
+
+
+def _draw_events(
+    draw: Draw, declared: frozenset[str], model: DrawnModel, plan: Plan, regime: Regime
+) -> tuple[Event, ...]:
+    """Up to three events at points where they are legal, in the order of the run."""
+    by_hand = bool(plan.units) and not model.joined and plan.sharding in (Sharding.DEFAULT, Sharding.FULL)
+    possible = [
+        action
+        for action in _ACTIONS
+        if EVENT_FLAGS.get(action) in {None, *declared} and (action is not Action.UNSHARD or by_hand)
+    ]
+    moments = list(Moment)
+    drawn = [_draw_event(draw, draw(st.sampled_from(possible)), model, plan, regime) for _ in range(draw(_up_to_three))]
+    return tuple(sorted(drawn, key=lambda event: (event.step, moments.index(event.moment), event.micro)))
+
+
+def _draw_event(draw: Draw, action: Action, model: DrawnModel, plan: Plan, regime: Regime) -> Event:
+    # A value that a gradient depends on must not change between forward and backward.
+    forbidden = {Moment.LOSS} if action in (Action.WRITE, Action.ASSIGN) else set()
+    moment = draw(st.sampled_from([each for each in Moment if each in LEGAL[action] - forbidden]))
+    fields: dict[str, Any] = {}
+    match action:
+        case Action.UNSHARD:
+            fields["names"] = (draw(st.sampled_from(plan.units)),)
+        case Action.LEARNING_RATE:
+            fields["value"] = draw(st.sampled_from(_RATES))
+        case Action.WRITE | Action.ASSIGN | Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT:
+            tied = {name for pair in model.ties for name in pair}
+            fields["names"] = (draw(st.sampled_from([name for name in model.shapes() if name not in tied])),)
+            fields["value"] = draw(st.sampled_from(_FACTORS))
+        case Action.TOGGLE:
+            fields["ranks"] = draw(st.sampled_from(((), (0,))))
+        case _:
+            pass
+    micro = draw(st.integers(0, regime.micro_batches - 1)) if moment in PER_MICRO_BATCH else 0
+    return Event(action=action, moment=moment, step=draw(st.integers(0, regime.steps - 1)), micro=micro, **fields)
 
 
 def _draw_freezing(draw: Draw, declared: frozenset[str], model: DrawnModel, steps: int) -> tuple[Any, ...]:
@@ -291,6 +340,10 @@ def _fitting(example: Example, declared: frozenset[str]) -> Example:
 
 def _used_once(block: DrawnBlock) -> DrawnBlock:
     return replace(block, repeat=1, inner=tuple(_used_once(inner) for inner in block.inner))
+
+
+#: Most failures take one event.
+_up_to_three = st.sampled_from((1, 1, 2, 3))
 
 
 def _rarely() -> st.SearchStrategy[bool]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 
+from fsdp_conformance.adapters.session import EVENT_FLAGS
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.errors import ConfigError
@@ -22,6 +23,7 @@ from fsdp_conformance.explore.example import (
     used_blocks,
     uses_all,
 )
+from fsdp_conformance.explore.simplify import simpler
 from fsdp_conformance.explore.strategies import examples
 from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel
 from fsdp_conformance.workload import Regime
@@ -48,6 +50,31 @@ def test_what_is_drawn_can_be_written_and_built(example: Example) -> None:
     assert {name for name, param in example.workload().build(1).named_parameters() if param.requires_grad}
 
 
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(examples(ALL))
+def test_a_simpler_example_is_whole_and_asks_for_no_more(example: Example) -> None:
+    """Whatever is made plain, the model has the parameters and units that the plan and the schedule name."""
+    candidates = list(simpler(example))
+
+    for candidate in candidates:
+        shapes = candidate.model.shapes()
+        modules = {name for name, _ in candidate.model.walk()}
+        assert asks(candidate) <= asks(example)
+        assert {name for event in candidate.regime.events for name in event.names} <= {*shapes, *candidate.plan.units}
+        assert set(candidate.model.frozen) <= {*shapes, *modules}
+        assert example_from_json(candidate.to_json()) == candidate
+    for candidate in candidates[:3]:
+        candidate.workload().build(0)
+    assert example not in candidates
+
+
+def test_the_plainest_example_has_nothing_simpler() -> None:
+    """There is nothing left to take away."""
+    plainest = Example(plan=Plan(units=DrawnModel().units()), regime=Regime(steps=1))
+
+    assert list(simpler(plainest)) == []
+
+
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(examples(frozenset({"cpu_compute"})))
 def test_only_what_is_declared_is_drawn(example: Example) -> None:
@@ -56,6 +83,7 @@ def test_only_what_is_declared_is_drawn(example: Example) -> None:
     assert asks(example) == frozenset()
     assert all(example.regime.is_reduced(micro) for micro in range(example.regime.micro_batches))
     assert example.regime.max_norm is None
+    assert {EVENT_FLAGS.get(event.action) for event in example.regime.events} <= {None}
 
 
 def test_the_plainest_example_has_no_features() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.events import Action
 from fsdp_conformance.explore.case import case_for
 from fsdp_conformance.explore.counting import summary
 from fsdp_conformance.explore.example import Example, axes, features
@@ -80,6 +81,22 @@ def test_a_failure_of_two_axes_is_found_and_shrunk_to_them() -> None:
     assert len(failure.needs) <= 3
     assert len(failure.needs) <= len(features(failure.drawn))
     assert failure.shrinks <= 60
+
+
+def test_a_failure_after_an_event_is_shrunk_to_it() -> None:
+    """An engine that keeps the old learning rate in accumulation is shown with that event and nothing else."""
+
+    def judged(example: Example) -> Outcome | None:
+        regime = example.regime
+        wrong = regime.micro_batches > 1 and any(event.action is Action.LEARNING_RATE for event in regime.events)
+        return _wrong(example) if wrong else None
+
+    found = _explore(judged, examples=120)
+
+    (failure,) = found.failures
+    assert {event.action for event in failure.example.regime.events} == {Action.LEARNING_RATE}
+    assert "events: learning rate" in failure.needs
+    assert len(failure.needs) <= 3
 
 
 def test_different_failures_are_told_apart_and_each_is_told_once() -> None:
