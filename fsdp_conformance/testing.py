@@ -37,6 +37,7 @@ from fsdp_conformance.checks.streams import stream_control, stream_safety
 from fsdp_conformance.config import SIMULATED, InitMode, Plan, RunSettings, TorchrunWorker
 from fsdp_conformance.errors import ConformanceError, RequirementFailed, SuiteError
 from fsdp_conformance.faults.fault import Fault
+from fsdp_conformance.faults.provocation import Provoked
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.environment import Determinism
 from fsdp_conformance.harness.parts import Part
@@ -47,6 +48,7 @@ from fsdp_conformance.judge import Gated, gate, judge, keep_evidence
 from fsdp_conformance.outcome import CaseRecord, RankError, RankExit, RankReport
 from fsdp_conformance.settings import RunOrder, order_from_json
 from fsdp_conformance.simulator import place
+from fsdp_conformance.stress import MEASUREMENT
 from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload import Regime, Workload
 
@@ -65,6 +67,7 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
     first_part = Part.SUITE
 
     record: CaseRecord | None = None
+    _provoked: Provoked | None = None
     _blame: str | None = None
     """In a rank: the part whose code runs; None for our own."""
 
@@ -111,7 +114,11 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
         self.reuse_ranks = settings.reuse_ranks
         self.simulated_ranks = settings.ranks == "simulated"
         self.torchrun_worker = worker
-        self.determinism = Determinism(seed=settings.seed, num_threads=settings.num_threads)
+        self.determinism = Determinism(
+            seed=settings.seed,
+            num_threads=settings.num_threads,
+            fill_uninitialized=settings.stress_seed is not None,
+        )
         self.preload = description.preload
         self.rank_environment = dict(description.environment)
         self.preload_environment = dict(description.environment)
@@ -147,6 +154,7 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
             implementation=settings.implementation,
             device=self.order.device,
             ranks="reused" if settings.reuse_ranks else settings.ranks,
+            stress_seed=settings.stress_seed,
             seconds=time.monotonic() - self._began,
         )
         keep_evidence(self.record, reports)
@@ -168,8 +176,21 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
         # One collective before anything is judged: if ranks cannot communicate, the environment is to blame.
         torch.distributed.barrier()
         process_group.log().clear()
+        self._provoke()
+
+    def _provoke(self) -> None:
+        """In a stress run, provoke the code under test from now on."""
+        self._provoked = None
+        seed = self.order.settings.stress_seed
+        if seed is not None:
+            self._provoked = Provoked(seed, self.case.id, rank=self.rank, world_size=self.world_size)
+            self._provoked.install()
+            # The counts go on until the report is sent.
+            self.report.measurements[MEASUREMENT] = self._provoked.strikes
 
     def shutdown_rank(self) -> None:
+        if self._provoked is not None:
+            self._provoked.remove()
         with process_group.log().phase("close"):
             for adapter in self.subjects:
                 adapter.close()
