@@ -114,11 +114,7 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
         self.reuse_ranks = settings.reuse_ranks
         self.simulated_ranks = settings.ranks == "simulated"
         self.torchrun_worker = worker
-        self.determinism = Determinism(
-            seed=settings.seed,
-            num_threads=settings.num_threads,
-            fill_uninitialized=settings.stress_seed is not None,
-        )
+        self.determinism = Determinism(seed=settings.seed, num_threads=settings.num_threads)
         self.preload = description.preload
         self.rank_environment = dict(description.environment)
         self.preload_environment = dict(description.environment)

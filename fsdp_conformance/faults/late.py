@@ -208,12 +208,12 @@ class LateCollectives(Fault):
         with self._changed:
             while self._installed or self._promised:
                 now = time.monotonic()
-                due = []
+                ready = []
                 while self._promised and (self._promised[0][0] <= now or not self._installed):
-                    due.append(heapq.heappop(self._promised))
-                if due or (self._kept and self._kept[0][0] + _KEPT_BACK_S <= now):
-                    return due
-                times = [self._promised[0][0]] * bool(self._promised)
+                    ready.append(heapq.heappop(self._promised))
+                if ready or (self._kept and self._kept[0][0] + _KEPT_BACK_S <= now):
+                    return ready
+                times = [due for due, *_ in self._promised[:1]]
                 times += [issued + _KEPT_BACK_S for issued, _ in self._kept[:1]]
                 self._changed.wait(max(0.0, min(times) - now) if times else _KEPT_BACK_S)
         return None

@@ -6,7 +6,7 @@ Poison: values that no correct implementation reads, in outputs that are not the
     PoisonedMemory      a fault: bytes that are freed, and bytes by which a storage grows, are overwritten
 
 Memory is seen where a storage is resized, which is how torch's sharded engines free parameters and bring them back. New
-tensors are filled by torch itself (`harness.environment.Determinism`, `fill_uninitialized`).
+tensors are filled by torch itself, which does that only while deterministic algorithms are on, as in every rank.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import deterministic
 from torch.utils._mode_utils import no_dispatch
 
 from fsdp_conformance.faults.fault import Fault
@@ -86,6 +87,8 @@ class PoisonedMemory(Fault):
 
     def _attach(self) -> None:
         fault, resize = self, torch.UntypedStorage.resize_
+        self._filled_before = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+        deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
         def resize_(storage: torch.UntypedStorage, size: Any) -> Any:
             """torch's, between two fills."""
@@ -108,6 +111,7 @@ class PoisonedMemory(Fault):
     def _detach(self) -> None:
         # The original is inherited.
         del torch.UntypedStorage.resize_
+        deterministic.fill_uninitialized_memory = self._filled_before  # type: ignore[attr-defined]
 
     def _strike(self, provocation: Provocation) -> None:
         self._fired += 1
