@@ -343,7 +343,7 @@ def _run_problems(run: RunFile) -> list[str]:
         problems.append("incomplete: --reuse-ranks, and a certificate needs fresh ranks for every case")
     if settings.get("ranks") == "simulated":
         problems.append("incomplete: simulated ranks do not exercise a real backend")
-    if settings.get("stress_seed") is not None:
+    if settings.get("stress_seed") is not None or any(stress.MEASUREMENT in item.measurements for item in run.records):
         problems.append("incomplete: --stress, and a certificate needs ranks that nothing disturbs")
     problems += [note["text"] for note in run.notes if note.get("refuses")]
     if not run.header.get("implementation"):

@@ -1,0 +1,35 @@
+"""Adapters that average gradients in the ways of `async_engines`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from fsdp_conformance.adapters.torch_ddp import TorchDDP
+from fsdp_conformance.config import Plan
+from fsdp_conformance.tests.faults import async_engines
+
+
+class InReverse(TorchDDP):
+    """Right."""
+
+    name = "in-reverse"
+    exchange: Any = staticmethod(async_engines.in_reverse)
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        return model
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        super().backward(loss, retain_graph=retain_graph)
+        trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        means = self.exchange([parameter.grad.view(-1) for parameter in trained])
+        for parameter, mean in zip(trained, means, strict=True):
+            parameter.grad = mean.view_as(parameter)
+
+
+class WaitsForTheLast(InReverse):
+    """Wrong: believes that the others have completed when the last one has."""
+
+    name = "waits-for-the-last"
+    exchange = staticmethod(async_engines.waits_for_the_last)
