@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, Work
+from torch.distributed import Work
 
 from fsdp_conformance.faults.fault import Fault
 from fsdp_conformance.faults.pending import LateWork, PendingCollective

@@ -106,7 +106,7 @@ class PoisonedMemory(Fault):
                 fault._strike(Provocation.NEW)
             return resized
 
-        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign]
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]
 
     def _detach(self) -> None:
         # The original is inherited.

@@ -18,9 +18,7 @@ def _record(found: Any, *, ranks: int = 2, reported: int | None = None) -> CaseR
         chapter="A",
         verdict=Verdict.PASS,
         measurements={} if found is None else {MEASUREMENT: found},
-        exits=[
-            RankExit(rank=rank, pid=1, exitcode=0, time=0.0, reported=rank < reported) for rank in range(ranks)
-        ],
+        exits=[RankExit(rank=rank, pid=1, exitcode=0, time=0.0, reported=rank < reported) for rank in range(ranks)],
     )
 
 

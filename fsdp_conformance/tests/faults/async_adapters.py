@@ -22,8 +22,8 @@ class InReverse(TorchDDP):
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         super().backward(loss, retain_graph=retain_graph)
-        trained = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        means = self.exchange([parameter.grad.view(-1) for parameter in trained])
+        trained = {parameter: parameter.grad for parameter in self.model.parameters() if parameter.grad is not None}
+        means = self.exchange([grad.view(-1) for grad in trained.values()])
         for parameter, mean in zip(trained, means, strict=True):
             parameter.grad = mean.view_as(parameter)
 

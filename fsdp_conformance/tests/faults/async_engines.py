@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Work, _functional_collectives as functional
+from torch.distributed import Work
+from torch.distributed import _functional_collectives as functional
 
 from fsdp_conformance.engine.flat_collectives import all_gather, all_reduce
 from fsdp_conformance.tests.harness.recording.small_training import world

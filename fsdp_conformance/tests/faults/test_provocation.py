@@ -82,7 +82,7 @@ class Provoking(RecordedRanks):
                 self.assertEqual(4, provoked.strikes[Provocation.LATE])
                 self.assertEqual(4, provoked.strikes[Provocation.POISONED])
                 if engine is not async_engines.by_future:  # its delays are drawn
-                    overtaken = {async_engines.in_reverse: 3, async_engines.waits_for_the_last: 1}.get(engine, 0)
+                    overtaken = {"in_reverse": 3, "waits_for_the_last": 1}.get(engine.__name__, 0)
                     self.assertEqual(overtaken, provoked.strikes[Provocation.OVERTAKEN])
 
     def test_engines_of_torch(self) -> None:
@@ -289,7 +289,10 @@ class Provoking(RecordedRanks):
         """New tensors, grown storages and the bytes that are freed hold poison; memory of others is left alone."""
         struck: list[Provocation] = []
         borrowed = torch.from_numpy(np.ones(4, dtype=np.float32))
-        with PoisonedMemory(struck.append), mock.patch.object(poison.ctypes, "memset", wraps=poison.ctypes.memset) as fill:
+        with (
+            PoisonedMemory(struck.append),
+            mock.patch.object(poison.ctypes, "memset", wraps=poison.ctypes.memset) as fill,
+        ):
             self.assertTrue(torch.empty(3).isnan().all())
             tensor = torch.ones(4)
             tensor.untyped_storage().resize_(0)
