@@ -316,6 +316,8 @@ class RunSettings:
     """Factor for every deadline, for slow machines and debuggers."""
     stress_seed: int | None = None
     """Provoke every case, as drawn from this seed (`faults.provocation`); None: disturb nothing. Cannot certify."""
+    stress_failure: str = ""
+    """In a stress run, make a rank of each case fail: a member of `stress.Failure`, or `stress.ANY`."""
     seed: int = 20261121
     num_threads: int = 1
     """Intra-op threads per rank."""

@@ -15,7 +15,7 @@ from typing import Any
 
 from fsdp_conformance.config import RANKS, RunSettings
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.stress import DEFAULT_SEED
+from fsdp_conformance.stress import ANY, DEFAULT_SEED, Failure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,6 +88,7 @@ def from_words(
     deadline_scale: str | None = None,
     stress: bool | None = None,
     stress_seed: str | None = None,
+    stress_failure: str | None = None,
 ) -> RunSettings:
     """
     Settings from what the user typed: numbers as text, lists with commas. None stands for the default.
@@ -119,7 +120,12 @@ def from_words(
         problems.append("ranks must be processes with stress: simulated ranks take turns, and nothing is late")
     if stress_seed is not None and not stress:
         problems.append(f"stress_seed is for a stress run: add --stress, got stress_seed={stress_seed}")
-    elif stress:
+    if stress_failure is not None and not stress:
+        problems.append(f"stress_failure is for a stress run: add --stress, got stress_failure={stress_failure}")
+    if stress_failure not in (None, ANY, *Failure):
+        problems.append(f"stress_failure must be one of {', '.join([*Failure, ANY])}, got {stress_failure!r}")
+    given["stress_failure"] = stress_failure
+    if stress:
         given["stress_seed"] = _seed(stress_seed, problems)
     if world_sizes is not None:
         given["world_sizes"] = tuple(dict.fromkeys(_world_size(word, problems) for word in _split(world_sizes)))

@@ -7,6 +7,7 @@ report carries the counts to the record of the case, and `strikes_of` adds up th
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from typing import Any
@@ -37,6 +38,33 @@ class Provocation(StrEnum):
     """The bytes of a storage were overwritten before they were freed."""
     NEW = "new memory poisoned"
     """A storage grew by bytes of poison, or a new buffer full of poison was met as the output of a collective."""
+
+
+class Failure(StrEnum):
+    """How a stress run with `--stress-failure` makes one rank of each case fail."""
+
+    RAISE = "raise"
+    """It raises an exception."""
+    COLLECTIVE = "collective"
+    """One of its collectives fails: waiting for it raises what a backend raises."""
+    EXIT = "exit"
+    """Its process exits."""
+    KILL = "kill"
+    """Its process is killed, by SIGKILL."""
+    STOP = "stop"
+    """Its process is stopped, by SIGSTOP, and never continues."""
+
+
+#: In place of a failure: another one for each case, as the seed has it.
+ANY = "any"
+
+#: That of a rank that was told to exit.
+EXIT_CODE = 7
+
+
+def failure_of(word: str, seed: int, case: str) -> Failure:
+    """The failure of a case in a run with that word."""
+    return Failure(word) if word != ANY else random.Random(f"{seed} {case} which failure").choice(list(Failure))
 
 
 def strikes_of(records: Iterable[CaseRecord]) -> dict[Provocation, int]:

@@ -16,6 +16,7 @@ CPU, and what a backend may reject at the call, such as sparse tensors.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import random
 import threading
@@ -62,7 +63,7 @@ _KEPT_BACK_S = 1.0
 _NO_TIMEOUT = timedelta(0)
 
 
-#: When, the collective's number and itself, and the future to complete with it, if anybody asked for one.
+#: When, the collective's number and itself, and what sets off the future, if anybody asked for one.
 _Promise = tuple[float, int, PendingCollective, "torch.futures.Future[Any] | None"]
 
 
@@ -175,12 +176,17 @@ class LateCollectives(Fault):
                 heapq.heappush(self._promised, (time.monotonic() + _KEPT_BACK_S, number, pending, None))
 
     def _promise(self, pending: PendingCollective) -> torch.futures.Future[Any]:
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        def complete(_: torch.futures.Future[Any]) -> list[Tensor]:
+            self._finish(pending, _NO_TIMEOUT)
+            return list(pending.outputs)
+
+        begun: torch.futures.Future[Any] = torch.futures.Future()
         with self._changed:
             due = time.monotonic() + self._lot.uniform(0, _FUTURE_S)
-            heapq.heappush(self._promised, (due, pending.number, pending, future))
+            heapq.heappush(self._promised, (due, pending.number, pending, begun))
             self._changed.notify()
-        return future
+        # An exception of the callback is an error of this future in C++ too; one of `set_exception` is a value there.
+        return begun.then(complete)
 
     # The thread.
 
@@ -193,15 +199,13 @@ class LateCollectives(Fault):
         """Complete futures when they are due, and start what was kept back for long."""
         while (due := self._next_due()) is not None:
             self._start_all()
-            for _, _, pending, future in due:
-                try:
-                    self._finish(pending, _NO_TIMEOUT)
-                except Exception as error:  # noqa: BLE001 - it reaches whoever waits for the future
-                    if future is not None:
-                        future.set_exception(error)
+            for _, _, pending, begun in due:
+                if begun is not None:
+                    begun.set_result(None)
                 else:
-                    if future is not None:
-                        future.set_result(list(pending.outputs))
+                    # Nobody waits for it.
+                    with contextlib.suppress(Exception):
+                        self._finish(pending, _NO_TIMEOUT)
 
     def _next_due(self) -> list[_Promise] | None:
         """Sleep until there is something to do. Returns what is to complete, or None at the end."""

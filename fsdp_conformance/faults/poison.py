@@ -86,7 +86,7 @@ class PoisonedMemory(Fault):
         return f"freed and new memory poisoned on {self._ranks_phrase()}"
 
     def _attach(self) -> None:
-        fault, resize = self, torch.UntypedStorage.resize_
+        resize = torch.UntypedStorage.resize_
         self._filled_before = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
         deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
@@ -95,15 +95,15 @@ class PoisonedMemory(Fault):
             before, after = storage.nbytes(), int(size)
             # Memory that is shared or mapped belongs to others, too.
             concerned = storage.device.type == "cpu" and storage.resizable() and not storage.is_shared()
-            if not (concerned and fault._strikes_here() and in_engine()):
+            if not (concerned and self._strikes_here() and in_engine()):
                 return resize(storage, size)
             if after < before:
                 ctypes.memset(storage.data_ptr() + after, _BYTE, before - after)
-                fault._strike(Provocation.FREED)
+                self._strike(Provocation.FREED)
             resized = resize(storage, size)
             if after > before:
                 ctypes.memset(storage.data_ptr() + before, _BYTE, after - before)
-                fault._strike(Provocation.NEW)
+                self._strike(Provocation.NEW)
             return resized
 
         torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign,assignment]

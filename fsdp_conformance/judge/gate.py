@@ -127,6 +127,7 @@ def empty_record(
     *,
     ranks: str = "processes",
     stress_seed: int | None = None,
+    stress_failure: str = "",
     seconds: float = 0.0,
 ) -> CaseRecord:
     """A record of the case without a verdict; `decided` gives it one."""
@@ -139,6 +140,8 @@ def empty_record(
         words.append("--ranks simulated")
     if stress_seed is not None:
         words.append(f"--stress --stress-seed {stress_seed}")
+    if stress_failure:
+        words.append(f"--stress-failure {stress_failure}")
     return CaseRecord(
         case=case.id,
         requirements=list(case.requirements),

@@ -7,6 +7,7 @@ time, so only provocation shows what is wrong.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Sequence
 
@@ -44,7 +45,7 @@ def _watch(buffer: Tensor) -> None:
     """Until all of it has changed."""
     end = time.monotonic() + _PATIENCE_S
     while bool((buffer == _NOT_YET).any()) and time.monotonic() < end:
-        time.sleep(0.001)
+        os.sched_yield()
 
 
 # Right.
@@ -71,7 +72,7 @@ def by_polling(grads: Sequence[Tensor]) -> list[Tensor]:
     under_way = [_gathered(grad) for grad in grads]
     for _, work in under_way:
         while not work.is_completed():
-            time.sleep(0.001)
+            os.sched_yield()
     return [_mean(output) for output, _ in under_way]
 
 

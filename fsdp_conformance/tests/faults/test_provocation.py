@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 import threading
 from collections.abc import Iterator
@@ -13,12 +14,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import deterministic
 
 from fsdp_conformance.engine.flat_collectives import all_gather, all_reduce
 from fsdp_conformance.faults import late, poison
 from fsdp_conformance.faults.late import LateCollectives
-from fsdp_conformance.faults.pending import LateWork
+from fsdp_conformance.faults.pending import LateWork, PendingCollective
 from fsdp_conformance.faults.poison import PoisonedMemory
 from fsdp_conformance.faults.provocation import Provoked
 from fsdp_conformance.harness import context
@@ -257,6 +259,20 @@ class Provoking(RecordedRanks):
             all_gather(output, self._code(), world()).wait()
         self.assertEqual(torch.tensor([0.0, 0.0, 1.0, 1.0]), output)
 
+    def test_future_that_fails(self) -> None:
+        """A future of a collective that fails raises, and C++ (here DDP's reducer) takes that for an error."""
+        with _late():
+            future = all_gather(torch.zeros(3), self._code(), world()).get_future()
+            with self.assertRaisesRegex(RuntimeError, "."):
+                future.wait()
+            wrapped = DistributedDataParallel(small_training.ThreeLinear())
+            loss = wrapped(torch.ones(2, 5)).sum()
+            with (
+                mock.patch.object(PendingCollective, "wait_for_backend", side_effect=ConnectionError("peer gone")),
+                self.assertRaisesRegex(RuntimeError, "peer gone"),
+            ):
+                loss.backward()
+
     # Progress.
 
     def test_two_groups(self) -> None:
@@ -291,7 +307,7 @@ class Provoking(RecordedRanks):
         borrowed = torch.from_numpy(np.ones(4, dtype=np.float32))
         with (
             PoisonedMemory(struck.append),
-            mock.patch.object(poison.ctypes, "memset", wraps=poison.ctypes.memset) as fill,
+            mock.patch.object(ctypes, "memset", wraps=ctypes.memset) as fill,
         ):
             self.assertTrue(torch.empty(3).isnan().all())
             tensor = torch.ones(4)
