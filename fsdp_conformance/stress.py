@@ -17,6 +17,9 @@ from fsdp_conformance.outcome import CaseRecord
 #: The key of a report's measurements that has the counts of its rank.
 MEASUREMENT = "stress"
 
+#: The key of a record's measurements that says where a rank was made to fail; empty if it never came there.
+STRUCK = "stress failure"
+
 #: The seed of a run whose user names none.
 DEFAULT_SEED = 1
 

@@ -116,6 +116,8 @@ def _announce(
     print(f"device {machine.device} · backend {machine.backend} · torch {machine.torch}")
     if settings.stress_seed is not None:
         print(f"stress run with seed {settings.stress_seed}: every case is provoked, and nothing is certified")
+    if settings.stress_failure:
+        print(f"one rank of each case is made to fail ({settings.stress_failure}), and what follows is judged")
     if num_cases > len(will_run):
         options = " ".join(["--implementation", shlex.quote(settings.implementation), *selection_words(settings)])
         not_run = messages.plural(num_cases - len(will_run), "case")

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from fsdp_conformance.judge.endings import Ending, RankEnding, attribute
 from fsdp_conformance.judge.gate import decided
 from fsdp_conformance.outcome import CaseRecord, Finding, RankExit, RankReport
-from fsdp_conformance.stress import EXIT_CODE, Failure
+from fsdp_conformance.stress import EXIT_CODE, STRUCK, Failure
 from fsdp_conformance.verdict import Verdict
 
 #: Whose sentence says that other ranks end in bounded time, and that exceptions arrive unchanged.
@@ -54,6 +54,7 @@ def drilled(
     `rank` was made to fail at `where`, and `alive` are the ranks whose processes are still there. Without a place the
     failure never struck, and the verdict on the case stands.
     """
+    record.measurements[STRUCK] = where
     if not where:
         record.notes.append(f"stress failure {failure} never struck: rank {rank} issues too few collectives")
         return record

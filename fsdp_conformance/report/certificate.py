@@ -424,6 +424,9 @@ def _remarks(run: RunFile) -> list[str]:
         remarks.append(f"deadlines were multiplied by {settings.deadline_scale:g}")
     if settings.stress_seed is not None:
         remarks.append(f"stress with seed {settings.stress_seed}: {stress.in_words(stress.strikes_of(run.records))}")
+    if settings.stress_failure:
+        told = [record.measurements[stress.STRUCK] for record in run.records if stress.STRUCK in record.measurements]
+        remarks.append(f"stress failure {settings.stress_failure}: struck {sum(map(bool, told))} of {len(told)} cases")
     simulated = sum(record.device == SIMULATED and record.comparisons > 0 for record in run.records)
     if simulated and settings.device != SIMULATED:
         remarks.append(f"{simulated} case{'s' if simulated > 1 else ''} ran on the simulated accelerator")

@@ -33,3 +33,15 @@ class WaitsForTheLast(InReverse):
 
     name = "waits-for-the-last"
     exchange = staticmethod(async_engines.waits_for_the_last)
+
+
+class GoesOnAlone(InReverse):
+    """Wrong: takes its own gradients when a collective fails."""
+
+    name = "goes-on-alone"
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        try:
+            super().backward(loss, retain_graph=retain_graph)
+        except Exception:  # noqa: BLE001 - the defect
+            return

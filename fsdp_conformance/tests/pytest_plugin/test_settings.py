@@ -77,6 +77,11 @@ def test_stress_has_a_seed() -> None:
         ({"world_sizes": ["0"]}, "world_size must be a positive integer, got '0'"),
         ({"world_sizes": ["-2"]}, "world_size must be a positive integer, got '-2'"),
         ({"stress_seed": "3"}, "stress_seed is for a stress run: add --stress, got stress_seed=3"),
+        ({"stress_failure": "kill"}, "stress_failure is for a stress run: add --stress, got stress_failure=kill"),
+        (
+            {"stress": True, "stress_failure": "explode"},
+            "stress_failure must be one of raise, collective, exit, kill, stop, any, got 'explode'",
+        ),
         ({"stress": True, "stress_seed": "-1"}, "stress_seed must be a non-negative integer, got '-1'"),
         (
             {"stress": True, "ranks": "simulated"},

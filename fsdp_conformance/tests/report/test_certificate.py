@@ -207,6 +207,15 @@ def test_a_stress_run_says_what_struck() -> None:
     assert remark.startswith("stress with seed 7: late completion 7 times; never struck: completion out of order, ")
 
 
+def test_a_run_with_failures_says_how_many_struck() -> None:
+    """Of the cases that reached the ranks."""
+    record = a_record(PARITY, requirements=["R001"])
+    record.measurements["stress failure"] = "all_gather #3 of training"
+    settings = {"stress_seed": 7, "stress_failure": "kill"}
+
+    assert certified(record, settings=settings).remarks[-1] == "stress failure kill: struck 1 of 1 cases"
+
+
 def test_an_implementation_that_nobody_described_is_a_reason() -> None:
     """A certificate says for whom it is."""
     run = a_run()
