@@ -123,7 +123,7 @@ def _raise(where: str) -> None:
     raise InjectedFailure(f"stress: told to raise before {where}")
 
 
-def _exit(where: str) -> None:
+def _leave(where: str) -> None:
     os._exit(EXIT_CODE)
 
 
@@ -137,7 +137,7 @@ def _stop(where: str) -> None:
 
 _FAIL: dict[Failure, Callable[[str], None]] = {
     Failure.RAISE: _raise,
-    Failure.EXIT: _exit,
+    Failure.EXIT: _leave,
     Failure.KILL: _kill,
     Failure.STOP: _stop,
 }
