@@ -13,6 +13,7 @@ Words, without torch:
     workload       a model with its batches, and how to train it
     frames         whose code a stack frame is: the user's, torch's, Python's or ours
     outcome        findings, reports of ranks, records of cases
+    stress         what a stress run provokes, and how often that struck
     refusal        what counts as a refusal, and what is a breakdown
     contract       the requirements, and the profiles of cases
     judge          the verdict on a case

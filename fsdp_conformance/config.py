@@ -314,6 +314,10 @@ class RunSettings:
     """Keep ranks alive from case to case: fast, but cannot certify."""
     deadline_scale: float = 1.0
     """Factor for every deadline, for slow machines and debuggers."""
+    stress_seed: int | None = None
+    """Provoke every case, as drawn from this seed (`faults.provocation`); None: disturb nothing. Cannot certify."""
+    stress_failure: str = ""
+    """In a stress run, make a rank of each case fail: a member of `stress.Failure`, or `stress.ANY`."""
     seed: int = 20261121
     num_threads: int = 1
     """Intra-op threads per rank."""

@@ -15,6 +15,7 @@ from typing import Any
 
 from fsdp_conformance.config import RANKS, RunSettings
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.stress import ANY, DEFAULT_SEED, Failure
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +86,9 @@ def from_words(
     ranks: str | None = None,
     reuse_ranks: bool | None = None,
     deadline_scale: str | None = None,
+    stress: bool | None = None,
+    stress_seed: str | None = None,
+    stress_failure: str | None = None,
 ) -> RunSettings:
     """
     Settings from what the user typed: numbers as text, lists with commas. None stands for the default.
@@ -112,6 +116,17 @@ def from_words(
         problems.append(f"ranks must be one of {', '.join(RANKS)}, got {ranks!r}")
     if reuse_ranks and ranks not in (None, RANKS[0]):
         problems.append(f"ranks must be {RANKS[0]!r} with reuse_ranks, got {ranks!r}")
+    if stress and ranks == "simulated":
+        problems.append("ranks must be processes with stress: simulated ranks take turns, and nothing is late")
+    if stress_seed is not None and not stress:
+        problems.append(f"stress_seed is for a stress run: add --stress, got stress_seed={stress_seed}")
+    if stress_failure is not None and not stress:
+        problems.append(f"stress_failure is for a stress run: add --stress, got stress_failure={stress_failure}")
+    if stress_failure not in (None, ANY, *Failure):
+        problems.append(f"stress_failure must be one of {', '.join([*Failure, ANY])}, got {stress_failure!r}")
+    given["stress_failure"] = stress_failure
+    if stress:
+        given["stress_seed"] = _seed(stress_seed, problems)
     if world_sizes is not None:
         given["world_sizes"] = tuple(dict.fromkeys(_world_size(word, problems) for word in _split(world_sizes)))
     lists = {"cases": cases, "requirements": requirements, "bindings": bindings, "chapters": chapters, "scopes": scopes}
@@ -132,6 +147,15 @@ def _world_size(word: str, problems: list[str]) -> int:
         return int(word)
     problems.append(f"world_size must be a positive integer, got {word!r}")
     return 0
+
+
+def _seed(word: str | None, problems: list[str]) -> int:
+    if word is None:
+        return DEFAULT_SEED
+    if not word.isdecimal():
+        problems.append(f"stress_seed must be a non-negative integer, got {word!r}")
+        return DEFAULT_SEED
+    return int(word)
 
 
 def _scale(word: str, problems: list[str]) -> float:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,17 +37,22 @@ from fsdp_conformance.case_worlds import CaseWorlds
 from fsdp_conformance.checks.streams import stream_control, stream_safety
 from fsdp_conformance.config import SIMULATED, InitMode, Plan, RunSettings, TorchrunWorker
 from fsdp_conformance.errors import ConformanceError, RequirementFailed, SuiteError
+from fsdp_conformance.faults.failure import FailingRank
 from fsdp_conformance.faults.fault import Fault
+from fsdp_conformance.faults.provocation import Provoked
 from fsdp_conformance.harness import context
+from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
 from fsdp_conformance.harness.parts import Part
+from fsdp_conformance.harness.processes.stacks import is_alive
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.judge import Gated, gate, judge, keep_evidence
+from fsdp_conformance.judge import SWALLOWED, Gated, drilled, gate, judge, keep_evidence
 from fsdp_conformance.outcome import CaseRecord, RankError, RankExit, RankReport
 from fsdp_conformance.settings import RunOrder, order_from_json
 from fsdp_conformance.simulator import place
+from fsdp_conformance.stress import MEASUREMENT, failure_of
 from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload import Regime, Workload
 
@@ -65,6 +71,8 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
     first_part = Part.SUITE
 
     record: CaseRecord | None = None
+    _provoked: Provoked | None = None
+    _failing: FailingRank | None = None
     _blame: str | None = None
     """In a rank: the part whose code runs; None for our own."""
 
@@ -147,13 +155,46 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
             implementation=settings.implementation,
             device=self.order.device,
             ranks="reused" if settings.reuse_ranks else settings.ranks,
+            stress_seed=settings.stress_seed,
+            stress_failure=settings.stress_failure,
             seconds=time.monotonic() - self._began,
         )
         keep_evidence(self.record, reports)
+        failing = self._failing_rank()
+        if failing is not None:
+            struck = self._failure_trace(Path(self._directory.name))
+            self.record = drilled(
+                self.record,
+                failing.failure,
+                rank=min(failing.ranks or ()),
+                where=struck.read_text(encoding="utf-8") if struck.exists() else "",
+                reports=reports,
+                exits=exits,
+                alive=[end.rank for end in exits if end.pid is not None and is_alive(end.pid)],
+            )
         if self.record.verdict in _NOT_JUDGED:
             self.skipTest(f"{self.record.verdict}: {self.record.reason}")
         if self.record.verdict is not Verdict.PASS:
             raise CaseFailed(self.record)
+
+    @property
+    def deadlines(self) -> Deadlines:
+        """Those of the case. Peers of a rank that was made to fail may wait for it as long as a collective may take."""
+        usual = super().deadlines
+        return replace(usual, grace_s=usual.collective_s) if self.order.settings.stress_failure else usual
+
+    def _failing_rank(self, directory: Path | None = None) -> FailingRank | None:
+        """The rank that is made to fail, if the run asks for that. It leaves its trace in the directory of the case."""
+        settings, case = self.order.settings, self.case
+        if settings.stress_seed is None or not settings.stress_failure:
+            return None
+        failure = failure_of(settings.stress_failure, settings.stress_seed, case.id)
+        trace = self._failure_trace(directory or Path(self._directory.name))
+        return FailingRank(failure, settings.stress_seed, case.id, world_size=case.world_size, trace=trace)
+
+    @staticmethod
+    def _failure_trace(directory: Path) -> Path:
+        return directory / "stress-failure"
 
     # --- a rank ------------------------------------------------------------------------------------------------------
 
@@ -168,8 +209,25 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
         # One collective before anything is judged: if ranks cannot communicate, the environment is to blame.
         torch.distributed.barrier()
         process_group.log().clear()
+        self._provoke()
+
+    def _provoke(self) -> None:
+        """In a stress run, provoke the code under test from now on."""
+        self._provoked, self._failing = None, None
+        seed = self.order.settings.stress_seed
+        if seed is not None:
+            self._provoked = Provoked(seed, self.case.id, rank=self.rank, world_size=self.world_size)
+            self._provoked.install()
+            # The counts go on until the report is sent.
+            self.report.measurements[MEASUREMENT] = self._provoked.strikes
+        self._failing = self._failing_rank(context.running().order.case.directory)
+        if self._failing is not None:
+            self._failing.install()
 
     def shutdown_rank(self) -> None:
+        for fault in (self._failing, self._provoked):
+            if fault is not None:
+                fault.remove()
         with process_group.log().phase("close"):
             for adapter in self.subjects:
                 adapter.close()
@@ -198,6 +256,8 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
     def note_refusal(self) -> None:
         """An exception was taken as a refusal: no part is to blame."""
         self._blame = None
+        if self._failing is not None and self._failing.fired:
+            self.report.measurements[SWALLOWED] = True
 
     # Driving the implementation.
 

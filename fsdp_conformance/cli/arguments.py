@@ -17,6 +17,7 @@ from fsdp_conformance.contract.profile import INTERPRETATION
 from fsdp_conformance.contract.selection import OPTIONS, selection_options
 from fsdp_conformance.report.expectations import NAME as EXPECTATIONS
 from fsdp_conformance.report.last_run import with_last_failed
+from fsdp_conformance.stress import ANY, DEFAULT_SEED, Failure
 
 DEFAULTS = RunSettings()
 
@@ -109,6 +110,9 @@ def settings_of(parsed: argparse.Namespace) -> RunSettings:
         ranks=getattr(parsed, "ranks", None),
         reuse_ranks=getattr(parsed, "reuse_ranks", None),
         deadline_scale=getattr(parsed, "deadline_scale", None),
+        stress=getattr(parsed, "stress", None),
+        stress_seed=getattr(parsed, "stress_seed", None),
+        stress_failure=getattr(parsed, "stress_failure", None),
     )
     return with_last_failed(made) if parsed.last_failed else made
 
@@ -235,6 +239,20 @@ def _add_run(parser: Parser) -> None:
         "worker of torchrun (default: processes)",
     )
     parser.add_argument("--reuse-ranks", action="store_true", help="keep ranks from case to case: fast, cannot certify")
+    parser.add_argument(
+        "--stress",
+        action="store_true",
+        help="provoke races in every case: late collectives, poisoned memory, a slow rank; cannot certify",
+    )
+    parser.add_argument(
+        "--stress-seed", metavar="N", help=f"with --stress, draw what strikes where from N (default: {DEFAULT_SEED})"
+    )
+    parser.add_argument(
+        "--stress-failure",
+        metavar="HOW",
+        choices=(*Failure, ANY),
+        help=f"with --stress, make one rank of each case fail ({', '.join([*Failure, ANY])}), and judge what follows",
+    )
     parser.add_argument("--deadline-scale", metavar="F", help="multiply every deadline by F, for slow machines")
     _add_suites(parser, default=None)
 

@@ -118,6 +118,10 @@ def _announce(
     for shim in description.shims:
         print(f"  shim: {shim}")
     print(f"device {machine.device} · backend {machine.backend} · torch {machine.torch}")
+    if settings.stress_seed is not None:
+        print(f"stress run with seed {settings.stress_seed}: every case is provoked, and nothing is certified")
+    if settings.stress_failure:
+        print(f"one rank of each case is made to fail ({settings.stress_failure}), and what follows is judged")
     if num_cases > len(will_run):
         words = selection_words(settings)
         if sum(map(len, words)) > _READABLE:

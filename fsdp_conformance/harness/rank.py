@@ -133,6 +133,11 @@ class RankRun:
         self.wait_for_goodbye()
         return code
 
+    @property
+    def part(self) -> Part:
+        """Whose code this rank runs."""
+        return self._part
+
     def turn_to(self, part: Part) -> Part:
         """
         Tell the controller whose code this rank runs from now on. Returns whose it was, for turning back.

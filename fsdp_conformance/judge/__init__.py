@@ -7,6 +7,7 @@ The verdict on one case, derived from the reports of its ranks and the ends of t
     findings    the findings of all ranks as one list
     telling     which of them says most
     mismatch    ranks that called different collectives
+    drill       a case in which a rank was made to fail: whether that is seen for what it is
     evidence    what a record keeps of the reports, and whether its verdict follows from that
 
 `gate` and `judge` are pure: no torch, no clock, no file but the contract. An *ending* is how one rank ended. A
@@ -17,6 +18,7 @@ the adapter does not declare it.
 `contract/choices.md`, section "Verdicts", gives the order in which reasons are weighed, and why.
 """
 
+from fsdp_conformance.judge.drill import SWALLOWED, drilled
 from fsdp_conformance.judge.evidence import contradictions, keep_evidence
 from fsdp_conformance.judge.gate import Gated, Place, device_for, gate
 from fsdp_conformance.judge.verdicts import ENDINGS, LOUD_REFUSAL, WRONGFUL_REFUSAL, judge
@@ -24,11 +26,13 @@ from fsdp_conformance.judge.verdicts import ENDINGS, LOUD_REFUSAL, WRONGFUL_REFU
 __all__ = [
     "ENDINGS",
     "LOUD_REFUSAL",
+    "SWALLOWED",
     "WRONGFUL_REFUSAL",
     "Gated",
     "Place",
     "contradictions",
     "device_for",
+    "drilled",
     "gate",
     "judge",
     "keep_evidence",

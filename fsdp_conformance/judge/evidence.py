@@ -41,7 +41,8 @@ def contradictions(
 
     `declared` returns the implementation's flags on a type of device, and `settings` are those of the run.
     """
-    if record.verdict not in CERTIFIABLE:
+    if record.verdict not in CERTIFIABLE or settings.stress_failure:
+        # A rank that was made to fail has no report, and such a run certifies nothing.
         return []
     problems = []
     # Ranks that lose a peer are what a refusal leads to.

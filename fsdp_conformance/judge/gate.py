@@ -121,7 +121,14 @@ def _not_run(case: Case, record: CaseRecord, settings: RunSettings, places: Mapp
 
 
 def empty_record(
-    case: Case, implementation: str, device: str, *, ranks: str = "processes", seconds: float = 0.0
+    case: Case,
+    implementation: str,
+    device: str,
+    *,
+    ranks: str = "processes",
+    stress_seed: int | None = None,
+    stress_failure: str = "",
+    seconds: float = 0.0,
 ) -> CaseRecord:
     """A record of the case without a verdict; `decided` gives it one."""
     words = ["fsdp-conformance run"]
@@ -131,6 +138,10 @@ def empty_record(
         words.append(f"--device {device}")
     if ranks == "simulated":
         words.append("--ranks simulated")
+    if stress_seed is not None:
+        words.append(f"--stress --stress-seed {stress_seed}")
+    if stress_failure:
+        words.append(f"--stress-failure {stress_failure}")
     return CaseRecord(
         case=case.id,
         requirements=list(case.requirements),

@@ -78,6 +78,8 @@ def judge(
     implementation: str = "",
     device: str = "cpu",
     ranks: str = "processes",
+    stress_seed: int | None = None,
+    stress_failure: str = "",
     seconds: float = 0.0,
     level: str | None = None,
 ) -> CaseRecord:
@@ -87,7 +89,15 @@ def judge(
     `reports` and `exits` have one entry per rank, in rank order; a report that never arrived is None. `level` is the
     primary requirement's (M, C or S), by default as the contract has it.
     """
-    record = empty_record(case, implementation, device, ranks=ranks, seconds=seconds)
+    record = empty_record(
+        case,
+        implementation,
+        device,
+        ranks=ranks,
+        stress_seed=stress_seed,
+        stress_failure=stress_failure,
+        seconds=seconds,
+    )
     record.exits = list(exits)
     problem = _malformed(case, reports, exits)
     if problem:

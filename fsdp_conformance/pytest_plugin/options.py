@@ -53,6 +53,9 @@ _OPTIONS = {
     "ranks": "ranks",
     "reuse_ranks": "reuse_ranks",
     "deadline_scale": "conformance_deadline_scale",
+    "stress": "conformance_stress",
+    "stress_seed": "conformance_stress_seed",
+    "stress_failure": "conformance_stress_failure",
 }
 
 _ORDER = pytest.StashKey["RunOrder"]()
@@ -84,6 +87,9 @@ def add(parser: pytest.Parser) -> None:
     option("--conformance-deadline-scale", "multiply every deadline by X", metavar="X")
     option("--ranks", "processes, or simulated: threads of one process, fast for large worlds", metavar="KIND")
     option("--reuse-ranks", "keep ranks alive from case to case; such a run cannot certify", action="store_true")
+    option("--conformance-stress", "provoke races in every case; such a run cannot certify", action="store_true")
+    option("--conformance-stress-seed", "draw the provocations from this seed", metavar="N")
+    option("--conformance-stress-failure", "make one rank of each case fail", metavar="HOW")
     option("--conformance-suites", "use another package of cases", metavar="PACKAGE", default=SUITES)
     option(ORDER_OPTION, argparse.SUPPRESS, metavar="FILE")
 

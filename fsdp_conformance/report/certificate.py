@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Any
 
+from fsdp_conformance import stress
 from fsdp_conformance.capability import CAPABILITIES, Asked
 from fsdp_conformance.config import SIMULATED, RunSettings
 from fsdp_conformance.contract import Contract, Level, load
@@ -346,6 +347,8 @@ def _run_problems(run: RunFile) -> list[str]:
         problems.append("incomplete: --reuse-ranks, and a certificate needs fresh ranks for every case")
     if settings.get("ranks") == "simulated":
         problems.append("incomplete: simulated ranks do not exercise a real backend")
+    if settings.get("stress_seed") is not None or any(stress.MEASUREMENT in item.measurements for item in run.records):
+        problems.append("incomplete: --stress, and a certificate needs ranks that nothing disturbs")
     problems += [note["text"] for note in run.notes if note.get("refuses")]
     if not run.header.get("implementation"):
         problems.append("incomplete: the implementation is not described")
@@ -423,6 +426,11 @@ def _remarks(run: RunFile) -> list[str]:
     settings = settings_from_json(run.header.get("settings") or {})
     if settings.deadline_scale != 1.0:
         remarks.append(f"deadlines were multiplied by {settings.deadline_scale:g}")
+    if settings.stress_seed is not None:
+        remarks.append(f"stress with seed {settings.stress_seed}: {stress.in_words(stress.strikes_of(run.records))}")
+    if settings.stress_failure:
+        told = [record.measurements[stress.STRUCK] for record in run.records if stress.STRUCK in record.measurements]
+        remarks.append(f"stress failure {settings.stress_failure}: struck {sum(map(bool, told))} of {len(told)} cases")
     simulated = sum(record.device == SIMULATED and record.comparisons > 0 for record in run.records)
     if simulated and settings.device != SIMULATED:
         remarks.append(f"{simulated} case{'s' if simulated > 1 else ''} ran on the simulated accelerator")

@@ -106,11 +106,21 @@ def _is_complete(path: Path) -> bool:
 
 def is_stopped(pid: int) -> bool:
     """Whether a signal (SIGSTOP, or a debugger's) has stopped the process. False if there is no /proc."""
+    return _state(pid) in ("T", "t")
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process has not ended; one that has may still wait for its parent. False if there is no /proc."""
+    return _state(pid) not in ("", "Z", "X")
+
+
+def _state(pid: int) -> str:
+    """The letter in /proc/PID/stat; empty if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] in ("T", "t")
+        return ""
+    return stat.rpartition(")")[2].split()[0]
 
 
 def send_signal(pid: int, number: int) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
@@ -34,6 +34,22 @@ class Traffic(NamedTuple):
     device: str
     reduce_op: str
     num_tensors: int
+
+
+class Collective(NamedTuple):
+    """A collective that has been recorded and not issued yet."""
+
+    record: CollectiveRecord
+    group: ProcessGroup
+    traffic: Traffic
+    method: Callable[..., Work | None]
+    """The backend's, which takes `args` and `kwargs`, or others in their place."""
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    def issue(self) -> Work | None:
+        """Hand it to the backend."""
+        return self.method(*self.args, **self.kwargs)
 
 
 class CollectiveObserver:
@@ -76,6 +92,8 @@ class CollectiveLog:
         self.observers: list[CollectiveObserver] = []
         self.on_issue: Callable[[], object] = _nothing
         """Called before each collective, without its record."""
+        self.issuer: Callable[[Collective], Work | None] = Collective.issue
+        """Issues collectives, at once or later, and returns the Work for the caller."""
         self._trace: CollectiveTrace | None = None
         self._numbers = itertools.count()
         self._phase = ""
@@ -143,7 +161,9 @@ class CollectiveLog:
         group: ProcessGroup,
         ranks: tuple[int, ...],
         traffic: Traffic,
-        issue: Callable[[], Work | None],
+        method: Callable[..., Work | None],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
     ) -> Work | None:
         """Record a collective, tell the observers, issue it, and return the Work for its caller."""
         self.on_issue()
@@ -153,7 +173,7 @@ class CollectiveLog:
         observers = tuple(self.observers)
         for observer in observers:
             observer.before(record, group)
-        work = issue()
+        work = self.issuer(Collective(record, group, traffic, method, args, kwargs))
         if work is not None:
             for observer in observers:
                 work = observer.wrap_work(record, work, traffic.inputs, traffic.outputs)

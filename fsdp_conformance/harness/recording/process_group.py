@@ -134,14 +134,8 @@ def _recorded(name: str) -> Callable[..., Work | None]:
     """The method `name`, recorded."""
 
     def method(self: RecordingProcessGroup, *args: Any, **kwargs: Any) -> Work | None:
-        issue = getattr(self._twin, name)
-        return log().carry_out(
-            name,
-            self,
-            self.global_ranks(),
-            traffic_of(name, args, kwargs, self.size()),
-            lambda: issue(*args, **kwargs),
-        )
+        traffic = traffic_of(name, args, kwargs, self.size())
+        return log().carry_out(name, self, self.global_ranks(), traffic, getattr(self._twin, name), args, kwargs)
 
     method.__name__ = name
     method.__qualname__ = f"RecordingProcessGroup.{name}"

@@ -32,6 +32,7 @@ def _suite(tmp_path_factory: pytest.TempPathFactory) -> mini_suite.MiniSuite:
             ["run", "--device", "cuda:0"],
             "device must be a type such as cpu, sim or cuda, without an index",
         ),
+        (["run", "--stress-seed", "3"], "stress_seed is for a stress run: add --stress, got stress_seed=3"),
         (["run", "--deadline-scale", "-1"], "deadline_scale must be a positive number, got '-1'"),
         (["run", "--implementation", " "], "implementation must not be blank, got ' '"),
         (["run", "-n", "few"], "-n: must be a number of workers or 'auto', got 'few'"),

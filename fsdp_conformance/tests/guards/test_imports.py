@@ -18,7 +18,7 @@ pytestmark = checkout.required
 WORDS = frozenset(
     {
         "errors", "verdict", "capability", "config", "workload", "case", "outcome", "judge", "contract", "settings",
-        "frames", "status", "refusal", "events",
+        "frames", "status", "refusal", "events", "stress",
     }
 )  # fmt: skip
 LAYERS: tuple[frozenset[str], ...] = (

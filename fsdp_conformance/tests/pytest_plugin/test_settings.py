@@ -61,6 +61,13 @@ def test_everything_typed_is_taken() -> None:
     )
 
 
+def test_stress_has_a_seed() -> None:
+    """The same one every time, unless the user names another."""
+    found = [settings.from_words(stress=True, stress_seed=word).stress_seed for word in (None, "0", "12")]
+
+    assert found == [1, 0, 12]
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -69,6 +76,17 @@ def test_everything_typed_is_taken() -> None:
         ({"device": "cuda:1"}, "device must be a type such as cpu, sim or cuda, without an index, got 'cuda:1'"),
         ({"world_sizes": ["0"]}, "world_size must be a positive integer, got '0'"),
         ({"world_sizes": ["-2"]}, "world_size must be a positive integer, got '-2'"),
+        ({"stress_seed": "3"}, "stress_seed is for a stress run: add --stress, got stress_seed=3"),
+        ({"stress_failure": "kill"}, "stress_failure is for a stress run: add --stress, got stress_failure=kill"),
+        (
+            {"stress": True, "stress_failure": "explode"},
+            "stress_failure must be one of raise, collective, exit, kill, stop, any, got 'explode'",
+        ),
+        ({"stress": True, "stress_seed": "-1"}, "stress_seed must be a non-negative integer, got '-1'"),
+        (
+            {"stress": True, "ranks": "simulated"},
+            "ranks must be processes with stress: simulated ranks take turns, and nothing is late",
+        ),
         ({"deadline_scale": "fast"}, "deadline_scale must be a positive number, got 'fast'"),
         ({"deadline_scale": "inf"}, "deadline_scale must be a positive number, got 'inf'"),
         ({"deadline_scale": "nan"}, "deadline_scale must be a positive number, got 'nan'"),

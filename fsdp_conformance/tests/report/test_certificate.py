@@ -173,6 +173,7 @@ def test_a_selection_certifies_nobody() -> None:
         ({"world_sizes": [2]}, "incomplete: --world-size left cases out"),
         ({"reuse_ranks": True}, "incomplete: --reuse-ranks, and a certificate needs fresh ranks for every case"),
         ({"ranks": "simulated"}, "incomplete: simulated ranks do not exercise a real backend"),
+        ({"stress_seed": 0}, "incomplete: --stress, and a certificate needs ranks that nothing disturbs"),
     ],
 )
 def test_options_that_narrow_a_run_are_reasons(settings: dict[str, Any], reason: str) -> None:
@@ -187,6 +188,32 @@ def test_ranks_that_were_reused_are_a_reason() -> None:
     reason = only_reason(certified(a_record(PARITY, requirements=["R001"], ranks="reused")))
 
     assert reason == "incomplete: --reuse-ranks, and a certificate needs fresh ranks for every case"
+
+
+def test_ranks_that_were_provoked_are_a_reason() -> None:
+    """Also where the settings do not say so."""
+    record = a_record(PARITY, requirements=["R001"])
+    record.measurements["stress"] = {"late completion": 3}
+
+    assert only_reason(certified(record)) == "incomplete: --stress, and a certificate needs ranks that nothing disturbs"
+
+
+def test_a_stress_run_says_what_struck() -> None:
+    """The note has the seed, the strikes on all ranks, and what never struck."""
+    record = a_record(PARITY, requirements=["R001"])
+    record.measurements["stress"] = {"rank 0": {"late completion": 3}, "rank 1": {"late completion": 4}}
+    (remark,) = certified(record, settings={"stress_seed": 7}).remarks
+
+    assert remark.startswith("stress with seed 7: late completion 7 times; never struck: completion out of order, ")
+
+
+def test_a_run_with_failures_says_how_many_struck() -> None:
+    """Of the cases that reached the ranks."""
+    record = a_record(PARITY, requirements=["R001"])
+    record.measurements["stress failure"] = "all_gather #3 of training"
+    settings = {"stress_seed": 7, "stress_failure": "kill"}
+
+    assert certified(record, settings=settings).remarks[-1] == "stress failure kill: struck 1 of 1 cases"
 
 
 def test_an_implementation_that_nobody_described_is_a_reason() -> None:
