@@ -108,7 +108,7 @@ def test_two_agents(tmp_path: Path) -> None:
     found = {record["case"]: record for record in records(report)}
     assert {"R001/exact-probe-ws2": "PASS", "R001/exact-probe-ws4": "PASS"} == {
         case: record["verdict"] for case, record in found.items()
-    }
+    }, "\n".join(f"{log.name}:\n{log.read_text()[-3000:]}" for log in sorted(tmp_path.glob("agent*.log")))
     assert {"torchrun"} == {record["ranks"] for record in found.values()}
     assert 4 == len({end["pid"] for end in found["R001/exact-probe-ws4"]["exits"]})
     # A partial profile cannot certify, and torchrun got the reason.
