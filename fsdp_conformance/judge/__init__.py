@@ -18,7 +18,7 @@ the adapter does not declare it.
 """
 
 from fsdp_conformance.judge.evidence import contradictions, keep_evidence
-from fsdp_conformance.judge.gate import Gated, Place, device_for, gate
+from fsdp_conformance.judge.gate import Gated, Place, declined_flags, device_for, gate
 from fsdp_conformance.judge.verdicts import ENDINGS, LOUD_REFUSAL, WRONGFUL_REFUSAL, judge
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "Gated",
     "Place",
     "contradictions",
+    "declined_flags",
     "device_for",
     "gate",
     "judge",
