@@ -27,7 +27,6 @@ from fsdp_conformance.config import InitMode, Offload, Plan
 from fsdp_conformance.errors import EnvironmentUnavailable, Unsupported
 from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 
-
 #: Optimizers of torch that step each element by itself. DeepSpeed has tested some of them with flat partitions; for the
 #: others a user says that they may be used, which no user may say of one that needs whole tensors.
 _ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, Several)
@@ -321,7 +320,7 @@ class DeepSpeedZeRO3(DeepSpeedZeRO):
     stage: ClassVar[int] = 3
 
     def full_params(self) -> dict[str, Tensor]:
-        with self._gathered():
+        with _gathered(self.engine.module.parameters()):
             return super().full_params()
 
     def full_params_context(
@@ -334,45 +333,33 @@ class DeepSpeedZeRO3(DeepSpeedZeRO):
         to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[Any]:
-        import deepspeed
-
-        shown = [
-            parameter
-            for name, parameter in self.parameters().items()
-            if is_below(name, unit) and (recurse or not any(is_below(name, inner) for inner in self._inside(unit)))
-        ]
-        context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(
-            shown, modifier_rank=0 if writeback else None
-        )
-        return context
-
-    def _inside(self, unit: str) -> list[str]:
-        """The units of the plan inside this one."""
-        return [inner for each in self.plan.units for inner in each.split("+") if inner != unit and is_below(inner, unit)]
+        # Writes are not offered: with a modifier rank they reach every shard, but not the optimizer's own copies, from
+        # which the next step starts.
+        return _gathered(self._parameters_of(unit, recurse=recurse))
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         if rank0_only:
             # Its name speaks of 16 bits; it has the dtype of the module.
             return self.engine._zero3_consolidated_16bit_state_dict() or {}
-        with self._gathered():
+        with _gathered(self.engine.module.parameters()):
             # The storage is freed when the context is left.
             return {name: _copied(value) for name, value in super().full_state_dict().items()}
 
     def unit_is_unsharded(self, fqn: str) -> bool:
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
-        inside = self._inside(fqn)
-        return any(
-            cast(Any, parameter).ds_status is not ZeroParamStatus.NOT_AVAILABLE
+        sharded = ZeroParamStatus.NOT_AVAILABLE
+        return any(parameter.ds_status is not sharded for parameter in self._parameters_of(fqn, recurse=False))
+
+    def _parameters_of(self, unit: str, *, recurse: bool) -> list[Any]:
+        """The parameters of a unit; with `recurse`, also those of units inside it. DeepSpeed has no units itself."""
+        inside = [inner for each in self.plan.units for inner in each.split("+") if inner != unit]
+        inside = [] if recurse else [inner for inner in inside if _is_below(inner, unit)]
+        return [
+            parameter
             for name, parameter in self.parameters().items()
-            if is_below(name, fqn) and not any(is_below(name, inner) for inner in inside)
-        )
-
-    def _gathered(self) -> AbstractContextManager[Any]:
-        import deepspeed
-
-        context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(self.engine.module.parameters()))
-        return context
+            if _is_below(name, unit) and not any(_is_below(name, inner) for inner in inside)
+        ]
 
     def local_tensors(self) -> dict[str, list[Tensor]]:
         held = super().local_tensors()
@@ -405,9 +392,17 @@ class DeepSpeedZeRO3(DeepSpeedZeRO):
         return torch.Size(cast(Any, parameter).ds_shape)
 
 
-def is_below(name: str, module: str) -> bool:
-    """Whether the name is that of the module, or of something in it; everything is in the root, whose name is ""."""
+def _is_below(name: str, module: str) -> bool:
+    """Whether the name is that of the module or of something in it; everything is in the root, whose name is ""."""
     return not module or name == module or name.startswith(f"{module}.")
+
+
+def _gathered(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
+    """The context in which these parameters are full under stage 3. Collective."""
+    import deepspeed
+
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(parameters))
+    return context
 
 
 def _copied(value: Any) -> Any:
