@@ -37,7 +37,7 @@ Every requirement, what judges it, and what the bundled engines' last runs show.
 
 *Cases* bind the requirement; a case may bind several. *Known wrong* counts the engines with a seeded defect that name
 it; some case must fail each of them. *Adapters* are the bundled ones that declare what at least one of its cases needs.
-The other columns are runs: `✓ 12` all its cases passed; `✓ 9 of 12` the others were declined or not judged; `✗ 2 of
+The other columns are runs: `✓ 12` all its cases passed; `✓ 9 of 12` nine passed, and none failed; `✗ 2 of
 12` two failed; `declined` the adapter declares none of what they need; `not judged` the machine cannot run them, or the
 references disagree; `not run` the run did not have them, or they have changed since. An engine has no column in
 chapters of which it ran nothing. A failure counts for the requirements that its findings name.
