@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections import Counter
 from collections.abc import Callable, Mapping
 from itertools import groupby
@@ -14,7 +13,7 @@ from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.contract import CHAPTERS, OBSERVATIONS, Requirement
 from fsdp_conformance.contract.profile import Profile, load_profile
 from fsdp_conformance.contract.scopes import BASE, extension_of
-from pages.blocks import ROOT
+from pages import scoreboard
 
 CORE = "core-2026.11"
 COMPONENTS = "components-2026.11"
@@ -90,7 +89,7 @@ def requirements_page() -> str:
     requirements = contract.load().requirements
     bound = _bound(load_profile(CORE), load_profile(COMPONENTS))
     levels = Counter(requirement.level.word for requirement in requirements.values())
-    uncovered = _uncovered()
+    uncovered = contract.uncovered()
     page = _REQUIREMENTS.format(
         number=len(requirements),
         levels=", ".join(f"{number} {level}" for level, number in levels.items()),
@@ -135,12 +134,6 @@ def _requirement(requirement: Requirement, cases: list[str] | tuple[()], uncover
     paragraphs += [f"*No case yet:* {uncovered}"] if uncovered else []
     paragraphs += [f"*Source:* {'; '.join(requirement.source)}"] if requirement.source else []
     return "".join(f"\n{paragraph}\n" for paragraph in paragraphs)
-
-
-def _uncovered() -> dict[str, str]:
-    """Requirement id to the reason why no case binds it."""
-    text = (ROOT / "fsdp_conformance/contract/uncovered.toml").read_text(encoding="utf-8")
-    return {entry["id"]: entry["reason"] for entry in tomllib.loads(text)["uncovered"]}
 
 
 def capabilities_page() -> str:
@@ -189,4 +182,5 @@ def _statuses(found: re.Match[str]) -> str:
 GENERATED: Mapping[str, Callable[[], str]] = {
     "docs/requirements.md": requirements_page,
     "docs/capabilities.md": capabilities_page,
+    "docs/scoreboard.md": scoreboard.page,
 }

@@ -9,21 +9,27 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_conformance.adapters.base import Adapter, ModelFn, OptimFn
+from fsdp_conformance.adapters.base import Adapter, LoadedKeys, ModelFn, OptimFn
 from fsdp_conformance.adapters.names import OriginalNames
+from fsdp_conformance.adapters.optimizers import Several
 from fsdp_conformance.adapters.sharded import full_copy, state_tensors
 from fsdp_conformance.adapters.torch_like import compute_device
 from fsdp_conformance.config import InitMode, Offload, Plan
 from fsdp_conformance.errors import EnvironmentUnavailable, Unsupported
 from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
+
+#: Optimizers of torch that step each element by itself. DeepSpeed has tested some of them with flat partitions; for the
+#: others a user says that they may be used, which no user may say of one that needs whole tensors.
+_ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, Several)
 
 
 class DeepSpeedZeRO(Adapter):
@@ -81,13 +87,23 @@ class DeepSpeedZeRO(Adapter):
         self.names = OriginalNames(model)
         if plan.init_mode is InitMode.BEFORE:
             model.to(self.device)
+        self._optim_fn = optim_fn
+        self._initialize(model)
+        self._last = True
+
+    def wrap_again(self) -> None:
+        self._initialize(self.engine.module)
+
+    def _initialize(self, model: nn.Module) -> None:
+        import deepspeed
+
         parameters = list(model.parameters())
         # Stock optimizers reject an empty list. Whether to run without an optimizer is up to DeepSpeed.
-        optimizer = optim_fn(parameters) if parameters else None
+        optimizer = self._optim_fn(parameters) if parameters else None
+        config = self.config(self.plan) | {"zero_allow_untested_optimizer": isinstance(optimizer, _ELEMENTWISE)}
         self.engine, *_ = deepspeed.initialize(
-            model=model, optimizer=optimizer, config=self.config(plan), dist_init_required=False
+            model=model, optimizer=optimizer, config=config, dist_init_required=False
         )
-        self._last = True
 
     def config(self, plan: Plan) -> dict[str, Any]:
         """DeepSpeed's configuration for the plan."""
@@ -104,7 +120,6 @@ class DeepSpeedZeRO(Adapter):
             "gradient_accumulation_steps": plan.micro_batches,
             "gradient_clipping": plan.max_norm or 0.0,
             "steps_per_print": 10**9,
-            "zero_allow_untested_optimizer": True,
             # Otherwise offloading requires DeepSpeed's own Adam.
             "zero_force_ds_cpu_optimizer": False,
             "zero_optimization": zero,
@@ -139,6 +154,42 @@ class DeepSpeedZeRO(Adapter):
         norm = self.engine.get_global_grad_norm() if max_norm is not None else None
         return None if norm is None else torch.as_tensor(norm, dtype=torch.float32)
 
+    def set_learning_rate(self, value: float) -> None:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = value
+
+    def drop_grads(self, names: Iterable[str]) -> None:
+        super().drop_grads(names)
+        if set(names) >= self.parameters().keys():
+            # What was reduced is not in `.grad` any longer.
+            self.engine.optimizer.zero_grad()
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        if rank0_only and dist.get_rank():
+            return {}
+        state: dict[str, Any] = self.engine.module_state_dict()
+        return {name: _on_cpu(value) for name, value in state.items()} if rank0_only else state
+
+    def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
+        found: list[Any] = []
+
+        def load(src: Mapping[str, Any], dst: nn.Module) -> None:
+            found.append(dst.load_state_dict(src, strict=strict))
+
+        # The function is DeepSpeed's own option; without it, nobody learns which names did not fit.
+        self.engine.load_module_state_dict({"module": state}, custom_load_fn=load, fetch_z3_params=True)
+        # The next step starts from the optimizer's own copies.
+        self.engine.optimizer.refresh_fp32_params()
+        return LoadedKeys(list(found[0].missing_keys), list(found[0].unexpected_keys))
+
+    def save_checkpoint(self, directory: Path) -> None:
+        self.engine.save_checkpoint(str(directory))
+
+    def load_checkpoint(self, directory: Path) -> None:
+        path, _ = self.engine.load_checkpoint(str(directory))
+        if path is None:
+            raise FileNotFoundError(f"DeepSpeed found no checkpoint to load in {directory}")
+
     def full_params(self) -> dict[str, Tensor]:
         return {name: full_copy(parameter) for name, parameter in self.parameters().items()}
 
@@ -165,16 +216,30 @@ class DeepSpeedZeRO(Adapter):
                 if isinstance(value, Tensor) and value.dim()
             }
         )
+        counters = self._counters()
         found: dict[str, dict[str, Tensor]] = {}
         for name, parameter in self.parameters().items():
             if parameter.requires_grad:
                 values = {key: safe_get_full_optimizer_state(parameter, key) for key in keys}
-                found[name] = {
+                found[name] = counters.get(id(parameter), {}) | {
                     key: full_copy(value).reshape(self._shape(parameter))
                     for key, value in values.items()
                     if value is not None
                 }
         return found
+
+    def _counters(self) -> dict[int, dict[str, Tensor]]:
+        """State without elements, such as step counts, by parameter: the optimizer has it once for each partition."""
+        state = self.engine.optimizer.optimizer.state
+        return {
+            id(member): {
+                key: full_copy(value)
+                for key, value in state.get(master, {}).items()
+                if isinstance(value, Tensor) and not value.dim()
+            }
+            for master, members in zip(self._masters(), self._members(), strict=True)
+            for member in members
+        }
 
     def write_params(self, values: Mapping[str, Tensor]) -> None:
         parameters = self.parameters()
@@ -216,9 +281,17 @@ class DeepSpeedZeRO(Adapter):
         """The optimizer's own partition of the parameters."""
         return list(self.engine.optimizer.single_partition_of_fp32_groups)
 
+    def _members(self) -> list[list[nn.Parameter]]:
+        """The parameters of each of these partitions."""
+        return list(self.engine.optimizer.bit16_groups)
+
     def _shape(self, parameter: nn.Parameter) -> torch.Size:
         """The parameter's shape in full."""
         return parameter.shape
+
+
+def _on_cpu(value: Any) -> Any:
+    return full_copy(value) if isinstance(value, Tensor) else value
 
 
 class DeepSpeedZeRO1(DeepSpeedZeRO):
@@ -247,10 +320,46 @@ class DeepSpeedZeRO3(DeepSpeedZeRO):
     stage: ClassVar[int] = 3
 
     def full_params(self) -> dict[str, Tensor]:
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters(list(self.engine.module.parameters())):
+        with _gathered(self.engine.module.parameters()):
             return super().full_params()
+
+    def full_params_context(
+        self,
+        unit: str = "",
+        *,
+        recurse: bool = True,
+        writeback: bool = False,
+        rank0_only: bool = False,
+        to_cpu: bool = False,
+        with_grads: bool = False,
+    ) -> AbstractContextManager[Any]:
+        # Writes are not offered: with a modifier rank they reach every shard, but not the optimizer's own copies, from
+        # which the next step starts.
+        return _gathered(self._parameters_of(unit, recurse=recurse))
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        if rank0_only:
+            # Its name speaks of 16 bits; it has the dtype of the module.
+            return self.engine._zero3_consolidated_16bit_state_dict() or {}
+        with _gathered(self.engine.module.parameters()):
+            # The storage is freed when the context is left.
+            return {name: _copied(value) for name, value in super().full_state_dict().items()}
+
+    def unit_is_unsharded(self, fqn: str) -> bool:
+        from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
+
+        sharded = ZeroParamStatus.NOT_AVAILABLE
+        return any(parameter.ds_status is not sharded for parameter in self._parameters_of(fqn, recurse=False))
+
+    def _parameters_of(self, unit: str, *, recurse: bool) -> list[Any]:
+        """The parameters of a unit; with `recurse`, also those of units inside it. DeepSpeed has no units itself."""
+        inside = [inner for each in self.plan.units for inner in each.split("+") if inner != unit]
+        inside = [] if recurse else [inner for inner in inside if _is_below(inner, unit)]
+        return [
+            parameter
+            for name, parameter in self.parameters().items()
+            if _is_below(name, unit) and not any(_is_below(name, inner) for inner in inside)
+        ]
 
     def local_tensors(self) -> dict[str, list[Tensor]]:
         held = super().local_tensors()
@@ -276,8 +385,28 @@ class DeepSpeedZeRO3(DeepSpeedZeRO):
     def _masters(self) -> list[Tensor]:
         return list(self.engine.optimizer.fp32_partitioned_groups_flat)
 
+    def _members(self) -> list[list[nn.Parameter]]:
+        return list(self.engine.optimizer.fp16_groups)
+
     def _shape(self, parameter: nn.Parameter) -> torch.Size:
         return torch.Size(cast(Any, parameter).ds_shape)
+
+
+def _is_below(name: str, module: str) -> bool:
+    """Whether the name is that of the module or of something in it; everything is in the root, whose name is ""."""
+    return not module or name == module or name.startswith(f"{module}.")
+
+
+def _gathered(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
+    """The context in which these parameters are full under stage 3. Collective."""
+    import deepspeed
+
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(parameters))
+    return context
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _partition(parameter: nn.Parameter) -> Tensor:

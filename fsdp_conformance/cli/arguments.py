@@ -201,6 +201,11 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     board = command("scoreboard", "show the runs of several engines side by side, requirement by requirement")
     board.add_argument("run_files", nargs="+", metavar="RUN", help="a run file, or its directory")
     board.add_argument("--all", action="store_true", help="also show requirements that every engine passes")
+    board.add_argument(
+        "--coverage",
+        action="store_true",
+        help="the whole contract instead: the cases of each requirement, and what every run shows of it",
+    )
     board.add_argument("--json", action="store_true", help="print the table as JSON")
 
     update = command(

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 
 from fsdp_conformance.cli import report_dir
+from fsdp_conformance.contract.profile import FULL, load_profile
+from fsdp_conformance.report import coverage
 from fsdp_conformance.report.scoreboard import markdown, scoreboard
-from fsdp_conformance.report.verify import verify
+from fsdp_conformance.report.tally import tallies_of
+from fsdp_conformance.report.verify import Verification, verify
 from fsdp_conformance.status import Status
 
 
@@ -17,6 +21,17 @@ def main(arguments: argparse.Namespace) -> int:
 
     Raises RunFileError for a file that is not a finished run, or was edited.
     """
-    board = scoreboard([verify(report_dir.named_run(path)) for path in arguments.run_files])
+    runs = [verify(report_dir.named_run(path)) for path in arguments.run_files]
+    if arguments.coverage:
+        table = _coverage(runs)
+        print(json.dumps(table.to_json(), indent=1) if arguments.json else coverage.markdown(table), end="")
+        return Status.CERTIFIED
+    board = scoreboard(runs)
     print(json.dumps(board.to_json(), indent=1) if arguments.json else markdown(board, whole=arguments.all), end="")
     return Status.CERTIFIED
+
+
+def _coverage(runs: Sequence[Verification]) -> coverage.Coverage:
+    """The whole contract, with the engines that ran and what they declared then."""
+    tallies = tallies_of(runs)
+    return coverage.coverage(tallies, load_profile(FULL).entries, {each.name: each.declares for each in tallies})

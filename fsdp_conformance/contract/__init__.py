@@ -8,8 +8,8 @@ The contract: what an implementation of sharded data-parallel training owes its 
     selection      which cases of a profile a run selects
 
 `requirements.toml` is the specification, `choices.md` gives the reasons for it, `uncovered.toml` lists requirements
-without a case, and `profiles/` holds the profiles. Ids are stable: requirements are added at the end, and ids are never
-renumbered or reused.
+without a case or an adapter, and `profiles/` holds the profiles. Ids are stable: requirements are added at the end, and
+ids are never renumbered or reused.
 """
 
 from fsdp_conformance.contract.requirement import (
@@ -20,6 +20,8 @@ from fsdp_conformance.contract.requirement import (
     Requirement,
     load,
     parse,
+    uncovered,
+    undeclared,
 )
 
-__all__ = ["CHAPTERS", "OBSERVATIONS", "Contract", "Level", "Requirement", "load", "parse"]
+__all__ = ["CHAPTERS", "OBSERVATIONS", "Contract", "Level", "Requirement", "load", "parse", "uncovered", "undeclared"]

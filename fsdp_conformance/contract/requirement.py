@@ -128,6 +128,23 @@ def load() -> Contract:
     return parse(importlib.resources.files(__package__).joinpath("requirements.toml").read_text(encoding="utf-8"))
 
 
+@functools.cache
+def uncovered() -> Mapping[str, str]:
+    """The requirements that no case binds, each with the reason; a guard test holds the list to the suites."""
+    return _reasons("uncovered")
+
+
+@functools.cache
+def undeclared() -> Mapping[str, str]:
+    """The requirements whose cases need what no bundled adapter declares, each with the reason; guarded as well."""
+    return _reasons("undeclared")
+
+
+def _reasons(table: str) -> Mapping[str, str]:
+    text = importlib.resources.files(__package__).joinpath("uncovered.toml").read_text(encoding="utf-8")
+    return {entry["id"]: entry["reason"] for entry in tomllib.loads(text)[table]}
+
+
 def parse(text: str) -> Contract:
     """
     A contract from the text of a `requirements.toml`.

@@ -20,7 +20,7 @@ the adapter does not declare it.
 
 from fsdp_conformance.judge.drill import SWALLOWED, drilled
 from fsdp_conformance.judge.evidence import contradictions, keep_evidence
-from fsdp_conformance.judge.gate import Gated, Place, device_for, gate
+from fsdp_conformance.judge.gate import Gated, Place, declined_flags, device_for, gate
 from fsdp_conformance.judge.verdicts import ENDINGS, LOUD_REFUSAL, WRONGFUL_REFUSAL, judge
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Gated",
     "Place",
     "contradictions",
+    "declined_flags",
     "device_for",
     "drilled",
     "gate",

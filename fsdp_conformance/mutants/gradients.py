@@ -62,7 +62,7 @@ class ReductionSkipped(NoReduction):
         return self.unreduced(grad) if self.num_steps >= 2 else grad
 
 
-@known_wrong("R003")
+@known_wrong("R003", "R133")
 class BiasNotReduced(NoReduction):
     """One-dimensional parameters keep the rank's own gradient."""
 

@@ -15,6 +15,8 @@ What a run leaves: the run file, the certificate that follows from it, and the t
     markdown       a run as a Markdown page
     comparison     the verdicts that differ between two runs
     scoreboard     several engines side by side, requirement by requirement
+    tally          what an engine's runs show of each case, small enough to keep
+    coverage       the whole contract: what judges each requirement, who can be judged, what runs show
     expectations   known failures, and how a run differs from them
     expectation_writer  a list of them, written from a run
     baseline       a run next to an earlier one

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import tempfile
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
@@ -14,6 +18,8 @@ from fsdp_conformance.adapters.deepspeed_zero import DeepSpeedZeRO1, DeepSpeedZe
 from fsdp_conformance.adapters.smoke import smoke
 from fsdp_conformance.config import Offload, Plan
 from fsdp_conformance.errors import AdapterNotFound, Unsupported
+from fsdp_conformance.events import Action, Event, Moment
+from fsdp_conformance.fixtures import optimizers
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN, RICH
 from fsdp_conformance.workload import Regime
@@ -104,6 +110,73 @@ class Stages(RankTestCase):
                 {key: entries["momentum_buffer"].shape for key, entries in state.items()},
                 name,
             )
+
+    def test_checkpoints_and_state_dicts(self) -> None:
+        """What one model saves or returns is what another one, with other values, has after it was loaded."""
+        directory = self._shared_directory()
+        for name in STAGES:
+            saved = registry.load(name)()
+            self.run_training(saved)
+            expected, state = saved.full_params(), saved.full_state_dict()
+            saved.save_checkpoint(directory / name)
+            alone = saved.full_state_dict(rank0_only=True)
+            self.assertEqual(list(alone), [] if self.rank else list(state), name)
+            for load in (
+                lambda adapter, name=name: adapter.load_checkpoint(directory / name),
+                lambda adapter, state=state: adapter.load_full_state_dict(state),
+            ):
+                loaded = registry.load(name)()
+                found = self.run_training(loaded, on_setup=load).initial_params
+                for key, value in expected.items():
+                    torch.testing.assert_close(found[key], value, rtol=0, atol=0, msg=f"{name} {key}")
+            with self.assertRaisesRegex(RuntimeError, "Missing key"):
+                loaded.load_full_state_dict({})
+        with self.assertRaisesRegex(FileNotFoundError, "no checkpoint to load in .*nowhere"):
+            loaded.load_checkpoint(directory / "nowhere")
+
+    def _shared_directory(self) -> Path:
+        made: list[Any] = [None]
+        if self.rank == 0:
+            directory = tempfile.TemporaryDirectory()
+            self.addCleanup(directory.cleanup)
+            made = [directory.name]
+        dist.broadcast_object_list(made)
+        return Path(made[0])
+
+    def test_between_steps(self) -> None:
+        """A learning rate of zero changes nothing, and a skipped step leaves nothing in the next one's gradients."""
+        still = Event(action=Action.LEARNING_RATE, moment=Moment.STEP, step=0, value=0.0)
+        skipped = Event(action=Action.SKIP, moment=Moment.OPTIMIZER, step=0)
+        for name in STAGES:
+            runs = [self.run_training(name, regime=Regime(steps=2, events=(event,))) for event in (still, skipped)]
+            for run in runs:
+                for key, value in run.initial_params.items():
+                    torch.testing.assert_close(run.steps[0].params[key], value, rtol=0, atol=0, msg=f"{name} {key}")
+            without, after = (run.steps[1].grads for run in runs)
+            assert without, "the adapter shows gradients"
+            assert after, "the adapter shows gradients"
+            for key, grad in without.items():
+                torch.testing.assert_close(after[key], grad, msg=f"{name} {key}")
+
+    def test_full_parameters_in_a_context(self) -> None:
+        """Stage 3 shows a unit's parameters, and shards them again when the context is left."""
+        adapter = DeepSpeedZeRO3()
+        self.run_training(adapter)
+        full = adapter.full_params()
+        unit = adapter.plan.units[0]
+        with adapter.full_params_context(unit):
+            shown = {key: value.detach().clone() for key, value in adapter.parameters().items() if value.numel()}
+            self.assertEqual([True, False], [adapter.unit_is_unsharded(each) for each in (unit, adapter.plan.units[1])])
+        self.assertEqual({key for key in full if key.startswith(f"{unit}.")}, shown.keys())
+        for key, value in shown.items():
+            torch.testing.assert_close(value, full[key], rtol=0, atol=0)
+        self.assertFalse(adapter.unit_is_unsharded(unit))
+
+    def test_an_optimizer_for_whole_matrices_is_refused(self) -> None:
+        """By DeepSpeed, unless somebody says that it may be used."""
+        workload = optimizers.stepped_by(PLAIN, "adafactor", optimizers.WHOLE_MATRIX["adafactor"])
+        with self.assertRaisesRegex(Exception, "untested ZeRO Optimizer"):
+            self.run_training("deepspeed-zero1", workload, Regime(optimizer="adafactor"))
 
     def test_refusals(self) -> None:
         """What is not declared, another device, and a clipping that was not configured."""

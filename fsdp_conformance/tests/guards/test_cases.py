@@ -1,5 +1,5 @@
 """
-Guard: every requirement of the core chapters has a case, every case can fail, and the names in cases exist.
+Guard: every requirement has a case, every case can fail, and the names in cases exist.
 
 A requirement without a case is named in contract/uncovered.toml with a reason. A case names the known-wrong
 implementations that it must fail; that it really fails them is shown by running them, not here.
@@ -8,7 +8,6 @@ implementations that it must fail; that it really fails them is shown by running
 from __future__ import annotations
 
 import functools
-import tomllib
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
@@ -20,14 +19,8 @@ from fsdp_conformance.case import ENVIRONMENTS, Case
 from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract import Contract, profile
 from fsdp_conformance.tests.guards import checkout
-from fsdp_conformance.tests.guards.checkout import ROOT
 
 pytestmark = checkout.required
-
-#: Chapters whose requirements are all judged, or named with a reason.
-CORE_CHAPTERS = frozenset(
-    {"0", "A", "B", "C", "D", "E", "F", "G", "H", "J", "K", "L", "M", "N", "O", "P", "R", "S", "U", "V", "W", "X", "Z"}
-)
 
 UNCOVERED = "fsdp_conformance/contract/uncovered.toml"
 
@@ -38,15 +31,8 @@ def cases() -> tuple[Case, ...]:
     return tuple(profile.collect_cases())
 
 
-@functools.cache
-def uncovered() -> Mapping[str, str]:
-    """Requirement id to the reason why no case binds it yet."""
-    document = tomllib.loads((ROOT / UNCOVERED).read_text(encoding="utf-8"))
-    return {entry["id"]: entry["reason"] for entry in document["uncovered"]}
-
-
 def coverage_problems(judged: Contract, found: Iterable[Case], excused: Mapping[str, str]) -> list[str]:
-    """What is wrong between the contract's core chapters, the cases and the list of excuses."""
+    """What is wrong between the contract, the cases and the list of excuses."""
     bound = {requirement for case in found for requirement in case.requirements}
     problems = [
         f"{name} is bound by a case, but is no requirement" for name in sorted(bound - judged.requirements.keys())
@@ -54,11 +40,11 @@ def coverage_problems(judged: Contract, found: Iterable[Case], excused: Mapping[
     for requirement in judged.requirements.values():
         if requirement.id in excused and requirement.id in bound:
             problems.append(f"{requirement.id} has a case now, so its entry in {UNCOVERED} should be deleted")
-        elif requirement.chapter in CORE_CHAPTERS and requirement.id not in bound and requirement.id not in excused:
+        elif requirement.id not in bound and requirement.id not in excused:
             problems.append(f"{requirement.id} ({requirement.name}) has neither a case nor an entry in {UNCOVERED}")
     for name, reason in excused.items():
-        if name not in judged.requirements or judged.requirements[name].chapter not in CORE_CHAPTERS:
-            problems.append(f"{name} is in {UNCOVERED}, but is no requirement of a core chapter")
+        if name not in judged.requirements:
+            problems.append(f"{name} is in {UNCOVERED}, but is no requirement")
         if len(reason.split()) < 4:
             problems.append(f"{name}: reason in {UNCOVERED} must be a sentence, got {reason!r}")
     return problems
@@ -107,9 +93,9 @@ def test_profiles_hold_the_cases_as_they_are() -> None:
     assert problems == []
 
 
-def test_every_core_requirement_has_a_case_or_a_reason() -> None:
-    """No requirement of a core chapter is forgotten, and no excuse outlives its reason."""
-    assert coverage_problems(contract.load(), cases(), uncovered()) == []
+def test_every_requirement_has_a_case_or_a_reason() -> None:
+    """No requirement is forgotten, and no excuse outlives its reason."""
+    assert coverage_problems(contract.load(), cases(), contract.uncovered()) == []
 
 
 def test_every_case_kills_a_mutant_that_exists() -> None:
@@ -154,9 +140,8 @@ def test_the_case_guard_speaks(wrong: tuple[Case, ...]) -> None:
 def test_the_coverage_guard_speaks() -> None:
     """A requirement without case or reason, a stale excuse and an empty reason are each named."""
     judged = contract.load()
-    core = [item.id for item in judged.requirements.values() if item.chapter in CORE_CHAPTERS]
-    excused = dict.fromkeys(core, "It waits for its part.")
-    forgotten, *_ = (name for name in core if name != "R001")
+    excused = dict.fromkeys(judged.requirements, "It waits for its part.")
+    forgotten, *_ = (name for name in judged.requirements if name != "R001")
 
     assert coverage_problems(judged, [], excused) == []
     assert coverage_problems(judged, [_RIGHT], excused) != []

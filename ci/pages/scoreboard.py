@@ -1,0 +1,124 @@
+"""
+`ci/scoreboard`: keep what runs show in ci/verdicts/, and write the page made of it.
+
+Run files are too large to keep, so a tally of each engine is kept: see `report.tally`. What the page says of cases,
+known-wrong engines and adapters is today's; what engines show of a case that has changed since is left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.metadata
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from fsdp_conformance.adapters import registry
+from fsdp_conformance.contract.profile import FULL, load_profile
+from fsdp_conformance.errors import ConformanceError
+from fsdp_conformance.report import coverage
+from fsdp_conformance.report.coverage import Coverage, Declared
+from fsdp_conformance.report.tally import Tally, tallies_of, tally_from_json
+from fsdp_conformance.report.verify import verify
+from pages.blocks import ROOT
+
+#: One file for each engine.
+KEPT = ROOT / "ci/verdicts"
+PAGE = ROOT / "docs/scoreboard.md"
+
+_PAGE = """\
+<!-- Written by `ci/docs --write` from ci/verdicts/, which `ci/scoreboard RUN...` writes from run files. -->
+
+# Scoreboard
+
+Every requirement, what judges it, and what the bundled engines' last runs show.
+
+*Cases* bind the requirement; a case may bind several. *Known wrong* counts the engines with a seeded defect that name
+it; some case must fail each of them. *Adapters* are the bundled ones that declare what at least one of its cases needs.
+The other columns are runs: `✓ 12` all its cases passed; `✓ 9 of 12` nine passed, and none failed; `✗ 2 of
+12` two failed; `declined` the adapter declares none of what they need; `not judged` the machine cannot run them, or the
+references disagree; `not run` the run did not have them, or they have changed since. An engine has no column in
+chapters of which it ran nothing. A failure counts for the requirements that its findings name.
+
+A column is no certificate: [reading a verdict](reading-a-verdict.md) says what that needs. To write the page from new
+runs, which replace those engines' former ones:
+
+<!-- parsed: a run of the whole profile takes many minutes -->
+```console
+$ ci/certify --report results
+$ ci/scoreboard results/*
+```
+
+## What ran
+
+"""
+
+
+def kept() -> list[Tally]:
+    """The tallies, in the order of the page."""
+    order = {name: place for place, name in enumerate(_ORDER)}
+    found = [tally_from_json(path.read_text(encoding="utf-8"), where=path.name) for path in sorted(KEPT.glob("*.json"))]
+    return sorted(found, key=lambda each: (order.get(each.name, len(order)), each.name))
+
+
+#: Ours first, then torch's, then the others.
+_ORDER = (
+    *("reference", "reference-data-parallel", "reference-components"),
+    *("torch-fsdp2", "torch-fsdp1", "torch-ddp"),
+)
+
+
+def bundled() -> dict[str, Declared]:
+    """The adapters of the package itself, with what they declare. Imports them, not their engines."""
+    points = importlib.metadata.entry_points(group=registry.ENTRY_POINTS)
+    names = sorted(point.name for point in points if point.module.startswith("fsdp_conformance."))
+    return {name: functools.partial(_declared, name) for name in names}
+
+
+@functools.cache
+def _declared(name: str, device: str) -> frozenset[str]:
+    adapter = registry.load(name)
+    return adapter.declared() - adapter.declines_on.get(device, frozenset())
+
+
+@functools.cache
+def table() -> Coverage:
+    """The register and the suites as they are, beside what was kept of runs."""
+    return coverage.coverage(kept(), load_profile(FULL).entries, bundled())
+
+
+def page() -> str:
+    """The page's text."""
+    return _PAGE + coverage.markdown(table(), link="requirements.md")
+
+
+def keep(tallies: Sequence[Tally]) -> None:
+    """Write each engine's tally in the place of its former one, and drop cases that no suite has any longer."""
+    KEPT.mkdir(exist_ok=True)
+    known = {entry.id for entry in load_profile(FULL).entries}
+    for each in {**{old.name: old for old in kept()}, **{new.name: new for new in tallies}}.values():
+        text = json.dumps(each.without(set(each.cases) - known).to_json(), indent=1, ensure_ascii=False)
+        (KEPT / f"{each.name}.json").write_text(text + "\n", encoding="utf-8")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status: 0, 1 if the table has rows that are empty without a reason, or the error's own."""
+    parser = argparse.ArgumentParser(prog="ci/scoreboard", description="Write docs/scoreboard.md from run files.")
+    parser.add_argument("run_files", nargs="*", type=Path, metavar="RUN", help="a run file, or its directory")
+    parsed = parser.parse_args(arguments)
+    try:
+        keep(tallies_of([verify(path) for path in parsed.run_files]))
+        PAGE.write_text(page(), encoding="utf-8")
+        for problem in table().problems:
+            print(f"scoreboard: {problem}", file=sys.stderr)
+        print(f"{PAGE.relative_to(ROOT)}: {len(table().rows)} requirements, {len(table().engines)} engines")
+        return 1 if table().problems else 0
+    except ConformanceError as error:
+        print(f"scoreboard: {error}", file=sys.stderr)
+        return error.exit_status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

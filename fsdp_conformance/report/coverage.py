@@ -1,0 +1,251 @@
+"""
+The whole contract in one table: what judges each requirement, who can be judged, and what runs show.
+
+A row for every requirement of the register: its cases, the known-wrong engines that are there to show that these cases
+can fail, the adapters that declare what the cases need, and a cell for each engine that has run. A row without cases
+has a reason instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+from fsdp_conformance.config import RunSettings
+from fsdp_conformance.contract import CHAPTERS, Contract, Requirement, load, uncovered, undeclared
+from fsdp_conformance.contract.profile import Entry
+from fsdp_conformance.errors import UsageError
+from fsdp_conformance.judge import declined_flags, device_for
+from fsdp_conformance.mutants import MUTANTS
+from fsdp_conformance.report.tally import Shown, Tally, digest_of
+from fsdp_conformance.report.terminal import duration
+from fsdp_conformance.verdict import ACCUSING, Verdict
+
+Declared = Callable[[str], frozenset[str]]
+"""The flags that an adapter declares on a type of device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Seen:
+    """What an engine's runs show of one requirement. A case counts for every requirement that it binds."""
+
+    passed: int = 0
+    failed: int = 0
+    declined: int = 0
+    unjudged: int = 0
+    """Not possible on that machine, inconclusive, left out, or ended by another requirement's failure."""
+    absent: int = 0
+    """Not in the runs, or changed since."""
+
+    def text(self) -> str:
+        """ "✓ 12", "✓ 9 of 12", "✗ 2 of 12", "declined", "not judged" or "not run"; "" if there are no cases."""
+        total = self.passed + self.failed + self.declined + self.unjudged + self.absent
+        if self.failed:
+            return f"✗ {self.failed} of {total}"
+        if self.passed:
+            return f"✓ {total}" if self.passed == total else f"✓ {self.passed} of {total}"
+        words = {"not judged": self.unjudged, "not run": self.absent, "declined": self.declined}
+        return next((word for word, count in words.items() if count), "")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """One requirement."""
+
+    requirement: Requirement
+    cases: int
+    """How many bind it."""
+    wrong: int
+    """Known-wrong engines that name it."""
+    adapters: tuple[str, ...]
+    """Those that declare what at least one of the cases needs."""
+    cells: tuple[Seen, ...]
+    """One for each engine."""
+    reason: str
+    """Why no case binds it, or why no adapter declares what the cases need; else empty."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Coverage:
+    """The table."""
+
+    engines: tuple[Tally, ...]
+    rows: tuple[Row, ...]
+    """In the contract's order."""
+    adapters: tuple[str, ...]
+    """Every adapter whose declarations are known."""
+    stale: tuple[tuple[int, int], ...]
+    """For each engine: cases that are new or have changed since its runs, and cases of its runs that are gone."""
+    problems: tuple[str, ...]
+    """Rows that are empty without a reason, and reasons that no longer hold."""
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready mapping."""
+        return {
+            "engines": [engine.name for engine in self.engines],
+            "requirements": {
+                row.requirement.id: {
+                    "cases": row.cases,
+                    "known_wrong": row.wrong,
+                    "adapters": list(row.adapters),
+                    "shown": {e.name: cell.text() for e, cell in zip(self.engines, row.cells, strict=True)},
+                    "reason": row.reason,
+                }
+                for row in self.rows
+            },
+            "problems": list(self.problems),
+        }
+
+
+def coverage(
+    tallies: Sequence[Tally],
+    entries: Collection[Entry],
+    declared: Mapping[str, Declared],
+    *,
+    contract: Contract | None = None,
+    excused: Mapping[str, str] | None = None,
+) -> Coverage:
+    """
+    The table for these cases. `declared` has the adapters by name, `excused` the requirements without a case or an
+    adapter and the reasons, by default those of `contract/uncovered.toml`. Raises UsageError for two tallies of one
+    engine.
+    """
+    contract, excused = contract or load(), {**uncovered(), **undeclared()} if excused is None else excused
+    named = [tally.name for tally in tallies]
+    if len(set(named)) != len(named):
+        raise UsageError(f"each engine must have one tally, got {', '.join(named)}")
+    bound: dict[str, list[Entry]] = {name: [] for name in contract.requirements}
+    for entry in entries:
+        for name in entry.requirements:
+            bound[name].append(entry)
+    runnable = {name: frozenset(_runnable(entries, flags)) for name, flags in declared.items()}
+    rows = tuple(
+        Row(
+            requirement=requirement,
+            cases=len(bound[name]),
+            wrong=sum(name in mutant.requirements for mutant in MUTANTS.values()),
+            adapters=tuple(
+                adapter for adapter, cases in runnable.items() if any(entry.id in cases for entry in bound[name])
+            ),
+            cells=tuple(_seen(name, bound[name], tally.cases) for tally in tallies),
+            reason=excused.get(name, ""),
+        )
+        for name, requirement in contract.requirements.items()
+    )
+    return Coverage(
+        engines=tuple(tallies),
+        rows=rows,
+        adapters=tuple(declared),
+        stale=tuple(_stale(entries, tally) for tally in tallies),
+        problems=tuple(problem for row in rows for problem in _problems(row)),
+    )
+
+
+def markdown(table: Coverage, *, heading: str = "##", link: str = "") -> str:
+    """
+    The table in Markdown: what ran, then one table for each chapter, with the engines that have run a case of it.
+
+    `link` is the page that describes the requirements, whose anchors are their ids in lower case.
+    """
+    return "\n".join(_lines(table, heading, link)) + "\n"
+
+
+def _lines(table: Coverage, heading: str, link: str) -> Iterator[str]:
+    if table.engines:
+        yield from _engines(table)
+    for letter, members in groupby(table.rows, key=lambda row: row.requirement.chapter):
+        rows = list(members)
+        shown = [
+            index
+            for index in range(len(table.engines))
+            if any(row.cells[index].text() not in ("", "not run") for row in rows)
+        ]
+        names = [table.engines[index].name for index in shown]
+        yield from ("", f"{heading} {letter}. {CHAPTERS[letter]}", "")
+        yield "| " + " | ".join(["requirement", "cases", "known wrong", "adapters", *names]) + " |"
+        yield "|---|--:|--:|--:|" + "---|" * len(names)
+        for row in rows:
+            words = [row.cells[index].text() for index in shown]
+            yield "| " + " | ".join([_named(row, link), *_counts(row, table), *words]) + " |"
+
+
+def _engines(table: Coverage) -> Iterator[str]:
+    facts = {
+        "version": [engine.version for engine in table.engines],
+        "torch": [engine.torch for engine in table.engines],
+        "device": [engine.device for engine in table.engines],
+        "date": [engine.date for engine in table.engines],
+        "suite": [engine.suite[:12] for engine in table.engines],
+        "profiles": [", ".join(run.profile for run in engine.runs) for engine in table.engines],
+        "verdict": ["; ".join(run.words for run in engine.runs) for engine in table.engines],
+        "time": [duration(sum(run.seconds for run in engine.runs)) for engine in table.engines],
+        "cases in the runs": [str(len(engine.cases)) for engine in table.engines],
+        "of these, gone since": [str(gone) for _, gone in table.stale],
+        "cases not run, or changed since": [str(new) for new, _ in table.stale],
+    }
+    yield "| engine | " + " | ".join(engine.name for engine in table.engines) + " |"
+    yield "|---|" + "---|" * len(table.engines)
+    for label, values in facts.items():
+        yield f"| {label} | " + " | ".join(values) + " |"
+
+
+def _named(row: Row, link: str) -> str:
+    requirement = row.requirement
+    name = f"[{requirement.id}]({link}#{requirement.id.lower()})" if link else requirement.id
+    return f"{name} {requirement.name}" + (f". {row.reason}" if row.reason else "")
+
+
+def _counts(row: Row, table: Coverage) -> list[str]:
+    if not row.cases:
+        return ["", "", ""]
+    return [str(row.cases), str(row.wrong), f"{len(row.adapters)} of {len(table.adapters)}"]
+
+
+def _runnable(entries: Iterable[Entry], declared: Declared) -> Iterator[str]:
+    """The cases that an adapter would not decline in a run on the CPU, which may use the simulated accelerator."""
+    settings = RunSettings()
+    for entry in entries:
+        case = entry.case()
+        device = device_for(case, settings)
+        if not declined_flags(case, declared=declared(device), device=device):
+            yield entry.id
+
+
+def _seen(requirement: str, entries: Iterable[Entry], cases: Mapping[str, Shown]) -> Seen:
+    counts = dict.fromkeys(Seen.__dataclass_fields__, 0)
+    for entry in entries:
+        counts[_kind(requirement, entry, cases.get(entry.id))] += 1
+    return Seen(**counts)
+
+
+def _kind(requirement: str, entry: Entry, shown: Shown | None) -> str:
+    if shown is None or shown.digest != digest_of(entry):
+        return "absent"
+    if shown.verdict is Verdict.PASS:
+        return "passed"
+    # Foretold or not, it is a failure.
+    if shown.verdict in ACCUSING | {Verdict.XFAIL}:
+        # A crash has no finding, and a finding may name R000: then the requirement that the case tests has failed.
+        named = set(shown.failed) & set(entry.requirements) or {entry.primary}
+        return "failed" if requirement in named else "unjudged"
+    return "declined" if shown.verdict is Verdict.UNSUPPORTED else "unjudged"
+
+
+def _stale(entries: Iterable[Entry], tally: Tally) -> tuple[int, int]:
+    now = {entry.id: digest_of(entry) for entry in entries}
+    new = sum(name not in tally.cases or tally.cases[name].digest != digest for name, digest in now.items())
+    return new, sum(name not in now for name in tally.cases)
+
+
+def _problems(row: Row) -> Iterator[str]:
+    name = f"{row.requirement.id} ({row.requirement.name})"
+    if not row.cases and not row.reason:
+        yield f"{name} has neither a case nor a reason"
+    if row.cases and row.adapters and row.reason:
+        yield f"{name} has {row.cases} cases for {len(row.adapters)} adapters, and a reason why it has none"
+    if row.cases and not row.wrong:
+        yield f"{name} has {row.cases} cases, but no known-wrong engine names it"
+    if row.cases and not row.adapters and not row.reason:
+        yield f"{name} has {row.cases} cases, but neither an adapter that declares what they need nor a reason"

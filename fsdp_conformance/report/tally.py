@@ -1,0 +1,233 @@
+"""
+What an engine's runs show of each case, small enough to keep in a repository.
+
+Run files hold the evidence of every rank, some hundred megabytes. A tally is made from runs that verify; it keeps the
+verdict on each case, and a digest of what the case asked for, which tells later whether the verdict still speaks of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fsdp_conformance.contract.profile import Entry, Profile, load_profile
+from fsdp_conformance.errors import RunFileError, UsageError
+from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.report.terminal import verdict_words
+from fsdp_conformance.report.verify import Verification, profile_of
+from fsdp_conformance.verdict import Verdict
+
+#: The layout of a tally's file.
+FORMAT = 1
+
+#: Hexadecimal digits of a digest. Two of them equal by accident once in four billion changes of a case.
+_DIGITS = 8
+
+#: What the runs of one tally must have in common.
+_ONE_OF_EACH = ("name", "version", "adapter", "torch", "device", "suite")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shown:
+    """What a run shows of one case."""
+
+    verdict: Verdict
+    digest: str
+    """`digest_of` the case as it was run."""
+    failed: tuple[str, ...] = ()
+    """The requirements that its findings name."""
+
+    def words(self) -> str:
+        """ "PASS 1a2b3c4d", "FAIL 1a2b3c4d R003 R004"."""
+        return " ".join((self.verdict, self.digest, *self.failed))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One run of the tally."""
+
+    profile: str
+    words: str
+    """CERTIFIED or not, and for what."""
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tally:
+    """What the runs of one engine show."""
+
+    name: str
+    version: str
+    adapter: str
+    """The hash of the adapter's source."""
+    torch: str
+    device: str
+    suite: str
+    """The hash of the suite."""
+    date: str
+    """Of the first run."""
+    declared: tuple[str, ...]
+    """The flags that the adapter declared, sorted."""
+    declines_on: Mapping[str, tuple[str, ...]]
+    """Type of device to flags that it does not offer there."""
+    runs: tuple[Part, ...]
+    cases: Mapping[str, Shown] = field(repr=False)
+    """By case id, in order."""
+
+    def declares(self, device: str) -> frozenset[str]:
+        """The flags that the adapter declared on a type of device."""
+        return frozenset(self.declared) - frozenset(self.declines_on.get(device, ()))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready mapping; `tally_from_json` is its inverse."""
+        content = self._content()
+        return {"format": FORMAT, "sha256": _sha256(content), **content}
+
+    def _content(self) -> dict[str, Any]:
+        return {
+            **{key: getattr(self, key) for key in (*_ONE_OF_EACH, "date")},
+            "declared": list(self.declared),
+            "declines_on": {device: list(flags) for device, flags in self.declines_on.items()},
+            "runs": [{"profile": run.profile, "words": run.words, "seconds": run.seconds} for run in self.runs],
+            "cases": {case: shown.words() for case, shown in self.cases.items()},
+        }
+
+    def without(self, cases: Iterable[str]) -> Tally:
+        """The tally without these cases."""
+        dropped = set(cases)
+        values: dict[str, Any] = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        kept = {case: shown for case, shown in self.cases.items() if case not in dropped}
+        return Tally(**{**values, "cases": kept})
+
+
+def tally(runs: Sequence[Verification], profile: Profile | None = None) -> Tally:
+    """
+    What these runs show together: runs of one engine, in one version, on one machine's versions and device.
+
+    Raises RunFileError for a run that did not finish, was edited or is of another list of cases than the profile of
+    that name is now, and UsageError for runs that do not belong together or contradict each other.
+    """
+    problems = [f"{each.run.path}: {'; '.join(each.discrepancies)}" for each in runs if each.discrepancies]
+    if problems:
+        raise RunFileError(f"a tally needs runs that verify: {'; '.join(problems)}")
+    facts = [_facts(each) for each in runs]
+    for key in _ONE_OF_EACH:
+        found = sorted({fact[key] for fact in facts})
+        if len(found) != 1:
+            raise UsageError(f"the runs of one tally must have the same {key}, got {', '.join(found) or 'no run'}")
+    cases: dict[str, Shown] = {}
+    for each in runs:
+        for case, shown in _cases(each, profile or _profile_now(each)):
+            if cases.setdefault(case, shown) != shown:
+                raise UsageError(
+                    f"two runs must agree on {case}, got {cases[case].words()} and {shown.words()} "
+                    f"[{each.run.path}]. Name one of them only."
+                )
+    return Tally(
+        **{key: facts[0][key] for key in _ONE_OF_EACH},
+        date=min(fact["date"] for fact in facts),
+        declared=tuple(_described(runs[0]).get("capabilities") or ()),
+        declines_on={device: tuple(flags) for device, flags in (_described(runs[0]).get("declines_on") or {}).items()},
+        runs=tuple(map(_part, runs)),
+        cases=dict(sorted(cases.items())),
+    )
+
+
+def tallies_of(runs: Sequence[Verification]) -> list[Tally]:
+    """One tally for each engine, in the order of their first runs. Raises like `tally`."""
+    by_name: dict[str, list[Verification]] = {}
+    for each in runs:
+        by_name.setdefault(_facts(each)["name"], []).append(each)
+    return [tally(members) for members in by_name.values()]
+
+
+def tally_from_json(text: str, *, where: str) -> Tally:
+    """The tally in a file's text. Raises UsageError if it is invalid or was modified."""
+    try:
+        data = json.loads(text)
+        stated, layout = data.pop("sha256"), data.pop("format")
+        found = Tally(
+            **{key: str(data[key]) for key in (*_ONE_OF_EACH, "date")},
+            declared=tuple(data["declared"]),
+            declines_on={device: tuple(flags) for device, flags in data["declines_on"].items()},
+            runs=tuple(Part(**run) for run in data["runs"]),
+            cases={case: _shown(words) for case, words in data["cases"].items()},
+        )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UsageError(f"{where} is not a tally of runs: {type(error).__name__}: {error}") from error
+    if layout != FORMAT:
+        raise UsageError(f"format must be {FORMAT}, got {layout!r} [{where}]")
+    if _sha256(data) != stated:
+        raise UsageError(
+            f"sha256 of the content: expected {stated!s:.12}, got {_sha256(data)[:12]} [{where}]. "
+            "Tallies are written from run files by ci/scoreboard, never by hand."
+        )
+    return found
+
+
+def digest_of(entry: Entry) -> str:
+    """What the case asks for and judges, as a few digits: a verdict with other digits is about another case."""
+    asked = [entry.id, entry.requirements, entry.world_size, entry.needs, entry.environment]
+    return hashlib.sha256(json.dumps(asked, separators=(",", ":")).encode()).hexdigest()[:_DIGITS]
+
+
+def _sha256(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _shown(words: str) -> Shown:
+    verdict, digest, *failed = words.split(" ")
+    return Shown(verdict=Verdict(verdict), digest=digest, failed=tuple(failed))
+
+
+def _described(found: Verification) -> Mapping[str, Any]:
+    return found.run.header.get("implementation") or {}
+
+
+def _facts(found: Verification) -> dict[str, str]:
+    header, environment = found.run.header, found.run.header.get("environment") or {}
+    return {
+        "name": str(_described(found).get("name", "?")),
+        "version": str(_described(found).get("version", "")),
+        "adapter": str(_described(found).get("source_sha256", "")),
+        "torch": str(environment.get("torch", "?")),
+        "device": str(environment.get("device", "?")),
+        "suite": str(header.get("suite_sha256", "")),
+        "date": str(header.get("started", ""))[:10],
+    }
+
+
+def _part(found: Verification) -> Part:
+    return Part(
+        profile=found.certificate.profile,
+        words=verdict_words(found.certificate),
+        seconds=round(float((found.run.footer or {}).get("seconds") or 0.0), 1),
+    )
+
+
+def _profile_now(found: Verification) -> Profile:
+    """The run's profile as this checkout has it, which must be what the run had."""
+    profile = profile_of(found.run)
+    ran = str((found.run.header.get("profile") or {}).get("sha256", ""))
+    if profile.sha256 != ran or profile.sha256 != load_profile(profile.name).sha256:
+        raise RunFileError(
+            f"{found.run.path}: the run must be of {profile.name} as it is shipped now "
+            f"({profile.sha256[:12]}), got {ran[:12]}. Run it again."
+        )
+    return profile
+
+
+def _cases(found: Verification, profile: Profile) -> Iterable[tuple[str, Shown]]:
+    for record in found.run.records:
+        # What `explore` has drawn and a user has kept belongs to no profile.
+        if record.case in profile.by_id:
+            digest = digest_of(profile.by_id[record.case])
+            yield record.case, Shown(verdict=record.verdict, digest=digest, failed=_failed(record))
+
+
+def _failed(record: CaseRecord) -> tuple[str, ...]:
+    """The requirements that the findings name, each once, in order; none for a verdict that follows from no finding."""
+    return tuple(dict.fromkeys(finding.requirement for finding in record.findings))

@@ -1,0 +1,106 @@
+"""docs/scoreboard.md fits the register and the suites, and `ci/scoreboard` writes it from runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fsdp_conformance import contract
+from fsdp_conformance.contract.profile import load_profile
+from fsdp_conformance.errors import UsageError
+from fsdp_conformance.tests.guards import checkout
+from fsdp_conformance.tests.report.test_tally import ran
+from fsdp_conformance.verdict import Verdict
+from pages import scoreboard
+
+pytestmark = checkout.required
+
+SMOKE = load_profile("smoke")
+
+
+def test_no_row_is_empty_without_a_reason() -> None:
+    """Every requirement has cases, a known-wrong engine and an adapter, or says why not; no reason is stale."""
+    table = scoreboard.table()
+
+    assert table.problems == ()
+    assert [row.requirement.id for row in table.rows] == list(contract.load().requirements)
+
+
+def test_what_is_kept_is_of_cases_that_exist() -> None:
+    """A verdict on a case that is gone says nothing: `ci/scoreboard` without runs drops it."""
+    table = scoreboard.table()
+
+    assert [name for name, (_, gone) in zip(table.engines, table.stale, strict=True) if gone] == []
+    assert sorted(path.stem for path in scoreboard.KEPT.glob("*")) == sorted(each.name for each in table.engines)
+
+
+def test_every_engine_that_was_run_is_bundled() -> None:
+    """A column of somebody's own adapter would be nobody's to repeat."""
+    assert {each.name for each in scoreboard.kept()} - scoreboard.bundled().keys() == set()
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout whose page and tallies may be overwritten."""
+    monkeypatch.setattr(scoreboard, "ROOT", tmp_path)
+    monkeypatch.setattr(scoreboard, "KEPT", tmp_path / "verdicts")
+    monkeypatch.setattr(scoreboard, "PAGE", tmp_path / "scoreboard.md")
+    # What is cached would be another checkout's.
+    monkeypatch.setattr(scoreboard, "table", scoreboard.table.__wrapped__)
+    return tmp_path
+
+
+def run_of(directory: Path, name: str, **verdicts: Verdict) -> str:
+    """The run of an engine."""
+    return ran(directory, cases=tuple(SMOKE.by_id), profile=SMOKE, name=name, **verdicts).run.path
+
+
+@pytest.mark.usefixtures("capsys")
+def test_runs_replace_an_engines_column(elsewhere: Path) -> None:
+    """Other engines keep theirs."""
+    primary = SMOKE.entries[0].primary
+    paths = [run_of(elsewhere / name, name) for name in ("reference", "torch-fsdp2")]
+    assert scoreboard.main(paths) == 0
+    first = (elsewhere / "scoreboard.md").read_text(encoding="utf-8")
+
+    other = (elsewhere / "verdicts/torch-fsdp2.json").read_text(encoding="utf-8")
+    again = run_of(elsewhere / "again", "reference", **{primary: Verdict.HANG})
+    assert scoreboard.main([again]) == 0
+    second = (elsewhere / "scoreboard.md").read_text(encoding="utf-8")
+
+    assert "| engine | reference | torch-fsdp2 |" in first
+    assert ("✗" in first.split("## What ran")[1], "✗" in second.split("## What ran")[1]) == (False, True)
+    assert (elsewhere / "verdicts/torch-fsdp2.json").read_text(encoding="utf-8") == other
+    assert sorted(path.name for path in (elsewhere / "verdicts").iterdir()) == ["reference.json", "torch-fsdp2.json"]
+
+
+def test_cases_that_are_gone_are_dropped(elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a run to be named."""
+    assert scoreboard.main([run_of(elsewhere / "a", "reference")]) == 0
+    kept = scoreboard.kept()[0]
+    left = SMOKE.entries[1:]
+    monkeypatch.setattr(scoreboard, "load_profile", lambda name: type("Fewer", (), {"entries": left}))
+
+    assert scoreboard.table().stale[0][1] == 1
+    scoreboard.main([])
+
+    assert kept.cases.keys() - scoreboard.kept()[0].cases.keys() == {SMOKE.entries[0].id}
+
+
+def test_what_was_edited_by_hand_is_refused(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A tally, and a run."""
+    path = Path(run_of(elsewhere / "a", "reference"))
+    assert scoreboard.main([str(path)]) == 0
+    file = elsewhere / "verdicts/reference.json"
+    data = json.loads(file.read_text(encoding="utf-8"))
+    file.write_text(json.dumps({**data, "version": "9"}), encoding="utf-8")
+
+    with pytest.raises(UsageError, match=r"sha256 of the content: expected \w+, got \w+ \[reference.json\]"):
+        scoreboard.kept()
+    assert scoreboard.main([]) == 2
+    path.write_text(path.read_text(encoding="utf-8").replace("PASS", "XPASS", 1), encoding="utf-8")
+    file.unlink()
+    assert scoreboard.main([str(path)]) == 2
+    assert "needs runs that verify" in capsys.readouterr().err
