@@ -53,6 +53,10 @@ def _leaves(history: TrainingHistory) -> list[tuple[str, Any]]:
     return list(walk(history))
 
 
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.to_dense().contiguous().reshape(-1).view(torch.uint8)
+
+
 def test_everything_comes_back() -> None:
     given = _history()
     got = unpacked(packed(given))
@@ -62,8 +66,7 @@ def test_everything_comes_back() -> None:
             assert value == other, path
             continue
         assert (value.dtype, value.shape, value.layout) == (other.dtype, other.shape, other.layout), path
-        value, other = value.to_dense(), other.to_dense()
-        assert value.contiguous().reshape(-1).view(torch.uint8).equal(other.reshape(-1).view(torch.uint8)), path
+        assert torch.equal(_bits(value), _bits(other)), path
 
 
 def test_tensors_have_storage_of_their_own() -> None:
