@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from fsdp_conformance.adapters import gathering
 from fsdp_conformance.adapters.gathering import gathered
 from fsdp_conformance.adapters.sharded import full_copies, full_gradients
 from fsdp_conformance.harness.simulated_ranks import run_ranks
@@ -130,7 +129,12 @@ def test_ranks_that_disagree_gather_nothing(wrong: str) -> None:
             held = (1 if wrong == "part" and odd else shape[0] // 2, *shape[1:])
             whole = torch.empty(shape, device="meta")
             return DTensor.from_local(
-                torch.zeros(held, dtype=dtype), mesh, [Shard(0)], run_check=False, shape=shape, stride=whole.stride()
+                torch.zeros(held, dtype=dtype),
+                mesh,
+                [Shard(0)],
+                run_check=False,
+                shape=whole.shape,
+                stride=whole.stride(),
             )
 
         return gathered({str(shape): tensor(shape) for shape in shapes}) == {}
@@ -151,7 +155,7 @@ def test_twenty_tensors_take_one_gather(monkeypatch: pytest.MonkeyPatch) -> None
         tensors = {index: distribute_tensor(_values((index + 1,)), mesh, [Shard(0)]) for index in range(20)}
         return len(gathered(tensors))
 
-    monkeypatch.setattr(gathering.dist, "all_gather", counted)
+    monkeypatch.setattr(dist, "all_gather", counted)
     assert run_ranks(2, body, timeout_s=TIMEOUT_S) == [20, 20]
     assert len(calls) == 2, "one on each rank"
 
