@@ -10,6 +10,7 @@ The protocol and its tools:
     names               original names of parameters and buffers below wrappers
     deferred            memory and values for models that were built on meta
     sharded             full tensors from shards and back
+    gathering           full values of many sharded tensors with one all-gather
     registry            finds and describes the adapter for a name
     validator           checks a class against the protocol
     smoke               tries an adapter out on two ranks

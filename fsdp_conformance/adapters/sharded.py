@@ -2,6 +2,7 @@
 Converts shards to full tensors and back, for engines whose shards are DTensors (or plain tensors, which are full).
 
     full_copy           a full clone of a DTensor or plain tensor on the CPU; collective for a DTensor
+    full_copies         full clones of many tensors, with few collectives; collective if any is a DTensor
     full_gradients      full clones of gradients, even if ranks disagree on which parameters have one; collective
     anywhere            which flags are set on any rank; collective
     write_full          writes a full value into a parameter, in place; no communication
@@ -10,13 +11,17 @@ Converts shards to full tensors and back, for engines whose shards are DTensors 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
+
+from fsdp_conformance.adapters.gathering import gathered
+
+Key = TypeVar("Key", bound=Hashable)
 
 
 def full_copy(tensor: Tensor) -> Tensor:
@@ -25,6 +30,12 @@ def full_copy(tensor: Tensor) -> Tensor:
     if isinstance(tensor, DTensor):
         tensor = _on_mesh_device(tensor).full_tensor()
     return tensor.to("cpu", copy=True)
+
+
+def full_copies(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+    """`full_copy` of each. Collective if any is a DTensor; all ranks must pass the same ones, in the same order."""
+    found = gathered(tensors)
+    return {key: found[key] if key in found else full_copy(tensor) for key, tensor in tensors.items()}
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -44,16 +55,14 @@ def full_gradients(parameters: Mapping[str, nn.Parameter], device: torch.device)
     wanted = [parameter.grad is not None for parameter in parameters.values()]
     if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
         wanted = anywhere(wanted, device)
-    grads: dict[str, Tensor | None] = {}
+    given: dict[str, Tensor] = {}
     for (name, parameter), somewhere in zip(parameters.items(), wanted, strict=True):
-        grad = parameter.grad
-        if grad is not None:
-            grads[name] = full_copy(grad)
-            continue
-        if somewhere and isinstance(parameter, DTensor):
-            full_copy(torch.zeros_like(parameter))
-        grads[name] = None
-    return grads
+        if parameter.grad is not None:
+            given[name] = parameter.grad
+        elif somewhere and isinstance(parameter, DTensor):
+            given[name] = torch.zeros_like(parameter)
+    full = full_copies(given)
+    return {name: None if parameter.grad is None else full[name] for name, parameter in parameters.items()}
 
 
 def anywhere(flags: Sequence[bool], device: torch.device) -> list[bool]:

@@ -8,7 +8,7 @@ The base class for engines with a torch-like API: implement `wrap`, and whatever
             return my_engine.shard(model, [model.get_submodule(unit) for unit in plan.units])
 
 Everything else works as in stock torch: the optimizer is built from `wrapped.parameters()`, the backward is
-`loss.backward()`, full parameters come from `DTensor.full_tensor()` or are plain clones.
+`loss.backward()`, full parameters are DTensors' full tensors or plain clones.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from fsdp_conformance.adapters.base import Adapter, ModelFn, OptimFn
 from fsdp_conformance.adapters.names import OriginalNames
-from fsdp_conformance.adapters.sharded import full_copy, full_gradients, local_part, state_tensors, write_full
+from fsdp_conformance.adapters.sharded import full_copies, full_gradients, local_part, state_tensors, write_full
 from fsdp_conformance.config import InitMode, Plan
 from fsdp_conformance.errors import AdapterError, ConfigError, Unsupported
 
@@ -152,21 +152,27 @@ class TorchAdapter(Adapter):
         self.sets_to_none = False
 
     def full_params(self) -> dict[str, Tensor]:
-        return {name: full_copy(parameter) for name, parameter in self.parameters().items()}
+        return full_copies(self.parameters())
 
     def full_grads(self) -> dict[str, Tensor | None]:
         return full_gradients(self.parameters(), self.device)
 
     def full_buffers(self) -> dict[str, Tensor]:
-        return {name: full_copy(buffer) for name, buffer in self.names.buffers_of(self.model).items()}
+        return full_copies(self.names.buffers_of(self.model))
 
     def full_optim_state(self) -> dict[str, dict[str, Tensor]]:
         state = self.optimizer.state if self.optimizer is not None else {}
-        return {
-            name: {key: full_copy(value) for key, value in state[parameter].items() if isinstance(value, Tensor)}
-            for name, parameter in self.parameters().items()
-            if parameter in state
+        parameters = {name: parameter for name, parameter in self.parameters().items() if parameter in state}
+        values = {
+            (name, key): value
+            for name, parameter in parameters.items()
+            for key, value in state[parameter].items()
+            if isinstance(value, Tensor)
         }
+        found: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
+        for (name, key), value in full_copies(values).items():
+            found[name][key] = value
+        return found
 
     def write_params(self, values: Mapping[str, Tensor]) -> None:
         parameters = self.parameters()

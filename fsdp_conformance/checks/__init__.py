@@ -12,6 +12,7 @@ References, what is compared with:
     plain_training      state dicts of the unwrapped model and optimizer, also with ranks that change between steps
     loop                the training loop of the references
     structures          tensors inside nested values
+    packing             a history as its structure and one flat tensor, to be sent to another rank
     exactness           proof that a probe is exact, and which regimes demand bitwise equality
     tolerance           bounds for everything else, with their derivations
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fsdp_conformance.checks.exactness import demands_bitwise
 from fsdp_conformance.checks.loop import local_names
+from fsdp_conformance.checks.packing import Packed, packed, unpacked
 from fsdp_conformance.checks.reference_all_reduce import all_reduce_reference
 from fsdp_conformance.checks.reference_ddp import ddp_absence, ddp_reference
 from fsdp_conformance.checks.reference_single import contributions, single_process_histories, single_process_reference
@@ -101,6 +102,8 @@ class References:
     gradient_bases: dict[str, Tensor] = field(default_factory=dict)
     """Where gradients are derived from changes of parameters: what is rounded in a change, see `checks.derived`."""
     _bounds: dict[tuple[Kind, int], dict[str, Bound | None]] = field(default_factory=dict, repr=False)
+    _scales_so_far: dict[Kind, list[dict[str, float]]] = field(default_factory=dict, repr=False)
+    """By kind and step."""
     _contributions: list[list[list[Gradients]]] | None = field(default=None, repr=False)
 
     @property
@@ -174,6 +177,7 @@ class References:
         bases, roundings = self._roundings(kind, step)
         scales = self._scales(kind, step)
         bounds: dict[str, Bound | None] = {}
+        floor, model_scale = self._floor(), max(scales.values(), default=0.0)
         for name, value in expected.items():
             found = [sample[name] for sample in samples if isinstance(sample.get(name), Tensor)]
             if not value.is_floating_point():
@@ -185,8 +189,8 @@ class References:
                 base=bases.get(name),
                 roundings=roundings,
                 scale=scales.get(name),
-                model_scale=max(scales.values(), default=0.0),
-                floor=self._floor(),
+                model_scale=model_scale,
+                floor=floor,
             )
         return bounds
 
@@ -207,14 +211,16 @@ class References:
         if kind is Kind.LOSS:
             largest = max(magnitude(loss) for record in self.expected.steps for loss in record.losses)
             return dict.fromkeys(values(self.expected, kind, step), largest)
+        known = self._scales_so_far.setdefault(kind, [])
         bases = self.expected.initial_params if kind is Kind.PARAMETER else {}
-        scales: dict[str, float] = {}
-        for earlier in range(step + 1):
+        for earlier in range(len(known), step + 1):
+            scales = dict(known[-1]) if known else {}
             for name, value in values(self.expected, kind, earlier).items():
                 if isinstance(value, Tensor) and value.is_floating_point():
                     change = value - bases[name] if name in bases else value
                     scales[name] = max(scales.get(name, 0.0), magnitude(change))
-        return scales
+            known.append(scales)
+        return known[step]
 
     def _floor(self) -> float:
         dims = [dim for param in self.expected.initial_params.values() for dim in param.shape]
@@ -288,9 +294,13 @@ def _expected(
     """
     if world_size == 1:
         return single_process_reference(workload, regime, rank=rank, world_size=world_size, device=device)
-    histories = single_process_histories(workload, regime, world_size=world_size, device=device) if rank == 0 else None
+    histories = None
+    if rank == 0:
+        trained = single_process_histories(workload, regime, world_size=world_size, device=device)
+        histories = [packed(history) for history in trained]
     mine: list[Any] = [None]
     dist.scatter_object_list(mine, histories)
-    if not isinstance(mine[0], TrainingHistory):
-        raise SuiteError(f"history from rank 0: expected one, got {mine[0]!r} [{workload.name}, rank {rank}]")
-    return mine[0]
+    history = unpacked(mine[0]) if isinstance(mine[0], Packed) else mine[0]
+    if not isinstance(history, TrainingHistory):
+        raise SuiteError(f"history from rank 0: expected one, got {history!r} [{workload.name}, rank {rank}]")
+    return history
