@@ -1,7 +1,7 @@
 """
-FullyShardedDataParallel: under no_sync, gradients accumulate in the compute dtype, whatever MixedPrecision.reduce_dtype.
+FullyShardedDataParallel: under no_sync, gradients accumulate in the compute dtype, whatever the reduce_dtype.
 
-Expected: with reduce_dtype float32, gradients of 256 and 1 add up to 257, as with fully_shard.
+Expected: with reduce_dtype float32, gradients of 256 and 1 add up to 257.
 Seen with torch 2.13.0 (gloo, CPU): 256. They are added in bfloat16, which has 8 bits of mantissa.
 Run: torchrun --nproc-per-node 2 ci/findings/torch-fsdp1/accumulates_in_the_compute_dtype.py
 Upstream: no report for FullyShardedDataParallel found (searched November 2026). Requests for accumulation in float32:

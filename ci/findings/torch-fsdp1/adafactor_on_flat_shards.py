@@ -6,7 +6,8 @@ Seen with torch 2.13.0 (gloo, CPU, use_orig_params=True): parameters differ afte
 rows and columns, and a norm of the whole parameter, but it gets one-dimensional parts of parameters.
 Run: torchrun --nproc-per-node 2 ci/findings/torch-fsdp1/adafactor_on_flat_shards.py
 Upstream: known, https://github.com/pytorch/pytorch/issues/109581 (closed; a comment says that they cannot
-compose); that nothing raises is not said there. https://github.com/pytorch/pytorch/issues/136314 (open) is on the shapes.
+compose); that nothing raises is not said there. https://github.com/pytorch/pytorch/issues/136314 (open) is on
+the shapes.
 """
 
 from datetime import timedelta

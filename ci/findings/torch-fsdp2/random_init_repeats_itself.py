@@ -2,8 +2,7 @@
 fully_shard on the CPU: `reset_parameters` of a model from meta gives every rank's shard the same random numbers.
 
 Expected: the values of a model that was built for real with that seed, or at least different ones on each rank.
-Seen with torch 2.13.0 (gloo, CPU): the second shard repeats the first. On accelerators DTensor has a generator that
-knows of the shards; on the CPU it draws from each rank's own.
+Seen with torch 2.13.0 (gloo, CPU): the second shard repeats the first.
 Run: torchrun --nproc-per-node 2 ci/findings/torch-fsdp2/random_init_repeats_itself.py
 Upstream: https://github.com/pytorch/pytorch/issues/196562 (open) and https://github.com/pytorch/torchtitan/issues/3106
 (open) report it for CPUOffloadPolicy.
