@@ -1,9 +1,13 @@
 """
-FSDP2: after an exception in backward, `reset_iter_state` keeps gradients that were not reduced yet, and the next step
-adds to them. Its documentation says that the gradients of the failed iteration are discarded.
+fully_shard: after an exception in backward, `reset_iter_state` keeps gradients that were not reduced yet.
 
-    torchrun --nproc-per-node 2 ci/findings/torch-fsdp2/recovery_keeps_gradients.py
+Expected: the gradients of the failed iteration are discarded, as its documentation says. Seen with torch 2.13.0 (gloo,
+CPU): the next step adds to them.
+Run: torchrun --nproc-per-node 2 ci/findings/torch-fsdp2/recovery_keeps_gradients.py
+Upstream: no report found (searched November 2026).
 """
+
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -24,7 +28,7 @@ class Two(nn.Module):
         return self.last(hidden)
 
 
-dist.init_process_group("gloo")
+dist.init_process_group("gloo", timeout=timedelta(seconds=30))
 model, mesh = Two(), init_device_mesh("cpu", (2,))
 fully_shard(model.first, mesh=mesh)
 fully_shard(model, mesh=mesh)  # owns the last layer
@@ -37,4 +41,9 @@ model(torch.ones(2, 4)).sum().backward()
 grad = model.last.bias.grad.full_tensor()
 if dist.get_rank() == 0:
     print(f"gradient of the last bias: expected {[2.0] * 4}, got {grad.tolist()}")
+wrong = torch.tensor([float(grad.tolist() != [2.0] * 4)])
+dist.all_reduce(wrong)
+if dist.get_rank() == 0:
+    print("WRONG" if wrong else "right")
 dist.destroy_process_group()
+raise SystemExit(int(wrong.item() > 0))

@@ -1,0 +1,131 @@
+"""
+Scripts that show a defect of an engine without this package: see ci/findings/README.md and ci/findings/run.
+
+A script whose defect shows prints WRONG and exits with 1, otherwise it prints right and exits with 0. Both are asked
+for, because torchrun exits with 1 for every failure of a rank, an exception included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "ci/findings"
+DEADLINE_S = 300.0
+#: Lines of output that are shown of a script that ended otherwise.
+LAST_LINES = 8
+
+_RUN = re.compile(r"^Run: ((?:torchrun --nproc-per-node \d+|python) (\S+))$", re.MULTILINE)
+_UPSTREAM = re.compile(r"^Upstream: (\S.*)", re.MULTILINE | re.DOTALL)
+
+
+class Outcome(StrEnum):
+    """What running a script showed."""
+
+    WRONG = "wrong as expected"
+    RIGHT = "right: mended?"
+    OTHERWISE = "ended otherwise"
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """What the docstring of a script says."""
+
+    path: Path
+    command: str
+    """As a person types it from the root of the checkout; empty if the docstring has no such line."""
+    target: str
+    """The path in the command."""
+    upstream: str
+
+
+def read_script(path: Path) -> Script:
+    """What the script says of itself."""
+    text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+    run, upstream = _RUN.search(text), _UPSTREAM.search(text)
+    return Script(path, run[1] if run else "", run[2] if run else "", upstream[1] if upstream else "")
+
+
+def scripts(folder: Path = FOLDER) -> list[Path]:
+    """Every script, by engine and name."""
+    return sorted(folder.glob("*/*.py"))
+
+
+def run_script(script: Script, *, root: Path = ROOT, deadline_s: float = DEADLINE_S) -> tuple[Outcome, str]:
+    """Run the script's command from `root`: the outcome, and what it printed."""
+    if not script.command:
+        return (
+            Outcome.OTHERWISE,
+            "its docstring has no line `Run: torchrun --nproc-per-node N PATH` or `Run: python PATH`",
+        )
+    program, *arguments = shlex.split(script.command)
+    # The programs of this environment, whatever PATH has.
+    module = ["-m", "torch.distributed.run"] if program == "torchrun" else []
+    with subprocess.Popen(
+        [sys.executable, *module, *arguments],
+        cwd=root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            # Its ranks, too.
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+            return Outcome.OTHERWISE, f"{output}\nnot finished after {deadline_s:.0f} s"
+    return outcome_of(process.returncode, output), output
+
+
+def outcome_of(status: int, output: str) -> Outcome:
+    """What the exit status and the output say together."""
+    said = set(output.splitlines()) & {"WRONG", "right"}
+    if status == 1 and said == {"WRONG"}:
+        return Outcome.WRONG
+    if status == 0 and said == {"right"}:
+        return Outcome.RIGHT
+    return Outcome.OTHERWISE
+
+
+def main(arguments: Sequence[str], *, root: Path = ROOT) -> int:
+    """The exit status for these arguments."""
+    parser = argparse.ArgumentParser(prog="ci/findings/run", description="Run the scripts under ci/findings.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a text in the path of the scripts to run")
+    parser.add_argument("--deadline", type=float, default=DEADLINE_S, metavar="S", help="seconds for each script")
+    given = parser.parse_args(arguments)
+    found = scripts(root / "ci/findings")
+    unknown = [name for name in given.names if not any(name in str(path.relative_to(root)) for path in found)]
+    if unknown or not found:
+        print(f"ci/findings/run: no script under ci/findings has {' or '.join(unknown)} in its path", file=sys.stderr)
+        return 2
+    outcomes = []
+    for path in found:
+        place = str(path.relative_to(root))
+        if given.names and not any(name in place for name in given.names):
+            continue
+        outcome, output = run_script(read_script(path), root=root, deadline_s=given.deadline)
+        outcomes.append(outcome)
+        print(f"{outcome}: {place}", flush=True)
+        if outcome is Outcome.OTHERWISE:
+            print(*(f"    {line}" for line in output.strip().splitlines()[-LAST_LINES:]), sep="\n", flush=True)
+    shown = outcomes.count(Outcome.WRONG)
+    print(f"findings: {shown} of {len(outcomes)} defects show")
+    return int(shown < len(outcomes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
