@@ -29,6 +29,8 @@ attended() {
     [ -z "$interrupted_status" ] || end_children TERM "$attended_child"
     # bash reports a child that a signal has ended here, with a line of this file.
     { wait "$attended_child" || status=$?; } 2>/dev/null
+    # What a killed child had started would go on.
+    [ "$status" -le 128 ] || [ -n "$interrupted_status" ] || end_children TERM "$attended_child"
     attended_child=
     return "${interrupted_status:-$status}"
 }

@@ -9,7 +9,7 @@ from fsdp_conformance.case import conformance_case
 from fsdp_conformance.checks.communication import collective_counts
 from fsdp_conformance.checks.invariance import Losses, same_training
 from fsdp_conformance.config import Offload, Sharding
-from fsdp_conformance.fixtures import probes, split
+from fsdp_conformance.fixtures import probes, split, unused
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Regime
 
@@ -78,6 +78,23 @@ class Accumulation(ConformanceTestCase):
         regime = Regime(steps=1, micro_batches=6, reduced=_PATTERNS[pattern])
         run = self.train(workload, self.plan(workload, micro_batches=6, defer_reduction=True), regime)
         self.check_parity(run, workload, regime, requirements={"gradient": "R093"})
+
+    @conformance_case(
+        "R093",
+        "R002",
+        "R003",
+        "R117",
+        chapter="J",
+        axes={"world_size": (2, 3)},
+        needs=("no_sync",),
+        kills=("idle-in-the-last-micro-batch-lost", "last-microbatch-not-synchronised"),
+    )
+    def test_used_only_while_deferred(self, world_size: int) -> None:
+        """A unit that only the deferred micro-batch uses is at parity after the last one, which does not use it."""
+        workload = unused.used_in_one_micro_batch()
+        regime = Regime(micro_batches=2, reduced=(False, True), unused_parameters=True)
+        run = self.train(workload, self.plan(workload, micro_batches=2, defer_reduction=True), regime)
+        self.check_parity(run, workload, regime, requirements={"gradient": "R093", "parameter": "R117"})
 
     @conformance_case(
         "R092",

@@ -32,23 +32,6 @@ class UnusedParameters(ConformanceTestCase):
         self.check_resharded(adapter, workload, "R117", run)
 
     @conformance_case(
-        "R093",
-        "R002",
-        "R003",
-        "R117",
-        chapter="N",
-        axes={"world_size": (2, 3)},
-        needs=("no_sync",),
-        kills=("idle-in-the-last-micro-batch-lost", "last-microbatch-not-synchronised"),
-    )
-    def test_used_only_while_deferred(self, world_size: int) -> None:
-        """A unit that only the deferred micro-batch uses is at parity after the last one, which does not use it."""
-        workload = unused.used_in_one_micro_batch()
-        regime = Regime(micro_batches=2, reduced=(False, True), unused_parameters=True)
-        run = self.train(workload, self.plan(workload, micro_batches=2, defer_reduction=True), regime)
-        self.check_parity(run, workload, regime, requirements={"gradient": "R093", "parameter": "R117"})
-
-    @conformance_case(
         "R118",
         "R002",
         "R003",
