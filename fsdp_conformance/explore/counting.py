@@ -12,13 +12,13 @@ _WIDTH = 120
 
 
 def summary(found: Mapping[str, Any]) -> str:
-    """What an exploration did, from its JSON: counts, why examples judged nobody, and the values of every axis."""
+    """What an exploration did, from its JSON: counts, why examples could not be judged, and the values of every axis."""
     ran, seconds = int(found["ran"]), float(found["seconds"])
     rate = f", {60 * (ran + found['shrinks']) / seconds:.0f} a minute" if seconds else ""
     lines = [f"{ran} examples ran in {duration(seconds)}{rate}: {found['passed']} passed"]
     lines += [f"  {found['shrinks']} more were run to shrink failures"] * bool(found["shrinks"])
     lines += [f"  {found['left_out']} were left out, as known failures"] * bool(found["left_out"])
-    for title, counts in (("judged nobody", found["rejected"]), ("refused by the engine", found["declined"])):
+    for title, counts in (("could not be judged", found["rejected"]), ("refused by the engine", found["declined"])):
         lines += [f"  {title}: {count} ({reason})" for reason, count in sorted(counts.items(), key=_most_first)]
     covered: Mapping[str, Mapping[str, int]] = found["covered"]
     for axis, values in covered.items():

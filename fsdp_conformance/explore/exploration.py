@@ -91,7 +91,7 @@ class Exploration:
     """Examples that were drawn and run, without those that were run to shrink another one."""
     passed: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
-    """Examples that judged nobody, by reason."""
+    """Examples that could not be judged, by reason."""
     declined: Counter[str] = field(default_factory=Counter)
     """Combinations that the engine refused, by what it said."""
     left_out: int = 0

@@ -49,7 +49,7 @@ class Outcome:
 
     record: CaseRecord | None = None
     rejected: str = ""
-    """Why the example judges nobody; empty if it did."""
+    """Why the example could not be judged; empty if it was."""
     declined: str = ""
     """With what the engine refused the combination, in one line; empty if it did not."""
     seconds: float = 0.0

@@ -2,7 +2,7 @@
 The references of an example, computed once for all ranks: the model in one process, in float64 and in float32.
 
     exact            every order of adding ranks gives the same bits in float32 as in float64: comparisons are bitwise.
-                     An example that ought to be exact and is not has run out of mantissa: NotExact, it judges nobody
+                     An example that ought to be exact and is not has run out of mantissa: NotExact, it is not judged
     smooth           the distances between the orders are the noise that bounds are derived from
     low precision    the values of the reference that rounds where the plan says: comparisons are bitwise
 

@@ -225,7 +225,7 @@ def test_the_summary_names_counts_and_reasons() -> None:
     })  # fmt: skip
 
     assert "9 examples ran in 30 s, 32 a minute: 5 passed" in text
-    assert "judged nobody: 2 (not exact)" in text
+    assert "could not be judged: 2 (not exact)" in text
     assert "refused by the engine: 1 (ValueError: no)" in text
     assert "7 more were run" in text
     assert "4 were left out" in text

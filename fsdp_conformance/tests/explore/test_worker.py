@@ -69,7 +69,7 @@ def test_one_process_runs_many_examples() -> None:
 
 
 def test_a_correct_engine_has_no_failure() -> None:
-    """What is drawn for it passes, or is refused by it; hardly anything judges nobody."""
+    """What is drawn for it passes, or is refused by it; hardly anything cannot be judged."""
     found = _explored("reference", examples=16)
 
     assert [str(failure.signature) for failure in found.failures] == []
