@@ -92,7 +92,7 @@ class TorchFSDP2(TorchCheckpoints):
         return _deferred(cast(FSDPModule, self.model))
 
     def no_sync_of(self, units: Sequence[str]) -> AbstractContextManager[Any]:
-        return _deferred_units([self._unit(unit.split("+")[0]) for unit in units])
+        return _deferred_units([self._unit(unit) for unit in units])
 
     def keep_gathered(self) -> AbstractContextManager[Any]:
         return _kept_gathered(cast(FSDPModule, self.model))
@@ -120,8 +120,8 @@ class TorchFSDP2(TorchCheckpoints):
         return torch.amp.GradScaler(self.device.type, **options)
 
     def unit_is_unsharded(self, fqn: str) -> bool:
-        (unit,) = submodules(self.model, [fqn])
-        parameters = list(_own_parameters(unit))
+        modules = submodules(self.model, fqn.split("+"))
+        parameters = [parameter for module in modules for parameter in _own_parameters(module)]
         return bool(parameters) and not any(isinstance(parameter, DTensor) for parameter in parameters)
 
     def unshard(self, fqn: str) -> None:
@@ -134,8 +134,8 @@ class TorchFSDP2(TorchCheckpoints):
         self._unit(fqn).reshard()
 
     def _unit(self, fqn: str) -> FSDPModule:
-        (unit,) = submodules(self.model, [fqn])
-        return cast(FSDPModule, unit)
+        # Any module of a unit stands for it.
+        return cast(FSDPModule, submodules(self.model, fqn.split("+"))[0])
 
     def _is_cpu(self) -> bool:
         return self.device.type == "cpu"

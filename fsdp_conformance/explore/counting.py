@@ -12,7 +12,7 @@ _WIDTH = 120
 
 
 def summary(found: Mapping[str, Any]) -> str:
-    """What an exploration did, from its JSON: counts, why examples could not be judged, and the values of every axis."""
+    """An exploration in words, from its JSON: counts, why examples could not be judged, the values of every axis."""
     ran, seconds = int(found["ran"]), float(found["seconds"])
     rate = f", {60 * (ran + found['shrinks']) / seconds:.0f} a minute" if seconds else ""
     lines = [f"{ran} examples ran in {duration(seconds)}{rate}: {found['passed']} passed"]

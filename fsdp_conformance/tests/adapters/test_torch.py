@@ -231,6 +231,22 @@ class Placement(RankTestCase):
             self.assertEqual([True] * 3, seen, name)
             self.assertEqual([], [unit for unit in ("", *PLAIN.units) if adapter.unit_is_unsharded(unit)], name)
 
+    def test_a_unit_of_several_modules(self) -> None:
+        """It is asked for by the names of all of them, as the plan has it."""
+        adapter = TorchFSDP2()
+        adapter.setup(
+            lambda: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+            partial(torch.optim.SGD, lr=0.1),
+            Plan(units=("0+1",)),
+        )
+        states = [adapter.unit_is_unsharded("0+1")]
+        adapter.unshard("0+1")
+        states.append(adapter.unit_is_unsharded("0+1"))
+        adapter.reshard("0+1")
+        states.append(adapter.unit_is_unsharded("0+1"))
+
+        self.assertEqual([False, True, False], states)
+
     def test_a_wrapped_module_is_refused(self) -> None:
         """FSDP2 refuses a second wrap."""
         with self.assertRaisesRegex(AssertionError, "applied to a module once"):
