@@ -3,15 +3,16 @@ The cases that ci/test certifies, as options of ci/certify. ci/nightly runs ever
 
     python ci/selection.py IMPLEMENTATION...
 
-Of every case at several world sizes: the smallest one of at least two ranks. Of every test method, unless the reference
-engine is the only implementation: the case with the fewest capabilities, which most engines declare. And every case
-that ci/known-findings.toml lists for one of the implementations.
+Of every test method the case with the fewest capabilities, which most engines declare, at the smallest world size of at
+least two ranks. For the reference engine alone also as many others as it takes to have every value of every axis of the
+method, but not every combination of them. And every case that ci/known-findings.toml lists for one of the
+implementations.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from fnmatch import fnmatchcase
 
 import known_findings
@@ -23,9 +24,9 @@ from fsdp_conformance.contract.profile import Entry, load_profile
 OURS = ("reference",)
 
 
-def without_world_size(entry: Entry) -> Hashable:
-    """The same for cases that differ in the number of ranks alone."""
-    return entry.id.rpartition("-ws")[0] or entry.id
+def words(entry: Entry) -> frozenset[str]:
+    """The words of a case's id without its world size; each value of an axis is made of such words."""
+    return frozenset((entry.id.rpartition("-ws")[0] or entry.id).partition("/")[2].split("-"))
 
 
 def method(entry: Entry) -> Hashable:
@@ -33,14 +34,18 @@ def method(entry: Entry) -> Hashable:
     return entry.primary, entry.title
 
 
-def smallest(entries: Iterable[Entry], group: Callable[[Entry], Hashable]) -> list[Entry]:
-    """One entry of each group: the one that asks for the least."""
-    chosen: dict[Hashable, Entry] = {}
+def smallest(entries: Iterable[Entry], *, every_value: bool = False) -> list[Entry]:
+    """One entry of each method, the one that asks for the least; with `every_value` all that have a new word, too."""
+    chosen: list[Entry] = []
+    met: dict[Hashable, set[str]] = {}
     for entry in sorted(
         entries, key=lambda entry: (len(entry.needs), entry.world_size < 2, entry.world_size, entry.id)
     ):
-        chosen.setdefault(group(entry), entry)
-    return list(chosen.values())
+        known = met.get(method(entry))
+        if known is None or (every_value and not words(entry) <= known):
+            chosen.append(entry)
+            met.setdefault(method(entry), set()).update(words(entry))
+    return chosen
 
 
 def selected(implementations: Sequence[str], entries: Sequence[Entry]) -> list[str]:
@@ -50,8 +55,8 @@ def selected(implementations: Sequence[str], entries: Sequence[Entry]) -> list[s
         for finding in known_findings.known_findings()
         if any(fnmatchcase(name, finding.implementation) for name in implementations)
     }
-    group = without_world_size if tuple(implementations) == OURS else method
-    return sorted({entry.id for entry in smallest(entries, group)} | known & {entry.id for entry in entries})
+    chosen = smallest(entries, every_value=tuple(implementations) == OURS)
+    return sorted({entry.id for entry in chosen} | known & {entry.id for entry in entries})
 
 
 def main(implementations: Sequence[str]) -> int:
