@@ -176,7 +176,7 @@ class DeepSpeedZeRO(Adapter):
         def load(src: Mapping[str, Any], dst: nn.Module) -> None:
             found.append(dst.load_state_dict(src, strict=strict))
 
-        # The function is DeepSpeed's own option; without it, nobody learns which names did not fit.
+        # The function is DeepSpeed's own option; without it, the names that did not fit are lost.
         self.engine.load_module_state_dict({"module": state}, custom_load_fn=load, fetch_z3_params=True)
         # The next step starts from the optimizer's own copies.
         self.engine.optimizer.refresh_fp32_params()
@@ -339,7 +339,7 @@ class DeepSpeedZeRO3(DeepSpeedZeRO):
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         if rank0_only:
-            # Its name speaks of 16 bits; it has the dtype of the module.
+            # Despite the function's name, the values keep the dtype of the module.
             return self.engine._zero3_consolidated_16bit_state_dict() or {}
         with _gathered(self.engine.module.parameters()):
             # The storage is freed when the context is left.

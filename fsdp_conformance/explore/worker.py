@@ -114,11 +114,7 @@ def run_example(example: Example, order: RunOrder) -> tuple[CaseRecord, list[Ran
     sys.excepthook = hook
     drawn_case.prepared.clear()
     reports = [runs[rank].report for rank in range(example.world_size)]
-    description = (
-        registry.description_from_json(order.description)
-        if order.description
-        else registry.describe_here(order.settings.implementation)
-    )
+    description = _description(order)
     record = judge(
         case,
         declared=description.declared(order.device),
@@ -133,6 +129,13 @@ def run_example(example: Example, order: RunOrder) -> tuple[CaseRecord, list[Ran
         seconds=time.monotonic() - began,
     )
     return record, reports
+
+
+def _description(order: RunOrder) -> registry.AdapterDescription:
+    """What the order says of the adapter; if nothing, what the adapter says."""
+    if order.description:
+        return registry.description_from_json(order.description)
+    return registry.describe_here(order.settings.implementation)
 
 
 def _rank_orders(example: Example, order: RunOrder, determinism: Determinism) -> list[RankOrder]:
@@ -181,11 +184,7 @@ def main(words: list[str]) -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     order = order_from_json(Path(words[0]).read_text(encoding="utf-8"))
-    description = (
-        registry.description_from_json(order.description)
-        if order.description
-        else registry.describe_here(order.settings.implementation)
-    )
+    description = _description(order)
     environment = {**os.environ, **description.environment, "OMP_NUM_THREADS": str(order.settings.num_threads)}
     apply_variables(environment)
     registry.load(order.settings.implementation)

@@ -1,13 +1,13 @@
 """
 Disturbances that change when things happen, but never a result of a correct implementation.
 
-    fault    what every fault offers: install, remove, and whether it struck
-    delay    ranks that are late for a collective, at a point of the loop, or when parameters are freed
+    fault        what every fault offers: install, remove, and whether it struck
+    delay        ranks that are late for a collective, at a point of the loop, or when parameters are freed
     late         asynchronous collectives that complete late and out of order
     pending      one of them, between its issue and its completion
     poison       outputs, freed memory and new memory that hold poison
     failure      a rank that fails: the one fault that a correct implementation cannot train through
     slow_rank    a rank that sleeps now and then
     provocation  all of them together, drawn from the seed of a stress run
-    pause    lets time pass on the host or on a device's stream
+    pause        lets time pass on the host or on a device's stream
 """

@@ -23,7 +23,7 @@ fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
 model(torch.ones(2, 3)).sum().backward()
 got = "no error"
 try:
-    # Only this rank's part: the lazily reduced norm is not materialised, so nobody waits here.
+    # Only this rank's part: the norm is reduced lazily and never materialised, so no rank waits here.
     torch.nn.utils.get_total_norm([model.weight.grad], math.inf)
 except RuntimeError as error:
     got = f"RuntimeError: {error}"

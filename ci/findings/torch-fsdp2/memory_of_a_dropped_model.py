@@ -1,5 +1,5 @@
 """
-fully_shard: a model that nobody refers to any more keeps its memory until the garbage collector runs.
+fully_shard: a model without references keeps its memory until the garbage collector runs.
 
 Expected: `del model` frees its parameters, as without sharding.
 Seen with torch 2.13.0 (one process, CPU): modules, their FSDP state and their parameter groups refer to each other.
