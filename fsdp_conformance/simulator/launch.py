@@ -141,7 +141,8 @@ class ScriptLaunch:
         )
         port = self._resources.enter_context(held_port())
         self._orders = _case_order(self.order, directory, port).for_ranks({})
-        seats = take_seats(self._orders, fork_ranks(rank_process.main, len(self._orders), self._server))
+        members = fork_ranks(rank_process.main, len(self._orders), self._server, directory)
+        seats = take_seats(self._orders, members)
         self._supervisor = Supervisor(seats, self.order.deadlines())
         self._resources.callback(self._close)
         self._followers = [_Follower(order.rank, Path(order.files.output), self._say) for order in self._orders]

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from fsdp_conformance.harness import leases
@@ -184,20 +185,26 @@ def _start(case: CaseOrder, key: tuple[Any, ...], meeting: CaseMeeting | None) -
             lease = resources.enter_context(leases.lease(case.device_type, case.world_size))
         main = rank_host.main if case.simulated else rank_process.main
         count = 1 if case.simulated or meeting is not None else case.world_size
-        members = fork_ranks(main, count, server, case.imports_main)
+        members = fork_ranks(main, count, server, case.directory, case.imports_main)
         return RankSet(key=key, members=members, lease=lease, resources=resources.pop_all())
 
 
 def fork_ranks(
-    main: Callable[[Connection], None], count: int, server: WarmServer, imports_main: bool = False
+    main: Callable[[Connection, Path], None],
+    count: int,
+    server: WarmServer,
+    directory: Path,
+    imports_main: bool = False,
 ) -> tuple[Member, ...]:
-    """`count` processes that call `main(pipe)`. If one cannot be started, none is left running."""
+    """`count` processes that call `main(pipe, directory)`. If one cannot be started, none is left running."""
     members: list[Member] = []
     try:
         for index in range(count):
             ours, theirs = multiprocessing.Pipe()
             try:
-                process = start_process(main, theirs, server=server, name=f"rank {index}", imports_main=imports_main)
+                process = start_process(
+                    main, theirs, directory, server=server, name=f"rank {index}", imports_main=imports_main
+                )
             except BaseException:
                 ours.close()
                 raise

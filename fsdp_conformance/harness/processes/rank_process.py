@@ -27,7 +27,9 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -57,15 +59,16 @@ class _ProcessRun(RankRun):
         context.log().trace_to(self.order.files.collectives)
 
 
-def main(pipe: Connection) -> NoReturn:
-    """The whole life of a rank: one case, or as many as the pipe brings if its cases accept reused ranks."""
-    enter()
+def main(pipe: Connection, directory: Path) -> NoReturn:
+    """
+    The whole life of a rank: one case, or as many as the pipe brings if its cases accept reused ranks.
+
+    `directory` is that of the first case, which must not outlive a controller that ends before it has sent an order.
+    """
+    enter(directory)
+    (order,) = first_orders(pipe, directory)
     start = "forkserver"
     while True:
-        try:
-            (order,) = decode(pipe.recv_bytes())
-        except EOFError:
-            leave(0, pipe)
         run = _ProcessRun(order, pipe)
         run.start = start
         context.switch_to(RankContext(run))
@@ -75,6 +78,19 @@ def main(pipe: Connection) -> NoReturn:
         _forget_case()
         start = "reused"
         pipe.send_bytes(json.dumps({"idle": True}).encode())
+        try:
+            (order,) = decode(pipe.recv_bytes())
+        except EOFError:
+            leave(0, pipe)
+
+
+def first_orders(pipe: Connection, directory: Path) -> Sequence[RankOrder]:
+    """The orders that a new process waits for. If its controller ends first, remove the case's files and leave."""
+    try:
+        return decode(pipe.recv_bytes())
+    except EOFError:
+        remove_directory(directory)
+        leave(0, pipe)
 
 
 def prepare_process(order: RankOrder) -> None:
@@ -108,8 +124,8 @@ def _forget_case() -> None:
     torch.set_grad_enabled(True)
 
 
-def enter() -> None:
-    """Leave the controller's session, but end when the controller ends."""
+def enter(directory: Path) -> None:
+    """Leave the controller's session, but end, and remove the case's directory, when the controller ends."""
     # Ctrl-C then reaches only the controller, which ends its ranks, and what a rank has started can be ended with its
     # process group.
     os.setsid()
@@ -117,7 +133,9 @@ def enter() -> None:
     gc.freeze()
     parent = multiprocessing.parent_process()
     if parent is not None:
-        threading.Thread(target=_end_with, args=(parent.sentinel,), name="controller watch", daemon=True).start()
+        threading.Thread(
+            target=_end_with, args=(parent.sentinel, directory), name="controller watch", daemon=True
+        ).start()
 
 
 def leave(code: int, pipe: Connection) -> NoReturn:
@@ -154,10 +172,23 @@ def _flush() -> None:
             continue
 
 
-def _end_with(sentinel: int) -> None:
+def remove_directory(directory: Path) -> None:
+    """
+    Remove a case's directory, in which other ranks may be creating files at this moment.
+
+    It gets another name first: a file created during `rmtree` would keep the directory in existence.
+    """
+    doomed = directory.with_name(f"{directory.name}-{os.getpid()}")
+    try:
+        directory.rename(doomed)
+    except OSError:  # another rank was quicker, or it is gone
+        return
+    shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _end_with(sentinel: int, first: Path) -> None:
     """When the controller has ended, remove the files of the case and end this process and its children."""
     multiprocessing.connection.wait([sentinel])
     run = context.current().run
-    if run is not None:
-        shutil.rmtree(run.order.case.directory, ignore_errors=True)
+    remove_directory(run.order.case.directory if run is not None else first)
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_conformance.harness import context
-from fsdp_conformance.harness.order import RankFiles, RankOrder, decode
+from fsdp_conformance.harness.order import RankFiles, RankOrder
 from fsdp_conformance.harness.parts import Part
 from fsdp_conformance.harness.processes import rank_process
 from fsdp_conformance.harness.processes.stacks import last_collectives
@@ -49,10 +49,10 @@ class _SimulatedRankRun(RankRun):
             super().wait_for_goodbye()
 
 
-def main(pipe: Connection) -> NoReturn:
-    """The whole life of a process that runs all ranks of one case."""
-    rank_process.enter()
-    rank_process.leave(_run_case(decode(pipe.recv_bytes()), pipe), pipe)
+def main(pipe: Connection, directory: Path) -> NoReturn:
+    """The whole life of a process that runs all ranks of one case, whose files are in `directory`."""
+    rank_process.enter(directory)
+    rank_process.leave(_run_case(rank_process.first_orders(pipe, directory), pipe), pipe)
 
 
 def running_file(files: RankFiles) -> Path:

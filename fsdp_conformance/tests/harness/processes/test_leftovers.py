@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import unittest
 import uuid
@@ -16,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from fsdp_conformance.harness.processes import rank_process
+from fsdp_conformance.harness.processes.forkserver import server_for, start_process
 from fsdp_conformance.harness.processes.leftovers import remove_orphans, shared_memory
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 
@@ -136,6 +141,45 @@ def test_killed_controller_takes_its_ranks_along(controller: tuple[str, dict[str
     wait_for(lambda: not processes_marked(marker), "a rank has outlived its controller")
     # what is left is the directory of multiprocessing's own sockets
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("pymp-")] == []
+
+
+def test_rank_without_order_removes_the_directory(tmp_path: Path) -> None:
+    """A controller may be killed between the fork of a rank and its order."""
+    directory = tmp_path / "case"
+    directory.mkdir()
+    (directory / "store").touch()
+    ours, theirs = multiprocessing.Pipe()
+    process = start_process(rank_process.main, theirs, directory, server=server_for(), name="rank 0")
+    theirs.close()
+    ours.close()
+    process.join(PATIENCE_S)
+
+    assert process.exitcode == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_directory_goes_while_others_write_to_it(tmp_path: Path) -> None:
+    """Other ranks may be creating files when the first of them notices that the controller has ended."""
+    for attempt in range(20):
+        directory = tmp_path / f"case{attempt}"
+        directory.mkdir()
+        writers = [threading.Thread(target=create_files, args=(directory, name)) for name in "ab"]
+        for writer in writers:
+            writer.start()
+        rank_process.remove_directory(directory)
+        for writer in writers:
+            writer.join(PATIENCE_S)
+
+    assert list(tmp_path.iterdir()) == []
+
+
+def create_files(directory: Path, name: str) -> None:
+    """Create files until the directory is gone."""
+    for number in itertools.count():
+        try:
+            (directory / f"{name}{number}").touch()
+        except FileNotFoundError:
+            return
 
 
 def test_interrupt_ends_the_ranks_and_removes_the_files(controller: tuple[str, dict[str, str]], tmp_path: Path) -> None:
