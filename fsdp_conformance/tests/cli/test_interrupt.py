@@ -63,10 +63,10 @@ def _run(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.
 @pytest.mark.parametrize(
     ("run", "number", "status"),
     [
-        ([], signal.SIGINT, 130),
+        pytest.param([], signal.SIGINT, 130, marks=pytest.mark.nightly),
         (["-n", "2"], signal.SIGINT, 130),
         ([], signal.SIGTERM, 143),
-        ([], signal.SIGHUP, 129),
+        pytest.param([], signal.SIGHUP, 129, marks=pytest.mark.nightly),
     ],
     ids=["Ctrl-C", "Ctrl-C with workers", "SIGTERM", "SIGHUP"],
     indirect=["run"],
@@ -110,7 +110,11 @@ time.sleep(600)
 
 @pytest.mark.parametrize(
     ("number", "status"),
-    [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGHUP, 129)],
+    [
+        (signal.SIGTERM, 143),
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.nightly),
+        pytest.param(signal.SIGHUP, 129, marks=pytest.mark.nightly),
+    ],
     ids=str,
 )
 def test_a_run_that_is_ended_while_it_compiles_leaves_no_process(

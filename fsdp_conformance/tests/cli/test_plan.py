@@ -77,8 +77,8 @@ def test_nothing_fits(place: Path) -> None:
     ("model", "expected"),
     [
         ("my_model:bild", "but my_model has no function 'bild'"),
-        ("no_model:build", "cannot be imported: ModuleNotFoundError"),
-        ("no_model.py:build", "cannot be imported: FileNotFoundError"),
+        pytest.param("no_model:build", "cannot be imported: ModuleNotFoundError", marks=pytest.mark.nightly),
+        pytest.param("no_model.py:build", "cannot be imported: FileNotFoundError", marks=pytest.mark.nightly),
         ("my_model:without_inputs", "must return a module and a tuple of the inputs"),
     ],
 )

@@ -161,6 +161,7 @@ def test_a_pytest_that_dies_is_told_with_the_end_of_its_log(suite: mini_suite.Mi
     assert left.problems == []
 
 
+@pytest.mark.nightly
 def test_the_users_own_pytest_settings_have_no_part_in_it(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """A pytest.ini, a conftest.py and variables that would stop any pytest are not read."""
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --no-such-option\n", encoding="utf-8")
@@ -188,6 +189,7 @@ def test_the_package_need_not_be_installed(suite: mini_suite.MiniSuite, tmp_path
     assert "1 PASS" in found.out, found.err
 
 
+@pytest.mark.nightly
 def test_the_default_directory_is_named_by_implementation_and_time(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """Below .fsdp-conformance, which git ignores; `last` points to it, and `explain` looks there by itself."""
     words_of_run = typed(suite, tmp_path, "--case", "R188", "--report", "x")
@@ -345,7 +347,11 @@ class Large(unittest.TestCase):
 '''
 
 
-@pytest.mark.parametrize(("limit", "judged"), [(1000, None), (400_000, 1)], ids=["at once", "during the run"])
+@pytest.mark.parametrize(
+    ("limit", "judged"),
+    [pytest.param(1000, None, marks=pytest.mark.nightly), (400_000, 1)],
+    ids=["at once", "during the run"],
+)
 def test_a_full_disk_is_the_environment_and_leaves_the_run_file_intact(
     limit: int, judged: int | None, tmp_path: Path
 ) -> None:

@@ -106,7 +106,11 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     [
         pytest.param("", 0, "gradients 1 of 1", id="as it is", marks=pytest.mark.nightly),
         pytest.param(
-            "case_checks.parity = blind", 1, "SURVIVED sum-instead-of-mean on R003/some-ws2", id="broken on purpose"
+            "case_checks.parity = blind",
+            1,
+            "SURVIVED sum-instead-of-mean on R003/some-ws2",
+            id="broken on purpose",
+            marks=pytest.mark.nightly,
         ),
     ],
 )

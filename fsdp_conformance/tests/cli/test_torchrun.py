@@ -34,6 +34,8 @@ def agents(report: Path, *words: str) -> Iterator[list[subprocess.Popen[bytes]]]
     port = _free_port()
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", f"test{port}"]
+    # An agent that is silent for 15 s counts as lost, and a busy machine may keep it silent for longer.
+    command += ["--rdzv-conf", "keep_alive_interval=20,keep_alive_max_attempt=6"]
     command += ["--log-dir", str(report.parent / "torchrun")]
     command += ["-m", "fsdp_conformance", "run", "--ranks", "torchrun", "--implementation", "torch-fsdp2"]
     command += ["--report", str(report), *words]

@@ -70,10 +70,10 @@ def test_one_process_runs_many_examples() -> None:
 
 def test_a_correct_engine_has_no_failure() -> None:
     """What is drawn for it passes, or is refused by it; hardly anything cannot be judged."""
-    found = _explored("reference", examples=16)
+    found = _explored("reference", examples=8)
 
     assert [str(failure.signature) for failure in found.failures] == []
-    assert found.passed >= 12
+    assert found.passed >= 5
 
 
 @pytest.mark.nightly

@@ -168,6 +168,7 @@ def test_a_case_that_is_chosen_runs_alone(suite: MiniSuite) -> None:
     assert "incomplete: --case left cases out" in result.certificate["reasons"]
 
 
+@pytest.mark.nightly
 def test_a_world_size_disables_the_others(suite: MiniSuite) -> None:
     """They are in the run file, with the reason."""
     result = ran(suite, None, "--conformance-world-size", "4")
@@ -278,6 +279,7 @@ def test_an_order_says_everything_at_once(suite: MiniSuite, tmp_path: Path) -> N
         assert result.verdicts == {"R093/deferred-ws2": "PASS"}
 
 
+@pytest.mark.nightly
 def test_a_keyword_leaves_the_status_to_pytest(suite: MiniSuite) -> None:
     """A run that was narrowed by hand is not expected to earn a certificate."""
     result = ran(suite, None, "-k", "shards")
@@ -414,6 +416,7 @@ def test_auto_is_as_many_workers_as_there_are_slots(suite: MiniSuite) -> None:
     assert "2 workers" in result.output or "2/2 workers" in result.output
 
 
+@pytest.mark.nightly
 def test_a_worker_that_dies_is_the_suites_error(suite: MiniSuite) -> None:
     """The case that it ran has a record; the others run on."""
     result = ran(suite, {"R001/probe-ws2": "exit"}, "-n", "2")

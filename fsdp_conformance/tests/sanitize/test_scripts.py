@@ -105,6 +105,7 @@ def test_a_gradient_that_is_used_before_its_all_reduce_is_done_is_found(tmp_path
     assert "optimizer.step()" in {now for _, now in run.lines()}
 
 
+@pytest.mark.nightly
 def test_a_staging_buffer_that_is_written_too_early_is_found(tmp_path: Path) -> None:
     """The copy that reads the pinned buffer, and the line that fills it again on the host."""
     run = as_cuda("overlap", "--without", "staging_wait", cwd=tmp_path)
@@ -122,6 +123,7 @@ def test_runs_agree(unwaited: Sanitized, tmp_path: Path) -> None:
     assert unwaited.hazards == again.hazards != []
 
 
+@pytest.mark.nightly
 def test_the_mode_raise_stops_at_the_first_hazard(tmp_path: Path) -> None:
     """The script fails on the line, and the status is that of a hazard."""
     run = sanitize(
@@ -133,6 +135,7 @@ def test_the_mode_raise_stops_at_the_first_hazard(tmp_path: Path) -> None:
     assert "loss = nn.functional.cross_entropy(model(inputs), targets)" in run.out
 
 
+@pytest.mark.nightly
 def test_the_mode_poison_shows_where_a_hazard_leads(tmp_path: Path) -> None:
     """What depends on a hazard is NaN."""
     run = sanitize(

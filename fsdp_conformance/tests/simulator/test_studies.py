@@ -184,6 +184,7 @@ def on_ranks(jobs: list[Job]) -> dict[Job, list[Shown]]:
 @pytest.mark.slow
 @needs_compiler
 @checkout.required
+@pytest.mark.nightly
 def test_nothing_races_and_every_number_is_the_cpus() -> None:
     """All accesses are ordered, losses and parameters are bitwise the CPU's, and without waits there are findings."""
     result = script("race_freedom").check([TRAININGS[name] for name in SAMPLE])

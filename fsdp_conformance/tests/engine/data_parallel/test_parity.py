@@ -178,6 +178,7 @@ class FourRanks(ParityTestCase):
     def world_size(self) -> int:
         return 4
 
+    @pytest.mark.nightly
     def test_exact_probes(self) -> None:
         """Bitwise."""
         for workload in exact_workloads():

@@ -134,6 +134,7 @@ class TestOnFourRanks(Matrix):
     world_size = 4
 
     @pytest.mark.slow
+    @pytest.mark.nightly
     def test_every_pair_of_options(self) -> None:
         """As on the CPU, without a hazard; with hazards where nothing waits."""
         self.check_all()

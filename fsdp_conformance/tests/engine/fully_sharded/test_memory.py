@@ -107,6 +107,7 @@ class TestOnTheDevice(OnSim):
     case_timeout_s = 300.0
 
     @pytest.mark.slow
+    @pytest.mark.nightly
     def test_two_hundred_steps(self) -> None:
         """As many bytes are given out after the last steps, and at their peak, as after the first ones."""
         device = torch.device(self.device)
