@@ -22,24 +22,22 @@ def _selection() -> ModuleType:
     return importlib.import_module("selection")
 
 
-def test_the_reference_engine_meets_every_value_of_every_axis(selection: ModuleType) -> None:
-    """Though not every combination: each word of an id is in the id of a case of the same method that runs."""
-    chosen = set(selection.selected(["reference"], ENTRIES))
-    met = {
-        (selection.method(entry), word) for entry in ENTRIES if entry.id in chosen for word in selection.words(entry)
-    }
-
-    assert met == {(selection.method(entry), word) for entry in ENTRIES for word in selection.words(entry)}
-    assert len(chosen) < len(ENTRIES)
-
-
-def test_every_method_runs_on_torchs_engines(selection: ModuleType) -> None:
+def test_every_method_runs(selection: ModuleType) -> None:
     """One case of each, at the smallest world size that is one."""
-    chosen = set(selection.selected(["torch-fsdp2", "torch-fsdp1"], ENTRIES))
+    chosen = set(selection.selected(["reference", "torch-fsdp2"]))
     entries = [entry for entry in ENTRIES if entry.id in chosen]
 
     assert {(entry.primary, entry.title) for entry in entries} == {(entry.primary, entry.title) for entry in ENTRIES}
     assert len(chosen) < len(ENTRIES) / 2
+
+
+def test_the_quick_ones(selection: ModuleType) -> None:
+    """Each case of the profile quick, with known findings, and few others."""
+    quick = {entry.id for entry in load_profile(selection.QUICK).entries}
+    chosen = set(selection.selected(["torch-fsdp1"], quick=True))
+
+    assert quick < chosen
+    assert len(chosen) < 2 * len(quick)
 
 
 def test_every_known_finding_is_looked_for(selection: ModuleType) -> None:
@@ -52,9 +50,12 @@ def test_every_known_finding_is_looked_for(selection: ModuleType) -> None:
             if fnmatchcase(name, entry.implementation) and entry.case in ids
         }
 
-        assert known - set(selection.selected([name], ENTRIES)) == set()
+        for quick in (False, True):
+            assert known - set(selection.selected([name], quick=quick)) == set()
 
 
-def test_the_selection_is_the_same_every_time(selection: ModuleType) -> None:
-    """The order of the profile plays no part."""
-    assert selection.selected(["x"], ENTRIES) == selection.selected(["x"], ENTRIES[::-1])
+def test_the_order_of_the_profile_plays_no_part(selection: ModuleType) -> None:
+    """The selection is the same every time."""
+    chosen = {entry.id for entry in selection.smallest(ENTRIES)}
+
+    assert chosen == {entry.id for entry in selection.smallest(ENTRIES[::-1])}
