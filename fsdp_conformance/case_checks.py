@@ -86,6 +86,7 @@ class CaseChecks:
             regime: Regime | None = None,
             *,
             adapter: Adapter | None = None,
+            **options: Any,
         ) -> TrainingHistory: ...
 
         def plan(self, workload: Workload, **changes: Any) -> Plan: ...
@@ -372,6 +373,38 @@ class CaseChecks:
         for unit in ("", *workload.units):
             holds, fqn = unit not in unsharded, unit or "the root"
             self.expect(holds, requirement, message, fqn=fqn, phase="reshard", check="resharded")
+
+    def check_released(
+        self,
+        adapter: Adapter,
+        workload: Workload,
+        requirement: str,
+        run: TrainingHistory,
+        plan: Plan | None = None,
+        regime: Regime | None = None,
+    ) -> None:
+        """
+        No unit holds full parameters when a backward has returned, nor between the steps of `run`.
+
+        The first is seen in another training, of two steps, on an adapter of its own: reading gradients may gather a
+        unit and free it again, so nobody reads them there. It needs `sharded_state`.
+        """
+        self.check_resharded(adapter, workload, requirement, run, plan)
+        if not self.declares("sharded_state"):
+            return
+        units = ("", *workload.units)
+        gathered: set[tuple[int, str]] = set()
+
+        def look(other: Adapter, step: int) -> None:
+            gathered.update((step, unit) for unit in units if other.unit_is_unsharded(unit))
+
+        regime = replace(regime or Regime(), steps=2)
+        self.train(workload, plan, regime, observe=False, on_gradients=look)
+        message = comparison("parameters when backward has returned", expected="resharded", got="unsharded")
+        for step in range(regime.steps):
+            for unit in units:
+                where: dict[str, Any] = {"fqn": unit or "the root", "step": step, "phase": "reshard"}
+                self.expect((step, unit) not in gathered, requirement, message, check="resharded", **where)
 
     def check_flags(self, run: TrainingHistory, workload: Workload, requirement: str) -> None:
         """`requires_grad` of every parameter is as in the model, after setup and after the last step."""

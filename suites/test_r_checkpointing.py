@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.checks import communication
-from fsdp_conformance.checks.resharding import holds_whole_parameters
-from fsdp_conformance.checks.result import comparison
-from fsdp_conformance.config import Plan, Sharding
+from fsdp_conformance.config import Sharding
 from fsdp_conformance.fixtures import checkpointing
-from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.workload import Regime
 
 _FORMS = ("around", "inside", "segment")
 
@@ -68,7 +64,7 @@ class Checkpointing(ConformanceTestCase):
         plan = self.plan(workload)
         run = self.train(workload, plan, adapter=adapter)
         self.check(communication.reduced_once(run, without, plan, requirement="R135"))
-        self._check_released(workload, plan, run, adapter)
+        self.check_released(adapter, workload, "R135", run, plan)
         self.check_parity(run, without, requirements=dict.fromkeys(("gradient", "parameter"), "R135"))
 
     @conformance_case(
@@ -93,7 +89,7 @@ class Checkpointing(ConformanceTestCase):
         plan = self.plan(workload)
         run = self.train(workload, plan, adapter=adapter)
         self.check_parity(run, without, requirements=dict.fromkeys(("loss", "gradient", "parameter"), "R135"))
-        self._check_released(workload, plan, run, adapter)
+        self.check_released(adapter, workload, "R135", run, plan)
 
     @conformance_case(
         "R135",
@@ -109,25 +105,3 @@ class Checkpointing(ConformanceTestCase):
         plan = self.plan(workload, sharding=Sharding.FULL)
         run = self.train(workload, plan)
         self.check(communication.collective_counts(run, without, plan, requirement="R135"))
-
-    def _check_released(self, workload: Workload, plan: Plan, run: TrainingHistory, adapter: Adapter) -> None:
-        """No unit holds full parameters when a backward has returned."""
-        if holds_whole_parameters(run):
-            self.report.notes.append("parameters are whole on every rank by default: there is nothing to reshard")
-            return
-        if not self.declares("sharded_state"):
-            self.check_resharded(adapter, workload, "R135", run, plan)
-            return
-        gathered: set[tuple[int, str]] = set()
-
-        def note(other: Adapter, step: int) -> None:
-            gathered.update((step, unit) for unit in ("", *workload.units) if other.unit_is_unsharded(unit))
-
-        # In a run of its own, because reading gradients may gather parameters and free them again.
-        regime = Regime(steps=2)
-        self.train(workload, plan, regime, observe=False, on_gradients=note)
-        for step in range(regime.steps):
-            for unit in ("", *workload.units):
-                where: dict[str, Any] = {"step": step, "fqn": unit or "the root", "phase": "reshard"}
-                message = comparison("parameters after backward", expected="resharded", got="unsharded")
-                self.expect((step, unit) not in gathered, "R135", message, check="resharded", **where)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_conformance.mutants.base import SeamFSDP2
@@ -46,3 +46,24 @@ class HidesFrozenGathered(LeavesFrozenGathered):
     """Frozen units hold full parameters after backward, and the adapter does not tell."""
 
     declines: ClassVar[frozenset[str]] = frozenset({"sharded_state"})
+
+
+@known_wrong("R035", "R111", "R115", "R117", "R118")
+class ReshardsWhenRead(SeamFSDP2):
+    """After backward, units hold full parameters until somebody reads the gradients or the optimizer steps."""
+
+    def after_backward(self) -> None:
+        self._each_unit("unshard")
+
+    def full_grads(self) -> dict[str, Tensor | None]:
+        self._each_unit("reshard")
+        return super().full_grads()
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        self._each_unit("reshard")
+        return super().step(max_norm, norm_type=norm_type)
+
+    def _each_unit(self, what: str) -> None:
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                getattr(module, what)()
