@@ -195,6 +195,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     verify = command("verify", "derive the verdict of a run again, from its run file alone")
     verify.add_argument("run_file", metavar="PATH", help="a run file, or its directory")
     verify.add_argument("--markdown", action="store_true", help="print a summary in Markdown instead")
+    verify.add_argument("--html", metavar="FILE", help="also write the run as one HTML page")
     _add_profile(verify, default=None)
     _add_expected(verify)
 
@@ -233,6 +234,7 @@ def _add_run(parser: Parser) -> None:
     parser.add_argument(
         "--report", metavar="DIR", help="directory for the run file (default: .fsdp-conformance/NAME-TIME)"
     )
+    parser.add_argument("--html", metavar="FILE", help="also write the report, one HTML page, to this file")
     named = _add_expected(parser)
     named.add_argument("--no-expectations", action="store_true", help=f"ignore the {EXPECTATIONS} of this directory")
     _add_workers(parser, "pytest workers; `auto` fits the available devices")

@@ -18,7 +18,9 @@ from fsdp_conformance.contract.profile import Profile, known_cases
 from fsdp_conformance.report import baseline as baselines
 from fsdp_conformance.report import expectations as listed
 from fsdp_conformance.report import runfile
+from fsdp_conformance.report.baseline import Changes
 from fsdp_conformance.report.expectations import Expectation
+from fsdp_conformance.report.html.page import page
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.report.verify import Verification
 from fsdp_conformance.status import Status
@@ -45,14 +47,26 @@ class Expected:
         verdicts = []
         if self.path is not None:
             verdicts.append(self._against_list(verification, profile))
-        if self.baseline is not None:
-            found = baselines.changes(verification.run, self.baseline, selected=selected)
+        found = self.changes(verification, selected)
+        if self.baseline is not None and found is not None:
             print(f"since {self.baseline.path}:")
             print("\n".join(f"  {line}" for line in found.lines()))
             verdicts.append(not found.worse)
         if not verdicts:
             return derived
         return Status.CERTIFIED if all(verdicts) else Status.NOT_CERTIFIED
+
+    def changes(self, verification: Verification, selected: Collection[str]) -> Changes | None:
+        """How the run differs from the baseline, if there is one."""
+        if self.baseline is None:
+            return None
+        return baselines.changes(verification.run, self.baseline, selected=selected)
+
+    def page(self, verification: Verification, selected: Collection[str]) -> str:
+        """The run as an HTML page, next to its baseline."""
+        named = str(self.baseline.path) if self.baseline is not None else ""
+        changes = self.changes(verification, selected)
+        return page(verification.run, verification.certificate, changes=changes, baseline=named)
 
     def _against_list(self, verification: Verification, profile: Profile) -> bool:
         today = dt.datetime.now(dt.UTC).date()

@@ -51,6 +51,17 @@ def room_problem(path: Path) -> OSError | None:
     return None
 
 
+def write_page(path: Path, text: str) -> None:
+    """Write an HTML page where the user wants it. Raises EnvironmentUnavailable if that cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise EnvironmentUnavailable(
+            f"the page {path} cannot be written: {error.strerror or error}. Choose another file with --html."
+        ) from error
+
+
 def named_run(path: str) -> Path:
     """The run file at a path, or in the directory there. Raises RunFileError if there is none."""
     found = Path(path)

@@ -14,7 +14,7 @@ import importlib.util
 import shlex
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +23,7 @@ from fsdp_conformance import __version__, docs
 from fsdp_conformance.case import Case
 from fsdp_conformance.cli import building, estimate, messages, report_dir, selection, torchrun
 from fsdp_conformance.cli.arguments import selection_words, settings_of
-from fsdp_conformance.cli.expected import expected_by
+from fsdp_conformance.cli.expected import Expected, expected_by
 from fsdp_conformance.cli.progress import Display, Progress, RunFileTail, display_for
 from fsdp_conformance.cli.pytest_process import INTERRUPT_S, PytestProcess, command
 from fsdp_conformance.cli.signals import caught
@@ -32,6 +32,7 @@ from fsdp_conformance.config import SIMULATED, RunSettings
 from fsdp_conformance.contract.profile import Profile, load_profile
 from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
 from fsdp_conformance.report import markdown, runfile, terminal
+from fsdp_conformance.report.html.page import NAME as PAGE
 from fsdp_conformance.report.last_run import last_run_of, link_last, report_directory
 from fsdp_conformance.report.verify import Verification, verify
 from fsdp_conformance.settings import RunOrder
@@ -89,7 +90,8 @@ def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[
     ):
         _follow(pytest, report / runfile.NAME, progress, display, signals)
     compared = partial(wanted.status, profile=profile, selected={case.id for case in cases})
-    status, reason = _conclude(report, profile, pytest, compared, signum=signals[0] if signals else 0)
+    pages = partial(_write_pages, report, arguments.html, wanted, {case.id for case in cases})
+    status, reason = _conclude(report, profile, pytest, compared, pages, signum=signals[0] if signals else 0)
     if tell is not None and status:
         tell(reason)
     return status
@@ -178,11 +180,17 @@ def _follow(
 
 
 def _conclude(
-    report: Path, profile: Profile, pytest: PytestProcess, compared: Callable[[Verification], int], *, signum: int
+    report: Path,
+    profile: Profile,
+    pytest: PytestProcess,
+    compared: Callable[[Verification], int],
+    pages: Callable[[Verification], object],
+    *,
+    signum: int,
 ) -> tuple[int, str]:
     """
     Print the findings, the verdict, and the path of the run file. `compared` says how the run differs from what was
-    expected, and returns the exit status of a run that finished.
+    expected, and returns the exit status of a run that finished; `pages` writes the run for people.
 
     Returns the exit status, and the first finding, or else why there is no certificate.
     """
@@ -195,15 +203,29 @@ def _conclude(
         verification = None
     if verification is not None:
         _show(verification)
-        with contextlib.suppress(OSError):  # a full disk is reported below
-            text = markdown.summary(verification.run, verification.certificate)
-            (report / SUMMARY).write_text(text, encoding="utf-8")
+        pages(verification)
     status = _status(report, verification, pytest, compared, signum=signum)
     if pytest.log_problem:
         messages.complain(f"the log is incomplete: {pytest.log_problem}")
     if path.exists():
         print(f"run file: {path}", flush=True)
     return status, _first_reason(verification) or f"ended with status {status}"
+
+
+def _write_pages(
+    report: Path, wanted_at: str | None, wanted: Expected, selected: Collection[str], verification: Verification
+) -> None:
+    """Write the run as Markdown and as HTML into its directory, the latter also to where it was asked for."""
+    texts = {
+        report / SUMMARY: markdown.summary(verification.run, verification.certificate),
+        report / PAGE: wanted.page(verification, selected),
+    }
+    with contextlib.suppress(OSError):  # a full disk is reported with the run file
+        for path, text in texts.items():
+            path.write_text(text, encoding="utf-8")
+        print(f"report: {report / PAGE}")
+    if wanted_at is not None:
+        report_dir.write_page(Path(wanted_at), texts[report / PAGE])
 
 
 def _first_reason(verification: Verification | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from fsdp_conformance.cli import messages, report_dir
 from fsdp_conformance.cli.expected import expected_by
@@ -20,6 +21,11 @@ def main(arguments: argparse.Namespace) -> int:
     profile = load_profile(arguments.profile) if arguments.profile else None
     verification = verify(path, profile)
     run, certificate = verification.run, verification.certificate
+    profile = profile or profile_of(run)
+    settings = settings_from_json(run.header.get("settings") or {})
+    selected = {entry.id for entry in profile.entries if not left_out_by(entry.case(), settings)}
+    if arguments.html:
+        report_dir.write_page(Path(arguments.html), wanted.page(verification, selected))
     if arguments.markdown:
         print(markdown.summary(run, certificate), end="")
         return verification.status
@@ -40,7 +46,4 @@ def main(arguments: argparse.Namespace) -> int:
         if verification.discrepancies
         else "verified: the stated result follows from the lines of the file"
     )
-    profile = profile or profile_of(run)
-    settings = settings_from_json(run.header.get("settings") or {})
-    selected = {entry.id for entry in profile.entries if not left_out_by(entry.case(), settings)}
     return wanted.status(verification, profile=profile, selected=selected)

@@ -52,8 +52,21 @@ _LABEL = 10
 _OTHERS_NAMED = 4
 _CONSEQUENCES_SHOWN = 3
 
+#: The label of the whole argument behind a finding, such as both stacks of a race.
+DETAIL = "detail"
+
 _FRAMES_SHOWN = 3
 _EXTENSIONS_NAMED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One labelled text of a case's block."""
+
+    label: str
+    text: str
+    verbatim: bool = False
+    """True for a command, a frame or stacks: not folded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,31 +115,32 @@ def render_findings(records: Iterable[CaseRecord]) -> str:
 
 def render_record(record: CaseRecord, *, others: Sequence[CaseRecord] = ()) -> str:
     """The block of one case. `others` failed in the same way."""
+    return "\n".join([headline(record), *(line for one in record_fields(record, others) for line in _lines(one))])
+
+
+def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = ()) -> list[Field]:
+    """What there is to say about a case, in the order in which people read it; nothing is empty."""
     finding = most_telling(record.findings)
-    lines = [headline(record)]
-    lines += _field("case", record.case + (f" · on {record.device}" if record.device not in ("", "cpu") else ""))
+    fields = [Field("case", record.case + (f" · on {record.device}" if record.device not in ("", "cpu") else ""))]
     if finding is not None:
-        lines += _finding_lines(finding, record.findings[0])
+        fields += _finding_fields(finding, record.findings[0])
     if finding is None or record.verdict is Verdict.INCONCLUSIVE:
-        lines += _field("reason", record.reason)
-    lines += _raised_at(record)
+        fields.append(Field("reason", record.reason))
+    fields += _raised_at(record)
     if record.verdict is Verdict.HANG:
-        for end in record.exits:
-            lines += _field(f"rank {end.rank}", _waits(end))
-    for sentence in record.consequences[:_CONSEQUENCES_SHOWN]:
-        lines += _field("then", sentence)
+        fields += [Field(f"rank {end.rank}", _waits(end)) for end in record.exits]
+    fields += [Field("then", sentence) for sentence in record.consequences[:_CONSEQUENCES_SHOWN]]
     if finding is not None:
-        lines += _field("likely", finding.likely or "")
-        lines += _field("look at", look_at(record, finding))
+        fields += [Field("likely", finding.likely or ""), Field("look at", look_at(record, finding))]
     if record.verdict not in QUIET and len(record.findings) > 1:
-        lines += _field("and", f"{len(record.findings) - 1} more findings: fsdp-conformance explain {record.case}")
+        fields.append(Field("and", f"{len(record.findings) - 1} more findings: fsdp-conformance explain {record.case}"))
     if others:
         ids = ", ".join(item.case for item in others[:_OTHERS_NAMED])
         more = len(others) - _OTHERS_NAMED
         tail = f" and {more} more" if more > 0 else ""
-        lines += _field("same in", f"{len(others)} more case{'s' if len(others) > 1 else ''}: {ids}{tail}")
-    lines += _field("repro", record.repro, wrap=False)
-    return "\n".join(lines)
+        fields.append(Field("same in", f"{len(others)} more case{'s' if len(others) > 1 else ''}: {ids}{tail}"))
+    fields.append(Field("repro", record.repro, verbatim=True))
+    return [one for one in fields if one.text]
 
 
 def headline(record: CaseRecord) -> str:
@@ -215,13 +229,13 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
-def _finding_lines(finding: Finding, first: Finding) -> list[str]:
+def _finding_fields(finding: Finding, first: Finding) -> list[Field]:
     """Where results first diverged, and the finding that says most."""
     if (first.where(), first.message) == (finding.where(), finding.message):
-        lines = _field("first", finding.where())
+        fields = [Field("first", finding.where())]
     else:
-        lines = _field("first", " · ".join(part for part in (first.where(), first.message) if part))
-        lines += _field("shown at", finding.where())
+        fields = [Field("first", " · ".join(part for part in (first.where(), first.message) if part))]
+        fields.append(Field("shown at", finding.where()))
     if finding.got is not None or finding.expected is not None:
         figures = [f"{finding.got}", f"expected {finding.expected}"]
         if finding.ratio is not None:
@@ -231,10 +245,9 @@ def _finding_lines(finding: Finding, first: Finding) -> list[str]:
         if finding.differing is not None and finding.elements:
             figures.append(f"on {finding.differing} of {finding.elements} elements")
         bound = f" ({finding.bound})" if finding.bound else ""
-        lines += _field("got", " · ".join(figures) + bound)
-    lines += _field("seen", f"{finding.message} [{finding.check}]")
-    lines += _field("call", finding.call or "")
-    return lines + [" " * (_INDENT + 2) + line for line in (finding.detail or "").splitlines()]
+        fields.append(Field("got", " · ".join(figures) + bound))
+    fields.append(Field("seen", f"{finding.message} [{finding.check}]"))
+    return [*fields, Field("call", finding.call or ""), Field(DETAIL, finding.detail or "", verbatim=True)]
 
 
 def _waits(end: RankExit) -> str:
@@ -246,25 +259,24 @@ def _waits(end: RankExit) -> str:
     return f"last: {last}" + (f"   at {site.name}:{site.line} in {site.function}" if site is not None else "")
 
 
-def _raised_at(record: CaseRecord) -> list[str]:
+def _raised_at(record: CaseRecord) -> list[Field]:
     """The innermost frames of the engine, if it raised."""
     if record.verdict in QUIET or record.verdict is Verdict.ERROR_SUITE:
         return []
-    lines: list[str] = []
-    for frame in engine_frames(frames_of_traceback(record.traceback))[:_FRAMES_SHOWN]:
-        lines += _field("called at" if lines else "raised at", str(frame), wrap=False)
-    return lines
+    frames = engine_frames(frames_of_traceback(record.traceback))[:_FRAMES_SHOWN]
+    labels = ("raised at", *["called at"] * len(frames))
+    return [Field(label, str(frame), verbatim=True) for label, frame in zip(labels, frames, strict=False)]
 
 
-def _field(label: str, text: str, *, wrap: bool = True) -> list[str]:
-    """A labelled text, folded at WIDTH; nothing for an empty text."""
-    if not text:
-        return []
-    lead = " " * _INDENT + label.ljust(_LABEL)
-    if not wrap:
-        return [lead + text]
+def _lines(one: Field) -> list[str]:
+    """A labelled text, folded at WIDTH unless it is verbatim; a detail has no label, and keeps its lines."""
+    if one.label == DETAIL:
+        return [" " * (_INDENT + 2) + line for line in one.text.splitlines()]
+    lead = " " * _INDENT + one.label.ljust(_LABEL)
+    if one.verbatim:
+        return [lead + one.text]
     return textwrap.wrap(
-        " ".join(text.split()),
+        " ".join(one.text.split()),
         WIDTH,
         initial_indent=lead,
         subsequent_indent=" " * (_INDENT + _LABEL),

@@ -50,10 +50,13 @@ def test_a_run_in_which_all_holds_is_certified(suite: mini_suite.MiniSuite, tmp_
     assert found.status == 0, found.out + found.err
     assert "\nCERTIFIED base + accumulation (1 of 2 extensions)  mini" in found.out
     assert f"run file: {tmp_path / 'report' / 'run.jsonl'}" == found.last_line
-    assert {"run.jsonl", "pytest.log", "junit.xml", "summary.md"} == {
+    assert {"run.jsonl", "pytest.log", "junit.xml", "summary.md", "report.html"} == {
         path.name for path in (tmp_path / "report").iterdir()
     }
-    verified = said("verify", str(tmp_path / "report"), env=suite.environment())
+    assert f"report: {tmp_path / 'report' / 'report.html'}" in found.out
+    copy = tmp_path / "pages" / "copy.html"
+    verified = said("verify", str(tmp_path / "report"), "--html", str(copy), env=suite.environment())
+    assert (tmp_path / "report" / "report.html").read_text() == copy.read_text()
     assert verified.status == 0
     assert "verified" in verified.last_line
     elsewhere = said("verify", str(tmp_path / "report"))
@@ -420,6 +423,7 @@ def test_a_run_next_to_its_baseline(suite: mini_suite.MiniSuite, tmp_path: Path)
     assert (same.status, "  0 new, 0 fixed, 1 unchanged, 0 missing" in same.out) == (0, True)
     worse = run(suite, tmp_path, "--baseline", "before", acts={"R070/order-ws2": "FAIL"})
     assert (worse.status, "  1 new, 1 fixed, 0 unchanged, 0 missing" in worse.out) == (1, True)
+    assert "New: 1" in (tmp_path / "report" / "report.html").read_text()
     (tmp_path / "conformance.toml").write_text("[[expect]]\n")
     wrong = run(suite, tmp_path)
     assert (wrong.status, "entry 1 (no case): case is missing" in wrong.err, wrong.out) == (2, True, "")

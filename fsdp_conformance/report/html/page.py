@@ -1,0 +1,39 @@
+"""Renders the page. Everything that comes from a run is escaped: an engine's messages may contain anything."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+
+import jinja2
+
+from fsdp_conformance.report.baseline import Changes
+from fsdp_conformance.report.certificate import Certificate
+from fsdp_conformance.report.html.views import view
+from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.terminal import DETAIL
+
+#: The name of the file in a report directory.
+NAME = "report.html"
+
+
+def page(run: RunFile, certificate: Certificate, *, changes: Changes | None = None, baseline: str = "") -> str:
+    """The whole file. `changes` are those since the run that `baseline` names."""
+    shown = view(run, certificate, changes=changes, baseline=baseline)
+    template = _environment().get_template("page.html")
+    return template.render(view=shown, style=_text("style.css"), script=_text("script.js"), DETAIL=DETAIL)
+
+
+@cache
+def _environment() -> jinja2.Environment:
+    return jinja2.Environment(
+        loader=jinja2.FunctionLoader(_text),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+
+
+def _text(name: str) -> str:
+    return (files(__package__) / "templates" / name).read_text(encoding="utf-8")
