@@ -6,7 +6,7 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import fsdp_conformance
@@ -16,6 +16,7 @@ from fsdp_conformance.config import RANKS, RunSettings
 from fsdp_conformance.contract.profile import INTERPRETATION
 from fsdp_conformance.contract.selection import OPTIONS, selection_options
 from fsdp_conformance.report.expectations import NAME as EXPECTATIONS
+from fsdp_conformance.report.formats import FORMATS
 from fsdp_conformance.report.last_run import with_last_failed
 from fsdp_conformance.stress import ANY, DEFAULT_SEED, Failure
 
@@ -187,6 +188,12 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     others.add_argument("--requirements", action="store_true", help="list the requirements and their number of cases")
     others.add_argument("--capabilities", action="store_true", help="list the capability flags")
 
+    _add_readers(command)
+    return parser, commands
+
+
+def _add_readers(command: Callable[..., Parser]) -> None:
+    """The commands that read run files."""
     explain = command("explain", "explain a requirement or a case, and what the last run found")
     explain.add_argument("name", metavar="ID", help="a requirement (R003) or a case (R001/exact-probe-ws2)")
     explain.add_argument("--report", metavar="PATH", help="a run file or its directory (default: the last run)")
@@ -224,7 +231,13 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     compare.add_argument("new", metavar="NEW", help="another one")
     compare.add_argument("--json", action="store_true", help="print the comparison as JSON")
     compare.add_argument("--force", action="store_true", help="compare different implementations or devices, too")
-    return parser, commands
+
+    export = command("export", "print a run in a format that other programs read")
+    export.add_argument("run_file", metavar="RUN", help="a run file, or its directory")
+    export.add_argument("--format", choices=FORMATS, required=True, help="what to write: " + ", ".join(FORMATS))
+    export.add_argument("--case", action="append", metavar="GLOB", help="only these cases; may be repeated")
+    export.add_argument("-o", "--output", metavar="FILE", help="write to this file instead")
+    _add_profile(export, default=None)
 
 
 def _add_run(parser: Parser) -> None:

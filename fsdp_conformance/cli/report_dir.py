@@ -51,14 +51,14 @@ def room_problem(path: Path) -> OSError | None:
     return None
 
 
-def write_page(path: Path, text: str) -> None:
-    """Write an HTML page where the user wants it. Raises EnvironmentUnavailable if that cannot be written."""
+def write_text(path: Path, text: str, *, option: str) -> None:
+    """Write a file that the user named with an option. Raises EnvironmentUnavailable if that cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise EnvironmentUnavailable(
-            f"the page {path} cannot be written: {error.strerror or error}. Choose another file with --html."
+            f"{path} cannot be written: {error.strerror or error}. Choose another file with {option}."
         ) from error
 
 

@@ -225,7 +225,7 @@ def _write_pages(
             path.write_text(text, encoding="utf-8")
         print(f"report: {report / PAGE}")
     if wanted_at is not None:
-        report_dir.write_page(Path(wanted_at), texts[report / PAGE])
+        report_dir.write_text(Path(wanted_at), texts[report / PAGE], option="--html")
 
 
 def _first_reason(verification: Verification | None) -> str:

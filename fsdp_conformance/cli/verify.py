@@ -25,7 +25,7 @@ def main(arguments: argparse.Namespace) -> int:
     settings = settings_from_json(run.header.get("settings") or {})
     selected = {entry.id for entry in profile.entries if not left_out_by(entry.case(), settings)}
     if arguments.html:
-        report_dir.write_page(Path(arguments.html), wanted.page(verification, selected))
+        report_dir.write_text(Path(arguments.html), wanted.page(verification, selected), option="--html")
     if arguments.markdown:
         print(markdown.summary(run, certificate), end="")
         return verification.status

@@ -14,6 +14,7 @@ What a run leaves: the run file, the certificate that follows from it, and the t
     explain        a requirement or a case, with what a run found
     markdown       a run as a Markdown page
     html           a run as one HTML file
+    formats        a run in the formats that other programs read
     comparison     the verdicts that differ between two runs
     scoreboard     several engines side by side, requirement by requirement
     tally          what an engine's runs show of each case, small enough to keep

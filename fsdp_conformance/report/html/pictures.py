@@ -149,6 +149,16 @@ def schedule(lines: Sequence[str]) -> Strip | None:
     return Strip((), tuple(lanes), len(lines) - len(shown))
 
 
+def traced(line: str) -> re.Match[str] | None:
+    """The parts of a line of a rank's trace: `number`, `state`, `op`, `bytes`."""
+    return _TRACED.match(line)
+
+
+def scheduled(line: str) -> re.Match[str] | None:
+    """The parts of a line of a schedule: `phase`, `op`, `bytes`."""
+    return _SCHEDULED.match(line)
+
+
 def _size(line: str, form: re.Pattern[str]) -> int:
     found = form.match(line)
     return int(found["bytes"]) if found else 0

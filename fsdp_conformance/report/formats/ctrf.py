@@ -1,0 +1,79 @@
+"""Cases as tests in the Common Test Report Format (ctrf.io), which dashboards collect across tools."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from datetime import datetime
+from typing import Any
+
+from fsdp_conformance.contract import CHAPTERS
+from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.report.certificate import Certificate
+from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.terminal import render_record
+from fsdp_conformance.verdict import Verdict
+
+#: What the format calls each verdict. An inconclusive case has neither passed nor failed.
+_STATUS = {
+    Verdict.PASS: "passed",
+    Verdict.XFAIL: "skipped",
+    Verdict.UNSUPPORTED: "skipped",
+    Verdict.DISABLED: "skipped",
+    Verdict.NOT_RUN_ENV: "skipped",
+    Verdict.INCONCLUSIVE: "other",
+}
+_FAILED = "failed"
+
+
+def text(run: RunFile, certificate: Certificate) -> str:
+    """The whole file. Times are milliseconds; the end is the start plus the run's own seconds."""
+    counts = Counter(_STATUS.get(record.verdict, _FAILED) for record in run.records)
+    start = _milliseconds(str(run.header.get("started") or ""))
+    seconds = float((run.footer or {}).get("seconds") or sum(record.seconds for record in run.records))
+    implementation = run.header.get("implementation") or {}
+    content = {
+        "reportFormat": "CTRF",
+        "specVersion": "0.0.0",
+        "results": {
+            "tool": {"name": "fsdp-conformance", "version": str(run.header.get("suite", ""))},
+            "summary": {
+                "tests": len(run.records),
+                **{name: counts[name] for name in ("passed", "failed", "pending", "skipped", "other")},
+                "start": start,
+                "stop": start + round(seconds * 1000),
+            },
+            "environment": {
+                "appName": str(implementation.get("name", "")),
+                "appVersion": str(implementation.get("version", "")),
+                "extra": {"verdict": certificate.word, "profile": certificate.profile},
+            },
+            "tests": [_test(record) for record in run.records],
+        },
+    }
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def _test(record: CaseRecord) -> dict[str, Any]:
+    status = _STATUS.get(record.verdict, _FAILED)
+    test: dict[str, Any] = {
+        "name": record.case,
+        "status": status,
+        "rawStatus": record.verdict,
+        "duration": round(record.seconds * 1000),
+        "suite": f"{record.chapter}. {CHAPTERS.get(record.chapter, '?')}",
+        "tags": record.requirements,
+    }
+    if record.reason:
+        test["message"] = record.reason
+    if status == _FAILED:
+        test["trace"] = render_record(record)
+    return test
+
+
+def _milliseconds(moment: str) -> int:
+    """Since 1970, or 0 for a header without a start."""
+    try:
+        return round(datetime.fromisoformat(moment).timestamp() * 1000)
+    except ValueError:
+        return 0

@@ -1,0 +1,100 @@
+"""
+Findings as SARIF 2.1.0 (OASIS), which code hosts show as alerts: one result for each problem, not for each case.
+
+A problem is placed at the innermost frame of the engine if the engine raised, else at the adapter's file, else nowhere.
+Its fingerprint is made of what groups cases together, so that an alert keeps its identity from one run to the next.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from fsdp_conformance import contract
+from fsdp_conformance.judge.telling import most_telling
+from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.report.certificate import Certificate
+from fsdp_conformance.report.frames import engine_frames, frames_of_traceback
+from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.terminal import Group, grouped, render_record
+from fsdp_conformance.verdict import ACCUSING
+
+_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+
+
+def text(run: RunFile, certificate: Certificate) -> str:
+    """The whole file. The verdict of the run is among its properties."""
+    groups = grouped(run.records)
+    driver = {
+        "name": "fsdp-conformance",
+        "version": str(run.header.get("suite", "")),
+        "rules": [_rule(id_) for id_ in sorted({_requirement(group.first) for group in groups})],
+    }
+    content = {
+        "$schema": _SCHEMA,
+        "version": "2.1.0",
+        "runs": [
+            {
+                "tool": {"driver": driver},
+                "results": [_result(group, run) for group in groups],
+                "properties": {"verdict": certificate.word, "profile": certificate.profile},
+            }
+        ],
+    }
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+def _requirement(record: CaseRecord) -> str:
+    finding = most_telling(record.findings)
+    return finding.requirement if finding is not None else record.requirements[0]
+
+
+def _rule(id_: str) -> dict[str, Any]:
+    known = contract.load().requirements.get(id_)
+    if known is None:
+        return {"id": id_}
+    return {"id": id_, "shortDescription": {"text": known.name}, "fullDescription": {"text": known.sentence}}
+
+
+def _result(group: Group, run: RunFile) -> dict[str, Any]:
+    record = group.first
+    finding = most_telling(record.findings)
+    key = [_requirement(record), record.verdict, finding.check if finding else "", record.case]
+    result: dict[str, Any] = {
+        "ruleId": _requirement(record),
+        "level": "error" if record.verdict in ACCUSING else "warning",
+        "message": {"text": render_record(record, others=group.others)},
+        "partialFingerprints": {"fsdpConformance/v1": hashlib.sha256("\n".join(key).encode()).hexdigest()[:16]},
+        "properties": {"cases": [record.case, *(other.case for other in group.others)], "verdict": record.verdict},
+    }
+    place = _place(record, run)
+    if place is not None:
+        file, line = place
+        region = {"region": {"startLine": line}} if line else {}
+        result["locations"] = [{"physicalLocation": {"artifactLocation": {"uri": file}, **region}}]
+    return result
+
+
+def _place(record: CaseRecord, run: RunFile) -> tuple[str, int] | None:
+    """A file of this repository, and a line if one is known. Installed packages are not part of it."""
+    for frame in engine_frames(frames_of_traceback(record.traceback)):
+        file = _relative(frame.file)
+        if file is not None:
+            return file, int(frame.line)
+    spec = str((run.header.get("implementation") or {}).get("spec") or "")
+    file = _relative(spec.rpartition(":")[0]) if ".py:" in spec else None
+    return (file, 1) if file is not None else None
+
+
+def _relative(file: str) -> str | None:
+    """The path below the working directory, with slashes; None for any other file."""
+    path = Path(file)
+    if path.is_absolute():
+        try:
+            path = path.relative_to(Path.cwd())
+        except ValueError:
+            return None
+    inside = ".." not in path.parts and not any(part in ("site-packages", "dist-packages") for part in path.parts)
+    return path.as_posix() if inside else None
