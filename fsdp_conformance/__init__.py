@@ -41,10 +41,29 @@ Cases and reports:
 
 Ways in:
     pytest_plugin  pytest
+    own_tests      cases as tests of somebody's own test suite
     cli            the command fsdp-conformance
 
 The cases themselves are in `fsdp_conformance.suites`, their models and batches in `fsdp_conformance.fixtures`; in a
 checkout both lie at the top.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fsdp_conformance.own_tests import conformance_tests
+
+__all__ = ["__version__", "conformance_tests"]
+
 __version__ = "2026.11.0"
+
+
+def __getattr__(name: str) -> Any:
+    # Not imported before somebody asks: every command imports this package first.
+    if name == "conformance_tests":
+        from fsdp_conformance.own_tests import conformance_tests
+
+        return conformance_tests
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

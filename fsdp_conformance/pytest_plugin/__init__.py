@@ -31,6 +31,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     """Check the options that were given, and let the controller write the run file."""
+    config.addinivalue_line("markers", "conformance: a case of fsdp-conformance, judged in this test suite")
     config.pluginmanager.register(Cases(config), "fsdp-conformance-cases")
     if hasattr(config, "workerinput"):
         return

@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"case_checks", "case_worlds"}),
     frozenset({"testing"}),
     frozenset({"selftest", "explore"}),
-    frozenset({"pytest_plugin"}),
+    frozenset({"pytest_plugin", "own_tests"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),
 )
@@ -41,7 +41,8 @@ PARTS = frozenset().union(*LAYERS)
 
 #: Beside the layers: fixtures know nothing but words, suites reach an engine through its adapter, tests see everything.
 MAY_IMPORT: dict[str, frozenset[str]] = {
-    "": frozenset(),
+    # Under its own name only, and not before somebody asks for it.
+    "": frozenset({"own_tests"}),
     "fixtures": WORDS,
     "suites": PARTS - {"engine", "planner", "simulator", "cli", "__main__", "pytest_plugin", "selftest"} | {"fixtures"},
     "tests": PARTS | {"suites", "fixtures"},
