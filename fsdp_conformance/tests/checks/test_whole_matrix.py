@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fsdp_conformance.checks.tolerance import CEILING
 from fsdp_conformance.checks.whole_matrix import newton_schulz, orthogonal_updates
 from fsdp_conformance.fixtures.optimizers import MUON, Shampoo
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
@@ -147,7 +148,8 @@ def test_shampoo_needs_matrices() -> None:
 
 
 def test_shampoo_needs_them_whole() -> None:
-    """Otherwise the case with it could not tell a shard from a matrix."""
-    whole, halves = (_trained(0, partial(Shampoo, lr=0.5), parts).steps[-1].params for parts in (_whole, _halves))
-    for name, value in whole.items():
-        assert float((value - halves[name]).norm() / value.norm()) > 0.05
+    """A rank's rows lead elsewhere, by much more than any bound of a comparison with references."""
+    whole, halves = (_trained(0, partial(Shampoo, lr=0.5), parts) for parts in (_whole, _halves))
+    for name, value in whole.steps[-1].params.items():
+        changed = value - whole.initial_params[name]
+        assert float((value - halves.steps[-1].params[name]).norm() / changed.norm()) > 10 * CEILING

@@ -49,15 +49,16 @@ def test_nothing_is_left_in_the_temporary_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A script gets a directory of its own, which goes with it, even if the script is ended: torchrun leaves one."""
-    left = "import tempfile, time\nprint(tempfile.mkdtemp(), flush=True)\n"
-    _script(tmp_path, "a.py", f"{left}print('WRONG')\nraise SystemExit(1)")
-    _script(tmp_path, "b.py", f"{left}time.sleep(60)")
+    left = "import tempfile\nprint(tempfile.mkdtemp(), flush=True)\n"
+    _script(tmp_path, "a.py", f"{left}raise SystemExit(3)")
+    _script(tmp_path, "b.py", f"{left}while True: pass")
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(temporary))
 
-    assert _tool().main(["--deadline", "5"], root=tmp_path) == 1
+    assert _tool().main(["a.py"], root=tmp_path) == 1
     assert f"    {temporary}/finding-" in capsys.readouterr().out
+    assert _tool().main(["--deadline", "1", "b.py"], root=tmp_path) == 1
     assert list(temporary.iterdir()) == []
 
 
