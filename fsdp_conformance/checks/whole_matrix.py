@@ -42,7 +42,7 @@ def orthogonal_updates(history: TrainingHistory, build: Callable[[Any], Optimize
     for name, value in history.initial_params.items():
         matrix = _Matrix(value, build)
         for record in history.steps:
-            where = {"step": record.step, "phase": "step", "fqn": name}
+            where: dict[str, Any] = {"step": record.step, "phase": "step", "fqn": name}
             gradient = (record.grads or {}).get(name)
             if gradient is None:
                 tally.compare(False, "gradient", expected="a tensor", got="None", **where)
@@ -86,19 +86,20 @@ class _Matrix:
 
     def _exact(self, gradient: Tensor) -> Tensor:
         """The change of the parameter in float64. Source: Jordan et al., Muon (2024), as in torch.optim.Muon."""
-        (group,) = self._optimizer.param_groups
+        group: dict[str, Any] = self._optimizer.param_groups[0]
         self._momentum.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(self._momentum, group["momentum"]) if group["nesterov"] else self._momentum
         rows, columns = update.shape
-        rate = group["lr"] * math.sqrt(max(1, rows / columns))
-        decay = group["lr"] * group["weight_decay"] * self._before.double()
-        return -rate * newton_schulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"]) - decay
+        rate: float = group["lr"] * math.sqrt(max(1, rows / columns))
+        decay: float = group["lr"] * group["weight_decay"]
+        orthogonal = newton_schulz(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        return orthogonal.mul(-rate).sub(self._before.double(), alpha=decay)
 
 
 def newton_schulz(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """The matrix with its singular values x replaced, `steps` times, by ax + bx^3 + cx^5, in its own dtype."""
     a, b, c = coefficients
-    result = matrix / matrix.norm().clamp(min=eps)
+    result: Tensor = matrix / matrix.norm().clamp(min=eps)
     for _ in range(steps):
         gram = result @ result.T
         result = a * result + (b * gram + c * gram @ gram) @ result
