@@ -16,6 +16,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -30,6 +31,7 @@ OTHER_ENGINES = ("deepspeed",)
 LAST_LINES = 8
 
 _RUN = re.compile(r"^Run: ((?:torchrun --nproc-per-node \d+|python) (\S+))$", re.MULTILINE)
+_NEEDS = re.compile(r"^Needs: an accelerator$", re.MULTILINE)
 _UPSTREAM = re.compile(r"^Upstream: (\S.*)", re.MULTILINE | re.DOTALL)
 
 
@@ -40,6 +42,7 @@ class Outcome(StrEnum):
     RIGHT = "right: mended?"
     OTHERWISE = "ended otherwise"
     ABSENT = "not run: its engine is not installed here"
+    NO_ACCELERATOR = "not run: it needs an accelerator"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +55,20 @@ class Script:
     target: str
     """The path in the command."""
     upstream: str
+    needs_accelerator: bool = False
 
 
 def read_script(path: Path) -> Script:
     """What the script says of itself."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
     run, upstream = _RUN.search(text), _UPSTREAM.search(text)
-    return Script(path, run[1] if run else "", run[2] if run else "", upstream[1] if upstream else "")
+    return Script(
+        path,
+        command=run[1] if run else "",
+        target=run[2] if run else "",
+        upstream=upstream[1] if upstream else "",
+        needs_accelerator=_NEEDS.search(text) is not None,
+    )
 
 
 def scripts(folder: Path = FOLDER) -> list[Path]:
@@ -76,17 +86,29 @@ def run_script(script: Script, *, root: Path = ROOT, deadline_s: float = DEADLIN
             Outcome.OTHERWISE,
             "its docstring has no line `Run: torchrun --nproc-per-node N PATH` or `Run: python PATH`",
         )
+    if script.needs_accelerator and not _has_accelerator():
+        return Outcome.NO_ACCELERATOR, ""
     program, *arguments = shlex.split(script.command)
     # The programs of this environment, whatever PATH has.
     module = ["-m", "torch.distributed.run"] if program == "torchrun" else []
+    # torchrun leaves a directory behind, and a script that is ended leaves what it has: all of it goes with this one.
+    with tempfile.TemporaryDirectory(prefix="finding-", ignore_cleanup_errors=True) as scratch:
+        status, output = _run_command([sys.executable, *module, *arguments], root, scratch, deadline_s)
+    if status is None:
+        return Outcome.OTHERWISE, f"{output}\nnot finished after {deadline_s:.0f} s"
+    return outcome_of(status, output), output
+
+
+def _run_command(command: Sequence[str], root: Path, scratch: str, deadline_s: float) -> tuple[int | None, str]:
+    """The exit status of a command, None if it was ended at the deadline, and what it printed."""
     with subprocess.Popen(
-        [sys.executable, *module, *arguments],
+        command,
         cwd=root,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": scratch},
     ) as process:
         try:
             output, _ = process.communicate(timeout=deadline_s)
@@ -94,8 +116,14 @@ def run_script(script: Script, *, root: Path = ROOT, deadline_s: float = DEADLIN
             # Its ranks, too.
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
-            return Outcome.OTHERWISE, f"{output}\nnot finished after {deadline_s:.0f} s"
-    return outcome_of(process.returncode, output), output
+            return None, output
+    return process.returncode, output
+
+
+def _has_accelerator() -> bool:
+    """Whether torch sees an accelerator, asked in a process that ends: this one needs no torch."""
+    asked = "import torch; raise SystemExit(not torch.accelerator.is_available())"
+    return subprocess.run([sys.executable, "-c", asked], check=False, stderr=subprocess.DEVNULL).returncode == 0
 
 
 def outcome_of(status: int, output: str) -> Outcome:
@@ -130,7 +158,7 @@ def main(arguments: Sequence[str], *, root: Path = ROOT) -> int:
         if outcome is Outcome.OTHERWISE:
             print(*(f"    {line}" for line in output.strip().splitlines()[-LAST_LINES:]), sep="\n", flush=True)
     shown = outcomes.count(Outcome.WRONG)
-    absent = outcomes.count(Outcome.ABSENT)
+    absent = outcomes.count(Outcome.ABSENT) + outcomes.count(Outcome.NO_ACCELERATOR)
     print(f"findings: {shown} of {len(outcomes)} defects show" + (f", {absent} not run" if absent else ""))
     return int(shown < len(outcomes) - absent)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from fsdp_conformance.case import conformance_case
@@ -145,6 +146,40 @@ class DeferredInit(ConformanceTestCase):
             dtypes = sorted(map(str, module.dtypes_seen))
             self.expect_equal("R029", f"dtypes that {name} was initialised in", dtypes, ["torch.float32"])
         self.check_bitwise(run, self.train(workload, plan), "R029")
+
+    @conformance_case(
+        "R030",
+        "R002",
+        "R003",
+        chapter="C",
+        axes={"world_size": (2, 3)},
+        needs=("meta_init", "full_state_dict"),
+        kills=(
+            "load-zeroes-other-buffers",
+            "initialised-after-the-load",
+            "buffers-without-values",
+            "load-skips-last-row",
+        ),
+    )
+    def test_filled_by_rank_0(self, world_size: int) -> None:
+        """
+        Rank 0's state dict, broadcast and loaded into a model that was built on meta, gives rank 0's values, and the
+        buffers that no state dict has are those of rank 0 as well.
+        """
+        workload = deferred.deferred_loaded()
+        # Only rank 0 has the values that count.
+        built = workload if self.rank == 0 else deferred.deferred_nested()
+        with self.blaming("suite"):
+            broadcast = [built.build(self.rank).state_dict()]
+            torch.distributed.broadcast_object_list(broadcast)
+        state = {name: value.to(self.device) for name, value in broadcast[0].items()}
+        run = self.train(
+            workload,
+            self.plan(workload, meta_init=True),
+            on_setup=lambda adapter: adapter.load_full_state_dict(state),
+        )
+        self.check_parity(run, workload, requirements=dict.fromkeys(_ALL, "R030"))
+        self.check_same_on_every_rank(run, "R030")
 
     @conformance_case(
         "R031",

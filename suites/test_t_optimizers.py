@@ -10,10 +10,12 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
 from fsdp_conformance.checks.invariance import same_training
 from fsdp_conformance.checks.optimizer_state import same_state, stepped_once
+from fsdp_conformance.checks.whole_matrix import orthogonal_updates
+from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.events import Action, Event, Moment
 from fsdp_conformance.fixtures import models, optimizers, probes, unused
 from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.workload import BatchKey, Regime, Workload
 
 
 class StockOptimizers(ConformanceTestCase):
@@ -107,20 +109,89 @@ class StockOptimizers(ConformanceTestCase):
         "R002",
         chapter="T",
         axes={"optimizer": tuple(optimizers.WHOLE_MATRIX), "world_size": (2,)},
-        kills=("ddp-steps-flat-shards", "ddp-forgets-state"),
+        kills=lambda values: (
+            # Shampoo itself rejects what is flat.
+            *(["ddp-steps-flat-shards"] if values["optimizer"] == "adafactor" else ["steps-its-rows"]),
+            "ddp-steps-its-rows",
+            "ddp-forgets-state",
+        ),
     )
     def test_whole_matrix(self, optimizer: str, world_size: int) -> None:
         """
-        An optimizer from torch that is not elementwise gives DDP's result, or is rejected before it changes anything.
+        An optimizer that is not elementwise gives DDP's result, or is rejected before it changes anything.
         """
-        workload = optimizers.stepped_by(models.nested(), optimizer, optimizers.WHOLE_MATRIX[optimizer])
+        model = models.nested() if optimizer == "adafactor" else models.matrices()
+        workload = optimizers.stepped_by(model, optimizer, optimizers.WHOLE_MATRIX[optimizer])
         regime = Regime(optimizer=optimizer)
-        what = f"{optimizer} needs whole matrices"
-        with self.refusal("R140", what, names=("optim", optimizer, "shard", "2D", "placement", "DTensor")) as outcome:
+        with self.refusal("R140", f"{optimizer} needs whole matrices", names=_whole_matrix(optimizer)) as outcome:
             run = self.train(workload, regime=regime)
             outcome.excused = True
         if outcome.excused:
             self.check_parity(run, workload, regime, requirement="R140")
+
+    @conformance_case(
+        "R140",
+        chapter="T",
+        axes={"world_size": (2, 3)},
+        needs=("full_grads",),
+        kills=("steps-its-rows", "ddp-steps-its-rows", "ddp-forgets-state"),
+    )
+    def test_muon(self, world_size: int) -> None:
+        """
+        Muon's updates are as near as unsharded ones to those of whole matrices in float64, or it is rejected before it
+        changes anything.
+        """
+        if optimizers.MUON is None:
+            raise EnvironmentUnavailable(f"torch must have torch.optim.Muon, got torch {torch.__version__}: update it")
+        workload = optimizers.stepped_by(models.matrices(), "muon", optimizers.MUON)
+        with self.refusal("R140", "muon needs whole matrices", names=_whole_matrix("muon")) as outcome:
+            run = self.train(workload, regime=Regime(optimizer="muon"))
+            outcome.excused = True
+        if outcome.excused:
+            self.check(orthogonal_updates(run, optimizers.MUON, requirement="R140"))
+
+    @conformance_case(
+        "R140",
+        "R002",
+        chapter="T",
+        axes={"mode": ("evaluation", "training"), "world_size": (2,)},
+        needs=("orig_params",),
+        kills=(
+            "ddp-shows-copies-after-a-forward",
+            "fsdp1-hides-gathered-parameters",
+            "reference-shows-copies-of-the-root",
+        ),
+    )
+    def test_made_after_a_forward(self, mode: str, world_size: int) -> None:
+        """An optimizer that a user makes after a first forward trains all parameters, as in DDP, bit for bit."""
+        workload = probes.exact_nested()
+        regime = Regime()
+        adapter = self.subject()
+        with self.blaming("implementation"):
+            adapter.setup(lambda: workload.build(self.rank), workload.optimizers["sgd"], self.plan(workload))
+            self._forward_once(adapter, workload, training=mode == "training")
+            optimizer = workload.optimizers["sgd"](list(adapter.parameters().values()))
+        expected = self.references(workload, regime).expected
+        for step in range(regime.steps):
+            batch = self.placed(workload.batch(BatchKey(step=step, rank=self.rank, world_size=world_size)))
+            with self.blaming("implementation"):
+                with adapter.microbatch(True):
+                    loss = workload.loss(adapter.forward(*batch.args, **batch.kwargs), batch)
+                    adapter.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                params = adapter.full_params()
+            for name, wanted in expected.steps[step].params.items():
+                got = params.get(name)
+                self.check_equal("R140", got, wanted.float(), check="parameter", step=step, phase="step", fqn=name)
+
+    def _forward_once(self, adapter: Adapter, workload: Workload, *, training: bool) -> None:
+        """One forward that no backward follows: in training mode, or as an evaluation."""
+        batch = self.placed(workload.batch(BatchKey(step=0, rank=self.rank, world_size=self.world_size)))
+        adapter.train(training)
+        with torch.set_grad_enabled(training):
+            adapter.forward(*batch.args, **batch.kwargs)
+        adapter.train(True)
 
 
 class Groups(ConformanceTestCase):
@@ -288,3 +359,8 @@ class UserWrites(ConformanceTestCase):
 
         with self.refusal("R143", "data of another shape", names=("shape", "size", "mat1", "2.weight", "numel")):
             self.train(workload, adapter=adapter, on_setup=assign)
+
+
+def _whole_matrix(optimizer: str) -> tuple[str, ...]:
+    """Words of which a refusal of the optimizer must have one."""
+    return ("optim", optimizer, "shard", "2D", "placement", "DTensor")

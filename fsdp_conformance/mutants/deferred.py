@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_conformance.adapters import deferred
+from fsdp_conformance.adapters.base import LoadedKeys
 from fsdp_conformance.adapters.sharded import local_part
 from fsdp_conformance.adapters.torch_fsdp1 import TorchFSDP1
 from fsdp_conformance.config import Plan, Sharding
@@ -114,6 +115,32 @@ class LeavesGarbage(SeamFSDP2):
         for module in model.modules():
             if any(parameter.is_meta for parameter in module.parameters(recurse=False)):
                 module.to_empty(device=self.device, recurse=False)
+
+
+@known_wrong("R030")
+class LoadZeroesOtherBuffers(SeamFSDP2):
+    """A load into a model that was built on meta leaves zeros in the buffers that the state dict lacks."""
+
+    def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
+        keys = super().load_full_state_dict(state, strict=strict)
+        if self.plan.meta_init:
+            for name, buffer in self.names.buffers_of(self.model).items():
+                if name not in state:
+                    buffer.zero_()
+        return keys
+
+
+@known_wrong("R030")
+class InitialisedAfterTheLoad(SeamReference):
+    """A model that was built on meta gets its initial values in its first forward, even if a state dict was loaded."""
+
+    _initialised = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.plan.meta_init and not self._initialised:
+            self._initialised = True
+            self.apply(lambda module: deferred.initialise(module, None) if _initialisable(module) else None)
+        return super().forward(*args, **kwargs)
 
 
 @known_wrong("R029", name="initialised-in-bf16")
@@ -230,6 +257,10 @@ def _showing_shards(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         module._parameters.update(kept)
+
+
+def _initialisable(module: nn.Module) -> bool:
+    return hasattr(module, "reset_parameters")
 
 
 def _tensors(module: nn.Module) -> Iterator[Tensor]:

@@ -9,10 +9,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
+from fsdp_conformance.adapters.sharded import local_part
 from fsdp_conformance.adapters.torch_ddp import TorchDDP
 from fsdp_conformance.config import Plan
 from fsdp_conformance.mutants.base import SeamFSDP2
-from fsdp_conformance.mutants.engines import SeamFSDP1
+from fsdp_conformance.mutants.engines import SeamFSDP1, SeamReference
 from fsdp_conformance.mutants.mutant import known_wrong
 
 
@@ -132,6 +133,91 @@ class DDPStepsFlatShards(TorchDDP):
         return list(split(dist.get_world_size()))
 
 
+@known_wrong("R140", name="ddp-steps-its-rows")
+class DDPStepsItsRows(DDPStepsFlatShards):
+    """Each rank steps its rows of each matrix, even with an optimizer that needs all of them."""
+
+    def _parts(self, tensor: Tensor) -> list[Tensor]:
+        return list(tensor.tensor_split(dist.get_world_size()))
+
+
+@known_wrong("R140")
+class StepsItsRows(SeamFSDP2):
+    """The optimizer gets this rank's rows as plain matrices, and does not know that there are others."""
+
+    def _make_optimizer(self) -> None:
+        self._rows = [nn.Parameter(local_part(parameter)) for parameter in self.model.parameters()]
+        self.optimizer = self._optim_fn(self._rows)
+
+    def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
+        for parameter, rows in zip(self.model.parameters(), self._rows, strict=True):
+            rows.data = local_part(parameter)
+            rows.grad = None if parameter.grad is None else local_part(parameter.grad)
+            parameter.grad = None
+        return super().step(max_norm, norm_type=norm_type)
+
+
+@known_wrong("R140", name="ddp-shows-copies-after-a-forward")
+class DDPShowsCopiesAfterAForward(TorchDDP):
+    """From a forward to the end of its backward, user code sees copies of the parameters, which nothing trains."""
+
+    _copies: dict[str, nn.Parameter] | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        self._copies = {name: _copied(parameter) for name, parameter in super().parameters().items()}
+        return output
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        super().backward(loss, retain_graph=retain_graph)
+        self._copies = None
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return super().parameters() if self._copies is None else self._copies
+
+
+@known_wrong("R140", name="fsdp1-hides-gathered-parameters")
+class FSDP1HidesGatheredParameters(SeamFSDP1):
+    """From a forward to the end of its backward, the root's parameters are missing: its module has plain tensors."""
+
+    _gathered = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        self._gathered = True
+        return output
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        super().backward(loss, retain_graph=retain_graph)
+        self._gathered = False
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        shown = super().parameters()
+        return {name: each for name, each in shown.items() if not (self._gathered and _of_the_root(name, self.plan))}
+
+
+@known_wrong("R140")
+class ReferenceShowsCopiesOfTheRoot(SeamReference):
+    """From a forward to the end of its backward, user code sees copies of the root's parameters."""
+
+    _gathered = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        self._gathered = True
+        return output
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        super().backward(loss, retain_graph=retain_graph)
+        self._gathered = False
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        return {
+            name: _copied(each) if self._gathered and _of_the_root(name, self.plan) else each
+            for name, each in super().parameters().items()
+        }
+
+
 @known_wrong("R140", name="ddp-forgets-state")
 class DDPForgetsState(TorchDDP):
     """The optimizer is made anew before each step, so its state is lost."""
@@ -139,3 +225,13 @@ class DDPForgetsState(TorchDDP):
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
         self._make_optimizer()
         return super().step(max_norm, norm_type=norm_type)
+
+
+def _copied(parameter: nn.Parameter) -> nn.Parameter:
+    """A parameter of its own with the same value."""
+    return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+
+
+def _of_the_root(name: str, plan: Plan) -> bool:
+    """Whether a parameter belongs to no unit of the plan."""
+    return not any(name.startswith(f"{unit}.") for unit in plan.units)

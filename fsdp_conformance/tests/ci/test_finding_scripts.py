@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +43,58 @@ def test_outcomes(body: str, said: str, status: int, tmp_path: Path, capsys: pyt
 
     assert _tool().main(["--deadline", "1" if "while" in body else "60"], root=tmp_path) == status
     assert capsys.readouterr().out.startswith(f"{said}: ci/findings/engine/a.py\n")
+
+
+def test_nothing_is_left_in_the_temporary_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A script gets a directory of its own, which goes with it, even if the script is ended: torchrun leaves one."""
+    left = "import tempfile\nprint(tempfile.mkdtemp(), flush=True)\n"
+    _script(tmp_path, "a.py", f"{left}raise SystemExit(3)")
+    _script(tmp_path, "b.py", f"{left}while True: pass")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+
+    assert _tool().main(["a.py"], root=tmp_path) == 1
+    assert f"    {temporary}/finding-" in capsys.readouterr().out
+    assert _tool().main(["--deadline", "1", "b.py"], root=tmp_path) == 1
+    assert list(temporary.iterdir()) == []
+
+
+def test_a_script_that_needs_an_accelerator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is not run without one, which the last line counts; with one, it is."""
+    _script(tmp_path, "a.py", "print('WRONG')\nraise SystemExit(1)")
+    path = tmp_path / "ci/findings/engine/a.py"
+    path.write_text(path.read_text(encoding="utf-8").replace("Run:", "Needs: an accelerator\nRun:"), encoding="utf-8")
+    tool = _tool()
+    for present, said, counted in (
+        (False, "not run: it needs an accelerator", "findings: 0 of 1 defects show, 1 not run"),
+        (True, "wrong as expected", "findings: 1 of 1 defects show"),
+    ):
+        monkeypatch.setattr(tool, "_has_accelerator", lambda present=present: present)
+        assert tool.main([], root=tmp_path) == 0
+        assert capsys.readouterr().out == f"{said}: ci/findings/engine/a.py\n{counted}\n"
+
+
+@pytest.mark.nightly
+def test_what_needs_an_accelerator_shows_on_the_simulated_one() -> None:
+    """So that no machine leaves these scripts unchecked."""
+    tool = _tool()
+    needing = [path for path in tool.scripts() if tool.read_script(path).needs_accelerator]
+    assert needing
+    for path in needing:
+        command = ["sanitize", "--as-cuda", "--world-size", "2", str(path)]
+        run = subprocess.run(
+            [sys.executable, "-m", "fsdp_conformance", *command],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+        assert "[rank 0] WRONG" in run.stdout.splitlines(), run.stdout + run.stderr
 
 
 def test_a_name_that_no_script_has(tmp_path: Path) -> None:
