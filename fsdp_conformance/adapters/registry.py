@@ -82,7 +82,13 @@ def description_from_json(data: Mapping[str, Any]) -> AdapterDescription:
 
 def names() -> list[str]:
     """The installed implementations, by entry point name."""
-    return sorted({point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS)})
+    return sorted(_entry_points())
+
+
+@functools.cache
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    """By name. Read once per process: simulated ranks share it, and the metadata of all packages are files."""
+    return {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
 
 
 def load(spec: str) -> type[Adapter]:
@@ -210,7 +216,7 @@ def _module_of(spec: str) -> tuple[ModuleType, str | None]:
         return _import_file(head, spec), attribute or None
     if separator:
         return _import_module(head, spec), attribute
-    points = {point.name: point for point in importlib.metadata.entry_points(group=ENTRY_POINTS)}
+    points = _entry_points()
     if spec in points:
         return _import_module(points[spec].module, spec), points[spec].attr
     if os.sep in spec:

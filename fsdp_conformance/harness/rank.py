@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 import unittest
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -187,6 +188,10 @@ class RankRun:
             except EOFError:
                 os._exit(ORPHAN_EXIT_CODE)
 
+    def collect_garbage(self) -> None:
+        """Before the process group ends, collect what may hold it."""
+        gc.collect()
+
     def _leave_by(self, leaving: SystemExit) -> int:
         """The exit code of a SystemExit. One of torch's skip codes before the report is itself a report."""
         skip = None if self.reported else skip_message(leaving.code)
@@ -201,10 +206,10 @@ class RankRun:
         return 1
 
 
-def destroy_process_group() -> None:
+def destroy_process_group(collect_garbage: Callable[[], object] = gc.collect) -> None:
     """Destroy the default process group, if there is one, once everything that holds it has been collected."""
     # A DDP reducer or an FSDP state that dies after its group calls into freed memory in some versions.
-    gc.collect()
+    collect_garbage()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

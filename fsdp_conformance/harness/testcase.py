@@ -242,7 +242,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     def shutdown_rank(self) -> None:
         """Runs in a rank after the goodbye, when no peer communicates any more."""
         if self.destroy_pg_upon_exit:
-            destroy_process_group()
+            destroy_process_group(context.running().collect_garbage)
 
     def describe_error(self, error: BaseException) -> RankError:
         """An exception of the test method as data. Override it to decide who is to blame."""

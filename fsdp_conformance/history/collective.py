@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -52,5 +53,12 @@ class CollectiveRecord:
     def line(self) -> str:
         """The record in one line, without parts that may differ between machines (site, torch's name of the method)."""
         size = f"{self.nbytes}B {self.dtype}" if self.dtype else ""
-        group = ",".join(map(str, self.group))
-        return " ".join(part for part in (self.phase, self.op.value, size, self.reduce_op, f"[{group}]") if part)
+        return " ".join(
+            part for part in (self.phase, self.op.value, size, self.reduce_op, _in_brackets(self.group)) if part
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _in_brackets(group: tuple[int, ...]) -> str:
+    """ "[0,1]". Made once per group: a large one is in many records."""
+    return f"[{','.join(map(str, group))}]"

@@ -86,8 +86,8 @@ def traffic_of(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], grou
         inputs=inputs,
         outputs=outputs,
         nbytes=sum(map(nbytes, counted)) * (group_size if call.per_rank else 1),
-        dtype=joined(str(tensor.dtype).removeprefix("torch.") for tensor in counted),
-        device=joined(tensor.device.type for tensor in counted),
+        dtype=joined(str(dtype).removeprefix("torch.") for dtype in {tensor.dtype for tensor in counted}),
+        device=joined(device.type for device in {tensor.device for tensor in counted}),
         reduce_op=_reduce_op(args, kwargs) if call.op in _REDUCING else "",
         num_tensors=len(counted) or 1,
     )

@@ -29,7 +29,8 @@ from fsdp_conformance.harness.recording.collective_calls import METHODS, traffic
 from fsdp_conformance.harness.recording.collective_log import Traffic
 from fsdp_conformance.harness.recording.process_group import TwinnedProcessGroup
 from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
-from fsdp_conformance.harness.simulated_ranks.meeting import Channel, Contribution, Meeting, require_reduction
+from fsdp_conformance.harness.simulated_ranks.arguments import require_call
+from fsdp_conformance.harness.simulated_ranks.meeting import Channel, Contribution, Meeting
 from fsdp_conformance.history.collective import Op
 
 
@@ -56,8 +57,15 @@ class _Shared:
 class SimulatedWork(Work):
     """A pending collective of one rank."""
 
-    def __init__(self, group: SimulatedProcessGroup, contribution: Contribution, describe: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        group: SimulatedProcessGroup,
+        contribution: Contribution,
+        describe: Callable[[], str],
+        source: int | None = None,
+    ) -> None:
         super().__init__()
+        self._source = source
         self._shared = group.shared
         self._contribution = contribution
         self._describe = describe
@@ -82,6 +90,10 @@ class SimulatedWork(Work):
     def result(self) -> list[Tensor]:
         """The outputs."""
         return list(self._contribution.outputs)
+
+    def _source_rank(self) -> int:
+        """The rank in the group that a message is from, of a receive."""
+        return super()._source_rank() if self._source is None else self._source
 
     def get_future(self) -> torch.futures.Future[Any]:
         """
@@ -135,7 +147,9 @@ class SimulatedProcessGroup(TwinnedProcessGroup):
             raise DistBackendError(f"{contribution.call} after a failure: {shared.failure}")
         self._issued += 1
         number = self._issued
-        meeting = shared.open.setdefault(number, Meeting(self.size()))
+        meeting = shared.open.get(number)
+        if meeting is None:
+            meeting = shared.open[number] = Meeting(self.size())
         shared.last[self.rank()] = number, contribution.call
         difference = meeting.join(self.rank(), contribution, shared.ranks)
         if difference:
@@ -161,6 +175,7 @@ class SimulatedProcessGroup(TwinnedProcessGroup):
             self,
             contribution,
             lambda: f"{contribution.call}; rank {shared.ranks[peer]} of group {shared.name} has not sent it",
+            source=peer if contribution.op is Op.RECV else None,
         )
 
     def sender(self, tag: int) -> int:
@@ -175,8 +190,15 @@ class SimulatedProcessGroup(TwinnedProcessGroup):
 
     def _contribution(self, traffic: Traffic, root: int, sizes: tuple[int, ...] | None) -> Contribution:
         counted = traffic.inputs or traffic.outputs
-        if traffic.reduce_op:
-            require_reduction(traffic.reduce_op, counted)
+        require_call(
+            traffic.op,
+            traffic.inputs,
+            traffic.outputs,
+            reduce_op=traffic.reduce_op,
+            root=root,
+            rank=self.rank(),
+            size=self.size(),
+        )
         what = [f"{sum(tensor.numel() for tensor in counted)} {traffic.dtype}"] if counted else []
         words = ", ".join([traffic.reduce_op] * bool(traffic.reduce_op) + what)
         contribution = Contribution(

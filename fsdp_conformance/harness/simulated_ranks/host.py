@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
@@ -47,6 +48,10 @@ class _SimulatedRankRun(RankRun):
         rank_scheduler.running().finish(failure or left_out)
         if rank_scheduler.running().rank == 0:
             super().wait_for_goodbye()
+
+    def collect_garbage(self) -> None:
+        """Once for all ranks: each collection walks through what all of them have."""
+        rank_scheduler.running().once_together(super().collect_garbage)
 
 
 def main(pipe: Connection, directory: Path) -> NoReturn:
@@ -95,11 +100,16 @@ class HostSeat(Seat):
     """The reports that have arrived, by rank."""
     parts_by_rank: dict[int, Part] = field(default_factory=dict)
     """Of the ranks that have changed it."""
+    _in_part: Counter[Part] = field(default_factory=Counter)
+    """How many ranks that have not reported run each part, less those that were there from the start."""
 
     @property
     def parts(self) -> list[Part]:
-        """Whose code the ranks run that have not reported."""
-        return [self._part_of(rank) for rank in range(len(self.rank_files)) if rank not in self.spoke]
+        """Whose code the ranks run that have not reported; each part once."""
+        # Asked for with every message, so the ranks are counted and not gone through.
+        at_first = Counter({self.part: len(self.rank_files)})
+        at_first.update(self._in_part)
+        return [part for part, number in at_first.items() if number]
 
     @property
     def spoken(self) -> bool:
@@ -118,9 +128,15 @@ class HostSeat(Seat):
         data: dict[str, Any] = json.loads(message)
         if "report" in data:
             report = rank_report_from_json(data["report"])
+            if report.rank not in self.spoke:
+                self._in_part[self._part_of(report.rank)] -= 1
             self.spoke[report.rank] = report
         elif "part" in data:
-            self.parts_by_rank[data["rank"]] = Part(data["part"])
+            rank, part = data["rank"], Part(data["part"])
+            if rank not in self.spoke:
+                self._in_part[self._part_of(rank)] -= 1
+                self._in_part[part] += 1
+            self.parts_by_rank[rank] = part
 
     def blame_suite(self) -> None:
         """Note that the ranks that work for the suite have kept the case waiting."""

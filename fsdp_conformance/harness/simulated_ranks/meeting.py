@@ -12,14 +12,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.harness.simulated_ranks.arguments import ROOTED
 from fsdp_conformance.history.collective import Op
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -43,7 +45,7 @@ class Contribution:
     def agreed(self) -> tuple[object, ...]:
         """The properties that must be equal on all ranks."""
         moved = self.inputs or self.outputs
-        dtypes = sorted({str(tensor.dtype) for tensor in moved})
+        dtypes = sorted(map(str, {tensor.dtype for tensor in moved}))
         if self.op is Op.ALL_TO_ALL:
             return (self.op, dtypes)
         return (self.op, self.reduce_op, self.root, dtypes, self._agreed_numel())
@@ -56,12 +58,39 @@ class Contribution:
         return [tensor.numel() for tensor in self.inputs]
 
 
-class Meeting:
-    """One collective of a group of `size` ranks, from the first arrival to the last."""
+class Brought(list["Contribution | None"]):
+    """The contributions by rank, None for a rank that has not arrived, and what several results are made of."""
 
     def __init__(self, size: int) -> None:
-        self.brought: list[Contribution | None] = [None] * size
+        super().__init__([None] * size)
+        self._made: dict[str, Any] = {}
+
+    def once(self, name: str, make: Callable[[], T]) -> T:
+        """What `make` returned when it was first called under this name: work that is the same for all ranks."""
+        if name not in self._made:
+            self._made[name] = make()
+        made: T = self._made[name]
+        return made
+
+    def forget(self) -> None:
+        """Drop what was made: whoever holds a rank's Work holds the meeting."""
+        self._made.clear()
+
+
+class Meeting:
+    """
+    One collective of a group of `size` ranks, from the first arrival to the last.
+
+    The work of an arrival does not depend on the number of ranks, except where it completes the results of others.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.brought = Brought(size)
         self.number_of_arrived = 0
+        self._first: tuple[int, Contribution, tuple[object, ...]] | None = None
+        """The rank that came first, its contribution, and what the others must agree on."""
+        self._waiting: dict[int, Contribution] = {}
+        """Those whose result cannot be computed yet, by rank."""
 
     def join(self, rank: int, contribution: Contribution, names: Sequence[int]) -> str:
         """
@@ -70,16 +99,20 @@ class Meeting:
         `names` are the global ranks of the group, for the message.
         """
         # All others were compared with the first.
-        other, first = next(((at, one) for at, one in enumerate(self.brought) if one is not None), (rank, contribution))
-        if first.agreed != contribution.agreed:
+        agreed = contribution.agreed
+        other, first, expected = self._first = self._first or (rank, contribution, agreed)
+        if expected != agreed:
             mine, theirs = f"rank {names[rank]} called {contribution.call}", f"rank {names[other]} called {first.call}"
-            return f"{mine}, but {theirs}: {_difference(first, contribution)} differ"
-        if contribution.op in _ROOTED and _sends(contribution, rank):
+            return f"{mine}, but {theirs}: {_difference(expected, agreed)} differ"
+        if contribution.op in ROOTED and _sends(contribution, rank):
             contribution.inputs = tuple(tensor.detach().clone() for tensor in contribution.inputs)
         self.brought[rank] = contribution
         self.number_of_arrived += 1
-        with _plainly():
-            self._carry_out()
+        self._waiting[rank] = contribution
+        # An arrival that does not suffice for its own result does not for another's either.
+        if self._suffices(rank, contribution):
+            with _plainly():
+                self._carry_out()
         return ""
 
     def missing(self) -> list[int]:
@@ -93,23 +126,22 @@ class Meeting:
 
     def _carry_out(self) -> None:
         """Write the result of every rank whose result can be computed now."""
-        waiting = [
-            (rank, contribution)
-            for rank, contribution in enumerate(self.brought)
-            if contribution is not None and not contribution.is_there and self._suffices(rank, contribution)
-        ]
+        able = [(rank, self._waiting[rank]) for rank in sorted(self._waiting)]
+        able = [(rank, contribution) for rank, contribution in able if self._suffices(rank, contribution)]
         # Compute all results before writing any: an output may overlap an input. A common result is computed once.
         common: dict[int, list[Tensor]] = {}
         results = []
-        for rank, contribution in waiting:
+        for rank, contribution in able:
             form = len(contribution.outputs) if contribution.op in _COMMON else -1 - rank
             if form not in common:
                 common[form] = RESULTS[contribution.op](self.brought, rank)
             results.append(common[form])
-        for (_, contribution), values in zip(waiting, results, strict=True):
+        for (rank, contribution), values in zip(able, results, strict=True):
             for output, value in zip(contribution.outputs, values, strict=True):
                 _write(output, value)
             contribution.is_there = True
+            del self._waiting[rank]
+        self.brought.forget()
 
     def _suffices(self, rank: int, contribution: Contribution) -> bool:
         if contribution.op in (Op.BROADCAST, Op.SCATTER):
@@ -120,9 +152,10 @@ class Meeting:
 
 
 def _write(output: Tensor, value: Tensor) -> None:
-    # Through `data`: a backend writes below autograd, and does not change the version.
+    # Through `data`: a backend writes below autograd, and does not change the version. The `data` of a sparse tensor
+    # has indices of its own, so what is written there stays there.
     if output.layout is not torch.strided:
-        output.data.copy_(value)
+        output.copy_(value)
     elif output.data_ptr() != value.data_ptr():
         output.data.copy_(value.reshape(output.shape))
 
@@ -130,18 +163,15 @@ def _write(output: Tensor, value: Tensor) -> None:
 #: Collectives with the same result on every rank, in one tensor or in one for each rank.
 _COMMON: Final = frozenset({Op.ALL_REDUCE, Op.ALL_GATHER})
 
-#: Collectives in which a rank that only sends need not wait.
-_ROOTED: Final = frozenset({Op.BROADCAST, Op.SCATTER, Op.GATHER, Op.REDUCE})
-
 
 def _sends(contribution: Contribution, rank: int) -> bool:
-    """Whether the rank may continue before the others arrive, and so may overwrite its inputs."""
+    """Whether a rank of a collective with a root need not wait for the others, and so may overwrite its inputs."""
     return (rank == contribution.root) == (contribution.op in (Op.BROADCAST, Op.SCATTER))
 
 
-def _difference(one: Contribution, other: Contribution) -> str:
+def _difference(one: Sequence[object], other: Sequence[object]) -> str:
     names = ("the operations", "the reductions", "the roots", "the dtypes", "the sizes")
-    for name, mine, theirs in zip(names, one.agreed, other.agreed, strict=False):
+    for name, mine, theirs in zip(names, one, other, strict=False):
         if mine != theirs:
             return name
     return "the operations"
@@ -154,69 +184,72 @@ def _plainly() -> Iterator[None]:
         yield
 
 
-# --- results: from all contributions, for one rank, in the order of its outputs ---
-
-Brought = Sequence[Any]
-"""The contributions by rank; None for a rank that has not arrived."""
+# --- results: from a `Brought`, with all contributions that it takes, for one rank, in the order of its outputs ---
 
 
-def _all_reduced(brought: Brought, rank: int) -> list[Tensor]:
+def _all_reduced(brought: Any, rank: int) -> list[Tensor]:
     count = len(brought[rank].inputs)
     return [_reduced([one.inputs[index] for one in brought], brought[rank].reduce_op) for index in range(count)]
 
 
-def _reduced_at_root(brought: Brought, rank: int) -> list[Tensor]:
+def _reduced_at_root(brought: Any, rank: int) -> list[Tensor]:
     # Other ranks keep what they have: torch leaves it undefined.
     return _all_reduced(brought, rank) if rank == brought[rank].root else list(brought[rank].outputs)
 
 
-def _all_gathered(brought: Brought, rank: int) -> list[Tensor]:
+def _all_gathered(brought: Any, rank: int) -> list[Tensor]:
     own = brought[rank]
     if len(own.outputs) == len(own.inputs):
         return [torch.cat([one.inputs[index].reshape(-1) for one in brought]) for index in range(len(own.inputs))]
     return [tensor for one in brought for tensor in one.inputs]
 
 
-def reduce_scattered(brought: Brought, rank: int) -> list[Tensor]:
+def reduce_scattered(brought: Any, rank: int) -> list[Tensor]:
     own = brought[rank]
     if len(own.inputs) > len(own.outputs):
         return [_reduced([one.inputs[rank] for one in brought], own.reduce_op)]
+    # The whole is reduced once, and each rank takes its part: reducing the parts apart adds up to as many calls per
+    # rank as there are ranks.
+    wholes = brought.once("reduced", lambda: _all_reduced(brought, rank))
     parts = []
-    for index, output in enumerate(own.outputs):
+    for whole, output in zip(wholes, own.outputs, strict=True):
         begin = rank * output.numel()
-        rows = [one.inputs[index].reshape(-1)[begin : begin + output.numel()] for one in brought]
-        parts.append(_reduced(rows, own.reduce_op))
+        parts.append(whole.reshape(-1)[begin : begin + output.numel()])
     return parts
 
 
-def _broadcast(brought: Brought, rank: int) -> list[Tensor]:
+def _broadcast(brought: Any, rank: int) -> list[Tensor]:
     return list(brought[brought[rank].root].inputs)
 
 
-def _scattered(brought: Brought, rank: int) -> list[Tensor]:
+def _scattered(brought: Any, rank: int) -> list[Tensor]:
     own = brought[rank]
     return [brought[own.root].inputs[rank]]
 
 
-def _gathered(brought: Brought, rank: int) -> list[Tensor]:
+def _gathered(brought: Any, rank: int) -> list[Tensor]:
     if rank != brought[rank].root:
         return []
     return [one.inputs[0] for one in brought]
 
 
-def _exchanged(brought: Brought, rank: int) -> list[Tensor]:
+def _exchanged(brought: Any, rank: int) -> list[Tensor]:
     own = brought[rank]
     if own.sizes is None:
         return [one.inputs[rank] for one in brought]
-    rows = []
-    for one in brought:
-        whole = one.inputs[0]
-        sizes = list(one.sizes) or [whole.shape[0] // len(brought)] * len(brought)
-        rows.append(whole.split(sizes)[rank])
-    return [torch.cat(rows)]
+    columns = brought.once(
+        "columns", lambda: list(zip(*(_rows_sent(one, len(brought)) for one in brought), strict=True))
+    )
+    return [torch.cat(columns[rank])]
 
 
-RESULTS: Final[dict[Op, Callable[[Brought, int], list[Tensor]]]] = {
+def _rows_sent(one: Contribution, size: int) -> tuple[Tensor, ...]:
+    """What a rank sends to each of the `size` ranks."""
+    (whole,) = one.inputs
+    return torch.split(whole, list(one.sizes or ()) or [whole.shape[0] // size] * size)
+
+
+RESULTS: Final[dict[Op, Callable[[Any, int], list[Tensor]]]] = {
     Op.ALL_REDUCE: _all_reduced,
     Op.REDUCE: _reduced_at_root,
     Op.REDUCE_SCATTER: reduce_scattered,
@@ -242,25 +275,13 @@ _PAIRWISE: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
 
 
 def _reduced(tensors: Sequence[Tensor], reduce_op: str) -> Tensor:
-    """((r0 + r1) + r2) + ..., rounded to the dtype after each."""
+    """((r0 + r1) + r2) + ..., rounded to the dtype after each. Sparse sums are coalesced, as gloo's are."""
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         total = _PAIRWISE[reduce_op](total, tensor)
+    if total.layout is torch.sparse_coo:
+        return total.coalesce()
     return total.div_(len(tensors)) if reduce_op == "AVG" else total
-
-
-def require_reduction(reduce_op: str, tensors: Sequence[Tensor]) -> None:
-    """Raise ConfigError unless the tensors can be reduced in this way."""
-    problems = []
-    if reduce_op not in _PAIRWISE:
-        problems.append(f"reduce_op must be one of {', '.join(_PAIRWISE)}, got {reduce_op}")
-    floating = any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
-    if floating and reduce_op in ("BAND", "BOR", "BXOR"):
-        problems.append(f"reduce_op={reduce_op} requires integer tensors, got floating-point ones")
-    if not floating and reduce_op == "AVG":
-        problems.append("reduce_op=AVG requires floating-point tensors, got integer ones")
-    if problems:
-        raise ConfigError(problems, where="collective of simulated ranks")
 
 
 @dataclass(slots=True)

@@ -47,6 +47,10 @@ class _Seat:
     failure: str | None = None
     """The error to raise in the rank instead of returning from its wait."""
 
+    def can_go_on(self, *, at_end: bool) -> bool:
+        """Whether it can take a turn; `at_end` if whoever waits is to be woken."""
+        return self.ready is None or bool(self.failure) or (at_end and not self.is_done) or self.ready()
+
 
 class RankScheduler:
     """Passes the turn between ranks, one for each of `states`. Rank 0 begins."""
@@ -59,6 +63,11 @@ class RankScheduler:
         self.failed: dict[int, str] = {}
         """The ranks whose body has failed, in order of failure, and how."""
         self._reason: str | None = None
+        self._unfinished = set(range(len(states)))
+        """The ranks whose body has not ended."""
+        self._expected = set(range(len(states)))
+        """The ranks that `once_together` waits for."""
+        self._did_together = False
         self._seats[0].turn.release()
         self.on_turn: Callable[[int], object] | None = None
         """Called with the rank whose turn begins."""
@@ -87,6 +96,8 @@ class RankScheduler:
         """The calling rank takes no more turns."""
         seat = self._seats[self.rank]
         seat.has_left = seat.is_done = True
+        self._unfinished.discard(self.rank)
+        self._expected.discard(self.rank)
         seat.state.save()
         following = self._following(self.rank)
         if following is not None:
@@ -133,9 +144,26 @@ class RankScheduler:
         seat.is_done = True
         if failure:
             self.failed[rank] = failure
-        seat.ready = lambda: all(other.is_done for other in self._seats)
+        self._unfinished.discard(rank)
+        seat.ready = lambda: not self._unfinished
         self._pass_on(rank)
         seat.ready = None
+
+    def once_together(self, work: Callable[[], object]) -> None:
+        """
+        Call `work` once for all ranks, when each of them has called this or has left. Call it after `finish`, once.
+
+        For what a rank in a process of its own does for itself, but which costs as much as all ranks have.
+        """
+        seat = self._seats[self.rank]
+        self._expected.discard(self.rank)
+        if self._expected:
+            seat.ready = lambda: not self._expected
+            self._pass_on(self.rank)
+            seat.ready = None
+        if not self._did_together:
+            self._did_together = True
+            work()
 
     def end(self, reason: str) -> None:
         """Raise an error with this reason in every rank that waits, now or later. Call it from any thread."""
@@ -167,7 +195,7 @@ class RankScheduler:
                 if seat.has_left:
                     continue
                 present = True
-                if seat.ready is None or seat.failure or (self._reason and not seat.is_done) or seat.ready():
+                if seat.can_go_on(at_end=bool(self._reason)):
                     return candidate
             if not present:
                 return None

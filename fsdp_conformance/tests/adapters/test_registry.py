@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import subprocess
 import sys
@@ -43,6 +44,22 @@ def test_entry_points() -> None:
     """The bundled implementations are named by entry points."""
     assert {"torch-ddp", "torch-fsdp1", "torch-fsdp2", "deepspeed-zero3"} <= set(registry.names())
     assert registry.load("torch-fsdp2").__name__ == "TorchFSDP2"
+
+
+def test_entry_points_are_read_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a case may share a process, and each of them loads the adapter."""
+    read, groups = importlib.metadata.entry_points, []
+
+    def noted(*, group: str) -> importlib.metadata.EntryPoints:
+        groups.append(group)
+        return read(group=group)
+
+    monkeypatch.setattr(importlib.metadata, "entry_points", noted)
+    registry._entry_points.cache_clear()
+    for _ in range(3):
+        registry.load("torch-fsdp2")
+
+    assert [registry.ENTRY_POINTS] == groups
 
 
 def test_modules() -> None:

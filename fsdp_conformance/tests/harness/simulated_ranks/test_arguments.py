@@ -1,0 +1,277 @@
+"""Unusual calls, and calls that make no collective: simulated ranks do what gloo does, or raise where gloo raises."""
+
+from __future__ import annotations
+
+import unittest
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.harness.simulated_ranks.arguments import require_call
+from fsdp_conformance.harness.simulated_ranks.ranks import run_ranks
+from fsdp_conformance.history.collective import Op
+from fsdp_conformance.tests.harness.started_ranks import StartedRanks
+
+SIZE = 3
+
+#: Generous: everything below takes seconds on a free machine.
+TIMEOUT_S = 600.0
+
+RAISES = "raises"
+
+# torch 2.13 renamed these.
+all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _sparse(rank: int, *, twice: bool = False) -> Tensor:
+    """Two of six rows, one of them every rank's; with `twice`, one row in two parts."""
+    rows = torch.tensor([[rank, 4, 4] if twice else [rank, 4]])
+    values = torch.arange(3.0 * rows.numel()).reshape(-1, 3) + rank
+    return torch.sparse_coo_tensor(rows, values, (6, 3), check_invariants=True)
+
+
+def _sparse_sum(rank: int, **options: Any) -> list[Tensor]:
+    mine = _sparse(rank, **options)
+    dist.all_reduce(mine)
+    return [mine.to_dense(), torch.tensor(mine.is_coalesced()), mine.coalesce().indices()]
+
+
+def _sparse_sum_of_a_gradient(rank: int) -> list[Tensor]:
+    """As DDP's reducer does, and a wait by future."""
+    layer = torch.nn.Embedding(6, 3, sparse=True)
+    torch.nn.init.constant_(layer.weight, 1.0)
+    (layer(torch.tensor([rank, 4])).sum() * (rank + 1)).backward()
+    assert layer.weight.grad is not None
+    dist.all_reduce(layer.weight.grad)
+    return [layer.weight.grad.to_dense()]
+
+
+def _in_place(call: Callable[[Tensor], object], mine: Tensor) -> list[Tensor]:
+    call(mine)
+    return [mine.to_dense() if mine.is_sparse else mine]
+
+
+def _from_anybody(rank: int, group: Any = None, receiver: int = 0) -> list[Tensor]:
+    """What a rank gets from all others, in the order of their ranks, and who says to have sent it."""
+    members = dist.get_process_group_ranks(group) if group is not None else list(range(SIZE))
+    if rank not in members:
+        return []
+    if rank != receiver:
+        dist.send(torch.full((2,), 10.0 + rank), receiver, group=group)
+        return []
+    found = {}
+    for _ in members[1:]:
+        mine = torch.zeros(2)
+        source = dist.recv(mine, group=group)
+        found[source] = mine
+    return [torch.tensor(sorted(found)), *(found[source] for source in sorted(found))]
+
+
+def _among_two(rank: int) -> list[Tensor]:
+    group = dist.new_group([1, 2])
+    return _from_anybody(rank, group, receiver=2)
+
+
+def _empty(count: int, numel: int) -> list[Tensor]:
+    return [torch.zeros(numel) for _ in range(count)]
+
+
+#: By name; each takes the rank. Those that raise do so on every rank.
+CALLS: dict[str, Callable[[int], list[Tensor]]] = {
+    "all_reduce of sparse tensors": _sparse_sum,
+    "all_reduce of sparse tensors that are not coalesced": lambda rank: _sparse_sum(rank, twice=True),
+    "all_reduce of a sparse gradient": _sparse_sum_of_a_gradient,
+    "all_reduce of sparse tensors, their maximum": lambda rank: _in_place(
+        lambda mine: dist.all_reduce(mine, op=dist.ReduceOp.MAX), _sparse(rank)
+    ),
+    "broadcast of sparse tensors": lambda rank: _in_place(lambda mine: dist.broadcast(mine, 0), _sparse(rank)),
+    "reduce of sparse tensors": lambda rank: _in_place(lambda mine: dist.reduce(mine, 0), _sparse(rank)),
+    "reduce_scatter_tensor of too many": lambda rank: _in_place(
+        lambda mine: reduce_scatter_tensor(mine, torch.ones(2 * SIZE + 1)), torch.zeros(2)
+    ),
+    "reduce_scatter_tensor of too few": lambda rank: _in_place(
+        lambda mine: reduce_scatter_tensor(mine, torch.ones(2 * SIZE - 1)), torch.zeros(2)
+    ),
+    "reduce_scatter of other sizes": lambda rank: _in_place(
+        lambda mine: dist.reduce_scatter(mine, _empty(SIZE, 3)), torch.zeros(2)
+    ),
+    "reduce_scatter of too few": lambda rank: _in_place(
+        lambda mine: dist.reduce_scatter(mine, _empty(SIZE - 1, 2)), torch.zeros(2)
+    ),
+    "all_gather_into_tensor, too large": lambda rank: _in_place(
+        lambda whole: all_gather_into_tensor(whole, torch.ones(2)), torch.zeros(2 * SIZE + 1)
+    ),
+    "all_gather_into_tensor, too small": lambda rank: _in_place(
+        lambda whole: all_gather_into_tensor(whole, torch.ones(2)), torch.zeros(2 * SIZE - 1)
+    ),
+    "all_gather of other sizes": lambda rank: _in_place(
+        lambda mine: dist.all_gather([mine, *_empty(SIZE - 1, 3)], torch.ones(2)), torch.zeros(3)
+    ),
+    "all_gather of too few": lambda rank: _in_place(
+        lambda mine: dist.all_gather([mine, *_empty(SIZE - 2, 2)], torch.ones(2)), torch.zeros(2)
+    ),
+    "broadcast from -1": lambda rank: _in_place(lambda mine: dist.broadcast(mine, -1), torch.full((2,), rank)),
+    "broadcast from beyond": lambda rank: _in_place(lambda mine: dist.broadcast(mine, SIZE), torch.full((2,), rank)),
+    "reduce to -1": lambda rank: _in_place(lambda mine: dist.reduce(mine, -1), torch.full((2,), rank)),
+    "reduce to beyond": lambda rank: _in_place(lambda mine: dist.reduce(mine, SIZE), torch.full((2,), rank)),
+    "gather to -1": lambda rank: _in_place(lambda mine: dist.gather(mine, None, -1), torch.full((2,), rank)),
+    "scatter from -1": lambda rank: _in_place(lambda mine: dist.scatter(mine, None, -1), torch.full((2,), rank)),
+    "recv from anybody": _from_anybody,
+    "recv from anybody of a group": _among_two,
+}
+
+
+def outcome(call: Callable[[int], list[Tensor]], rank: int) -> list[Tensor] | str:
+    """What the call leaves on this rank, or that it raises."""
+    try:
+        return call(rank)
+    except Exception:  # noqa: BLE001 - whether it raises is what is compared
+        return RAISES
+
+
+class Calls(StartedRanks):
+    """Every call on three ranks, whose outcomes go into files. Not collected."""
+
+    __test__ = False
+    world_size = SIZE
+    case_timeout_s = 120.0
+
+    def run_calls(self) -> None:
+        outcomes = {name: outcome(call, self.rank) for name, call in CALLS.items()}
+        torch.save(outcomes, Path(self.launch_payload) / f"{self.rank}.pt")
+
+
+def _outcomes(directory: Path, *, simulated: bool) -> list[dict[str, Any]]:
+    """By rank."""
+    directory.mkdir()
+    case = Calls("run_calls")
+    case.simulated_ranks = simulated
+    case.launch_payload = str(directory)
+    result = unittest.TestResult()
+    case.run(result)
+    assert result.wasSuccessful(), [*result.errors, *result.failures]
+    return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(SIZE)]
+
+
+@pytest.mark.slow
+def test_unusual_calls_do_what_they_do_between_processes(tmp_path: Path) -> None:
+    """The same values, or an error, on every rank."""
+    between_processes = _outcomes(tmp_path / "processes", simulated=False)
+    between_threads = _outcomes(tmp_path / "simulated", simulated=True)
+
+    unlike = []
+    for rank, (expected, got) in enumerate(zip(between_processes, between_threads, strict=True)):
+        assert expected.keys() == got.keys()
+        unlike += [
+            f"{name}, rank {rank}: {expected[name]} between processes, {got[name]} between threads"
+            for name in expected
+            if not _equal(expected[name], got[name])
+        ]
+    assert [] == unlike
+    kinds = {name: between_processes[0][name] == RAISES for name in CALLS}
+    assert {True, False} == set(kinds.values()), kinds
+
+
+def _equal(one: list[Tensor] | str, other: list[Tensor] | str) -> bool:
+    if isinstance(one, str) or isinstance(other, str):
+        return one == other
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+# --- without processes ---
+
+
+def test_sparse_tensors_are_added() -> None:
+    """The caller's tensor has the sum, coalesced, as a dense one has."""
+
+    def body(rank: int) -> list[list[float]]:
+        mine, dense = _sparse(rank), _sparse(rank).to_dense()
+        dist.all_reduce(mine)
+        dist.all_reduce(dense)
+        assert mine.is_coalesced()
+        assert torch.equal(dense, mine.to_dense())
+        found: list[list[float]] = dense.tolist()
+        return found
+
+    sums = run_ranks(SIZE, body, timeout_s=TIMEOUT_S)
+
+    expected = torch.stack([_sparse(rank).to_dense() for rank in range(SIZE)]).sum(0)
+    assert [expected.tolist()] * SIZE == sums
+
+
+def test_messages_from_anybody_say_who_sent_them() -> None:
+    """As ranks of the world, also in a group in which they have other numbers."""
+
+    def body(rank: int) -> list[list[float]]:
+        return [tensor.tolist() for tensor in [*_from_anybody(rank), *_among_two(rank)]]
+
+    first, second, third = run_ranks(SIZE, body, timeout_s=TIMEOUT_S)
+
+    assert [[1, 2], [11.0, 11.0], [12.0, 12.0]] == first
+    assert [] == second
+    assert [[1], [11.0, 11.0]] == third
+
+
+def _dense(*numels: int) -> list[Tensor]:
+    return [torch.zeros(numel) for numel in numels]
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "outputs", "options", "message"),
+    [
+        (Op.BROADCAST, _dense(2), _dense(2), {"root": -1}, "the root must be a rank of the group, from 0 to 2, got -1"),
+        (Op.SCATTER, [], _dense(2), {"root": 3}, "the root must be a rank of the group, from 0 to 2, got 3"),
+        (Op.GATHER, _dense(2), _dense(2, 2), {}, "the output must be a list of 3 tensors, got 2"),
+        (Op.GATHER, _dense(2), _dense(2, 1, 2), {}, "tensors of 2 elements, like the input, got 1 at 1"),
+        (Op.SCATTER, _dense(2, 2), _dense(2), {}, "the input must be a list of 3 tensors, got 2"),
+        (Op.REDUCE_SCATTER, _dense(7), _dense(2), {}, "3 times the elements of the output, 6, got 7"),
+        (Op.REDUCE_SCATTER, _dense(2, 2, 3), _dense(2), {}, "tensors of 2 elements, like the output, got 3 at 2"),
+        (Op.ALL_GATHER, _dense(2), _dense(5), {}, "3 times the elements of the input, 6, got 5"),
+        (Op.ALL_GATHER, _dense(1, 2), _dense(1, 2, 1, 2, 2, 2), {}, "1 elements, like the input, got 2 at 4"),
+        (Op.BROADCAST, [_sparse(0)], [_sparse(0)], {}, "tensors must be dense"),
+        (Op.ALL_REDUCE, [_sparse(0)], [_sparse(0)], {"reduce_op": "MAX"}, "reduce_op must be SUM for sparse tensors"),
+        (Op.ALL_REDUCE, _dense(2), _dense(2), {"reduce_op": "PREMUL_SUM"}, "reduce_op must be one of SUM"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_collective_is_refused(
+    op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor], options: dict[str, Any], message: str
+) -> None:
+    """Each rank is told from its own arguments."""
+    with pytest.raises(ConfigError, match=message):
+        require_call(op, inputs, outputs, **{"reduce_op": "", "root": 0, "rank": 0, "size": SIZE, **options})
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs", "outputs"),
+    [
+        (Op.REDUCE_SCATTER, _dense(6, 3), _dense(2, 1)),
+        (Op.REDUCE_SCATTER, _dense(2, 2, 2), _dense(2)),
+        (Op.ALL_GATHER, _dense(1, 2), _dense(1, 2, 1, 2, 1, 2)),
+        (Op.ALL_GATHER, _dense(1, 2), _dense(3, 6)),
+        (Op.GATHER, _dense(2), _dense(2, 2, 2)),
+        (Op.SCATTER, _dense(2, 2, 2), _dense(2)),
+    ],
+)
+def test_what_makes_one_is_not(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Whole tensors and lists of parts, one or several at a time."""
+    require_call(op, inputs, outputs, reduce_op="", root=0, rank=0, size=SIZE)
+
+
+def test_an_error_is_every_ranks_own() -> None:
+    """No rank waits for another to hear of it, and the group can be used afterwards."""
+
+    def body(rank: int) -> float:
+        with pytest.raises(ConfigError, match="got -1"):
+            dist.broadcast(torch.ones(1), -1)
+        mine = torch.ones(1)
+        dist.all_reduce(mine)
+        return float(mine)
+
+    assert [3.0] * SIZE == run_ranks(SIZE, body, timeout_s=TIMEOUT_S)
