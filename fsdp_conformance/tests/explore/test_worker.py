@@ -19,7 +19,9 @@ from fsdp_conformance.explore.example import Example, features
 from fsdp_conformance.explore.exploration import Budget, Exploration, Explorer
 from fsdp_conformance.explore.pool import Outcome, WarmWorker
 from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel
+from fsdp_conformance.mutants import MUTANTS
 from fsdp_conformance.settings import RunOrder
+from fsdp_conformance.simulator import build
 from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload import Regime
 
@@ -231,6 +233,24 @@ def test_a_correct_engine_passes_with_joined_blocks() -> None:
 
     assert outcome.record is not None
     assert outcome.record.verdict is Verdict.PASS
+
+
+@pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+def test_the_simulated_accelerator_shows_races() -> None:
+    """A correct engine passes on it, and one that frees memory in flight does not, for the race alone."""
+    outcomes = []
+    for implementation in ("reference", MUTANTS["frees-in-flight"].spec):
+        description = registry.describe(implementation)
+        settings = RunSettings(implementation=implementation, ranks="simulated", device="sim")
+        order = RunOrder(settings=settings, description=description.to_json(), device="sim")
+        with WarmWorker(order) as worker:
+            outcomes.append(worker.run(_example()))
+
+    right, wrong = (outcome.record for outcome in outcomes)
+    assert right is not None
+    assert right.verdict is Verdict.PASS
+    assert wrong is not None
+    assert wrong.verdict is Verdict.FAIL
 
 
 def test_nothing_is_left_after_a_worker() -> None:
