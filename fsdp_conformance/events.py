@@ -1,5 +1,5 @@
 """
-What happens between training steps or inside one, besides training: an evaluation, a read, a new learning rate.
+What happens between training steps or inside one, besides training: an evaluation, a new learning rate, an exception.
 
 An event is frozen data: an action at a point. A point is a step, a moment in it, and for moments that a step has once
 for each micro-batch, its number. `Regime.events` holds the events of a run. `adapters.session` makes them happen to an
@@ -9,6 +9,7 @@ only. `workload.every_point` makes regimes with an action at every point where i
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -65,6 +66,17 @@ class Action(StrEnum):
     """The gradients of the parameters in `names` are multiplied by `value`, in place."""
     ASSIGN_GRADIENT = "assign gradient"
     """The same, by assigning a new tensor to `.grad`."""
+    SAVE = "save"
+    """A checkpoint of the model and the optimizer is saved."""
+    LOAD = "load"
+    """The last checkpoint that was saved is loaded: model and optimizer are what they were then."""
+    RAISE = "raise"
+    """
+    The step is attempted first, without its other events, up to this moment: there an exception of the user's code ends
+    the attempt on every rank. It is caught, the engine recovers, and the step is made as if nothing had been.
+
+    Before the forward: the forward that follows raises. Between forward and backward: the backward that follows does.
+    """
 
 
 #: At which moments an action is legal, because the contract says what it leads to.
@@ -86,6 +98,10 @@ LEGAL: dict[Action, frozenset[Moment]] = {
     Action.ASSIGN: frozenset({*_BETWEEN, Moment.OPTIMIZER, Moment.LOSS}),
     Action.WRITE_GRADIENT: frozenset({Moment.OPTIMIZER}),
     Action.ASSIGN_GRADIENT: frozenset({Moment.OPTIMIZER}),
+    Action.SAVE: _BETWEEN,
+    # Inside a step it would be open whether the gradients remain.
+    Action.LOAD: _BETWEEN,
+    Action.RAISE: frozenset({*PER_MICRO_BATCH, Moment.OPTIMIZER}),
 }
 
 #: Actions that a rank can do alone: all others communicate, or leave ranks with different parameters.
@@ -96,7 +112,8 @@ WITHOUT_EFFECT = frozenset({Action.TOGGLE, Action.UNSHARD})
 
 #: Actions after which a change of a parameter no longer shows its gradient: see `checks.derived`.
 HIDES_GRADIENTS = frozenset({
-    Action.LEARNING_RATE, Action.SKIP, Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT
+    Action.LEARNING_RATE, Action.SKIP, Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT,
+    Action.LOAD,
 })  # fmt: skip
 
 #: Actions that need `Event.names`, and those that need `Event.value`.
@@ -157,3 +174,19 @@ class Event:
         """`evaluate between forward and backward of micro-batch 1 in step 0`, for reports."""
         of = f" of micro-batch {self.micro}" if self.moment in PER_MICRO_BATCH else ""
         return f"{self.action} {self.moment}{of} in step {self.step}"
+
+
+def in_order(events: Iterable[Event]) -> tuple[Event, ...]:
+    """The events in the order of a run; those at one point keep theirs."""
+    moments = list(Moment)
+    return tuple(sorted(events, key=lambda event: (event.step, moments.index(event.moment), event.micro)))
+
+
+def without_a_save(events: Iterable[Event]) -> tuple[Event, ...]:
+    """The events that load a checkpoint before one has been saved."""
+    found, saved = [], False
+    for event in in_order(events):
+        saved = saved or event.action is Action.SAVE
+        if event.action is Action.LOAD and not saved:
+            found.append(event)
+    return tuple(found)

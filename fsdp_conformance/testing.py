@@ -329,7 +329,7 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
                 world_size=self.world_size,
                 faults=faults,
                 on_step=count_step,
-                **options,
+                **{"new_directory": self.shared_directory, **options},
             )
         self.report.schedule += [record.line() for record in run.collectives]
         unmet = {text: ops for fault in faults for text, ops in fault.unmet(self.rank, run.collectives).items()}

@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.events import LEGAL, PER_MICRO_BATCH, WITHOUT_EFFECT, Action, Event, Moment
+from fsdp_conformance.events import (
+    LEGAL,
+    PER_MICRO_BATCH,
+    WITHOUT_EFFECT,
+    Action,
+    Event,
+    Moment,
+    without_a_save,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,6 +43,19 @@ class BatchKey:
     micro: int = 0
     rank: int = 0
     world_size: int = 1
+
+
+class Fuse(Protocol):
+    """What makes a model's own code raise."""
+
+    place: str
+    """Where it is to raise; empty once it has."""
+
+    def arm(self, place: str, code: int) -> None:
+        """Let the next forward and backward raise at `place` ("forward" or "backward"), once; empty: nowhere."""
+
+    def reach(self, place: str) -> None:
+        """Raise, if that is the place."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +95,8 @@ class Workload:
     The model on the meta device, without values, for plans with `meta_init`. Initialising each of its modules by
     `reset_parameters`, in any order, gives the values of `build`.
     """
+    fuse: Callable[[nn.Module], Fuse] | None = None
+    """The fuse of a model, before it is wrapped, for events that raise; None: the model has none."""
     traits: frozenset[str] = frozenset()
     """Facts for the references: "batch_norm" (per-rank buffers), "unused" (find_unused_parameters for DDP)."""
 
@@ -141,6 +164,15 @@ class Regime:
             for event in self.events
             if event.step >= self.steps or event.micro >= self.micro_batches
         ]
+        problems += [
+            f"events must save a checkpoint before one is loaded, got {event.describe()} and no save before it"
+            for event in without_a_save(self.events)
+        ]
+        if any(event.action is Action.RAISE for event in self.events):
+            if self.pipeline:
+                problems.append("events must not raise in a pipeline: an attempt makes one micro-batch after the other")
+            if self.optimizer_in_backward:
+                problems.append("events must not raise with the optimizer in backward: it has stepped by then")
         if self.pipeline and any(event.moment in PER_MICRO_BATCH for event in self.events):
             problems.append("events must not lie within a micro-batch: in a pipeline its passes are not adjacent")
         if problems:
@@ -191,6 +223,14 @@ class Regime:
     def skips(self, step: int) -> bool:
         """Whether the optimizer does not step."""
         return any(event.action is Action.SKIP for event in self.in_step(step))
+
+    def attempts(self, step: int) -> list[tuple[Event, int]]:
+        """The events that interrupt an attempt at the step, each with how many micro-batches are begun."""
+        return [
+            (event, event.micro + 1 if event.moment in PER_MICRO_BATCH else self.micro_batches)
+            for event in self.in_step(step)
+            if event.action is Action.RAISE
+        ]
 
     def happens(self, *actions: Action) -> bool:
         """Whether any of the actions happens in the run."""

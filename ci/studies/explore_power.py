@@ -9,26 +9,38 @@ import os
 import select
 import signal
 import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.config import RunSettings
-from fsdp_conformance.errors import NotExact
+from fsdp_conformance.errors import AdapterError, ConformanceError, NotExact
+from fsdp_conformance.explore.case import case_for
 from fsdp_conformance.explore.example import Example, features
 from fsdp_conformance.explore.exploration import Budget, Explorer
 from fsdp_conformance.explore.pool import Outcome, outcome_of
+from fsdp_conformance.explore.signature import signature_of
 from fsdp_conformance.harness.recording import process_group
-from fsdp_conformance.mutants import MUTANTS, Mutant
+from fsdp_conformance.judge.gate import empty_record
+from fsdp_conformance.mutants import ALL, MUTANTS, Mutant
+from fsdp_conformance.mutants.mutant import Symptom
+from fsdp_conformance.outcome import case_record_from_json
 from fsdp_conformance.settings import RunOrder
-
-#: Engines that train through the whole protocol. The others are components, which no drawn model reaches.
-TRAINED = frozenset({"torch-fsdp2", "torch-fsdp1", "torch-ddp", "reference", "deepspeed-zero3"})
+from fsdp_conformance.verdict import Verdict
+from studies.explore_reach import out_of_reach
 
 #: One known-wrong engine in this many is hidden.
 HIDDEN = 3
+
+
+#: Modules whose classes are correct engines with seams, from which mutants derive.
+_SEAMS = ("fsdp_conformance.mutants.base", "fsdp_conformance.mutants.engines", "fsdp_conformance.adapters")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,123 +53,262 @@ class Answer:
     """Examples until it was found, or in all."""
     signature: str = ""
     features: tuple[str, ...] = ()
+    example: str = ""
+    """The example that found it, as JSON."""
+    own: tuple[str, ...] = ()
+    """How the engine failed that is also how it fails without the defect."""
+    unjudged: dict[str, int] = field(default_factory=dict)
+    """Examples that judged nothing, by reason."""
     how: str = ""
-    """How the process ended, if it did not answer."""
+    """Why there is no answer."""
     seconds: float = 0.0
 
 
-class InThisProcess:
-    """Runs examples on simulated ranks in this process, which is a fork made for one engine."""
+# --- one example in a process of its own ------------------------------------------------------------------------------
 
-    def __init__(self, order: RunOrder) -> None:
-        self.order = order
-        process_group.register_recording_backend(order.device)
+
+class Forks:
+    """
+    Runs examples on simulated ranks, each in a fork of this process: whatever an engine does to it, the next one is
+    fresh. What also fails without the defect is not the defect's.
+    """
+
+    def __init__(self, spec: str, correct: str, timeout_s: float, *, counts_ends: bool) -> None:
+        self.timeout_s = timeout_s
+        self.counts_ends = counts_ends
+        """Whether a crash or a hang is the defect; otherwise it may be the machine's."""
+        self.own: list[str] = []
+        self._order, self._correct = (_order(each) for each in (spec, correct))
 
     def run(self, example: Example) -> Outcome:
         """Run an example."""
-        from fsdp_conformance.explore.worker import run_example
+        outcome = self._outcome(self._order, example)
+        if not outcome.failed:
+            return outcome
+        assert outcome.record is not None, "what failed has a record"
+        if outcome.record.verdict in (Verdict.CRASH, Verdict.HANG) and not self.counts_ends:
+            return Outcome(rejected=f"{outcome.record.verdict.value}, which is not how the defect shows")
+        if self._outcome(self._correct, example).failed:
+            self.own.append(str(signature_of(outcome)))
+            return Outcome(rejected="fails without the defect, too")
+        return outcome
 
+    def _outcome(self, order: RunOrder, example: Example) -> Outcome:
+        said, ending = in_fork(partial(_record_of, order, example), self.timeout_s)
+        if said is None:
+            record = empty_record(case_for(example), order.settings.implementation, order.device)
+            record.verdict = Verdict.HANG if ending == "hung" else Verdict.CRASH
+            return Outcome(record=record)
+        if "rejected" in said:
+            return Outcome(rejected=said["rejected"])
         try:
-            record, _ = run_example(example, self.order)
-        except NotExact:
-            return Outcome(rejected="not exact")
-        return outcome_of(record, 0.0)
+            return outcome_of(case_record_from_json(said["record"]), 0.0)
+        except ConformanceError as error:
+            return Outcome(rejected=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:120]}")
 
 
-def hidden(modulus: int = HIDDEN) -> list[Mutant]:
-    """The known-wrong engines whose cases count as unwritten: the same ones on every machine."""
-    chosen = [name for name in MUTANTS if int(hashlib.sha256(name.encode()).hexdigest(), 16) % modulus == 0]
-    return [MUTANTS[name] for name in chosen if MUTANTS[name].engine in TRAINED]
-
-
-def tried(mutant: Mutant, examples: int, timeout_s: float) -> Answer:
-    """Explore one engine in a fork of this process. A fork that dies, or takes too long, gives no answer."""
-    began = time.monotonic()
+def in_fork(body: Callable[[], dict[str, Any]], timeout_s: float) -> tuple[dict[str, Any] | None, str]:
+    """What a function returns in a fork of this process, or None and how the fork ended: "hung", or its status."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
-        os.setsid()
         status = 1
         with suppress(BaseException):
-            os.write(writing, json.dumps(_explored(mutant, examples)).encode())
+            os.setsid()
+            os.close(reading)
+            with os.fdopen(writing, "w", encoding="utf-8") as file:
+                json.dump(body(), file)
             status = 0
         os._exit(status)
     os.close(writing)
-    ready, _, _ = select.select([reading], [], [], timeout_s)
-    said = os.read(reading, 1 << 16) if ready else b""
+    text, hung = _read_all(reading, timeout_s)
     os.close(reading)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
-    seconds = time.monotonic() - began
-    if said:
-        return Answer(mutant=mutant.name, seconds=seconds, **json.loads(said))
-    how = "hung" if not ready else f"ended with {os.waitstatus_to_exitcode(status)}"
-    return Answer(mutant=mutant.name, found=False, ran=0, how=how, seconds=seconds)
+    if hung:
+        return None, "hung"
+    try:
+        return dict(json.loads(text)), ""
+    except ValueError:
+        return None, f"ended with {os.waitstatus_to_exitcode(status)}"
 
 
-def _explored(mutant: Mutant, examples: int) -> dict[str, Any]:
-    description = registry.describe_here(mutant.spec)
-    order = RunOrder(
-        settings=RunSettings(implementation=mutant.spec, ranks="simulated"),
-        description=description.to_json(),
+def _read_all(descriptor: int, timeout_s: float) -> tuple[bytes, bool]:
+    """What comes until the other side closes, and whether that took too long."""
+    found, until = b"", time.monotonic() + timeout_s
+    while True:
+        ready, _, _ = select.select([descriptor], [], [], max(0.0, until - time.monotonic()))
+        if not ready:
+            return found, True
+        part = os.read(descriptor, 1 << 16)
+        if not part:
+            return found, False
+        found += part
+
+
+def _record_of(order: RunOrder, example: Example) -> dict[str, Any]:
+    from fsdp_conformance.explore.worker import run_example
+
+    try:
+        record, _ = run_example(example, order)
+    except NotExact:
+        return {"rejected": "not exact: the mantissa is used up"}
+    except Exception as error:  # noqa: BLE001 - it goes to the parent
+        return {"rejected": f"{type(error).__name__}: {traceback.format_exc()[-300:]}"}
+    return {"record": record.to_json()}
+
+
+def _order(spec: str) -> RunOrder:
+    return RunOrder(
+        settings=RunSettings(implementation=spec, ranks="simulated"),
+        description=registry.describe_here(spec).to_json(),
         device="cpu",
     )
-    found = Explorer(
-        InThisProcess(order), description.declared("cpu"), Budget(max_examples=examples), max_shrinks=0, max_failures=1
-    ).explore()
-    if not found.failures:
-        return {"found": False, "ran": found.ran}
-    failure = found.failures[0]
-    return {
-        "found": True,
+
+
+# --- one engine -------------------------------------------------------------------------------------------------------
+
+
+def hidden(mutants: Iterable[Mutant] = ALL, modulus: int = HIDDEN) -> list[Mutant]:
+    """The known-wrong engines whose cases count as unwritten: the same ones on every machine."""
+    chosen = [m for m in mutants if int(hashlib.sha256(m.name.encode()).hexdigest(), 16) % modulus == 0]
+    return sorted(chosen, key=lambda mutant: hashlib.sha256(mutant.name.encode()).hexdigest())
+
+
+def class_of(mutant: Mutant) -> str:
+    """The class of a defect: the module that it is written in."""
+    return mutant.spec.partition(":")[0].rpartition(".")[2]
+
+
+def without_defect(mutant: Mutant) -> str:
+    """The spec of the engine that a known-wrong one derives from. Raises AdapterError if it derives from none."""
+    for base in registry.load(mutant.spec).__mro__[1:]:
+        if base.__module__.startswith(_SEAMS) and not getattr(base, "__abstractmethods__", None):
+            return f"{base.__module__}:{base.__qualname__}"
+    raise AdapterError(f"{mutant.spec} must derive from an engine that can be run, got none")
+
+
+def tried(mutant: Mutant, examples: int, timeout_s: float) -> Answer:
+    """Explore one engine, with a budget of examples."""
+    began = time.monotonic()
+    try:
+        forks = Forks(
+            mutant.spec,
+            without_defect(mutant),
+            timeout_s,
+            counts_ends=bool({Symptom.HANG, Symptom.CRASH} & set(mutant.shows)),
+        )
+        declared = registry.describe_here(mutant.spec).declared("cpu")
+        budget = Budget(max_examples=examples)
+        found = Explorer(forks, declared, budget, max_shrinks=0, max_failures=1).explore()
+    except ConformanceError as error:
+        return Answer(mutant=mutant.name, found=False, ran=0, how=f"{type(error).__name__}: {error}"[:300])
+    known: dict[str, Any] = {
+        "mutant": mutant.name,
         "ran": found.ran,
-        "signature": str(failure.signature),
-        "features": sorted(features(failure.drawn)),
+        "own": tuple(sorted(set(forks.own))),
+        "unjudged": dict(found.rejected + Counter(declined=sum(found.declined.values()))),
+        "seconds": round(time.monotonic() - began, 1),
     }
+    if not found.failures:
+        return Answer(found=False, **known)
+    failure = found.failures[0]
+    return Answer(
+        found=True,
+        signature=str(failure.signature),
+        features=tuple(sorted(features(failure.drawn))),
+        example=failure.drawn.to_json(),
+        **known,
+    )
 
 
-def main() -> int:
-    """Try every hidden engine that FILE has not, and print the figures."""
+# --- the study --------------------------------------------------------------------------------------------------------
+
+
+def main(words: list[str] | None = None) -> int:
+    """Try every hidden engine within reach that FILE has not, and print the figures."""
     parser = argparse.ArgumentParser(prog="ci/explore-power")
     parser.add_argument("--output", required=True, type=Path, metavar="FILE")
-    parser.add_argument("--max-examples", type=int, default=60, metavar="N")
-    parser.add_argument("--timeout", type=float, default=900.0, metavar="S", help="for each engine")
+    parser.add_argument("--max-examples", type=int, default=60, metavar="N", help="for each engine")
+    parser.add_argument("--timeout", type=float, default=600.0, metavar="S", help="for one example, until it has hung")
     parser.add_argument("--limit", type=int, metavar="N", help="try only so many engines in this run")
+    parser.add_argument("--only", action="append", metavar="NAME", help="try this engine, hidden or not")
     parser.add_argument("--only-read", action="store_true")
-    given = parser.parse_args()
-    known = _read(given.output)
-    left = [mutant for mutant in hidden() if mutant.name not in known]
+    given = parser.parse_args(words)
+    unknown = sorted(set(given.only or ()) - set(MUTANTS))
+    if unknown:
+        parser.error(f"--only must name known-wrong engines, got {', '.join(unknown)}")
+    known = read(given.output, given.max_examples)
+    chosen = [MUTANTS[name] for name in given.only] if given.only else hidden()
+    left = [mutant for mutant in chosen if mutant.name not in known and not out_of_reach(mutant)]
+    if not given.only_read:
+        process_group.register_recording_backend("cpu")
     for mutant in [] if given.only_read else left[: given.limit]:
         answer = tried(mutant, given.max_examples, given.timeout)
-        known[answer.mutant] = answer
+        if not answer.how:
+            known[answer.mutant] = answer
         with given.output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(answer)) + "\n")
-        word = "found" if answer.found else "MISSED"
-        print(f"{word:<7} {answer.mutant:<40} {answer.ran:>3} {answer.signature or answer.how}", flush=True)
-    print(figures(known, total=len(hidden())))
+            file.write(json.dumps({**asdict(answer), "budget": given.max_examples}) + "\n")
+        word = "found" if answer.found else "NOTHING" if answer.how else "MISSED"
+        print(f"{word:<8}{answer.mutant:<40} {answer.ran:>3} {answer.signature or answer.how}", flush=True)
+    print(figures(known, hidden()))
     return 0
 
 
-def figures(known: dict[str, Answer], *, total: int) -> str:
-    """How many were found, how soon, and which were not."""
-    found = sorted(answer.ran for answer in known.values() if answer.found)
-    missed = sorted(answer.mutant for answer in known.values() if not answer.found and not answer.how)
-    lines = [f"{len(found)} of {len(found) + len(missed)} hidden known-wrong engines found ({total} are hidden)"]
-    lines += [f"without an answer: {answer.mutant} ({answer.how})" for answer in known.values() if answer.how]
+def figures(known: Mapping[str, Answer], mutants: Iterable[Mutant]) -> str:
+    """How many hidden engines were found, by class, how soon, and which were not or cannot be, and why."""
+    mutants = list(mutants)
+    reach = [mutant for mutant in mutants if not out_of_reach(mutant)]
+    answers = {mutant.name: known[mutant.name] for mutant in reach if mutant.name in known}
+    found = sorted(answer.ran for answer in answers.values() if answer.found)
+    lines = [
+        f"{len(mutants)} known-wrong engines are hidden, {len(reach)} of them within reach",
+        f"{len(found)} of the {len(answers)} that were tried were found",
+    ]
     if found:
-        lines.append(f"examples until then: half within {found[len(found) // 2]}, all within {found[-1]}")
-    return "\n".join([*lines, *(f"missed: {name}" for name in missed)])
+        lines.append(f"examples until then: half within {found[(len(found) - 1) // 2]}, all within {found[-1]}")
+    lines.append(f"{'class':<20}{'found':>8}{'missed':>8}{'untried':>9}{'out of reach':>14}")
+    for name in sorted({class_of(mutant) for mutant in mutants}):
+        of = [mutant for mutant in mutants if class_of(mutant) == name]
+        counts = Counter(_fate(mutant, answers) for mutant in of)
+        lines.append(
+            f"{name:<20}{counts['found']:>8}{counts['missed']:>8}{counts['untried']:>9}{counts['out of reach']:>14}"
+        )
+    lines += [
+        f"missed: {mutant.name} ({mutant.defect} {answers[mutant.name].ran} examples)"
+        for mutant in reach
+        if _fate(mutant, answers) == "missed"
+    ]
+    reasons = Counter(reason for mutant in mutants if (reason := out_of_reach(mutant)))
+    lines += [f"out of reach: {count} ({reason})" for reason, count in reasons.most_common()]
+    return "\n".join(lines)
 
 
-def _read(path: Path) -> dict[str, Answer]:
+def _fate(mutant: Mutant, answers: Mapping[str, Answer]) -> str:
+    if out_of_reach(mutant):
+        return "out of reach"
+    if mutant.name not in answers:
+        return "untried"
+    return "found" if answers[mutant.name].found else "missed"
+
+
+def read(path: Path, examples: int) -> dict[str, Answer]:
+    """
+    The answers of a file. One that found nothing with a smaller budget, or no answer at all, is left out, so that the
+    engine is tried again.
+    """
     if not path.exists():
         return {}
-    answers = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    # One that gave no answer, on a busy machine for example, is tried again.
-    return {
-        data["mutant"]: Answer(**{**data, "features": tuple(data["features"])}) for data in answers if not data["how"]
-    }
+    found: dict[str, Answer] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        data = json.loads(line)
+        budget = data.pop("budget")
+        if not data["how"] and (data["found"] or budget >= examples):
+            found[data["mutant"]] = Answer(**{**data, "features": tuple(data["features"]), "own": tuple(data["own"])})
+    return found
 
 
 if __name__ == "__main__":

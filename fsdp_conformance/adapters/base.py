@@ -328,7 +328,8 @@ class Adapter(ABC):
 
     def recover(self) -> None:
         """
-        Return to the state between two steps: an exception left a forward or a backward on every rank, and was caught.
+        Return to the state between two steps: an exception ended a step on every rank before its optimizer stepped, in
+        a forward, in a backward or after one, and was caught.
 
         The recovery that the engine documents; if that is automatic, there is nothing to do for it. Gradients of the
         interrupted step are dropped. Collective. Declares `exception_recovery`.
@@ -384,7 +385,9 @@ class Adapter(ABC):
 
     def load_checkpoint(self, directory: Path) -> None:
         """
-        Load model and optimizer after `setup`, before the first step. Collective. Implemented with `save_checkpoint`.
+        Load model and optimizer between two steps: before the first one, or later, to return to what was saved.
+
+        Collective. Implemented with `save_checkpoint`.
 
         The ranks may be as many as those that saved it, or, with the flag `reshard_load`, any number.
         """

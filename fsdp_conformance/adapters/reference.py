@@ -20,7 +20,7 @@ from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
 from fsdp_conformance.engine import sharding_strategy as engine
 from fsdp_conformance.engine.fully_sharded.checkpoint import load_checkpoint, save_checkpoint, save_checkpoint_async
-from fsdp_conformance.engine.fully_sharded.fully_shard import ShardingOptions, fully_shard
+from fsdp_conformance.engine.fully_sharded.fully_shard import ShardingOptions, fully_shard, unit_of
 from fsdp_conformance.engine.fully_sharded.gradient_scaler import ShardedGradScaler
 from fsdp_conformance.engine.fully_sharded.model_state import (
     full_state_dict,
@@ -31,6 +31,7 @@ from fsdp_conformance.engine.fully_sharded.model_state import (
 from fsdp_conformance.engine.fully_sharded.optimizer_state import full_optimizer_state, load_optimizer_state
 from fsdp_conformance.engine.fully_sharded.wrap_policy import ClassPolicy, SizePolicy, WrapPolicy
 from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
+from fsdp_conformance.errors import AdapterError
 
 _STRATEGIES = {
     Sharding.DEFAULT: engine.ShardingStrategy.FULL_SHARD,
@@ -260,7 +261,12 @@ class Reference(TorchAdapter):
         return FutureSave(future)
 
     def unit_is_unsharded(self, fqn: str) -> bool:
-        return self._unit(fqn).unit.is_unsharded
+        first, _, others = fqn.partition("+")
+        # Several modules are sharded in place, without a wrapper: each of them knows the unit.
+        unit = unit_of(self.names.modules[first]) if others else self._unit(fqn).unit
+        if unit is None:
+            raise AdapterError(f"{first!r} must be a module of the unit {fqn!r}, got one that was not sharded")
+        return unit.is_unsharded
 
     def unshard(self, fqn: str) -> None:
         self._unit(fqn).unshard()

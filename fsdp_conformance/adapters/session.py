@@ -6,6 +6,7 @@ both.
 
 A step, with the labels of its collectives in the log:
 
+    attempts             one for each event that raises: passes up to it, and the engine's recovery
     events               before the step
     each micro-batch     events before the forward
                          "forward"
@@ -34,6 +35,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,7 +58,7 @@ from fsdp_conformance.harness.parts import Part
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.memory import MemoryMark, Point
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
-from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
+from fsdp_conformance.workload import Batch, BatchKey, Fuse, Regime, Workload
 
 #: Kinds of `Adapter.local_tensors` whose bytes are counted while gradients exist.
 _BEFORE_STEP = frozenset({"grads"})
@@ -73,7 +75,13 @@ EVENT_FLAGS = {
     Action.ASSIGN: "writeback_direct",
     Action.WRITE_GRADIENT: "writeback_direct",
     Action.ASSIGN_GRADIENT: "writeback_direct",
+    Action.SAVE: "checkpoint",
+    Action.LOAD: "checkpoint",
+    Action.RAISE: "exception_recovery",
 }
+
+#: The pass that raises after a moment. At other moments the code between the passes does.
+_RAISING = {Moment.FORWARD: "forward", Moment.LOSS: "backward"}
 
 
 def plan_for(workload: Workload, regime: Regime, plan: Plan | None = None) -> Plan:
@@ -108,6 +116,7 @@ def train(
     after_step: Callable[[Adapter, int], object] | None = None,
     first_step: int = 0,
     inputs_on_cpu: bool = False,
+    new_directory: Callable[[], Path] | None = None,
 ) -> TrainingHistory:
     """
     Set the adapter up and train the workload according to the regime. Collective.
@@ -119,7 +128,8 @@ def train(
     backward, like a user's own code; `on_gradients` after a step's gradients are complete, as an observer; `on_step`
     with each step whose optimizer step has returned, and `after_step` then with the adapter too, like a user's own
     code. With `inputs_on_cpu`, batches stay on the CPU for the engine to move. A run that continues another one begins
-    with `first_step`; `on_setup` then loads what the other one has saved.
+    with `first_step`; `on_setup` then loads what the other one has saved. `new_directory` makes a directory that all
+    ranks see, for a regime that saves checkpoints; collective.
 
     Raises Unsupported for a plan with undeclared flags, or for a regime that the adapter cannot follow.
     """
@@ -144,6 +154,7 @@ def train(
         on_loss=on_loss,
         on_gradients=on_gradients,
         first_step=first_step,
+        new_directory=new_directory,
     )
     try:
         run.set_up(plan, on_setup)
@@ -181,6 +192,7 @@ class _Run:
     on_loss: Callable[[Adapter, int], object] | None
     on_gradients: Callable[[Adapter, int], object] | None
     first_step: int
+    new_directory: Callable[[], Path] | None
     declared: frozenset[str] = field(init=False)
     watch: Watch = field(init=False)
     names: OriginalNames = field(init=False)
@@ -195,9 +207,15 @@ class _Run:
         """The parameters of the newly built model by name, if an optimizer needs their names."""
         self._kept: list[Tensor] = []
         self._evaluated: list[Any] = []
+        self._fuse: Fuse | None = None
+        self._units: tuple[str, ...] = ()
+        """The units of the plan, and the root."""
+        self._saved: Path | None = None
+        """The last checkpoint."""
 
     def set_up(self, plan: Plan, on_setup: Callable[[Adapter], object] | None) -> None:
         self.watch.begin()
+        self._units = ("", *plan.units)
         if self.device.type != "cpu":
             self._place_batches()
         self._mark(Point.BEFORE_SETUP)
@@ -208,6 +226,8 @@ class _Run:
                 for fault in self.faults:
                     fault.prepare(model)
             self.names = OriginalNames(model)
+            if self.workload.fuse is not None:
+                self._fuse = self.workload.fuse(model)
             if self.regime.optimizer in self.workload.optimizer_sets:
                 self._built = dict(model.named_parameters())
             return model
@@ -239,6 +259,8 @@ class _Run:
         record = StepRecord(step=step, losses=[])
         self.history.steps.append(record)
         with self._timed(step):
+            for event, begun in self.regime.attempts(step):
+                self._attempt(event, begun)
             self._happen(Moment.STEP, step)
             if self.regime.pipeline:
                 self._pipelined(record)
@@ -287,6 +309,38 @@ class _Run:
         self.history.final_requires_grad = self._requires_grad()
         with context.working(Part.SUITE):
             self.history.full_bytes = self._unsharded_bytes()
+
+    def _attempt(self, event: Event, begun: int) -> None:
+        """Begin so many micro-batches, let the user's code raise as the event says, catch it, and recover."""
+        fuse, place = self._fuse, _RAISING.get(event.moment, "")
+        if fuse is None:
+            raise SuiteError(f"{self.workload.name} must have a fuse for an event that raises, got None")
+        before = self._unsharded()
+        try:
+            for micro in range(begun):
+                if place and micro == begun - 1:
+                    fuse.arm(place, _code(event))
+                with self._context(micro):
+                    batch = self._batch(event.step, micro)
+                    self._backward(event.step, self.workload.loss(self._forward(event.step, batch), batch))
+            if not place:
+                raise _Between
+            self.history.caught.append("nothing")
+        except Exception as error:
+            if not isinstance(error, _Between):
+                if not place or fuse.place:
+                    # The engine's own: the fuse has not raised.
+                    raise
+                self.history.caught.append(f"{type(error).__name__}: {error}")
+        fuse.arm("", 0)
+        with self._phase("event", event.step):
+            self.adapter.recover()
+        self.history.left_unsharded += sorted(self._unsharded() - before)
+
+    def _unsharded(self) -> frozenset[str]:
+        """The units that hold full parameters, if the adapter can tell."""
+        units = self._units if "sharded_state" in self.declared else ()
+        return frozenset(unit or "the root" for unit in units if self.adapter.unit_is_unsharded(unit))
 
     def _pipelined(self, record: StepRecord) -> None:
         """The passes in the regime's order, each in the context of its micro-batch."""
@@ -358,14 +412,25 @@ class _Run:
                 adapter.set_requires_grad(event.names)
             case Action.DROP:
                 adapter.drop_grads(event.names)
-            case Action.SKIP:
-                pass  # `step` looks for it, in place of the optimizer
+            case Action.SKIP | Action.RAISE:
+                pass  # `step` looks for them, in place of the optimizer and before everything else
             case Action.ZEROS:
                 adapter.keep_zero_grads()
             case Action.WRITE | Action.ASSIGN | Action.WRITE_GRADIENT | Action.ASSIGN_GRADIENT:
                 parameters = adapter.parameters()
                 for name in event.names:
                     _write(parameters[name], event.action, event.number)
+            case Action.SAVE:
+                if self.new_directory is None:
+                    raise SuiteError("training must be given `new_directory` for events that save, got None")
+                self._saved = self.new_directory()
+                with self._phase("event", step):
+                    adapter.save_checkpoint(self._saved)
+            case Action.LOAD:
+                if self._saved is None:
+                    raise SuiteError(f"a checkpoint must be saved before one is loaded, got none: {event.describe()}")
+                with self._phase("event", step):
+                    adapter.load_checkpoint(self._saved)
 
     def _evaluate(self, step: int, micro: int) -> None:
         batch = self._batch(step, micro)
@@ -433,6 +498,7 @@ class _Run:
                     # A separate batch for each use, as on the CPU: a model may write into its inputs.
                     events = self.regime.in_step(step)
                     uses = 1 + sum(event.micro == micro and event.action in _FORWARDS for event in events)
+                    uses += sum(micro < begun for _, begun in self.regime.attempts(step))
                     self._batches[step, micro] = [self._new_batch(step, micro) for _ in range(uses)]
 
     def _batch(self, step: int, micro: int) -> Batch:
@@ -560,6 +626,15 @@ class _Run:
             "grads": storage_bytes(parameter.grad for parameter in trained if parameter.grad is not None),
             "optim": storage_bytes(state),
         }
+
+
+class _Between(Exception):
+    """The exception of code between the passes of a step."""
+
+
+def _code(event: Event) -> int:
+    """What the exception of an event carries."""
+    return 100 * event.step + event.micro
 
 
 def _flags_of(workload: Workload, regime: Regime) -> dict[str, str]:

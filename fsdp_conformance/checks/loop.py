@@ -11,11 +11,13 @@ judged correct.
 
 from __future__ import annotations
 
+import copy
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -23,10 +25,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_conformance.checks.structures import note, noted, placed
-from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.errors import ConfigError, SuiteError
 from fsdp_conformance.events import Action, Event, Moment
 from fsdp_conformance.history.training import Gradients, StepRecord, TrainingHistory
-from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
+from fsdp_conformance.workload import Batch, BatchKey, Fuse, Regime, Workload
 
 #: What torch adds to the total norm before dividing by it (torch.nn.utils.clip_grad_norm_).
 CLIP_EPSILON = 1e-6
@@ -49,6 +51,8 @@ class Replica:
     """What the next loss is multiplied by."""
     num_good: int = 0
     """Steps since the scale last changed, all of them without an overflow."""
+    saved: tuple[dict[str, Any], list[dict[str, Any]]] | None = None
+    """What the last checkpoint has: the states of the module and of the optimizers."""
 
 
 class Reference(ABC):
@@ -194,6 +198,8 @@ class Reference(ABC):
         for replica in self.replicas:
             replica.history.steps.append(StepRecord(step=step, losses=[]))
             replica.contributions.append([])
+            for event, begun in self.regime.attempts(step):
+                self._attempt(replica, event, begun)
         self._happen(Moment.STEP, step)
         for micro in range(self.regime.micro_batches):
             reduced = self.regime.is_reduced(micro)
@@ -236,8 +242,7 @@ class Reference(ABC):
             case Action.READ:
                 replica.history.reads.append({name: note(param) for name, param in replica.params.items()})
             case Action.LEARNING_RATE:
-                for group in (group for optimizer in replica.optimizers for group in optimizer.param_groups):
-                    group["lr"] = event.number
+                self._set_rate(replica, event.number)
             case Action.FREEZE:
                 for name, param in replica.params.items():
                     param.requires_grad_(name not in event.names)
@@ -253,8 +258,53 @@ class Reference(ABC):
                 for grad in (replica.params[name].grad for name in event.names):
                     if grad is not None:
                         grad.mul_(event.number)
-            case Action.SKIP | Action.TOGGLE | Action.UNSHARD:
-                """Skipping is up to `_update`; the others do nothing to a replicated model."""
+            case Action.SAVE:
+                self._save(replica)
+            case Action.LOAD:
+                self._load(replica)
+            case Action.SKIP | Action.RAISE | Action.TOGGLE | Action.UNSHARD:
+                """Skipping is up to `_update`, attempts to `_step`; the others do nothing to a replicated model."""
+
+    def _set_rate(self, replica: Replica, value: float) -> None:
+        for group in (group for optimizer in replica.optimizers for group in optimizer.param_groups):
+            group["lr"] = value
+
+    def _save(self, replica: Replica) -> None:
+        """Keep what a checkpoint has."""
+        states = [optimizer.state_dict() for optimizer in replica.optimizers]
+        replica.saved = copy.deepcopy((replica.module.state_dict(), states))
+
+    def _load(self, replica: Replica) -> None:
+        """Return to what was kept last."""
+        if replica.saved is None:
+            raise SuiteError(f"a checkpoint must be saved before one is loaded, got none [{self.workload.name}]")
+        module, states = copy.deepcopy(replica.saved)
+        replica.module.load_state_dict(module)
+        for optimizer, state in zip(replica.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+    def _attempt(self, replica: Replica, event: Event, begun: int) -> None:
+        """
+        Do what an interrupted attempt leaves behind: its forwards may have changed buffers. Its gradients are dropped,
+        so there is no backward. Bypasses DDP, whose reducer would wait for one.
+        """
+        if self.workload.fuse is None:
+            raise SuiteError(f"{self.workload.name} must have a fuse for an event that raises, got None")
+        fuse, code = self.workload.fuse(replica.module), 100 * event.step + event.micro
+        last = begun - 1
+        for micro in range(begun):
+            batch = self._batch(replica, event.step, micro)
+            if event.moment is Moment.FORWARD and micro == last:
+                fuse.arm("forward", code)
+                said = _raised_by(fuse, partial(replica.module, *batch.args, **batch.kwargs))
+                replica.history.caught.append(said)
+            else:
+                replica.module(*batch.args, **batch.kwargs)
+        if event.moment is Moment.LOSS:
+            fuse.arm("backward", code)
+            replica.history.caught.append(_raised_by(fuse, partial(fuse.reach, "backward")))
+        for param in replica.params.values():
+            param.grad = None
 
     def _micro_batch(self, replica: Replica, step: int, micro: int, reduced: bool) -> None:
         batch = self._batch(replica, step, micro)
@@ -304,6 +354,17 @@ class Reference(ABC):
     def _batch(self, replica: Replica, step: int, micro: int) -> Batch:
         key = BatchKey(step=step, micro=micro, rank=replica.rank, world_size=self.world_size)
         return placed(self.workload.batch(key), self.device, self.dtype)
+
+
+def _raised_by(fuse: Fuse, run: Callable[[], object]) -> str:
+    """The class and text of the exception by which a fuse ends a function. Raises SuiteError if it ends otherwise."""
+    try:
+        run()
+    except Exception as error:
+        if fuse.place:
+            raise
+        return f"{type(error).__name__}: {error}"
+    raise SuiteError("the fuse of a model must raise where it is armed, got nothing")
 
 
 def noted_gradients(params: dict[str, nn.Parameter]) -> Gradients:

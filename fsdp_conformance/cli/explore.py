@@ -17,6 +17,7 @@ from typing import Any
 from fsdp_conformance import settings
 from fsdp_conformance.cli import messages
 from fsdp_conformance.cli.answers import answers
+from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.status import Status
 
@@ -44,8 +45,8 @@ def order_of(arguments: argparse.Namespace) -> dict[str, Any]:
     seconds = _number("--seconds", arguments.seconds, float, problems)
     examples = _number("--max-examples", arguments.max_examples, int, problems)
     seed = _number("--seed", arguments.seed, int, problems, least=0)
-    if chosen.device != "cpu":
-        problems.append(f"--device must be cpu: examples run on simulated ranks, got {chosen.device!r}")
+    if chosen.device not in ("cpu", SIMULATED):
+        problems.append(f"--device must be cpu or sim: examples run on simulated ranks, got {chosen.device!r}")
     if problems:
         raise ConfigError(problems, where="explore")
     if seed is None:

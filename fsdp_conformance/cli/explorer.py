@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import AdapterError, ConformanceError, EnvironmentUnavailable
 from fsdp_conformance.status import Status
 
@@ -43,8 +44,11 @@ def _explore(order: dict[str, Any]) -> None:
     from fsdp_conformance.explore.exploration import Budget, Explorer
     from fsdp_conformance.explore.pool import WarmWorker
     from fsdp_conformance.settings import RunOrder, settings_from_json
+    from fsdp_conformance.simulator import place
 
     settings = replace(settings_from_json(order["settings"]), ranks="simulated")
+    if settings.device == SIMULATED and (problem := place.build_problem()):
+        raise EnvironmentUnavailable(f"the simulated accelerator cannot be built: {problem}")
     description = registry.describe(settings.implementation)
     declared = description.declared(settings.device)
     say("begin", name=description.name, version=description.version, declared=sorted(declared))

@@ -23,6 +23,7 @@ from fsdp_conformance.checks.reference_rounding import rounds_alike
 from fsdp_conformance.checks.references import Kind, References
 from fsdp_conformance.config import Plan, RunSettings, Sharding
 from fsdp_conformance.errors import SuiteError, Unsupported
+from fsdp_conformance.events import Action
 from fsdp_conformance.explore.example import Example, asks, example_from_json, shard_group_size, uses_all
 from fsdp_conformance.explore.references import Prepared, prepare
 from fsdp_conformance.history.training import TrainingHistory
@@ -34,7 +35,9 @@ from fsdp_conformance.workload import Workload
 
 #: What an example is about: any combination of what is declared meets the contract, or is refused.
 COMBINATIONS = "R000"
-REQUIREMENTS = (COMBINATIONS, "R001", "R002", "R003", "R007", "R010", "R033", "R035", "R067", "R101", "R130", "R188")
+REQUIREMENTS = (
+    COMBINATIONS, "R001", "R002", "R003", "R007", "R010", "R033", "R035", "R067", "R101", "R130", "R160", "R161", "R188"
+)  # fmt: skip
 
 #: `RankReport.measurements` has this where the engine declined the combination.
 DECLINED = "declined"
@@ -127,6 +130,11 @@ class DrawnCase(ConformanceTestCase):
         # A parameter that no step uses may have a gradient of zeros (R117).
         lenient = not uses_all(example) and not self.declares("unused_untouched")
         self.check_parity(run, workload, example.regime, none_or_zero=lenient)
+        if example.regime.happens(Action.RAISE):
+            expected = self.references(workload, example.regime).expected.caught
+            self.expect_equal("R160", "exceptions that reached the caller", run.caught, expected, check="the exception")
+            left = "units that a recovery left unsharded"
+            self.expect_equal("R161", left, run.left_unsharded, [], check="clean after recovery")
 
     def _check_rounding(
         self, example: Example, run: TrainingHistory, workload: Workload, here: Prepared | None

@@ -235,7 +235,7 @@ class Explorer:
     def _simplify(self, current: _Round) -> None:
         """Make one thing after the other plain, as long as the example still fails in the same way."""
         assert current.smallest is not None, "the round has failed"
-        left = _MAX_SIMPLIFICATIONS
+        left = _MAX_SIMPLIFICATIONS if self._max_shrinks else 0
         candidates = simpler(current.smallest[0])
         while left and (candidate := next(candidates, None)) is not None:
             if candidate.digest in current.tried or candidate.size() > current.smallest[0].size():

@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from fsdp_conformance.config import Plan
+from fsdp_conformance.events import in_order, without_a_save
 from fsdp_conformance.explore.example import Example, asks
 from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel
 from fsdp_conformance.workload import Regime
@@ -36,7 +37,7 @@ def simpler(example: Example) -> Iterator[Example]:
 
 
 def _worlds(example: Example) -> Iterator[Example]:
-    if example.plan.replicas == 1 and example.world_size > 2:
+    if example.plan.replicas == 1:
         yield replace(example, world_size=2)
 
 
@@ -66,7 +67,13 @@ def _blocks(block: DrawnBlock) -> Iterator[DrawnBlock]:
 def _regimes(example: Example) -> Iterator[Example]:
     regime = example.regime
     for index in range(len(regime.events)):
-        yield _with_regime(example, events=(*regime.events[:index], *regime.events[index + 1 :]))
+        left = (*regime.events[:index], *regime.events[index + 1 :])
+        lost = without_a_save(left)
+        yield _with_regime(example, events=tuple(event for event in left if event not in lost))
+        # Not only with fewer steps: an event goes with its step.
+        moved = in_order((*left, replace(regime.events[index], step=0, micro=0)))
+        if not without_a_save(moved):
+            yield _with_regime(example, events=moved)
     if regime.micro_batches > 1:
         first = tuple(event for event in regime.events if event.micro == 0)
         yield _with_regime(example, micro_batches=1, reduced=(), events=first)

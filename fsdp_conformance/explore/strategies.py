@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fsdp_conformance.adapters.session import EVENT_FLAGS
 from fsdp_conformance.config import BackwardPrefetch, Offload, Plan, Sharding
-from fsdp_conformance.events import LEGAL, PER_MICRO_BATCH, Action, Event, Moment
+from fsdp_conformance.events import LEGAL, PER_MICRO_BATCH, Action, Event, Moment, in_order
 from fsdp_conformance.explore.example import UNREACHED_NORM, Example, asks, uses_all
 from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel
 from fsdp_conformance.workload import Regime
@@ -56,7 +56,9 @@ def _examples(draw: Draw, declared: frozenset[str], world_sizes: tuple[int, ...]
     rounded = kind == "low precision"
     sizes = tuple(size for size in world_sizes if size <= _MOST_RANKS_ROUNDED) if rounded else world_sizes
     world_size = draw(st.sampled_from(sizes))
-    model = _draw_model(draw, declared, smooth=kind in ("adam", "clipped"))
+    # A rank alone cannot use other layers than its peers.
+    by_rank = "unused_divergent" in declared and world_size > 1
+    model = _draw_model(draw, declared, smooth=kind in ("adam", "clipped"), by_rank=by_rank)
     plan = _draw_plan(draw, declared, model, world_size, rounded=rounded)
     regime = _draw_regime(draw, declared, model, plan, kind)
     if regime.micro_batches > 1 and plan.sharding is Sharding.HYBRID and "hsdp_defer_allreduce" in declared:
@@ -69,7 +71,8 @@ def _examples(draw: Draw, declared: frozenset[str], world_sizes: tuple[int, ...]
 
 
 def _kinds(declared: frozenset[str], world_sizes: Sequence[int]) -> tuple[str, ...]:
-    kinds = ["exact"] * 5 + ["adam"]
+    # Most of what goes wrong between steps takes an event, at one of many points.
+    kinds = ["exact"] * 3 + ["events"] * 4 + ["adam"]
     kinds += ["clipped"] if "clip_grad_norm" in declared else []
     small = any(size <= _MOST_RANKS_ROUNDED for size in world_sizes)
     return (*kinds, *(["low precision"] if "mixed_precision" in declared and small else []))
@@ -78,9 +81,9 @@ def _kinds(declared: frozenset[str], world_sizes: Sequence[int]) -> tuple[str, .
 # --- the model -------------------------------------------------------------------------------------------------------
 
 
-def _draw_model(draw: Draw, declared: frozenset[str], *, smooth: bool) -> DrawnModel:
+def _draw_model(draw: Draw, declared: frozenset[str], *, smooth: bool, by_rank: bool) -> DrawnModel:
     count = draw(st.integers(1, 3))
-    blocks = tuple(_draw_block(draw, declared, depth=0) for _ in range(count))
+    blocks = tuple(_draw_block(draw, declared, depth=0, by_rank=by_rank) for _ in range(count))
     model = DrawnModel(
         width=draw(st.sampled_from((2, 3, 1, 5, 7, 4))),
         blocks=blocks,
@@ -95,10 +98,11 @@ def _draw_model(draw: Draw, declared: frozenset[str], *, smooth: bool) -> DrawnM
     return _draw_frozen(draw, declared, model)
 
 
-def _draw_block(draw: Draw, declared: frozenset[str], *, depth: int) -> DrawnBlock:
+def _draw_block(draw: Draw, declared: frozenset[str], *, depth: int, by_rank: bool) -> DrawnBlock:
     inner: tuple[DrawnBlock, ...] = ()
     if depth < 2 and draw(_rarely()):
-        inner = tuple(_draw_block(draw, declared, depth=depth + 1) for _ in range(draw(st.integers(1, 2 - depth))))
+        count = draw(st.integers(1, 2 - depth))
+        inner = tuple(_draw_block(draw, declared, depth=depth + 1, by_rank=by_rank) for _ in range(count))
     shapes = (*_EXTRAS, ()) if "scalar_params" in declared else _EXTRAS
     extras = tuple(draw(st.lists(st.sampled_from(shapes), max_size=2)))
     return DrawnBlock(
@@ -109,7 +113,7 @@ def _draw_block(draw: Draw, declared: frozenset[str], *, depth: int) -> DrawnBlo
         inner=inner,
         is_unit=not draw(_rarely()),
         repeat=2 if draw(_rarely()) else 1,
-        by_rank="unused_divergent" in declared and draw(_rarely()),
+        by_rank=by_rank and draw(_rarely()),
         counts=draw(_rarely()),
     )
 
@@ -220,8 +224,8 @@ def _low_precision(draw: Draw, declared: frozenset[str], plan: Plan, regime: Reg
 
 def _draw_regime(draw: Draw, declared: frozenset[str], model: DrawnModel, plan: Plan, kind: str) -> Regime:
     # One step shows least, so it comes first for shrinking, but seldom.
-    steps = draw(st.sampled_from((1, 3, 2, 3, 4, 3)))
-    micro_batches = draw(st.sampled_from((1, 2, 1, 3, 2)))
+    steps = draw(st.sampled_from((2, 3, 4, 3) if kind == "events" else (1, 3, 2, 3, 4, 3)))
+    micro_batches = draw(st.sampled_from((1, 2, 3, 2) if kind == "events" else (1, 2, 1, 3, 2)))
     reduced: tuple[bool, ...] = ()
     may_defer = "no_sync" in declared and (kind != "low precision" or "mp_reduce" in declared)
     if micro_batches > 1 and may_defer and draw(st.booleans()):
@@ -247,8 +251,8 @@ def _draw_regime(draw: Draw, declared: frozenset[str], model: DrawnModel, plan: 
         regime = replace(regime, gradient_to_none=(dropped,))
     if "frozen_dynamic" in declared and steps > 1 and draw(_rarely()):
         regime = replace(regime, frozen_at=_draw_freezing(draw, declared, model, steps))
-    if kind != "low precision" and draw(st.booleans()):
-        # The reference for low precision knows no events.
+    # The reference for low precision knows no events.
+    if kind == "events" or (kind != "low precision" and draw(_rarely())):
         regime = replace(regime, events=_draw_events(draw, declared, model, plan, regime))
     return regime
 
@@ -257,7 +261,7 @@ def _with_clipping(draw: Draw, declared: frozenset[str], regime: Regime, kind: s
     if kind == "clipped":
         norm_type = draw(st.sampled_from((2.0, float("inf"), 1.0))) if "clip_norm_type" in declared else 2.0
         return replace(regime, max_norm=draw(st.sampled_from((1.0, 0.5))), norm_type=norm_type)
-    if kind == "exact" and "clip_grad_norm" in declared and draw(_seldom()):
+    if kind in ("exact", "events") and "clip_grad_norm" in declared and draw(_seldom()):
         return replace(regime, max_norm=UNREACHED_NORM)
     return regime
 
@@ -265,16 +269,29 @@ def _with_clipping(draw: Draw, declared: frozenset[str], regime: Regime, kind: s
 def _draw_events(
     draw: Draw, declared: frozenset[str], model: DrawnModel, plan: Plan, regime: Regime
 ) -> tuple[Event, ...]:
-    """Up to three events at points where they are legal, in the order of the run."""
+    """One to four different events at points where they are legal, in the order of the run."""
     by_hand = bool(plan.units) and not model.joined and plan.sharding in (Sharding.DEFAULT, Sharding.FULL)
     possible = [
         action
         for action in _ACTIONS
         if EVENT_FLAGS.get(action) in {None, *declared} and (action is not Action.UNSHARD or by_hand)
     ]
-    moments = list(Moment)
-    drawn = [_draw_event(draw, draw(st.sampled_from(possible)), model, plan, regime) for _ in range(draw(_up_to_three))]
-    return tuple(sorted(drawn, key=lambda event: (event.step, moments.index(event.moment), event.micro)))
+    drawn: list[Event] = []
+    for action in draw(st.lists(st.sampled_from(possible), min_size=1, max_size=4, unique=True)):
+        event = _draw_event(draw, action, model, plan, regime)
+        if event.action is Action.LOAD:
+            # Before the others: of two events at one point, the first happens first.
+            drawn.insert(0, _draw_save(draw, event))
+        drawn.append(event)
+    return in_order(drawn)
+
+
+def _draw_save(draw: Draw, load: Event) -> Event:
+    """A save at the point of a load or before it."""
+    moments = [moment for moment in Moment if moment in LEGAL[Action.SAVE]]
+    points = [(step, moment) for step in range(load.step + 1) for moment in moments]
+    step, moment = draw(st.sampled_from(points[: points.index((load.step, load.moment)) + 1]))
+    return Event(action=Action.SAVE, moment=moment, step=step)
 
 
 def _draw_event(draw: Draw, action: Action, model: DrawnModel, plan: Plan, regime: Regime) -> Event:
@@ -328,8 +345,6 @@ def _fitting(example: Example, declared: frozenset[str]) -> Example:
         # More than two gradients of one parameter have more than one sum in low precision.
         blocks = tuple(_used_once(block) for block in model.blocks)
         model = replace(model, blocks=blocks, calls=(), ties=())
-    if example.world_size == 1 and any(block.by_rank for _, block in model.walk()):
-        model = replace(model, blocks=tuple(replace(block, by_rank=False) for block in model.blocks))
     units = plan.units and model.units()
     example = replace(example, model=model, plan=replace(plan, units=units), regime=regime)
     missing = asks(example) - declared
@@ -340,10 +355,6 @@ def _fitting(example: Example, declared: frozenset[str]) -> Example:
 
 def _used_once(block: DrawnBlock) -> DrawnBlock:
     return replace(block, repeat=1, inner=tuple(_used_once(inner) for inner in block.inner))
-
-
-#: Most failures take one event.
-_up_to_three = st.sampled_from((1, 1, 2, 3))
 
 
 def _rarely() -> st.SearchStrategy[bool]:

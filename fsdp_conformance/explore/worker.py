@@ -17,6 +17,7 @@ import json
 import os
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from contextlib import suppress
@@ -30,7 +31,7 @@ from fsdp_conformance.explore import case as drawn_case
 from fsdp_conformance.explore.case import DrawnCase, case_for, payload
 from fsdp_conformance.explore.example import Example, example_from_json
 from fsdp_conformance.explore.references import prepare
-from fsdp_conformance.harness import context
+from fsdp_conformance.harness import context, devices
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism, apply_collective_timeout, apply_variables, rank_variables
 from fsdp_conformance.harness.order import CaseOrder, RankFiles, RankOrder, packed
@@ -83,12 +84,19 @@ class _WarmRun(RankRun):
         rank_scheduler.running().finish(failure or self.report.not_run or self.report.inconclusive or "")
 
 
-def run_example(example: Example, order: RunOrder) -> tuple[CaseRecord, list[RankReport]]:
+def run_example(
+    example: Example, order: RunOrder, *, scratch: Path | None = None
+) -> tuple[CaseRecord, list[RankReport]]:
     """
     Run an example on simulated ranks in this process, and judge it.
 
-    Raises NotExact if its references cannot judge it.
+    Checkpoints go into a directory below `scratch`, and are deleted. Raises NotExact if its references cannot judge it.
     """
+    with tempfile.TemporaryDirectory(prefix="example-", dir=scratch) as directory:
+        return _run_in(Path(directory), example, order)
+
+
+def _run_in(directory: Path, example: Example, order: RunOrder) -> tuple[CaseRecord, list[RankReport]]:
     began = time.monotonic()
     drawn_case.prepared.clear()
     drawn_case.prepared[example.digest] = prepare(example)
@@ -96,7 +104,7 @@ def run_example(example: Example, order: RunOrder) -> tuple[CaseRecord, list[Ran
     hook = sys.excepthook
     determinism = Determinism(seed=order.settings.seed, num_threads=order.settings.num_threads)
     determinism.apply()
-    orders = _rank_orders(example, order, determinism)
+    orders = _rank_orders(example, order, determinism, directory)
     differing = ("RANK", "LOCAL_RANK")
     runs: dict[int, _WarmRun] = {}
     codes: dict[int, int] = {}
@@ -138,13 +146,13 @@ def _description(order: RunOrder) -> registry.AdapterDescription:
     return registry.describe_here(order.settings.implementation)
 
 
-def _rank_orders(example: Example, order: RunOrder, determinism: Determinism) -> list[RankOrder]:
+def _rank_orders(example: Example, order: RunOrder, determinism: Determinism, directory: Path) -> list[RankOrder]:
     case = CaseOrder(
         module=DrawnCase.__module__,
         qualname=DrawnCase.__qualname__,
         test_name="test_drawn",
         file_name=os.devnull,
-        directory=Path(os.devnull),
+        directory=directory,
         world_size=example.world_size,
         device_type=order.device,
         deadlines=Deadlines.nested(case_for(example).timeout_s, scale=order.settings.deadline_scale),
@@ -165,11 +173,11 @@ def _rank_orders(example: Example, order: RunOrder, determinism: Determinism) ->
     ]
 
 
-def _answer(text: str, order: RunOrder) -> tuple[dict[str, Any], bool]:
+def _answer(text: str, order: RunOrder, scratch: Path) -> tuple[dict[str, Any], bool]:
     """The answer to an order, and whether this process may run another example."""
     try:
         example = example_from_json(text)
-        record, _ = run_example(example, order)
+        record, _ = run_example(example, order, scratch=scratch)
     except NotExact as error:
         return {"rejected": "not exact: the mantissa is used up", "detail": str(error)}, True
     except ConformanceError as error:
@@ -187,12 +195,15 @@ def main(words: list[str]) -> None:
     description = _description(order)
     environment = {**os.environ, **description.environment, "OMP_NUM_THREADS": str(order.settings.num_threads)}
     apply_variables(environment)
+    # Before the first fork, and for good: a device type cannot be unloaded.
+    devices.activate(order.device)
     registry.load(order.settings.implementation)
     process_group.register_recording_backend(order.device)
     while True:
         pid = os.fork()
         if pid == 0:
-            _run(order, answers)
+            # The controller deletes its own directory, even if this process is killed.
+            _run(order, answers, Path(words[0]).parent)
         _say(answers, {"ready": pid})
         _, status = os.waitpid(pid, 0)
         if os.waitstatus_to_exitcode(status) == _NO_MORE:
@@ -204,7 +215,7 @@ def main(words: list[str]) -> None:
 _NO_MORE = 99
 
 
-def _run(order: RunOrder, answers: Any) -> NoReturn:
+def _run(order: RunOrder, answers: Any, scratch: Path) -> NoReturn:
     """The whole life of a runner."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -218,7 +229,7 @@ def _run(order: RunOrder, answers: Any) -> NoReturn:
                 status = _NO_MORE
                 break
             sent = json.loads(text)
-            answer, clean = _answer(sent["example"], order)
+            answer, clean = _answer(sent["example"], order, scratch)
             last = not clean or number == EXAMPLES_PER_RUNNER - 1
             _say(answers, {**answer, "digest": sent["digest"], "last": last})
             status = 0

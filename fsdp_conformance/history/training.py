@@ -65,6 +65,10 @@ class TrainingHistory:
     eval_outputs: list[Any] = field(default_factory=list)
     reads: list[Tensors] = field(default_factory=list)
     """What was read at each event that reads all parameters, in order."""
+    caught: list[str] = field(default_factory=list)
+    """What reached the caller at each event that raises, in order: the exception's class and text."""
+    left_unsharded: list[str] = field(default_factory=list)
+    """Units that were sharded before an interrupted attempt, and not after the recovery."""
     optimizer_state: dict[str, Tensors] = field(default_factory=dict)
     """Of a reference after the last step: parameter to name of the state to value."""
     collectives: list[CollectiveRecord] = field(default_factory=list)

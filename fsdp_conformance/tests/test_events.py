@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.events import LEGAL, LOCAL, Action, Event, Moment
+from fsdp_conformance.events import LEGAL, LOCAL, Action, Event, Moment, without_a_save
 from fsdp_conformance.workload import Regime, every_point
 
 
@@ -33,6 +33,10 @@ def test_every_action_has_legal_moments() -> None:
         (Action.EVALUATE, Moment.STEP, {"names": ("a",)}, "names must be empty"),
         (Action.LEARNING_RATE, Moment.STEP, {}, "value must be a number"),
         (Action.READ, Moment.STEP, {"value": 1.0}, "value must be None"),
+        (Action.SAVE, Moment.BACKWARD, {}, "moment must be one of before the step, after the optimizer"),
+        (Action.LOAD, Moment.OPTIMIZER, {}, "moment must be one of before the step, after the optimizer"),
+        (Action.RAISE, Moment.END, {}, "moment must be one of before the forward"),
+        (Action.RAISE, Moment.FORWARD, {"ranks": (1,)}, "ranks must be empty"),
     ],
 )
 def test_illegal_events(action: Action, moment: Moment, fields: dict[str, object], problem: str) -> None:
@@ -57,6 +61,37 @@ def test_events_outside_the_run() -> None:
     for step, micro in ((3, 0), (0, 2)):
         with pytest.raises(ConfigError, match="events must lie within 3 steps of 2 micro-batches"):
             Regime(micro_batches=2, events=(_event(Action.TOGGLE, Moment.LOSS, step=step, micro=micro),))
+
+
+def test_a_load_needs_a_save() -> None:
+    """A regime refuses to load what nobody has saved, whatever the order of its events is."""
+    save, load = _event(Action.SAVE, Moment.END, step=1), _event(Action.LOAD, Moment.END, step=1)
+    before = _event(Action.LOAD, Moment.STEP, step=1)
+
+    assert Regime(events=(save, load)).happens(Action.LOAD)
+    assert without_a_save((load, save)) == (load,)
+    assert without_a_save((save, before, load)) == (before,)
+    with pytest.raises(ConfigError, match="load before the step in step 1 and no save before it"):
+        Regime(events=(save, before))
+
+
+def test_exceptions_only_where_their_effect_is_known() -> None:
+    """Not in a pipeline, and not where the optimizer has stepped before the backward ends."""
+    raising = (_event(Action.RAISE, Moment.OPTIMIZER, step=1),)
+    with pytest.raises(ConfigError, match="must not raise in a pipeline"):
+        Regime(pipeline="1f1b", micro_batches=2, events=raising)
+    with pytest.raises(ConfigError, match="must not raise with the optimizer in backward"):
+        Regime(optimizer_in_backward=True, events=raising)
+
+
+def test_attempts() -> None:
+    """How many micro-batches an interrupted attempt begins."""
+    regime = Regime(
+        micro_batches=3,
+        events=(_event(Action.RAISE, Moment.LOSS, micro=1), _event(Action.RAISE, Moment.OPTIMIZER)),
+    )
+    assert [begun for _, begun in regime.attempts(0)] == [2, 3]
+    assert regime.attempts(1) == []
 
 
 def test_fields_that_stand_for_events() -> None:

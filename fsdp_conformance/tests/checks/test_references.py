@@ -16,7 +16,9 @@ from fsdp_conformance.checks.reference_ddp import ddp_absence, ddp_reference
 from fsdp_conformance.checks.reference_single import contributions, single_process_histories, single_process_reference
 from fsdp_conformance.checks.references import Kind, References, train_references
 from fsdp_conformance.errors import ConfigError, ReferencesDisagree, SuiteError
-from fsdp_conformance.fixtures import experts, models, norms, probes, shapes, workload_by_name, workload_names
+from fsdp_conformance.events import Action, Event, Moment
+from fsdp_conformance.fixtures import drawn, experts, models, norms, probes, shapes, workload_by_name, workload_names
+from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.tests.checks.reference_runs import damaged, gradient, references_of
@@ -37,7 +39,13 @@ _REGIMES: dict[str, tuple[str, Regime]] = {
     "scaled and clipped": ("nested", Regime(init_scale=64.0, max_norm=0.1)),
     "adam": ("transformer", Regime(optimizer="adam", steps=5)),
     "outputs": ("structured", Regime(keep_outputs=True, steps=2)),
-}
+    "loaded and interrupted": ("fused", Regime(events=(
+        Event(action=Action.SAVE, moment=Moment.END, step=0),
+        Event(action=Action.RAISE, moment=Moment.LOSS, step=1),
+        Event(action=Action.LOAD, moment=Moment.END, step=1),
+        Event(action=Action.RAISE, moment=Moment.FORWARD, step=2),
+    ))),
+}  # fmt: skip
 
 
 class OnRanks(ShardedTrainingTestCase):
@@ -174,6 +182,47 @@ def test_clipping_by_hand() -> None:
     assert clipped is not None
     assert clipped.norm().item() == pytest.approx(norm / (norm + CLIP_EPSILON))
     assert gradient(history, 0, "weight").norm().item() == pytest.approx(norm)
+
+
+def test_a_rollback_by_hand() -> None:
+    """
+    Saved after the first step and loaded after the second: parameters, momentum and learning rate are those of then.
+    """
+    events = (
+        Event(action=Action.SAVE, moment=Moment.END, step=0),
+        Event(action=Action.LEARNING_RATE, moment=Moment.STEP, step=1, value=0.25),
+        Event(action=Action.LOAD, moment=Moment.END, step=1),
+    )
+    history = _history(drawn.workload(DrawnModel()), Regime(events=events), world_size=1)
+    first, second, third = history.steps
+    name = "head.weight"
+    saved = first.params[name]
+
+    assert torch.equal(second.params[name], saved)
+    assert gradient(history, 1, name).any()
+    expected = saved - 0.125 * (0.5 * gradient(history, 0, name) + gradient(history, 2, name))
+    assert torch.equal(third.params[name], expected)
+
+
+def test_an_interrupted_attempt_changes_buffers_alone() -> None:
+    """Losses, gradients and parameters are those of an undisturbed run; the attempts' forwards have been counted."""
+    workload = drawn.workload(DrawnModel(blocks=(DrawnBlock(counts=True), DrawnBlock(counts=True))), micro_batches=2)
+    regime = Regime(steps=2, micro_batches=2)
+    events = (
+        Event(action=Action.RAISE, moment=Moment.FORWARD, step=1, micro=1),
+        Event(action=Action.RAISE, moment=Moment.LOSS, step=1),
+        Event(action=Action.RAISE, moment=Moment.OPTIMIZER, step=1),
+    )
+    plain, disturbed = (_history(workload, each) for each in (regime, replace(regime, events=events)))
+
+    said = [("forward", 101), ("backward", 100)]
+    assert disturbed.caught == [f"Interrupted: interrupted in {place}, code {code}" for place, code in said]
+    assert not plain.caught
+    for got, expected in zip(disturbed.steps, plain.steps, strict=True):
+        assert got.losses == expected.losses
+        assert all(torch.equal(got.params[name], value) for name, value in expected.params.items())
+    assert [int(buffer) for buffer in plain.steps[1].buffers.values()] == [4, 4]
+    assert [int(buffer) for buffer in disturbed.steps[1].buffers.values()] == [4 + 2 + 1 + 2] * 2
 
 
 def test_contributions_add_up() -> None:

@@ -73,6 +73,7 @@ def test_the_order() -> None:
         "settings": None, "seconds": None, "max_examples": 7, "seed": 0, "save": None,
     }  # fmt: skip
     assert _order("--seed", "5", "--world-size", "2,3")["settings"]["world_sizes"] == (2, 3)
+    assert _order("--device", "sim")["settings"]["device"] == "sim"
 
 
 @pytest.mark.parametrize(

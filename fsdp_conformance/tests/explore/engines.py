@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
 
+from fsdp_conformance.adapters.reference import Reference
 from fsdp_conformance.adapters.torch_ddp import TorchDDP
 from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.errors import Unsupported
@@ -87,3 +90,80 @@ class RefusesBiases(TorchFSDP2):
         if len(plan.units) > 1:
             raise Unsupported("zero3", "more than one unit is not offered")
         return super().wrap(model, plan)
+
+
+class SavingHalvesMomentum(Reference):
+    """Wrong only after a checkpoint was saved: the optimizer goes on with half of its momentum."""
+
+    name: ClassVar[str] = "saving-halves-momentum"
+
+    def save_checkpoint(self, directory: Path) -> None:
+        super().save_checkpoint(directory)
+        for state in self.optimizer.state.values() if self.optimizer is not None else ():
+            if state.get("momentum_buffer") is not None:
+                state["momentum_buffer"].mul_(0.5)
+
+
+class RollbackKeepsMomentum(Reference):
+    """Wrong only where a checkpoint is loaded after a step: the optimizer keeps the state that it has by then."""
+
+    name: ClassVar[str] = "rollback-keeps-momentum"
+
+    def load_checkpoint(self, directory: Path) -> None:
+        states = self.optimizer.state if self.optimizer is not None else {}
+        kept = {parameter: copy.deepcopy(state) for parameter, state in states.items()}
+        super().load_checkpoint(directory)
+        if self.optimizer is not None and kept:
+            self.optimizer.state.update(kept)
+
+
+class RecoversLate(Reference):
+    """Wrong only after an exception that follows a backward: gradients that were reduced before it remain."""
+
+    name: ClassVar[str] = "recovers-late"
+
+    def discard_gradients(self) -> None:
+        """Drop none."""
+
+
+class AnotherClass(Reference):
+    """Wrong only where user code raises in a forward: the caller gets an exception of another class."""
+
+    name: ClassVar[str] = "another-class"
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().forward(*args, **kwargs)
+        except Exception as error:
+            raise ValueError(str(error)) from error
+
+
+class GoesOnWithoutException(Reference):
+    """Wrong only where user code raises in a backward: the caller is not told."""
+
+    name: ClassVar[str] = "goes-on-without-exception"
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        try:
+            super().backward(loss, retain_graph=retain_graph)
+        except Exception:  # noqa: BLE001 - the defect
+            return
+
+
+class StaysGathered(Reference):
+    """Wrong only after a recovery: the root holds full parameters until the next forward."""
+
+    name: ClassVar[str] = "stays-gathered"
+
+    def recover(self) -> None:
+        super().recover()
+        self.unshard("")
+
+
+class NeverRecovers(Reference):
+    """Recovering raises."""
+
+    name: ClassVar[str] = "never-recovers"
+
+    def recover(self) -> None:
+        raise RuntimeError("no way back")

@@ -12,6 +12,7 @@ from fsdp_conformance.adapters.session import EVENT_FLAGS
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.events import Action, Event, Moment
 from fsdp_conformance.explore.example import (
     PLAIN,
     UNREACHED_NORM,
@@ -48,6 +49,22 @@ def test_what_is_drawn_can_be_written_and_built(example: Example) -> None:
     assert set(axes(example)) == set(PLAIN)
     assert asks(example) <= ALL
     assert {name for name, param in example.workload().build(1).named_parameters() if param.requires_grad}
+    assert _named(example) <= {*built, *example.plan.units}
+
+
+@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(examples(ALL, (1,)))
+def test_a_schedule_names_what_the_model_has(example: Example) -> None:
+    """Also on one rank, which has no peers that use other layers: a name that is missing would end the references."""
+    assert _named(example) <= {*example.model.shapes(), *example.plan.units}
+    assert "unused_divergent" not in asks(example)
+
+
+def _named(example: Example) -> set[str]:
+    """The parameters and units that the schedule names."""
+    regime = example.regime
+    found = {*regime.gradient_to_none, *(name for _, names in regime.frozen_at for name in names)}
+    return found | {name for event in regime.events for name in event.names}
 
 
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -84,6 +101,35 @@ def test_only_what_is_declared_is_drawn(example: Example) -> None:
     assert all(example.regime.is_reduced(micro) for micro in range(example.regime.micro_batches))
     assert example.regime.max_norm is None
     assert {EVENT_FLAGS.get(event.action) for event in example.regime.events} <= {None}
+
+
+def test_the_save_and_its_load_go_together() -> None:
+    """Without the save there would be nothing to load; the load alone can go."""
+    events = (
+        Event(action=Action.SAVE, moment=Moment.STEP, step=0),
+        Event(action=Action.READ, moment=Moment.STEP, step=0),
+        Event(action=Action.LOAD, moment=Moment.END, step=0),
+    )
+    example = _planned(DrawnModel(), regime=Regime(steps=1, events=events))
+
+    found = {tuple(event.action for event in each.regime.events) for each in simpler(example)}
+
+    assert found >= {(Action.READ,), (Action.SAVE, Action.READ), (Action.SAVE, Action.LOAD)}
+    assert (Action.READ, Action.LOAD) not in found
+
+
+def test_events_move_to_the_first_step() -> None:
+    """So that the steps after it can go; a load never before its save."""
+    events = (
+        Event(action=Action.SAVE, moment=Moment.STEP, step=1),
+        Event(action=Action.LOAD, moment=Moment.END, step=1),
+    )
+    example = _planned(DrawnModel(), regime=Regime(steps=2, events=events))
+
+    found = {tuple(event.step for event in each.regime.events) for each in simpler(example)}
+
+    assert (0, 1) in found
+    assert (0, 0) not in found
 
 
 def test_the_plainest_example_has_no_features() -> None:

@@ -99,6 +99,23 @@ def test_a_failure_after_an_event_is_shrunk_to_it() -> None:
     assert len(failure.needs) <= 3
 
 
+@pytest.mark.parametrize(
+    ("action", "left"),
+    [(Action.LOAD, {Action.SAVE, Action.LOAD}), (Action.SAVE, {Action.SAVE}), (Action.RAISE, {Action.RAISE})],
+)
+def test_checkpoints_and_exceptions_are_drawn_and_shrunk(action: Action, left: set[Action]) -> None:
+    """An engine that is wrong after one of them is shown with it alone; a load keeps the save that it needs."""
+
+    def judged(example: Example) -> Outcome | None:
+        return _wrong(example) if any(event.action is action for event in example.regime.events) else None
+
+    found = _explore(judged, examples=120)
+
+    (failure,) = found.failures
+    assert {event.action for event in failure.example.regime.events} == left
+    assert len(failure.needs) <= 2
+
+
 def test_different_failures_are_told_apart_and_each_is_told_once() -> None:
     """A second defect is found although the first one is common."""
 

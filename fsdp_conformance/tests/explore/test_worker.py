@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,15 @@ from fsdp_conformance.adapters import registry
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.config import Plan, RunSettings, Sharding
 from fsdp_conformance.errors import AdapterError
+from fsdp_conformance.events import Action, Event, Moment
 from fsdp_conformance.explore.case import run_on
 from fsdp_conformance.explore.example import Example, features
 from fsdp_conformance.explore.exploration import Budget, Exploration, Explorer
 from fsdp_conformance.explore.pool import Outcome, WarmWorker
 from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel
+from fsdp_conformance.mutants import MUTANTS
 from fsdp_conformance.settings import RunOrder
+from fsdp_conformance.simulator import build
 from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload import Regime
 
@@ -162,6 +166,91 @@ def test_the_same_verdict_on_fresh_ranks(kind: str) -> None:
 
     assert run_on(wrong, f"{_ENGINES}:OddAndSecond", base=base).verdict is Verdict.FAIL
     assert run_on(wrong, "torch-fsdp2", base=base).verdict is Verdict.PASS
+
+
+def _save_and_load() -> tuple[Event, ...]:
+    return (
+        Event(action=Action.SAVE, moment=Moment.END, step=0),
+        Event(action=Action.LOAD, moment=Moment.END, step=1),
+    )
+
+
+def _raise(moment: Moment, micro: int = 0) -> tuple[Event, ...]:
+    return (Event(action=Action.RAISE, moment=moment, step=1, micro=micro),)
+
+
+@pytest.mark.parametrize(
+    ("name", "events", "requirement"),
+    [
+        ("SavingHalvesMomentum", _save_and_load()[:1], "R002"),
+        ("RollbackKeepsMomentum", _save_and_load(), "R002"),
+        ("RecoversLate", _raise(Moment.OPTIMIZER), "R003"),
+        ("RecoversLate", _raise(Moment.BACKWARD), "R003"),
+        ("AnotherClass", _raise(Moment.FORWARD, 1), "R160"),
+        ("GoesOnWithoutException", _raise(Moment.LOSS), "R160"),
+        ("StaysGathered", _raise(Moment.BACKWARD, 1), "R161"),
+        ("NeverRecovers", _raise(Moment.FORWARD), "R000"),
+    ],
+)
+def test_wrong_only_at_an_event(name: str, events: tuple[Event, ...], requirement: str) -> None:
+    """Each event shows an engine that is right without it, and says so by the requirement that names the defect."""
+    regime = Regime(steps=3, micro_batches=2, unused_parameters=True)
+    plain = replace(_example(), regime=regime)
+    with _worker(name) as worker:
+        without = worker.run(plain)
+        disturbed = worker.run(replace(plain, regime=replace(regime, events=events)))
+
+    assert without.record is not None
+    assert without.record.verdict is Verdict.PASS
+    assert disturbed.failed
+    assert disturbed.record is not None
+    assert requirement in {finding.requirement for finding in disturbed.record.findings}
+
+
+def test_a_correct_engine_passes_at_every_moment_of_these_events() -> None:
+    """Checkpoints between any steps, and exceptions anywhere in a step, leave nothing behind."""
+    moments = [
+        [Event(action=Action.SAVE, moment=Moment.STEP, step=0), Event(action=Action.LOAD, moment=Moment.STEP, step=2)],
+        _save_and_load(),
+        [*_raise(Moment.FORWARD), *_raise(Moment.LOSS, 1)],
+        [*_raise(Moment.BACKWARD), *_raise(Moment.OPTIMIZER)],
+    ]
+    regime = Regime(steps=3, micro_batches=2, reduced=(False, True), unused_parameters=True)
+    model = DrawnModel(blocks=(DrawnBlock(hidden=3, counts=True), DrawnBlock(extras=((5, 1),))))
+    with _worker("reference") as worker:
+        outcomes = [
+            worker.run(replace(_example(model), regime=replace(regime, events=tuple(events)))) for events in moments
+        ]
+
+    assert [outcome.record.verdict for outcome in outcomes if outcome.record] == [Verdict.PASS] * 4
+
+
+def test_a_correct_engine_passes_with_joined_blocks() -> None:
+    """Whether a unit of several modules is sharded can be asked of every engine that declares both."""
+    joined = _example(DrawnModel(blocks=(DrawnBlock(), DrawnBlock()), joined=True))
+    with _worker("reference") as worker:
+        outcome = worker.run(joined)
+
+    assert outcome.record is not None
+    assert outcome.record.verdict is Verdict.PASS
+
+
+@pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
+def test_the_simulated_accelerator_shows_races() -> None:
+    """A correct engine passes on it, and one that frees memory in flight does not, for the race alone."""
+    outcomes = []
+    for implementation in ("reference", MUTANTS["frees-in-flight"].spec):
+        description = registry.describe(implementation)
+        settings = RunSettings(implementation=implementation, ranks="simulated", device="sim")
+        order = RunOrder(settings=settings, description=description.to_json(), device="sim")
+        with WarmWorker(order) as worker:
+            outcomes.append(worker.run(_example()))
+
+    right, wrong = (outcome.record for outcome in outcomes)
+    assert right is not None
+    assert right.verdict is Verdict.PASS
+    assert wrong is not None
+    assert wrong.verdict is Verdict.FAIL
 
 
 def test_nothing_is_left_after_a_worker() -> None:

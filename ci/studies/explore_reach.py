@@ -1,0 +1,108 @@
+"""
+Which known-wrong engines `explore` can find in principle, and why it cannot find the others.
+
+A defect is within reach if something that is drawn makes it act, and something that is checked shows it. That is
+decided here by the requirement that names the defect best, and for single engines by name, before anything is run.
+What an exploration misses all the same is a gap of its drawing or of its checks.
+"""
+
+from __future__ import annotations
+
+from fsdp_conformance.mutants import Mutant
+from fsdp_conformance.mutants.mutant import Symptom
+
+#: Engines that train through the whole protocol. The others are components, which no drawn model reaches.
+TRAINED = frozenset({"torch-fsdp2", "torch-fsdp1", "torch-ddp", "reference", "deepspeed-zero3"})
+
+_COLLECTIVES = "the number, size and order of collectives are not checked, only that all ranks issue the same"
+_MEMORY = "bytes are checked between steps only, and never on an accelerator"
+_INIT = "models are always real, and moved before they are wrapped"
+_META = "models are never built on meta"
+_ACCESS = "full parameters are read, but never written or entered by the engine's own context"
+_MISUSE = "nothing is misused"
+_STATE = "state dicts are not taken one by one: whole checkpoints are saved and loaded"
+_RECOMPUTED = "nothing is recomputed"
+_PRECISION = "low precision is drawn with one policy, and judged by losses, gradients and parameters alone"
+_STREAMS = "drawn models train on the CPU, where everything is ordered"
+
+#: Requirements whose defects are out of reach.
+UNREACHED: dict[str, str] = {
+    "R006": "every rank has as many rows",
+    **dict.fromkeys(("R012", "R013", "R014", "R015", "R016", "R017", "R018", "R019", "R020", "R021", "R023"), _INIT),
+    "R022": "every module has parameters",
+    "R024": _MISUSE,
+    **dict.fromkeys(("R025", "R026", "R027", "R028", "R029", "R030", "R031", "R032"), _META),
+    **dict.fromkeys(("R034", "R036", "R038", "R039", "R040", "R042"), _MEMORY),
+    **dict.fromkeys(("R044", "R045", "R046", "R047", "R048", "R049", "R050", "R051"), _ACCESS),
+    **dict.fromkeys(("R054", "R055", "R057", "R100", "R104"), _MISUSE),
+    "R058": "inner units never run alone",
+    "R059": "an order of units that differs between ranks is not drawn",
+    "R060": "attributes and methods of the wrapped module are not used",
+    "R061": "nothing is copied",
+    **dict.fromkeys(("R062", "R063", "R064", "R065", "R066", "R068", "R069", "R070", "R071", "R072"), _COLLECTIVES),
+    **dict.fromkeys(("R076", "R077", "R078", "R079", "R097"), _COLLECTIVES),
+    **dict.fromkeys(("R073", "R074", "R075", "R080", "R138"), _STREAMS),
+    **dict.fromkeys(("R081", "R087", "R088", "R089", "R090", "R091", "R132"), _PRECISION),
+    "R085": _MEMORY,
+    "R095": "deferral is drawn for all units at once",
+    "R096": "keeping parameters across micro-batches is not drawn",
+    "R099": "pipelines are not drawn",
+    "R105": "losses are not scaled",
+    "R108": _RECOMPUTED,
+    "R109": _STATE,
+    "R110": "no module has two places",
+    "R115": _COLLECTIVES,
+    "R116": "no module is ignored",
+    "R118": "a model has one output, and the loss uses it",
+    "R127": "which units a policy has chosen is not checked",
+    "R128": "nothing is wrapped again",
+    "R131": "the documentation is not read",
+    **dict.fromkeys(("R134", "R135", "R136"), _RECOMPUTED),
+    **dict.fromkeys(("R139", "R144", "R145", "R146", "R147", "R148"), _STATE),
+    "R142": "the optimizer never steps in backward",
+    "R152": "initial values are equal on all ranks",
+    "R153": "no unit has a group of its own",
+    "R154": "tensor parallelism is not drawn",
+    "R157": "inputs and outputs are tensors",
+    **dict.fromkeys(("R158", "R159"), "users' hooks are not registered"),
+    "R162": "models are equal on all ranks",
+}
+
+#: Single engines out of reach, by name, although their requirement is within it.
+UNREACHED_ALONE: dict[str, str] = {
+    **dict.fromkeys(("one-layer-norm-not-averaged",), "no drawn model has a layer norm"),
+    **dict.fromkeys(
+        ("hides-frozen-gathered", "leaves-frozen-gathered", "keeps-unused-unsharded"),
+        "sharding is checked where every parameter trains in every step",
+    ),
+    "manual-reshard-does-nothing": "what is held after a unit was freed by hand is not checked",
+    **dict.fromkeys(
+        ("reference-forgets-experts", "reference-norm-of-own-experts"), "no unit has parameters of one rank"
+    ),
+    "fsdp1-forgets-ignored": "no module is ignored",
+    **dict.fromkeys(("norm-of-nothing-is-nan", "norm-of-old-gradients"), "some parameter always has a gradient"),
+    "norm-forgets-low-precision": "clipping is not drawn together with low precision",
+    **dict.fromkeys(
+        ("first-group-for-all", "new-rate-reaches-the-first-group", "swaps-parameters-of-the-optimizer",
+         "checkpoint-merges-groups"),
+        "an optimizer has one group",
+    ),
+    **dict.fromkeys(("all-reduces-in-pieces", "all-reduces-the-full-gradient"), _COLLECTIVES),
+    "checkpoint-assumes-its-world": "a checkpoint is loaded by as many ranks as saved it",
+    "checkpoint-sorts-shards-as-text": "at most five ranks are drawn",
+    "asynchronous-save-is-late": "checkpoints are not saved asynchronously",
+    "saving-draws-random-numbers": "nothing drawn is random during training",
+    "swallows-exceptions": "an engine that declares no recovery is given no exception",
+    "waits-for-ever": "exceptions are raised on all ranks",
+}  # fmt: skip
+
+
+def out_of_reach(mutant: Mutant) -> str:
+    """Why an engine cannot be found; empty if it can."""
+    if mutant.engine not in TRAINED:
+        return "a component, which no drawn model reaches"
+    if set(mutant.shows) == {Symptom.REFUSAL}:
+        return _MISUSE
+    if set(mutant.shows) == {Symptom.HAZARD}:
+        return _STREAMS
+    return UNREACHED_ALONE.get(mutant.name, "") or UNREACHED.get(mutant.requirement, "")
