@@ -182,14 +182,14 @@ def _raise(moment: Moment, micro: int = 0) -> tuple[Event, ...]:
 @pytest.mark.parametrize(
     ("name", "events", "requirement"),
     [
-        ("SavingHalvesMomentum", _save_and_load()[:1], "R002"),
+        pytest.param("SavingHalvesMomentum", _save_and_load()[:1], "R002", marks=pytest.mark.nightly),
         ("RollbackKeepsMomentum", _save_and_load(), "R002"),
-        ("RecoversLate", _raise(Moment.OPTIMIZER), "R003"),
-        ("RecoversLate", _raise(Moment.BACKWARD), "R003"),
-        ("AnotherClass", _raise(Moment.FORWARD, 1), "R160"),
-        ("GoesOnWithoutException", _raise(Moment.LOSS), "R160"),
+        pytest.param("RecoversLate", _raise(Moment.OPTIMIZER), "R003", marks=pytest.mark.nightly),
+        pytest.param("RecoversLate", _raise(Moment.BACKWARD), "R003", marks=pytest.mark.nightly),
+        pytest.param("AnotherClass", _raise(Moment.FORWARD, 1), "R160", marks=pytest.mark.nightly),
+        pytest.param("GoesOnWithoutException", _raise(Moment.LOSS), "R160", marks=pytest.mark.nightly),
         ("StaysGathered", _raise(Moment.BACKWARD, 1), "R161"),
-        ("NeverRecovers", _raise(Moment.FORWARD), "R000"),
+        pytest.param("NeverRecovers", _raise(Moment.FORWARD), "R000", marks=pytest.mark.nightly),
     ],
 )
 def test_wrong_only_at_an_event(name: str, events: tuple[Event, ...], requirement: str) -> None:
@@ -235,6 +235,7 @@ def test_a_correct_engine_passes_with_joined_blocks() -> None:
     assert outcome.record.verdict is Verdict.PASS
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(build.unavailable() is not None, reason=str(build.unavailable()))
 def test_the_simulated_accelerator_shows_races() -> None:
     """A correct engine passes on it, and one that frees memory in flight does not, for the race alone."""
