@@ -24,7 +24,7 @@ from fsdp_conformance.contract.profile import Entry, known_cases, load_profile
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.report.expectations import Expectation, judge, load_expectations
 from fsdp_conformance.report.runfile import RunFile
-from fsdp_conformance.report.terminal import QUIET, render_record
+from fsdp_conformance.report.terminal import QUIET, render_failure
 from fsdp_conformance.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -68,8 +68,8 @@ def conformance_tests(
         failed = record.verdict not in QUIET
         surprises = _surprises([record], about, settings, [case])
         if surprises:
-            report = [render_record(record), record.traceback.rstrip()] if failed else []
-            pytest.fail("\n\n".join(filter(None, [*(surprises if listed else ()), *report])), pytrace=False)
+            report = [render_failure(record)] if failed else []
+            pytest.fail("\n\n".join([*(surprises if listed else ()), *report]), pytrace=False)
         if failed:
             pytest.xfail("; ".join(entry.reason for entry in about))
         if record.verdict is not Verdict.PASS:

@@ -244,8 +244,7 @@ def _show(verification: Verification) -> None:
         print(findings, end="\n\n")
     if run.footer is None:
         return
-    seconds = float(run.footer.get("seconds") or sum(record.seconds for record in run.records))
-    print(terminal.summary_line(certificate, seconds=seconds))
+    print(terminal.summary_line(certificate, seconds=run.seconds))
     text = terminal.certificate_text(certificate)
     if text:
         print(text)

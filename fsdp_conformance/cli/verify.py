@@ -29,12 +29,10 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.markdown:
         print(markdown.summary(run, certificate), end="")
         return verification.status
-    footer = run.footer or {}
-    seconds = float(footer.get("seconds") or sum(record.seconds for record in run.records))
     implementation = run.header.get("implementation") or {}
     name, version = implementation.get("name", "an unknown implementation"), implementation.get("version", "")
     print(f"{path}: {name} {version}".rstrip())
-    print(terminal.summary_line(certificate, seconds=seconds))
+    print(terminal.summary_line(certificate, seconds=run.seconds))
     text = terminal.certificate_text(certificate)
     if text:
         print(text)

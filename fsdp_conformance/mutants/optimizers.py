@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
 from fsdp_conformance.adapters.sharded import local_part
 from fsdp_conformance.adapters.torch_ddp import TorchDDP
+from fsdp_conformance.adapters.torch_like import TorchAdapter
 from fsdp_conformance.config import Plan
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.engines import SeamFSDP1, SeamReference
@@ -176,9 +177,8 @@ class DDPShowsCopiesAfterAForward(TorchDDP):
         return super().parameters() if self._copies is None else self._copies
 
 
-@known_wrong("R140", name="fsdp1-hides-gathered-parameters")
-class FSDP1HidesGatheredParameters(SeamFSDP1):
-    """From a forward to the end of its backward, the root's parameters are missing: its module has plain tensors."""
+class _KnowsTheRootIsGathered(TorchAdapter):
+    """Mixed in before an adapter: notes that the root is gathered, from a forward to the end of its backward."""
 
     _gathered = False
 
@@ -190,6 +190,11 @@ class FSDP1HidesGatheredParameters(SeamFSDP1):
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
         super().backward(loss, retain_graph=retain_graph)
         self._gathered = False
+
+
+@known_wrong("R140", name="fsdp1-hides-gathered-parameters")
+class FSDP1HidesGatheredParameters(_KnowsTheRootIsGathered, SeamFSDP1):
+    """From a forward to the end of its backward, the root's parameters are missing: its module has plain tensors."""
 
     def parameters(self) -> dict[str, nn.Parameter]:
         shown = super().parameters()
@@ -197,19 +202,8 @@ class FSDP1HidesGatheredParameters(SeamFSDP1):
 
 
 @known_wrong("R140")
-class ReferenceShowsCopiesOfTheRoot(SeamReference):
+class ReferenceShowsCopiesOfTheRoot(_KnowsTheRootIsGathered, SeamReference):
     """From a forward to the end of its backward, user code sees copies of the root's parameters."""
-
-    _gathered = False
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward(*args, **kwargs)
-        self._gathered = True
-        return output
-
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        super().backward(loss, retain_graph=retain_graph)
-        self._gathered = False
 
     def parameters(self) -> dict[str, nn.Parameter]:
         return {

@@ -119,7 +119,7 @@ def _record_of(
 
 def _set_outcome(report: pytest.TestReport, item: pytest.Item, record: CaseRecord) -> None:
     """PASS passes, a case that was not judged skips with its reason, all others fail with the whole report."""
-    from fsdp_conformance.report.terminal import QUIET, render_record
+    from fsdp_conformance.report.terminal import QUIET, render_failure
     from fsdp_conformance.verdict import Verdict
 
     if hasattr(report, "wasxfail"):
@@ -132,8 +132,7 @@ def _set_outcome(report: pytest.TestReport, item: pytest.Item, record: CaseRecor
         report.longrepr = (path, line or 0, f"{record.verdict}: {record.reason}")
     else:
         report.outcome = "failed"
-        parts = [render_record(record), record.traceback.rstrip()]
-        report.longrepr = "\n\n".join(part for part in parts if part)
+        report.longrepr = render_failure(record)
 
 
 def record_from(text: str) -> CaseRecord:

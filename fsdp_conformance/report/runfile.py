@@ -139,6 +139,11 @@ class RunFile:
         """True if the run did not finish."""
         return self.footer is None
 
+    @property
+    def seconds(self) -> float:
+        """How long the run took; if nothing says so, the time of its cases."""
+        return float((self.footer or {}).get("seconds") or sum(record.seconds for record in self.records))
+
     def unfinished(self) -> list[str]:
         """Cases that started and have no verdict."""
         done = {record.case for record in self.records}

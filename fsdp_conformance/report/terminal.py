@@ -118,6 +118,11 @@ def render_record(record: CaseRecord, *, others: Sequence[CaseRecord] = ()) -> s
     return "\n".join([headline(record), *(line for one in record_fields(record, others) for line in _lines(one))])
 
 
+def render_failure(record: CaseRecord) -> str:
+    """The block of one case, and the traceback of the rank that raised."""
+    return "\n\n".join(part for part in (render_record(record), record.traceback.rstrip()) if part)
+
+
 def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = ()) -> list[Field]:
     """What there is to say about a case, in the order in which people read it; nothing is empty."""
     finding = most_telling(record.findings)
@@ -145,12 +150,17 @@ def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = ()) -> list
 
 def headline(record: CaseRecord) -> str:
     """The sign, the requirement that was violated, its name, and the verdict unless it is FAIL."""
-    finding = most_telling(record.findings)
-    requirement = finding.requirement if finding is not None else record.requirements[0]
+    requirement = requirement_of(record)
     known = contract.load().requirements.get(requirement)
     name = known.name if known is not None else "(not in this contract)"
     verdict = "" if record.verdict is Verdict.FAIL else f"   {record.verdict}"
     return f"{SIGNS[record.verdict]} {requirement}  {name}{verdict}"
+
+
+def requirement_of(record: CaseRecord) -> str:
+    """The id of the requirement that was violated; without a finding, the one that the case is named after."""
+    finding = most_telling(record.findings)
+    return finding.requirement if finding is not None else record.requirements[0]
 
 
 def summary_line(certificate: Certificate, *, seconds: float) -> str:

@@ -18,7 +18,7 @@ from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report.certificate import Certificate
 from fsdp_conformance.report.frames import engine_frames, frames_of_traceback
 from fsdp_conformance.report.runfile import RunFile
-from fsdp_conformance.report.terminal import Group, grouped, render_record
+from fsdp_conformance.report.terminal import Group, grouped, render_record, requirement_of
 from fsdp_conformance.verdict import ACCUSING
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -30,7 +30,7 @@ def text(run: RunFile, certificate: Certificate) -> str:
     driver = {
         "name": "fsdp-conformance",
         "version": str(run.header.get("suite", "")),
-        "rules": [_rule(id_) for id_ in sorted({_requirement(group.first) for group in groups})],
+        "rules": [_rule(id_) for id_ in sorted({requirement_of(group.first) for group in groups})],
     }
     content = {
         "$schema": _SCHEMA,
@@ -46,11 +46,6 @@ def text(run: RunFile, certificate: Certificate) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
 
 
-def _requirement(record: CaseRecord) -> str:
-    finding = most_telling(record.findings)
-    return finding.requirement if finding is not None else record.requirements[0]
-
-
 def _rule(id_: str) -> dict[str, Any]:
     known = contract.load().requirements.get(id_)
     if known is None:
@@ -61,9 +56,9 @@ def _rule(id_: str) -> dict[str, Any]:
 def _result(group: Group, run: RunFile) -> dict[str, Any]:
     record = group.first
     finding = most_telling(record.findings)
-    key = [_requirement(record), record.verdict, finding.check if finding else "", record.case]
+    key = [requirement_of(record), record.verdict, finding.check if finding else "", record.case]
     result: dict[str, Any] = {
-        "ruleId": _requirement(record),
+        "ruleId": requirement_of(record),
         "level": "error" if record.verdict in ACCUSING else "warning",
         "message": {"text": render_record(record, others=group.others)},
         "partialFingerprints": {"fsdpConformance/v1": hashlib.sha256("\n".join(key).encode()).hexdigest()[:16]},

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.resources import files
-
-import jinja2
+from typing import TYPE_CHECKING
 
 from fsdp_conformance.report.baseline import Changes
 from fsdp_conformance.report.certificate import Certificate
 from fsdp_conformance.report.html.views import view
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.report.terminal import DETAIL
+
+if TYPE_CHECKING:
+    import jinja2
 
 #: The name of the file in a report directory.
 NAME = "report.html"
@@ -26,6 +28,9 @@ def page(run: RunFile, certificate: Certificate, *, changes: Changes | None = No
 
 @cache
 def _environment() -> jinja2.Environment:
+    # Not at the top: every command imports this module, and most write no page.
+    import jinja2
+
     return jinja2.Environment(
         loader=jinja2.FunctionLoader(_text),
         autoescape=True,

@@ -153,8 +153,7 @@ def _facts(run: RunFile, certificate: Certificate) -> tuple[str, ...]:
     facts = [certificate.profile, f"suite {run.header.get('suite', '?')}"]
     facts += [f"{key} {environment[key]}" for key in ("torch", "python", "device") if environment.get(key)]
     facts.append(str(run.header.get("started") or "").replace("T", " "))
-    seconds = float((run.footer or {}).get("seconds") or sum(record.seconds for record in run.records))
-    facts.append(duration(seconds) if run.footer else f"ended early, after {duration(seconds)} of cases")
+    facts.append(duration(run.seconds) if run.footer else f"ended early, after {duration(run.seconds)} of cases")
     return tuple(fact for fact in facts if fact)
 
 
