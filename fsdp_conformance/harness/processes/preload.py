@@ -51,6 +51,9 @@ OPTIONAL = ("torch._inductor.config", "torch.profiler._cupti_monitor")
 #: Module name or file path to the exception that its import raised.
 failures: dict[str, str] = {}
 
+#: Everything that `load` was asked for, in this process and in those that it was forked from.
+loaded: list[str] = []
+
 #: The first module whose import initialised CUDA: after that no rank can use a GPU.
 cuda_initialised_by: str | None = None
 
@@ -102,6 +105,7 @@ def load(names: Iterable[str]) -> None:
     for name in names:
         if name in OPTIONAL and not _exists(name):
             continue
+        loaded.append(name)
         try:
             import_target(name)
         except KeyboardInterrupt:
