@@ -194,7 +194,7 @@ def test_the_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
         (("torch", "torchish"), False),
         (("fsdp_conformance.mutants.accumulation",), False),
         (("fsdp_conformance.tests.adapters.wrong_adapters",), False),
-        (("/home/me/my_adapter.py",), False),
+        (("/engines/my_adapter.py",), False),
     ],
 )
 def test_only_the_suites_own_processes_write(imported: tuple[str, ...], may: bool) -> None:
