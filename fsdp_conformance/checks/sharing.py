@@ -13,8 +13,10 @@ trained again, on such ranks, and compared bit for bit.
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
 import secrets
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -113,9 +115,17 @@ def offered(suite_sha256: str, cache: Path, *, run: str | None = None) -> Offer 
 def is_untouched(imported: Iterable[str]) -> bool:
     """Whether these modules, which the warm process has imported, are the suite's own and torch's."""
     return all(
-        name.partition(".")[0] in _HARMLESS and not name.startswith(_UNDER_TEST) and "/" not in name
+        (name.partition(".")[0] in _HARMLESS and not name.startswith(_UNDER_TEST) and "/" not in name) or _is_case(name)
         for name in imported
     )
+
+
+def _is_case(name: str) -> bool:
+    """Whether a module is one of our cases, which pytest imports as `suites.NAME` in a checkout: its file tells."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    found = importlib.util.find_spec("fsdp_conformance.suites")
+    places = found.submodule_search_locations if found is not None else None
+    return file is not None and Path(file).resolve().parent in {Path(place).resolve() for place in places or ()}
 
 
 def _limit() -> int:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -200,3 +203,15 @@ def test_the_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
 def test_only_the_suites_own_processes_write(imported: tuple[str, ...], may: bool) -> None:
     """One that has imported an engine, a known-wrong one or a user's file may have been changed by it."""
     assert is_untouched(imported) is may
+
+
+def test_a_case_is_known_by_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a checkout pytest imports ours as `suites.NAME`; a user's package of that name is not ours."""
+    ours = importlib.util.find_spec("fsdp_conformance.suites.test_a_parity")
+    assert ours is not None
+    for file, may in ((ours.origin, True), ("/engines/suites/test_a_parity.py", False)):
+        module = types.ModuleType("suites.test_a_parity")
+        module.__file__ = file
+        monkeypatch.setitem(sys.modules, "suites.test_a_parity", module)
+
+        assert is_untouched(["torch", "suites.test_a_parity"]) is may
