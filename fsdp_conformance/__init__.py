@@ -34,6 +34,8 @@ Engines:
 Cases and reports:
     testing        the base class of cases
     case_checks    the checks that cases call
+    case_references
+                   the references of a case, trained or taken from the store
     case_worlds    smaller worlds inside a case, and a directory for all of its ranks
     selftest       single cases in this process
     explore        scenarios that are drawn, not listed

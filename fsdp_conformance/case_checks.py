@@ -27,7 +27,7 @@ from fsdp_conformance.checks.parity import REQUIREMENTS, hidden_kinds, parity
 from fsdp_conformance.checks.reference_ddp import ddp_reference
 from fsdp_conformance.checks.reference_rounding import rounding_reference, rounds_alike
 from fsdp_conformance.checks.reference_single import single_process_reference
-from fsdp_conformance.checks.references import Kind, References, train_references
+from fsdp_conformance.checks.references import Kind, References
 from fsdp_conformance.checks.resharding import gathered_again, holds_whole_parameters
 from fsdp_conformance.checks.result import CheckResult, comparison
 from fsdp_conformance.config import SIMULATED, Plan
@@ -57,8 +57,6 @@ class CaseChecks:
     device_type: str
     subjects: list[Adapter]
     """Adapters that are open."""
-    trained_references: dict[tuple[str, Regime], References]
-    """By workload and regime, so that a case with several checks trains them once."""
     steps_trained: int = 0
     """Optimizer steps since the last `refusal` began."""
     hazard_requirements: Mapping[str, str] = MappingProxyType({})
@@ -78,6 +76,8 @@ class CaseChecks:
         def declares(self, flag: str) -> bool: ...
 
         def subject(self) -> Adapter: ...
+
+        def references(self, workload: Workload, regime: Regime | None = None) -> References: ...
 
         def train(
             self,
@@ -103,19 +103,6 @@ class CaseChecks:
         The simulated operations are bitwise the CPU's, so such a reference is valid and independent of the simulation.
         """
         return "cpu" if self.device_type == SIMULATED else self.device_type
-
-    def references(self, workload: Workload, regime: Regime | None = None) -> References:
-        """The references for the workload, trained and in agreement. Collective, once per workload and regime."""
-        regime = (regime or Regime()).for_references()
-        key = (workload.name, regime)
-        if key not in self.trained_references:
-            with process_group.log().phase("observe"), self.blaming("suite"):
-                found = train_references(
-                    workload, regime, rank=self.rank, world_size=self.world_size, device=self.reference_device
-                )
-                found.agree()
-            self.trained_references[key] = found
-        return self.trained_references[key]
 
     def check(self, result: CheckResult) -> None:
         """Add a check's findings, counts and figures to the report."""

@@ -69,6 +69,10 @@ class BackwardPrefetch(StrEnum):
 #: torchrun's workers start, on one host or several.
 RANKS = ("processes", "simulated", "torchrun")
 
+#: Variables of the store of references: "off" or its directory, and its size in MiB.
+REFERENCES_STORE = "FSDP_CONFORMANCE_REFERENCES"
+REFERENCES_LIMIT = "FSDP_CONFORMANCE_REFERENCES_MB"
+
 #: The capability flag that a sharding degree needs.
 SHARDING_CAPABILITY = {
     Sharding.FULL: "zero3",

@@ -12,6 +12,9 @@ from typing import Any
 
 from fsdp_conformance.verdict import Verdict
 
+#: `RankReport.measurements` has this: how many references were computed, taken from the store, and checked with it.
+REFERENCES = "reference histories"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:

@@ -27,6 +27,8 @@ class RunOrder:
     """The adapter's description as JSON; None if the adapter has not been asked yet."""
     device: str = ""
     """In a rank: the type of device that its case runs on, which is the run's or the simulated one."""
+    references: Mapping[str, Any] | None = None
+    """In a rank: the store of references, as `checks.sharing.Offer` has it; None if its case shares none."""
 
     def to_json(self) -> str:
         """The order as text; `order_from_json` is its inverse."""
@@ -37,7 +39,10 @@ def order_from_json(text: str) -> RunOrder:
     """The order in a text."""
     data = json.loads(text)
     return RunOrder(
-        settings=settings_from_json(data["settings"]), description=data["description"], device=data["device"]
+        settings=settings_from_json(data["settings"]),
+        description=data["description"],
+        device=data["device"],
+        references=data.get("references"),
     )
 
 

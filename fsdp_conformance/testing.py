@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -33,7 +33,9 @@ from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.registry import AdapterDescription
 from fsdp_conformance.case import Case, case_of
 from fsdp_conformance.case_checks import CaseChecks
+from fsdp_conformance.case_references import CaseReferences
 from fsdp_conformance.case_worlds import CaseWorlds
+from fsdp_conformance.checks.sharing import offered
 from fsdp_conformance.checks.streams import stream_control, stream_safety
 from fsdp_conformance.config import SIMULATED, InitMode, Plan, RunSettings, TorchrunWorker
 from fsdp_conformance.errors import ConformanceError, RequirementFailed, SuiteError
@@ -50,8 +52,10 @@ from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.judge import SWALLOWED, Gated, drilled, gate, judge, keep_evidence
 from fsdp_conformance.outcome import CaseRecord, RankError, RankExit, RankReport
+from fsdp_conformance.report.fingerprint import suite_sha256
 from fsdp_conformance.settings import RunOrder, order_from_json
 from fsdp_conformance.simulator import place
+from fsdp_conformance.simulator.build import cache_directory
 from fsdp_conformance.stress import MEASUREMENT, failure_of
 from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload import Regime, Workload
@@ -60,7 +64,7 @@ from fsdp_conformance.workload import Regime, Workload
 _NOT_JUDGED = frozenset({Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV, Verdict.DISABLED})
 
 
-class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
+class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainingTestCase):
     """
     The base class of every case.
 
@@ -69,6 +73,8 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
     """
 
     first_part = Part.SUITE
+    shares_references: bool = True
+    """Whether the references may come from the store."""
 
     record: CaseRecord | None = None
     _provoked: Provoked | None = None
@@ -80,6 +86,11 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
     def order(self) -> RunOrder:
         """What the run was asked for, as the controller handed it to the ranks; `device` is that of this case."""
         return order_from_json(self.launch_payload)
+
+    @property
+    def reference_offer(self) -> Mapping[str, Any] | None:
+        """The store of references, as the controller offers it; None if this case shares none."""
+        return self.order.references
 
     @cached_property
     def description(self) -> AdapterDescription:
@@ -113,7 +124,12 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
         if gated.record is not None:
             self.record = gated.record
             self.skipTest(f"{gated.record.verdict}: {gated.record.reason}")
-        order = RunOrder(settings=settings, description=description.to_json(), device=gated.device)
+        order = RunOrder(
+            settings=settings,
+            description=description.to_json(),
+            device=gated.device,
+            references=self._offered_references(settings, gated.device),
+        )
         self.launch_payload = order.to_json()
         self._take_over_order()
         self.reuse_ranks = settings.reuse_ranks
@@ -133,6 +149,19 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
         if gated.record is None and gated.device == SIMULATED and place.build_problem():
             gated = gate(self.case, declared=description.declared, settings=settings, places=place.places(settings))
         return gated
+
+    def _offered_references(self, settings: RunSettings, device: str) -> dict[str, Any] | None:
+        """
+        The store of references, where they depend on nothing that the store's keys leave out.
+
+        They do on other devices than the CPU, on ranks that have run other cases, on simulated ones, on other hosts,
+        and under stress.
+        """
+        usual = settings.ranks == "processes" and not settings.reuse_ranks and settings.stress_seed is None
+        if not (self.shares_references and usual and device == "cpu"):
+            return None
+        offer = offered(suite_sha256(), cache_directory(), run=settings.report_dir)
+        return None if offer is None else offer.to_json()
 
     def _take_over_order(self) -> None:
         """Apply what the controller and the ranks must agree on."""
@@ -263,6 +292,7 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
 
     def subject(self) -> Adapter:
         """A new adapter of the implementation under test."""
+        self.engine_entered = True
         with self.blaming("adapter"):
             adapter = registry.load(self.order.settings.implementation)()
         # What a rank has loaded, not what the controller was told.
@@ -309,6 +339,8 @@ class ConformanceTestCase(CaseChecks, CaseWorlds, ShardedTrainingTestCase):
         Every fault must strike on the ranks that it names: one that does not has tested nothing. If the engine issued
         no collective that it could have struck, the report says so; otherwise raises SuiteError.
         """
+        if adapter is None and not faults:
+            self.before_engine(workload, regime)
         plan = plan or self.plan(workload)
         regime = regime or Regime()
         asked = plan.capabilities() | workload.capabilities

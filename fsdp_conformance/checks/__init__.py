@@ -12,6 +12,9 @@ References, what is compared with:
     plain_training      state dicts of the unwrapped model and optimizer, also with ranks that change between steps
     loop                the training loop of the references
     structures          tensors inside nested values
+    sharing             which references a case may take from the store, and which rank may write one
+    reference_store     the store: a directory of references, shared by cases, engines and runs
+    scenario            what references depend on, as text: the keys of the store
     packing             a history as its structure and one flat tensor, to be sent to another rank
     exactness           proof that a probe is exact, and which regimes demand bitwise equality
     tolerance           bounds for everything else, with their derivations

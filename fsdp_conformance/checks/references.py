@@ -35,6 +35,10 @@ from fsdp_conformance.workload import Regime, Workload
 #: The reference that supplies the expected values.
 EXPECTED = "float64"
 
+#: All of them, by their source, and those that do not apply everywhere.
+_NAMES = frozenset({EXPECTED, "all-reduce", "torch-ddp"})
+_OPTIONAL = frozenset({"torch-ddp"})
+
 
 class Kind(StrEnum):
     """What is compared."""
@@ -269,6 +273,35 @@ def train_references(
         histories["torch-ddp"] = ddp_reference(workload, regime, rank=rank, world_size=world_size, device=device)
     else:
         absent["torch-ddp"] = reason
+    return from_histories(workload, regime, rank=rank, world_size=world_size, histories=histories, absent=absent)
+
+
+def from_histories(
+    workload: Workload,
+    regime: Regime,
+    *,
+    rank: int,
+    world_size: int,
+    histories: dict[str, Any],
+    absent: dict[str, str],
+) -> References:
+    """
+    The references from what was trained, now or earlier.
+
+    Raises SuiteError unless these are the histories of this rank, and all that there have to be.
+    """
+    strangers = [
+        name
+        for name, history in histories.items()
+        if not isinstance(history, TrainingHistory)
+        or (history.source, history.rank, history.world_size, len(history.steps))
+        != (name, rank, world_size, regime.steps)
+    ]
+    if strangers or histories.keys() ^ absent.keys() != _NAMES or not absent.keys() <= _OPTIONAL:
+        raise SuiteError(
+            f"references must be {', '.join(sorted(_NAMES))} of {regime.steps} steps on rank {rank} of {world_size}, "
+            f"got {sorted(histories)}, absent {sorted(absent)}, of another run {strangers} [{workload.name}]"
+        )
     model = workload.build(rank)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     return References(

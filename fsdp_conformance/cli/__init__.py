@@ -30,6 +30,7 @@ What `run` does:
     report_dir      the directory of a run
     building        compiling the simulated accelerator beforehand
     pytest_process  pytest as a child process
+    warm            ... and that child, which imports torch once for all
     progress        how far the run is, on a terminal or in a log
     torchrun        `run` as a worker of torchrun
 

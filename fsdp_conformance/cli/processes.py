@@ -15,6 +15,10 @@ from fsdp_conformance.cli.signals import Stopped, caught
 #: Seconds between two looks for a signal.
 _LOOK_S = 0.1
 
+#: How long killed processes may take to end, and how often we look.
+_DEATH_S = 10.0
+_DEATH_LOOK_S = 0.005
+
 
 def run_family(command: Sequence[str], *, timeout_s: float) -> subprocess.CompletedProcess[bytes]:
     """
@@ -50,7 +54,7 @@ def run_family(command: Sequence[str], *, timeout_s: float) -> subprocess.Comple
 
 def end_family(leader: int, proc: Path = Path("/proc")) -> None:
     """
-    Kill the process, its descendants, and every process in the session that it leads.
+    Kill the process, its descendants, and every process in the session that it leads, and wait until they have ended.
 
     The leader must not have been reaped, so that its number still belongs to it. Ranks have their own sessions, and can
     be recognised as descendants only while their parents live: so all processes are stopped before any is killed, and
@@ -67,6 +71,10 @@ def end_family(leader: int, proc: Path = Path("/proc")) -> None:
             os.kill(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
+    # The kernel takes a while to give back the memory of a process that has imported torch.
+    deadline = time.monotonic() + _DEATH_S
+    while any(_stat(proc / str(pid)) is not None for pid in stopped) and time.monotonic() < deadline:
+        time.sleep(_DEATH_LOOK_S)
 
 
 def family(leader: int, proc: Path = Path("/proc")) -> set[int]:
@@ -74,13 +82,22 @@ def family(leader: int, proc: Path = Path("/proc")) -> set[int]:
     parents: dict[int, int] = {}
     found: set[int] = set()
     for entry in proc.glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            # The command's name may hold spaces and parentheses; what follows the last one is regular.
-            state, parent, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
-            if state not in "ZX":
-                parents[int(entry.name)] = int(parent)
-                if int(session) == leader or int(entry.name) == leader:
-                    found.add(int(entry.name))
+        stat = _stat(entry)
+        if stat is not None:
+            pid = int(entry.name)
+            parents[pid], session = stat
+            if session == leader or pid == leader:
+                found.add(pid)
     while children := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= children
     return found
+
+
+def _stat(entry: Path) -> tuple[int, int] | None:
+    """Parent and session of a process that is alive; None for one that has ended, reaped or not."""
+    try:
+        # The command's name may hold spaces and parentheses; what follows the last one is regular.
+        state, parent, _, session, *_ = (entry / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else (int(parent), int(session))

@@ -1,9 +1,10 @@
 """
 The pytest process that runs the cases: how it is started, watched, interrupted, and ended with everything it started.
 
-It leads its own session, so Ctrl-C reaches it only through us. Its output comes through a
-pipe and we write the log, so that a full disk cannot swallow pytest's last words. If we die, it does not outlive us for
-long, because the pipe breaks.
+It is started before it is known what it will run, because it has torch to import (`warm`), and because the survey of
+the implementation is a fork of it. It leads its own session, so Ctrl-C reaches it only through us. Its output comes
+through a pipe and we write the log, so that a full disk cannot swallow pytest's last words. If we die, it does not
+outlive us for long, because the pipe breaks.
 """
 
 from __future__ import annotations
@@ -21,15 +22,20 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple
 
 from fsdp_conformance.cli.processes import end_family
+from fsdp_conformance.cli.signals import Stopped
+from fsdp_conformance.cli.survey import TIMEOUT_S, Inquiry, Survey
 from fsdp_conformance.errors import EnvironmentUnavailable, UsageError
 from fsdp_conformance.pytest_plugin.options import ERROR_FILE, ORDER_OPTION, SUITES
 from fsdp_conformance.settings import RunOrder
 
 #: How long pytest has to end its cases and to write the last line of the run file after an interrupt.
 INTERRUPT_S = 20.0
+
+#: Seconds between two looks for the answer of a survey.
+_LOOK_S = 0.02
 
 #: How long the log's reader waits for the end of the pipe when every writer has been killed.
 _DRAIN_S = 5.0
@@ -48,20 +54,18 @@ class ReportedError(NamedTuple):
 
 
 class PytestProcess:
-    """One run of the suites. Use as a context manager: on leaving, nothing of it is left."""
+    """One run of the suites: `survey`, then `begin`. Use as a context manager: on leaving, nothing of it is left."""
 
-    def __init__(self, words: Sequence[str], *, log: Path, order: RunOrder | None = None) -> None:
-        """`words` are pytest's arguments; its root is a temporary directory. `order` is for our plugin."""
-        self.log = log
-        self._words = [*words]
-        self._tail: deque[bytes] = deque(maxlen=400)
+    def __init__(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True)
         self._error_file = Path(self._directory.name) / "error.json"
-        self._variables = {**environment(os.environ), ERROR_FILE: str(self._error_file)}
-        if order is not None:
-            file = Path(self._directory.name) / "order.json"
-            file.write_text(order.to_json(), encoding="utf-8")
-            self._words += [ORDER_OPTION, str(file)]
+        self.log: Path | None = None
+        """Where pytest's output goes; None before `begin`."""
+        self._log_file: IO[bytes] | None = None
+        self._early: list[bytes] = []
+        """Output from before there was a log."""
+        self._lock = threading.Lock()
+        self._tail: deque[bytes] = deque(maxlen=400)
         self._deadline: float | None = None
         self.error: ReportedError | None = None
         """Why the run could not go on, if the plugin knew."""
@@ -72,11 +76,11 @@ class PytestProcess:
     def __enter__(self) -> PytestProcess:
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "pytest", *rooted(Path(self._directory.name)), *self._words],
-                stdin=subprocess.DEVNULL,
+                [sys.executable, "-m", "fsdp_conformance.cli.warm"],
+                stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                env=self._variables,
+                env={**environment(os.environ), ERROR_FILE: str(self._error_file)},
                 start_new_session=True,
             )
         except OSError as error:
@@ -88,6 +92,50 @@ class PytestProcess:
 
     def __exit__(self, *exc: object) -> None:
         self._end()
+
+    def survey(
+        self, device: str, implementation: str, signals: Sequence[int] = (), *, timeout_s: float = TIMEOUT_S
+    ) -> Survey:
+        """As `survey.survey`, which also says what it raises, and Stopped as soon as there is a signal in `signals`."""
+        ended = Path(self._directory.name) / "ended"
+        deadline = time.monotonic() + timeout_s
+        with Inquiry(device, implementation, timeout_s=timeout_s) as inquiry:
+            self._order({"survey": inquiry.words(), "output": str(inquiry.output), "ended": str(ended)})
+            while not ended.exists() and self.running() and not signals and time.monotonic() < deadline:
+                time.sleep(_LOOK_S)
+            if signals:
+                raise Stopped(signals[0])
+            if ended.exists():
+                return inquiry.answer(int(ended.read_text(encoding="utf-8")), inquiry.output.read_bytes())
+            self._end()
+            said = inquiry.output.read_bytes() if inquiry.output.exists() else b""
+            # At its deadline it was this process that ended it.
+            status = None if time.monotonic() >= deadline else self.returncode
+            return inquiry.answer(status, b"".join(self._tail) + said)
+
+    def begin(self, words: Sequence[str], *, log: Path, order: RunOrder | None = None) -> None:
+        """Run pytest with these arguments; its root is a temporary directory. `order` is for our plugin."""
+        words = [*rooted(Path(self._directory.name)), *words]
+        if order is not None:
+            file = Path(self._directory.name) / "order.json"
+            file.write_text(order.to_json(), encoding="utf-8")
+            words += [ORDER_OPTION, str(file)]
+        with self._lock:
+            self.log = log
+            try:
+                self._log_file = log.open("wb", buffering=0)
+            except OSError as error:
+                self.log_problem = str(error)
+            for line in self._early:
+                self._write(line)
+        self._order({"pytest": words})
+
+    def _order(self, order: Mapping[str, Any]) -> None:
+        pipe = self._process.stdin
+        assert pipe is not None, "the process is started with a pipe"
+        with contextlib.suppress(OSError):  # if it has ended, its status tells
+            pipe.write(json.dumps(order).encode() + b"\n")
+            pipe.flush()
 
     @property
     def pid(self) -> int:
@@ -127,6 +175,11 @@ class PytestProcess:
         end_family(self.pid)
         self.returncode = self._process.wait()
         self._reader.join(_DRAIN_S)
+        if self._process.stdin is not None:
+            with contextlib.suppress(OSError):  # what it was told last may still be in the buffer
+                self._process.stdin.close()
+        if self._log_file is not None:
+            self._log_file.close()
         with contextlib.suppress(OSError, ValueError):
             self.error = ReportedError(**json.loads(self._error_file.read_text(encoding="utf-8")))
         self._directory.cleanup()
@@ -134,21 +187,21 @@ class PytestProcess:
     def _drain(self) -> None:
         pipe = self._process.stdout
         assert pipe is not None, "the process is started with a pipe"
-        try:
-            log = self.log.open("wb", buffering=0)
-        except OSError as error:
-            log, self.log_problem = None, str(error)
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(pipe)
-            if log is not None:
-                stack.enter_context(log)
+        with pipe:
             for line in pipe:
                 self._tail.append(line)
-                if log is not None and not self.log_problem:
-                    try:
-                        log.write(line)
-                    except OSError as error:
-                        self.log_problem = f"{self.log} cannot be written: {error.strerror}"
+                with self._lock:
+                    if self.log is None:
+                        self._early.append(line)
+                    else:
+                        self._write(line)
+
+    def _write(self, line: bytes) -> None:
+        if self._log_file is not None and not self.log_problem:
+            try:
+                self._log_file.write(line)
+            except OSError as error:
+                self.log_problem = f"{self.log} cannot be written: {error.strerror}"
 
 
 def rooted(directory: Path) -> list[str]:

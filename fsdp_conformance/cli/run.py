@@ -26,8 +26,8 @@ from fsdp_conformance.cli.arguments import selection_words, settings_of
 from fsdp_conformance.cli.expected import Expected, expected_by
 from fsdp_conformance.cli.progress import Display, Progress, RunFileTail, display_for
 from fsdp_conformance.cli.pytest_process import INTERRUPT_S, PytestProcess, command
-from fsdp_conformance.cli.signals import caught
-from fsdp_conformance.cli.survey import Machine, Survey, survey
+from fsdp_conformance.cli.signals import Stopped, caught
+from fsdp_conformance.cli.survey import Machine, Survey
 from fsdp_conformance.config import SIMULATED, RunSettings
 from fsdp_conformance.contract.profile import Profile, load_profile
 from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
@@ -64,31 +64,34 @@ def main(arguments: argparse.Namespace) -> int:
 
 def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[[str], object] | None = None) -> int:
     """The same with settings that are known already. `tell` gets the first reason against a certificate."""
-    profile = load_profile(settings.profile)
-    cases = selection.selected(profile, settings)
-    _check_workers(arguments.workers)
-    wanted = expected_by(arguments)
-    found = survey(settings.device, settings.implementation)
-    selection.check_machine(found.machine, cases, settings)
-    report = report_directory(settings)
-    report_dir.prepare(report)
-    foreseen = selection.foreseen(cases, settings, found)
-    will_run = [(case, gated.device) for case, gated in zip(cases, foreseen, strict=True) if gated.record is None]
-    _announce(settings, profile, found, num_cases=len(cases), will_run=will_run, workers=arguments.workers)
-    if any(device == SIMULATED for _, device in will_run) and not found.machine.simulator_built:
-        building.build_simulator()
-    if settings.report_dir is None:
-        link_last(report)
-    progress = Progress(cases, [case for case, _ in will_run])
-    words = command(report=report, workers=arguments.workers, suites=arguments.suites)
-    order = RunOrder(settings=replace(settings, report_dir=str(report)), description=found.description.to_json())
     with (
         # First of all: a signal that a shell ignores for its background jobs would be ignored by pytest, too.
         caught() as signals,
-        PytestProcess(words, log=report / "pytest.log", order=order) as pytest,
-        display_for(progress) as display,
+        PytestProcess() as pytest,
     ):
-        _follow(pytest, report / runfile.NAME, progress, display, signals)
+        profile = load_profile(settings.profile)
+        cases = selection.selected(profile, settings)
+        _check_workers(arguments.workers)
+        wanted = expected_by(arguments)
+        found = pytest.survey(settings.device, settings.implementation, signals)
+        selection.check_machine(found.machine, cases, settings)
+        report = report_directory(settings)
+        report_dir.prepare(report)
+        foreseen = selection.foreseen(cases, settings, found)
+        will_run = [(case, gated.device) for case, gated in zip(cases, foreseen, strict=True) if gated.record is None]
+        _announce(settings, profile, found, num_cases=len(cases), will_run=will_run, workers=arguments.workers)
+        if any(device == SIMULATED for _, device in will_run) and not found.machine.simulator_built:
+            building.build_simulator()
+        if settings.report_dir is None:
+            link_last(report)
+        if signals:
+            raise Stopped(signals[0])
+        progress = Progress(cases, [case for case, _ in will_run])
+        words = command(report=report, workers=arguments.workers, suites=arguments.suites)
+        order = RunOrder(settings=replace(settings, report_dir=str(report)), description=found.description.to_json())
+        pytest.begin(words, log=report / "pytest.log", order=order)
+        with display_for(progress) as display:
+            _follow(pytest, report / runfile.NAME, progress, display, signals)
     compared = partial(wanted.status, profile=profile, selected={case.id for case in cases})
     pages = partial(_write_pages, report, arguments.html, wanted, {case.id for case in cases})
     status, reason = _conclude(report, profile, pytest, compared, pages, signum=signals[0] if signals else 0)

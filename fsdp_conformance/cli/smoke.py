@@ -13,7 +13,6 @@ import time
 from fsdp_conformance import docs
 from fsdp_conformance.cli import messages, selection
 from fsdp_conformance.cli.arguments import DEFAULTS, settings_of_device
-from fsdp_conformance.cli.survey import survey
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.report.terminal import duration
 from fsdp_conformance.status import Status
@@ -31,10 +30,14 @@ def main(arguments: argparse.Namespace) -> int:
             f"my_adapter.py:MyAdapter, or an installed one, such as {DEFAULTS.implementation}"
         )
     device = settings_of_device(arguments).device
-    found = survey(device, spec)
-    selection.check_device(found.machine)
     # Only this command imports torch into its own process: the ranks are its children.
+    from fsdp_conformance.harness.processes.forkserver import import_and_fork
+
+    import_and_fork()
     from fsdp_conformance.adapters.smoke import smoke
+    from fsdp_conformance.cli.surveyor import survey_here
+
+    selection.check_device(survey_here(device, spec).machine)
 
     began = time.monotonic()
     results = smoke(spec, device=device)

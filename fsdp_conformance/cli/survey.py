@@ -87,39 +87,62 @@ def survey(device: str, implementation: str, *, timeout_s: float = TIMEOUT_S) ->
     Raises AdapterNotFound or AdapterError if the implementation cannot be used, and EnvironmentUnavailable if torch
     cannot be used.
     """
-    with tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True) as directory:
-        answers = Path(directory) / "answers.jsonl"
-        command = [sys.executable, "-m", "fsdp_conformance.cli.surveyor", str(answers), device, implementation]
+    with Inquiry(device, implementation, timeout_s=timeout_s) as inquiry:
+        command = [sys.executable, "-m", "fsdp_conformance.cli.surveyor", *inquiry.words()]
         try:
             done = run_family(command, timeout_s=timeout_s)
-            ending, output = _ending(done.returncode), done.stdout + done.stderr
+            ending, output = done.returncode, done.stdout + done.stderr
         except subprocess.TimeoutExpired as expired:
-            ending = f"did not answer within {timeout_s:.0f} s"
-            output = (expired.output or b"") + (expired.stderr or b"")
-        said = _read(answers)
-    tail = output[-_QUOTED:].decode(errors="replace").rstrip()
-    if "machine" not in said:
-        raise EnvironmentUnavailable(
-            f"the process that inspects this machine {ending} without an answer [{sys.executable}]. "
-            f"Can it import torch? Its output ends with:\n{tail}"
-        )
-    if "implementation" not in said:
-        raise AdapterNotFound(
-            f"the process that imports the implementation {implementation!r} {ending} without describing it. "
-            f"Import its module by hand to see why. Its output ends with:\n{tail}"
-        )
-    return Survey(
-        machine=Machine.from_json(said["machine"]),
-        description=description_from_answer(said["implementation"]),
-    )
+            ending, output = None, (expired.output or b"") + (expired.stderr or b"")
+        return inquiry.answer(ending, output)
 
 
-def _read(answers: Path) -> dict[str, Any]:
-    said: dict[str, Any] = {}
-    if answers.exists():
-        for line in answers.read_text(encoding="utf-8").splitlines():
-            said.update(json.loads(line))
-    return said
+class Inquiry:
+    """The questions, and files for the answers. Use as a context manager: afterwards the files are gone."""
+
+    def __init__(self, device: str, implementation: str, *, timeout_s: float) -> None:
+        self.device, self.implementation, self.timeout_s = device, implementation, timeout_s
+        self._directory = tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True)
+        self._answers = Path(self._directory.name) / "answers.jsonl"
+        self.output = Path(self._directory.name) / "output"
+        """Where a process that has no pipe writes what it prints."""
+
+    def __enter__(self) -> Inquiry:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._directory.cleanup()
+
+    def words(self) -> list[str]:
+        """The arguments of `surveyor.main`."""
+        return [str(self._answers), self.device, self.implementation]
+
+    def answer(self, ending: int | None, output: bytes) -> Survey:
+        """
+        What the process has answered, which ended with this status (None: it was killed at its deadline).
+
+        Raises what `survey` raises.
+        """
+        said: dict[str, Any] = {}
+        if self._answers.exists():
+            for line in self._answers.read_text(encoding="utf-8").splitlines():
+                said.update(json.loads(line))
+        ended = f"did not answer within {self.timeout_s:.0f} s" if ending is None else _ending(ending)
+        tail = output[-_QUOTED:].decode(errors="replace").rstrip()
+        if "machine" not in said:
+            raise EnvironmentUnavailable(
+                f"the process that inspects this machine {ended} without an answer [{sys.executable}]. "
+                f"Can it import torch? Its output ends with:\n{tail}"
+            )
+        if "implementation" not in said:
+            raise AdapterNotFound(
+                f"the process that imports the implementation {self.implementation!r} {ended} without describing it. "
+                f"Import its module by hand to see why. Its output ends with:\n{tail}"
+            )
+        return Survey(
+            machine=Machine.from_json(said["machine"]),
+            description=description_from_answer(said["implementation"]),
+        )
 
 
 def _ending(code: int) -> str:

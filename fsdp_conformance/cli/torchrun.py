@@ -18,7 +18,6 @@ from pathlib import Path
 
 from fsdp_conformance.cli.pytest_process import PytestProcess, command
 from fsdp_conformance.cli.signals import caught
-from fsdp_conformance.cli.survey import survey
 from fsdp_conformance.config import RunSettings, TorchrunWorker
 from fsdp_conformance.errors import ConfigError, ConformanceError
 from fsdp_conformance.settings import RunOrder
@@ -55,12 +54,13 @@ def main(arguments: argparse.Namespace, settings: RunSettings, run: Callable[...
 
 def _follow(arguments: argparse.Namespace, settings: RunSettings) -> int:
     """Run the cases and print nothing."""
-    found = survey(settings.device, settings.implementation)
     with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as directory:
         report = Path(directory)
-        words = command(report=report, suites=arguments.suites)
-        order = RunOrder(settings=replace(settings, report_dir=directory), description=found.description.to_json())
-        with caught() as signals, PytestProcess(words, log=report / "pytest.log", order=order) as pytest:
+        with caught() as signals, PytestProcess() as pytest:
+            found = pytest.survey(settings.device, settings.implementation, signals)
+            words = command(report=report, suites=arguments.suites)
+            order = RunOrder(settings=replace(settings, report_dir=directory), description=found.description.to_json())
+            pytest.begin(words, log=report / "pytest.log", order=order)
             while pytest.running():
                 if signals:
                     pytest.interrupt()

@@ -67,6 +67,8 @@ class DrawnCase(ConformanceTestCase):
     """One example. In the controller, set `example` before it runs."""
 
     example: Example | None = None
+    shares_references = False
+    """No other run draws the same example."""
 
     @property
     def case(self) -> Case:

@@ -22,6 +22,14 @@ class Cases:
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
 
+    def pytest_sessionstart(self) -> None:
+        """Start the server from which ranks are forked: it imports torch while this process collects the cases."""
+        runs_here = hasattr(self.config, "workerinput") or self.config.getoption("dist", default="no") == "no"
+        if runs_here and options.targets_suites(self.config) and not self.config.getoption("collectonly"):
+            from fsdp_conformance.harness.processes.forkserver import server_for
+
+            server_for().ensure_running()
+
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Keep the selected cases, the largest world first, in an order that is the same in every worker."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.util
 from pathlib import Path
 
 import fsdp_conformance
@@ -16,10 +17,22 @@ _LEFT_OUT = frozenset({"tests", "docs", "__pycache__"})
 @functools.cache
 def suite_sha256() -> str:
     """The hash of the package's files, names included. A checkout and its wheel have the same."""
-    root = Path(fsdp_conformance.__file__).parent
     digest = hashlib.sha256()
-    for path in sorted(root.rglob("*")):
-        inside = path.relative_to(root)
-        if path.suffix in _SUFFIXES and not _LEFT_OUT & set(inside.parts):
-            digest.update(f"{inside.as_posix()}\0".encode() + path.read_bytes())
+    for name, path in sorted(_files().items()):
+        digest.update(f"{name}\0".encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+def _files() -> dict[str, Path]:
+    """By name inside the package. In a checkout, cases and fixtures lie beside the package and not within it."""
+    roots = {"": Path(fsdp_conformance.__file__).parent}
+    for part in ("suites", "fixtures"):
+        found = importlib.util.find_spec(f"fsdp_conformance.{part}")
+        places = found.submodule_search_locations if found is not None else None
+        roots |= {f"{part}/": Path(place) for place in places or ()}
+    return {
+        f"{prefix}{inside.as_posix()}": path
+        for prefix, root in roots.items()
+        for path in root.rglob("*")
+        if path.suffix in _SUFFIXES and not _LEFT_OUT & set((inside := path.relative_to(root)).parts)
+    }

@@ -83,12 +83,14 @@ class Recorder:
 
     def finish(self) -> Certificate:
         """Write the footer. The certificate is derived from the file alone, as `verify` does it."""
-        certificate = certify(read(self.path), self.profile)
+        run = read(self.path)
+        certificate = certify(run, self.profile)
         self._writer.footer(
             {
                 "finished": datetime.now(UTC).isoformat(timespec="seconds"),
                 "seconds": round(self.seconds, 3),
                 "counts": certificate.counts,
+                "references": run.reference_counts(),
                 "certificate": certificate.to_json(),
             }
         )

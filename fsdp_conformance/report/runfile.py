@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
-from fsdp_conformance.outcome import CaseRecord, case_record_from_json
+from fsdp_conformance.outcome import REFERENCES, CaseRecord, case_record_from_json
 
 #: Raised when readers of the old format cannot read the new one. Records of format 1 have no evidence.
 FORMAT = 2
@@ -143,6 +143,16 @@ class RunFile:
     def seconds(self) -> float:
         """How long the run took; if nothing says so, the time of its cases."""
         return float((self.footer or {}).get("seconds") or sum(record.seconds for record in self.records))
+
+    def reference_counts(self) -> dict[str, int]:
+        """How many references the cases computed, took from the store, and checked: as the first rank of each tells."""
+        total = {"computed": 0, "shared": 0, "checked": 0}
+        for record in self.records:
+            told = record.measurements.get(REFERENCES, {})
+            counts = told.get("rank 0", told)
+            for name in total:
+                total[name] += int(counts.get(name, 0))
+        return total
 
     def unfinished(self) -> list[str]:
         """Cases that started and have no verdict."""

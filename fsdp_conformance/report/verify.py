@@ -60,6 +60,10 @@ def _discrepancies(run: RunFile, certificate: Certificate) -> list[str]:
         for key in ("certified", "private", "profile", "counts", "executed", "expected", "unobserved")
         if stated.get(key) != derived[key]
     ]
+    references = run.footer.get("references")
+    # A run of an earlier version counts none.
+    if references not in (None, counted := run.reference_counts()):
+        problems.append(f"references: the footer says {references!r}, but the lines yield {counted!r}")
     granted = [
         sorted(title(tuple(scope["names"])) for scope in told.get("scopes") or () if scope["state"] == State.PASSED)
         for told in (stated, derived)

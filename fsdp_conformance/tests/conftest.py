@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
 import pytest
 
+from fsdp_conformance.config import REFERENCES_STORE
 from fsdp_conformance.tests.simulator import simulator_process
 
 
 def pytest_configure() -> None:
-    """Restore SIGINT, which background jobs of a shell ignore together with their children: some tests send it."""
+    """
+    Share no references, with the user or with other tests, but where a test says so.
+
+    And restore SIGINT, which background jobs of a shell ignore together with their children: some tests send it.
+    """
+    os.environ[REFERENCES_STORE] = "off"
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

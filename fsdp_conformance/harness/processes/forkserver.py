@@ -23,6 +23,7 @@ import multiprocessing.forkserver
 import multiprocessing.popen_forkserver
 import multiprocessing.process
 import multiprocessing.reduction
+import multiprocessing.resource_tracker
 import multiprocessing.spawn
 import multiprocessing.util
 import os
@@ -35,7 +36,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness.processes import preload, socket_directory
@@ -160,6 +161,36 @@ class WarmServer(multiprocessing.forkserver.ForkServer):
         self._close_log()
 
 
+class ForkedServer(WarmServer):
+    """A forkserver forked from this process, which has imported the modules. If it dies, a new process replaces it."""
+
+    def __init__(self) -> None:
+        super().__init__((*preload.BASE, *preload.OPTIONAL), {})
+        socket_directory.prepare()
+        multiprocessing.resource_tracker.ensure_running()
+        self._open_log()
+        with _listening() as (listener, address, alive_r, alive_w):
+            pid = os.fork()
+            if pid == 0:
+                self._serve(listener, alive_r, alive_w)
+        self._forkserver_address = address
+        self._forkserver_alive_fd = alive_w
+        self._forkserver_pid = pid
+
+    def _serve(self, listener: socket.socket, alive_r: int, alive_w: int) -> NoReturn:
+        """In the child: as a new process would be, and then serve."""
+        try:
+            for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(signum, signal.SIG_DFL)
+            os.close(alive_w)
+            preload.redirect_output(str(self._log_path))
+            os.environ.update(SERVER_ENVIRONMENT)
+            sys.path[:] = absolute_sys_path()
+            multiprocessing.forkserver.main(listener.detach(), alive_r, None)  # type: ignore[arg-type]
+        finally:
+            os._exit(0)
+
+
 class GrownServer(WarmServer):
     """A forkserver forked from another one, with more modules imported."""
 
@@ -188,26 +219,14 @@ class GrownServer(WarmServer):
             if self._process is not None:
                 self.retire()
                 self._forget()
-            with socket.socket(socket.AF_UNIX) as listener:
-                address = multiprocessing.connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
-                listener.bind(address)
-                if not multiprocessing.util.is_abstract_socket_namespace(address):
-                    os.chmod(address, 0o600)
-                listener.listen()
-                alive_r, alive_w = os.pipe()
-                try:
-                    self._process = WarmProcess(
-                        self._base,
-                        target=_serve,
-                        args=(_Descriptor(listener.fileno()), _Descriptor(alive_r), self.modules, absolute_sys_path()),
-                        name="fsdp-conformance-warm",
-                    )
-                    self._process.start()
-                except BaseException:
-                    os.close(alive_w)
-                    raise
-                finally:
-                    os.close(alive_r)
+            with _listening() as (listener, address, alive_r, alive_w):
+                self._process = WarmProcess(
+                    self._base,
+                    target=_serve,
+                    args=(_Descriptor(listener.fileno()), _Descriptor(alive_r), self.modules, absolute_sys_path()),
+                    name="fsdp-conformance-warm",
+                )
+                self._process.start()
             self._forkserver_address = address
             self._forkserver_alive_fd = alive_w
             self._forkserver_pid = self._process.pid
@@ -235,6 +254,29 @@ class GrownServer(WarmServer):
             self._process.join(STOP_TIMEOUT_S)
             self._process = None
             self._forget()
+
+
+@contextmanager
+def _listening() -> Iterator[tuple[socket.socket, str, int, int]]:
+    """
+    A socket for a server that is being started, its address, and the two ends of the pipe that keeps the server alive.
+
+    Afterwards, this process has the pipe's end for writing, unless the server could not be started.
+    """
+    with socket.socket(socket.AF_UNIX) as listener:
+        address = multiprocessing.connection.arbitrary_address("AF_UNIX")  # type: ignore[attr-defined]
+        listener.bind(address)
+        if not multiprocessing.util.is_abstract_socket_namespace(address):
+            os.chmod(address, 0o600)
+        listener.listen()
+        alive_r, alive_w = os.pipe()
+        try:
+            yield listener, address, alive_r, alive_w
+        except BaseException:
+            os.close(alive_w)
+            raise
+        finally:
+            os.close(alive_r)
 
 
 class _Descriptor:
@@ -407,6 +449,10 @@ class _Servers:
                 grown = self._grown[key] = GrownServer(base, dict.fromkeys((*known, *missing)))
             return grown
 
+    def put(self, base: WarmServer) -> None:
+        with self._lock:
+            self._bases[frozenset(base.environment.items())] = base
+
     def _retire(self, key: frozenset[tuple[str, str]]) -> None:
         # The grown server first: it keeps its base alive.
         for server in (self._grown.pop(key, None), self._bases.pop(key, None)):
@@ -438,6 +484,18 @@ def server_for(modules: Iterable[str] = (), variables: Mapping[str, str] | None 
     grown from it, and the one grown before is retired.
     """
     return _servers.get(modules, variables or {})
+
+
+def import_and_fork() -> None:
+    """
+    Import what every rank needs into this process, and fork the first server from it: torch is imported once for both.
+
+    Call it before this process has imported torch, and before it has started any thread: a fork copies neither locks
+    that others hold nor the threads that would release them.
+    """
+    with environment(SERVER_ENVIRONMENT):
+        preload.load((*preload.BASE, *preload.OPTIONAL))
+    _servers.put(ForkedServer())
 
 
 def start_process(

@@ -51,6 +51,9 @@ OPTIONAL = ("torch._inductor.config", "torch.profiler._cupti_monitor")
 #: Module name or file path to the exception that its import raised.
 failures: dict[str, str] = {}
 
+#: Everything that `load` was asked for, in this process and in those that it was forked from.
+loaded: list[str] = []
+
 #: The first module whose import initialised CUDA: after that no rank can use a GPU.
 cuda_initialised_by: str | None = None
 
@@ -102,6 +105,7 @@ def load(names: Iterable[str]) -> None:
     for name in names:
         if name in OPTIONAL and not _exists(name):
             continue
+        loaded.append(name)
         try:
             import_target(name)
         except KeyboardInterrupt:
@@ -144,14 +148,19 @@ def cuda_is_initialised() -> bool:
     return False
 
 
-def _preload() -> None:
-    """In the warm process: send output to the log, set sys.path, import the list."""
-    orders = json.loads(os.environ.pop(ORDERS_VARIABLE))
-    log = os.open(orders["log"], os.O_WRONLY | os.O_APPEND)
-    os.unlink(orders["log"])  # the controller has it open
+def redirect_output(path: str) -> None:
+    """Write stdout and stderr of this process to a file that somebody else has open, and remove its name."""
+    log = os.open(path, os.O_WRONLY | os.O_APPEND)
+    os.unlink(path)
     for stream in (1, 2):
         os.dup2(log, stream)
     os.close(log)
+
+
+def _preload() -> None:
+    """In the warm process: send output to the log, set sys.path, import the list."""
+    orders = json.loads(os.environ.pop(ORDERS_VARIABLE))
+    redirect_output(orders["log"])
     sys.path[:] = orders["sys_path"]
     load(orders["modules"])
 

@@ -174,7 +174,8 @@ def test_a_pytest_that_does_not_end_is_ended_with_all_that_it_started(
     monkeypatch.setenv("REACHED", str(tmp_path / "reached"))
     monkeypatch.setattr("fsdp_conformance.cli.pytest_process.INTERRUPT_S", 0.2 if calls == 1 else 300.0)
     (tmp_path / "test_stubborn.py").write_text(_STUBBORN, encoding="utf-8")
-    with PytestProcess([str(tmp_path / "test_stubborn.py")], log=tmp_path / "log") as pytest_process:
+    with PytestProcess() as pytest_process:
+        pytest_process.begin([str(tmp_path / "test_stubborn.py")], log=tmp_path / "log")
         wait_for((tmp_path / "reached").exists, "the test that waits")
         child = int((tmp_path / "reached").read_text(encoding="utf-8"))
         assert child in family(pytest_process.pid)
@@ -190,10 +191,11 @@ def test_leaving_the_block_ends_pytest(tmp_path: Path, monkeypatch: pytest.Monke
     """Whatever is raised in the middle of a run, nothing of it lives on."""
     monkeypatch.setenv("REACHED", str(tmp_path / "reached"))
     (tmp_path / "test_stubborn.py").write_text(_STUBBORN, encoding="utf-8")
-    pytest_process = PytestProcess([str(tmp_path / "test_stubborn.py")], log=tmp_path / "log")
+    pytest_process = PytestProcess()
 
     def interrupted() -> None:
         with pytest_process:
+            pytest_process.begin([str(tmp_path / "test_stubborn.py")], log=tmp_path / "log")
             wait_for((tmp_path / "reached").exists, "the test that waits")
             raise ZeroDivisionError
 
@@ -207,7 +209,8 @@ def test_leaving_the_block_ends_pytest(tmp_path: Path, monkeypatch: pytest.Monke
 def test_what_pytest_says_is_kept_where_it_cannot_be_written(tmp_path: Path) -> None:
     """The end of the log is known without the log."""
     log = tmp_path / "nowhere" / "log"
-    with PytestProcess([str(tmp_path / "test_absent.py")], log=log) as pytest_process:
+    with PytestProcess() as pytest_process:
+        pytest_process.begin([str(tmp_path / "test_absent.py")], log=log)
         wait_for(lambda: not pytest_process.running(), "the end of pytest")
 
     assert pytest_process.returncode == 4

@@ -9,7 +9,6 @@ import pytest
 
 from fsdp_conformance.adapters.registry import AdapterDescription
 from fsdp_conformance.adapters.smoke import SmokeResult
-from fsdp_conformance.cli import smoke
 from fsdp_conformance.cli.command import main
 from fsdp_conformance.cli.survey import Machine, Survey
 from fsdp_conformance.tests.cli.cli_runs import said, with_adapter
@@ -38,7 +37,8 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
         num_ranks=None,
     )
     told = Survey(machine=machine, description=AdapterDescription(spec="mine.py", name="mine", version="1"))
-    monkeypatch.setattr(smoke, "survey", lambda device, spec: told)
+    monkeypatch.setattr("fsdp_conformance.cli.surveyor.survey_here", lambda device, spec: told)
+    monkeypatch.setattr("fsdp_conformance.harness.processes.forkserver.import_and_fork", lambda: None)
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"adapters"}),
     frozenset({"mutants"}),
     frozenset({"report"}),
-    frozenset({"case_checks", "case_worlds"}),
+    frozenset({"case_checks", "case_references", "case_worlds"}),
     frozenset({"testing"}),
     frozenset({"selftest", "explore"}),
     frozenset({"pytest_plugin", "own_tests"}),
@@ -78,7 +78,9 @@ RESERVED: dict[str, frozenset[str]] = {
 TORCHLESS = WORDS - {"workload"} | {"docs", "report", "cli", "__main__", ""}
 
 #: Parts that see torch through its public names only, so that a rename in it cannot change a verdict.
-PUBLIC_TORCH_ONLY = frozenset({"checks", "suites", "fixtures", "history", "testing", "case_checks", *WORDS})
+PUBLIC_TORCH_ONLY = frozenset(
+    {"checks", "suites", "fixtures", "history", "testing", "case_checks", "case_references", *WORDS}
+)
 
 #: Private by name, but what torch's users walk containers and checkpoint modules with; unchanged since torch 1.12.
 PUBLIC_ENOUGH = ("torch.utils._pytree", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper")

@@ -13,6 +13,7 @@ import pytest
 from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import Profile, profile_of
 from fsdp_conformance.errors import RunFileError, UsageError
+from fsdp_conformance.outcome import REFERENCES
 from fsdp_conformance.report import certificate
 from fsdp_conformance.report.recorder import Recorder, version_of
 from fsdp_conformance.report.runfile import NAME, chained, encode
@@ -74,6 +75,28 @@ def test_an_honest_run_verifies(
 
     assert found.discrepancies == ()
     assert (found.certificate.certified, found.status) == (certified, status)
+
+
+@pytest.mark.parametrize(
+    "told", [{"computed": 2, "shared": 0, "checked": 0}, {"computed": 1, "shared": 3, "checked": 1}]
+)
+def test_computed_and_shared_references_verify(tmp_path: Path, profile: Profile, told: dict[str, int]) -> None:
+    """Both do; the footer adds them up, as the first rank of each case tells, and is held to it."""
+    run = Recorder(RunSettings(report_dir=str(tmp_path)), profile, DESCRIPTION, tmp_path)
+    loaded = {**LOADED, "torch": version_of("torch")}
+    of_ranks = {"rank 0": told, "rank 1": {"computed": 9, "shared": 9, "checked": 9}}
+    for case, counts in (("R001/probe-ws2", told), ("R188/probe-ws2", of_ranks)):
+        record = a_record(case, environment=loaded, measurements={REFERENCES: counts})
+        run.start(record.case, world_size=2)
+        run.case(record)
+    run.finish()
+
+    found = verify(run.path, profile)
+    assert (found.certificate.certified, found.discrepancies) == (True, ())
+    assert found.run.footer is not None
+    assert found.run.footer["references"] == {name: 2 * count for name, count in told.items()}
+    forged(run.path, measurements={})
+    assert [text.split(":")[0] for text in verify(run.path, profile).discrepancies] == ["references"]
 
 
 def test_a_verdict_that_was_edited_does_not_verify(tmp_path: Path, profile: Profile) -> None:

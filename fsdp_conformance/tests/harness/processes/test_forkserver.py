@@ -196,6 +196,46 @@ def test_module_that_starts_cuda_is_refused(tmp_path: Path, monkeypatch: pytest.
     forkserver.stop_servers()
 
 
+_IN_ITS_OWN_FORK = """
+import json, os, sys
+from fsdp_conformance.harness.processes import forkserver
+
+output = os.dup(1)
+before = [os.environ.get(name) for name in forkserver.SERVER_ENVIRONMENT]
+forkserver.import_and_fork()
+server = forkserver.server_for()._forkserver_pid
+from fsdp_conformance.harness.probe import run_in_child
+from fsdp_conformance.tests.harness.processes.test_forkserver import facts, wait_for_end
+
+first = run_in_child(facts)
+os.kill(server, 9)
+wait_for_end(server)
+second = run_in_child(facts)
+told = {"server": server, "first": first, "second": second, "here": "torch" in sys.modules,
+        "same": before == [os.environ.get(name) for name in forkserver.SERVER_ENVIRONMENT], "pid": os.getpid()}
+os.write(output, json.dumps(told).encode())
+"""
+
+
+@pytest.mark.slow
+def test_server_that_was_forked_from_this_process() -> None:
+    """It serves as one that was started would; if it dies, a new process takes its place."""
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_ITS_OWN_FORK], capture_output=True, text=True, timeout=PATIENCE_S, check=True
+    )
+    found = json.loads(done.stdout)
+
+    assert found["here"]
+    assert found["same"], "what only the imports needed is still set"
+    assert found["first"]["parent"] == found["server"]
+    assert found["second"]["parent"] not in (found["server"], found["pid"])
+    for told in (found["first"], found["second"]):
+        assert (told["missing"], told["failures"], told["threads"]) == ([], {}, 2)
+        assert told["cuda"] == [False, False, None]
+    for pid in (found["server"], found["second"]["parent"]):
+        wait_for_end(pid)
+
+
 @pytest.mark.slow
 def test_server_that_dies_at_its_imports_is_reported(tmp_path: Path) -> None:
     """A module that ends the process is named, with the output of the server."""
