@@ -161,6 +161,8 @@ class _Digest:
             self._all("method", [value.__func__, value.__self__])
         elif isinstance(value, type):
             self._named(value)
+        elif kind in (torch.no_grad, torch.enable_grad):  # what it holds is of the call that is under way
+            self._named(kind)
         elif isinstance(value, types.BuiltinFunctionType | types.MethodDescriptorType) or hasattr(value, "cache_info"):
             self._wrapped(value)
         elif dataclasses.is_dataclass(value):

@@ -86,7 +86,7 @@ def family(leader: int, proc: Path = Path("/proc")) -> set[int]:
         if stat is not None:
             pid = int(entry.name)
             parents[pid], session = stat
-            if session == leader or pid == leader:
+            if leader in (session, pid):
                 found.add(pid)
     while children := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= children

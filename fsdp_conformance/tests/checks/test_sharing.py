@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from fsdp_conformance.checks.reference_store import ReferenceStore, content_of, section
 from fsdp_conformance.checks.sharing import Offer
 from fsdp_conformance.config import REFERENCES_STORE, RunSettings
+from fsdp_conformance.harness.processes import forkserver
 from fsdp_conformance.mutants import MUTANTS
 from fsdp_conformance.outcome import REFERENCES, CaseRecord
 from fsdp_conformance.selftest.cases import bound_case, run_case
@@ -22,6 +24,14 @@ pytestmark = pytest.mark.slow
 
 #: One is exact, the other is judged by the noise between references.
 EXACT, NOISY = "R001/exact-probe-ws2", "R001/sgd-norm-mlp-ws2"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _servers() -> Iterator[None]:
+    """Servers of these tests alone: with modules of other tests in them, their ranks would share nothing."""
+    forkserver.stop_servers()
+    yield
+    forkserver.stop_servers()
 
 
 @pytest.fixture(scope="module")

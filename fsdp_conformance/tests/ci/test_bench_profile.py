@@ -41,4 +41,4 @@ def test_a_run_that_ends_early_is_not_measured(
 
     monkeypatch.setattr(subprocess, "run", run)
     with pytest.raises(SystemExit, match=r"^profile: the run ended with status 4:\nthe suite itself failed$"):
-        script["used_by"](["R001/x"], "torch-fsdp2", tmp_path)
+        script["used_by"](["R001/x"], "torch-fsdp2", tmp_path, "off")
