@@ -4,7 +4,7 @@ Tests an adapter on two ranks, before the suite judges the implementation behind
 A small model of odd sizes is set up, read, trained for two steps, and read again. All problems are reported at once,
 and in terms of the adapter: a missing name, a shard instead of the full tensor, live storage instead of a clone, a step
 that changes nothing. Where adapter and engine cannot be told apart (gradients that differ between ranks), the message
-states the requirement.
+states the requirement. Problems of which an engine cannot be the cause are breaches: a run does not start with them.
 
     smoke          the controller's side: starts ranks and merges their results
     smoke_rank     a rank's side: one dict for each of CHECKS
@@ -33,6 +33,7 @@ from fsdp_conformance.adapters.torch_like import compute_device
 from fsdp_conformance.adapters.validator import validate
 from fsdp_conformance.config import InitMode, Plan
 from fsdp_conformance.errors import SuiteError, Unsupported
+from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.judge.endings import attribute
@@ -46,6 +47,7 @@ CHECKS = {
     "ADAPTER-04": "forward, backward and full gradients",
     "ADAPTER-05": "step updates the parameters and drops the gradients",
     "ADAPTER-06": "local tensors are those that this rank stores",
+    "ADAPTER-07": "micro-batches before the last one are not reduced",
 }
 
 
@@ -56,12 +58,14 @@ class SmokeResult:
     check: str
     title: str
     problems: tuple[str, ...] = ()
+    breaches: tuple[str, ...] = ()
+    """The problems that are the adapter's: whatever the engine does, the adapter must not answer like this."""
     not_run: str = ""
     """Why the check did not run; empty if it did."""
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping."""
-        return asdict(self) | {"problems": list(self.problems)}
+        return asdict(self) | {"problems": list(self.problems), "breaches": list(self.breaches)}
 
 
 def smoke(spec: str, *, world_size: int = 2, device: str = "cpu", timeout_s: float = 60.0) -> list[SmokeResult]:
@@ -101,10 +105,12 @@ def merge(reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> li
     results = []
     for check, title in CHECKS.items():
         mine = {rank: checks[check] for rank, checks in found.items() if check in checks}
-        problems = [
-            problem if len(ranks) == len(reports) else f"{problem} [rank {', '.join(map(str, ranks))}]"
+        told = {
+            problem: problem if len(ranks) == len(reports) else f"{problem} [rank {', '.join(map(str, ranks))}]"
             for problem, ranks in _by_problem(mine).items()
-        ]
+        }
+        problems = [*told.values()]
+        breaches = {problem for result in mine.values() for problem in result["breaches"]}
         not_run = next((result["not_run"] for result in mine.values() if result["not_run"]), "")
         done = any(result["done"] for result in mine.values())
         if ended:
@@ -113,7 +119,15 @@ def merge(reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> li
             # First, because what other ranks report ("connection closed by peer") is a consequence.
             problems.insert(0, end.headline)
             ended = True
-        results.append(SmokeResult(check=check, title=title, problems=tuple(problems), not_run=not_run))
+        results.append(
+            SmokeResult(
+                check=check,
+                title=title,
+                problems=tuple(problems),
+                breaches=tuple(text for problem, text in told.items() if problem in breaches),
+                not_run=not_run,
+            )
+        )
     return results
 
 
@@ -130,8 +144,8 @@ def smoke_rank(
     spec: str, *, rank: int, world_size: int, device: str = "cpu", results: list[dict[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
     """
-    Run CHECKS in a rank whose default process group is initialised: a dict of check, title, problems, not_run and done
-    for each.
+    Run CHECKS in a rank whose default process group is initialised: a dict of check, title, problems, breaches, not_run
+    and done for each.
 
     Exceptions of the adapter become problems. `results` is filled as checks finish, so that they are known if the ranks
     diverge.
@@ -213,16 +227,20 @@ class SmokeRun:
     subject: Any = field(init=False)
     """The adapter in use. Not typed, because the checks judge whether it returns what the protocol requires."""
     problems: list[str] = field(default_factory=list)
+    breaches: list[str] = field(default_factory=list)
 
     def run(self, results: list[dict[str, Any]]) -> None:
-        """Append one dict per entry of CHECKS to `results`, with check, title, problems, not_run and done."""
+        """Append one dict per entry of CHECKS to `results`, with what was found and how far the check came."""
         steps: tuple[Callable[[], None], ...] = (
-            self._protocol, self._setup, self._parameters, self._gradients, self._step, self._local
+            self._protocol, self._setup, self._parameters, self._gradients, self._step, self._local, self._deferred
         )  # fmt: skip
         stopped = ""
         for (check, title), body in zip(CHECKS.items(), steps, strict=True):
-            self.problems = []
-            result = {"check": check, "title": title, "problems": self.problems, "not_run": stopped, "done": False}
+            self.problems, self.breaches = [], []
+            result = {
+                "check": check, "title": title, "problems": self.problems, "breaches": self.breaches,
+                "not_run": stopped, "done": False,
+            }  # fmt: skip
             # Appended before it is done, so that its findings survive if the ranks diverge in the middle of it.
             results.append(result)
             if not stopped:
@@ -237,24 +255,32 @@ class SmokeRun:
         self.problems += validate(self.adapter)
 
     def _setup(self) -> None:
-        plan = Plan(device=self.device, init_mode=InitMode.BEFORE, units=("body.0", "body.2"), micro_batch_size=4)
+        plan = self._plan()
         self.device_object = compute_device(plan)
         self.declared = self.adapter.declared()
         needed = [flag for flag in sorted(plan.capabilities()) if flag not in self.declared]
         if needed:
             self._problem(f"{', '.join(needed)} must be declared, because the ranks compute on {self.device}")
             return
-        self.subject = self.adapter()
-        self.subject.setup(_build, lambda params: SGD(params, lr=0.5, momentum=0.9), plan)
+        self._begin(plan)
         module = self.subject.module()
         if not isinstance(module, nn.Module):
             self._returned("module()", "the wrapped nn.Module", module)
-        names = {name for name, _ in _build().named_parameters()}
-        self._names("parameters()", set(self.subject.parameters()), names)
+        if "orig_params" in self.declared:
+            names = {name for name, _ in _build().named_parameters()}
+            self._names("parameters()", set(self.subject.parameters()), names)
         for mode in (False, True):
             self.subject.train(mode)
             if isinstance(module, nn.Module) and module.training != mode:
-                self._problem(f"module().training after train({mode}): expected {mode}, got {module.training}")
+                self._breach(f"module().training after train({mode}): expected {mode}, got {module.training}")
+
+    def _plan(self, **changes: Any) -> Plan:
+        usual: dict[str, Any] = {"init_mode": InitMode.BEFORE, "units": ("body.0", "body.2"), "micro_batch_size": 4}
+        return Plan(device=self.device, **{**usual, **changes})
+
+    def _begin(self, plan: Plan) -> None:
+        self.subject = self.adapter()
+        self.subject.setup(_build, lambda params: SGD(params, lr=0.5, momentum=0.9), plan)
 
     def _parameters(self) -> None:
         initial = {name: parameter.detach() for name, parameter in _build().named_parameters()}
@@ -336,13 +362,13 @@ class SmokeRun:
             return
         for kind in ("params", "optim"):
             if kind not in held:
-                self._problem(f"local_tensors() must have 'params' and 'optim', but has no {kind!r}")
+                self._breach(f"local_tensors() must have 'params' and 'optim', but has no {kind!r}")
         usable: dict[str, list[Tensor]] = {}
         for kind, tensors in held.items():
             if not isinstance(tensors, list) or not all(isinstance(tensor, Tensor) for tensor in tensors):
-                self._problem(f"local_tensors()[{kind!r}] must be a list of tensors, got {_kind(tensors)}")
+                self._breach(f"local_tensors()[{kind!r}] must be a list of tensors, got {_kind(tensors)}")
             elif any(isinstance(tensor, DTensor) for tensor in tensors):
-                self._problem(f"local_tensors()[{kind!r}] must contain plain tensors, got DTensors: use to_local()")
+                self._breach(f"local_tensors()[{kind!r}] must contain plain tensors, got DTensors: use to_local()")
             else:
                 usable[kind] = tensors
         # One rank's shards may all be empty, but not those of all ranks.
@@ -358,11 +384,29 @@ class SmokeRun:
                     "new in every call"
                 )
 
+    def _deferred(self) -> None:
+        """Count reductions: an adapter that enters no context has as many of them in every micro-batch."""
+        if "no_sync" not in self.declared:
+            return
+        self.subject.close()
+        self._begin(self._plan(micro_batches=2, defer_reduction=True))
+        counts = []
+        for last in (False, True):
+            before = len(log().records)
+            self._microbatch(step=int(last), last=last, reduced=last)
+            counts.append(sum(bool(record.reduce_op) for record in log().records[before:]))
+        deferred, reduced = counts
+        if deferred and deferred >= reduced:
+            self._problem(
+                f"microbatch(False, reduced=False) must keep gradients from being reduced, as the capability no_sync "
+                f"promises, but this micro-batch issued {deferred} reductions, and the last one {reduced}"
+            )
+
     # What the checks share.
 
-    def _microbatch(self, step: int) -> None:
+    def _microbatch(self, step: int, *, last: bool = True, reduced: bool = True) -> None:
         """One forward and backward, as the suite runs them."""
-        context = self.subject.microbatch(True, reduced=True)
+        context = self.subject.microbatch(last, reduced=reduced)
         if not (hasattr(context, "__enter__") and hasattr(context, "__exit__")):
             self._returned("microbatch()", "a context manager", context)
             return
@@ -389,18 +433,20 @@ class SmokeRun:
         for name in [name for name in wanted if name in got]:
             tensor, expected, what = got[name], wanted[name], f"{call}[{name!r}]"
             if not isinstance(tensor, Tensor):
-                self._problem(f"{what} must be a tensor, got {_kind(tensor)}")
+                self._breach(f"{what} must be a tensor, got {_kind(tensor)}")
             elif isinstance(tensor, DTensor):
-                self._problem(f"{what} must be a plain tensor, got a DTensor: use full_tensor()")
+                self._breach(f"{what} must be a plain tensor, got a DTensor: use full_tensor()")
             else:
                 if tensor.requires_grad:
-                    self._problem(f"{what} must be detached, but requires a gradient")
+                    self._breach(f"{what} must be detached, but requires a gradient")
                 if tensor.device.type != "cpu":
-                    self._problem(f"{what} must be on the CPU, got {tensor.device}")
+                    self._breach(f"{what} must be on the CPU, got {tensor.device}")
                 if tensor.dtype != expected.dtype:
                     self._problem(f"{what} must have dtype {expected.dtype}, got {tensor.dtype}")
                 if tensor.shape != expected.shape:
-                    self._problem(
+                    # An engine that pads may have forgotten to cut: its defect. Nobody takes a part for the whole.
+                    tell = self._breach if tensor.numel() <= expected.numel() else self._problem
+                    tell(
                         f"{what} must have the full shape {tuple(expected.shape)}, got {tuple(tensor.shape)}"
                         + _looks_like(tensor.detach().cpu(), expected)
                     )
@@ -418,7 +464,7 @@ class SmokeRun:
         parts += [f"has {_listed(extra)}"] if extra else []
         prefixed = sorted(name for name in extra if any(name.endswith(f".{other}") for other in missing))
         hint = f"; {prefixed[0]!r} seems to have a wrapper's prefix" if prefixed else ""
-        self._problem(f"{call} must have {expected}, but {' and '.join(parts)}{hint}")
+        self._breach(f"{call} must have {expected}, but {' and '.join(parts)}{hint}")
 
     def _clones(self, call: str, got: Mapping[str, Tensor], read: Callable[[], Mapping[str, Tensor | None]]) -> None:
         """Writing into the returned tensors must not affect the engine."""
@@ -433,12 +479,12 @@ class SmokeRun:
             for name, tensor in got.items():
                 tensor.copy_(originals[name])
         if changed:
-            self._problem(f"{call} must return clones, but writing into {_listed(changed)} changed the model")
+            self._breach(f"{call} must return clones, but writing into {_listed(changed)} changed the model")
 
     def _unchanged(self, call: str, held: Mapping[str, Tensor], kept: Mapping[str, Tensor], when: str) -> None:
         changed = [name for name, value in kept.items() if not _same(held[name], value)]
         if changed:
-            self._problem(f"{call} must return clones, but earlier results changed {when}: {_listed(changed)}")
+            self._breach(f"{call} must return clones, but earlier results changed {when}: {_listed(changed)}")
 
     def _equal_on_ranks(self, call: str, got: Mapping[str, Tensor], why: str = "") -> None:
         mine = {name: hashlib.sha256(repr(tensor.tolist()).encode()).hexdigest() for name, tensor in got.items()}
@@ -471,8 +517,13 @@ class SmokeRun:
     def _problem(self, sentence: str) -> None:
         self.problems.append(sentence)
 
+    def _breach(self, sentence: str) -> None:
+        """A problem of which the engine cannot be the cause."""
+        self.problems.append(sentence)
+        self.breaches.append(sentence)
+
     def _returned(self, call: str, expected: str, got: object) -> None:
-        self._problem(f"{call} must return {expected}, got {_kind(got)}")
+        self._breach(f"{call} must return {expected}, got {_kind(got)}")
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -245,6 +245,10 @@ def _add_run(parser: Parser) -> None:
     _add_selection(parser)
     parser.add_argument("--fail-fast", action="store_true", help="stop after the first case that fails")
     parser.add_argument(
+        "--no-smoke", dest="smoke", action="store_false",
+        help="run the cases even if the adapter answers as no engine can make it answer",
+    )  # fmt: skip
+    parser.add_argument(
         "--report", metavar="DIR", help="directory for the run file (default: .fsdp-conformance/NAME-TIME)"
     )
     parser.add_argument("--html", metavar="FILE", help="also write the report, one HTML page, to this file")

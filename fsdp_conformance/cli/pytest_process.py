@@ -97,21 +97,43 @@ class PytestProcess:
         self, device: str, implementation: str, signals: Sequence[int] = (), *, timeout_s: float = TIMEOUT_S
     ) -> Survey:
         """As `survey.survey`, which also says what it raises, and Stopped as soon as there is a signal in `signals`."""
-        ended = Path(self._directory.name) / "ended"
-        deadline = time.monotonic() + timeout_s
         with Inquiry(device, implementation, timeout_s=timeout_s) as inquiry:
-            self._order({"survey": inquiry.words(), "output": str(inquiry.output), "ended": str(ended)})
-            while not ended.exists() and self.running() and not signals and time.monotonic() < deadline:
-                time.sleep(_LOOK_S)
+            status = self._ask({"survey": inquiry.words(), "output": str(inquiry.output)}, signals, timeout_s)
+            said = inquiry.output.read_bytes() if inquiry.output.exists() else b""
+            if self.returncode is not None:
+                said = b"".join(self._tail) + said
+            return inquiry.answer(status, said)
+
+    def smoke(
+        self, device: str, implementation: str, signals: Sequence[int] = (), *, timeout_s: float = TIMEOUT_S
+    ) -> dict[str, Any]:
+        """
+        The results of `adapters.smoke` as JSON under "results", or under "problem" why there are none.
+
+        Raises Stopped as soon as there is a signal in `signals`.
+        """
+        told: dict[str, Any] | None = self._ask({"smoke": implementation, "device": device}, signals, timeout_s)
+        return (
+            told if isinstance(told, dict) else {"problem": f"the process that runs them ended early:\n{self.tail()}"}
+        )
+
+    def _ask(self, question: Mapping[str, Any], signals: Sequence[int], timeout_s: float) -> Any:
+        """The answer to an order. Without one at the deadline the process is ended: None, or the status if it died."""
+        answer = Path(self._directory.name) / "answer"
+        deadline = time.monotonic() + timeout_s
+        self._order({**question, "answer": str(answer)})
+        while not answer.exists():
             if signals:
                 raise Stopped(signals[0])
-            if ended.exists():
-                return inquiry.answer(int(ended.read_text(encoding="utf-8")), inquiry.output.read_bytes())
-            self._end()
-            said = inquiry.output.read_bytes() if inquiry.output.exists() else b""
-            # At its deadline it was this process that ended it.
-            status = None if time.monotonic() >= deadline else self.returncode
-            return inquiry.answer(status, b"".join(self._tail) + said)
+            if not self.running():
+                return self.returncode
+            if time.monotonic() > deadline:
+                self._end()
+                return None
+            time.sleep(_LOOK_S)
+        found = json.loads(answer.read_text(encoding="utf-8"))
+        answer.unlink()
+        return found
 
     def begin(self, words: Sequence[str], *, log: Path, order: RunOrder | None = None) -> None:
         """Run pytest with these arguments; its root is a temporary directory. `order` is for our plugin."""

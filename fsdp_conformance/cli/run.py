@@ -30,7 +30,7 @@ from fsdp_conformance.cli.signals import Stopped, caught
 from fsdp_conformance.cli.survey import Machine, Survey
 from fsdp_conformance.config import SIMULATED, RunSettings
 from fsdp_conformance.contract.profile import Profile, load_profile
-from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
+from fsdp_conformance.errors import AdapterError, EnvironmentUnavailable, RunFileError
 from fsdp_conformance.report import markdown, runfile, terminal
 from fsdp_conformance.report.html.page import NAME as PAGE
 from fsdp_conformance.report.last_run import last_run_of, link_last, report_directory
@@ -48,6 +48,12 @@ _LOOK_S = 0.1
 #: Every case has a deadline, so if no line comes for this long, pytest is stuck. Cases may wait an hour for devices
 #: that another run holds.
 _SILENCE_S = 2 * 3600.0
+
+#: Ranks that try the adapter before a run.
+_SMOKE_RANKS = 2
+
+#: Problems of an adapter that a run prints; `smoke` prints all.
+_SHOWN = 5
 
 #: Characters of options that a command which is printed may have. Scripts name hundreds of cases; the list of the whole
 #: profile has them, too.
@@ -75,10 +81,12 @@ def run(arguments: argparse.Namespace, settings: RunSettings, *, tell: Callable[
         wanted = expected_by(arguments)
         found = pytest.survey(settings.device, settings.implementation, signals)
         selection.check_machine(found.machine, cases, settings)
-        report = report_directory(settings)
-        report_dir.prepare(report)
         foreseen = selection.foreseen(cases, settings, found)
         will_run = [(case, gated.device) for case, gated in zip(cases, foreseen, strict=True) if gated.record is None]
+        if arguments.smoke:
+            _check_adapter(pytest, settings, found, will_run, signals)
+        report = report_directory(settings)
+        report_dir.prepare(report)
         _announce(settings, profile, found, num_cases=len(cases), will_run=will_run, workers=arguments.workers)
         if any(device == SIMULATED for _, device in will_run) and not found.machine.simulator_built:
             building.build_simulator()
@@ -105,6 +113,46 @@ def _check_workers(workers: str | None) -> None:
         raise EnvironmentUnavailable(
             f"-n {workers} needs pytest-xdist, which is not installed. Install fsdp-conformance[xdist], or omit -n."
         )
+
+
+def _check_adapter(
+    pytest: PytestProcess,
+    settings: RunSettings,
+    found: Survey,
+    will_run: Collection[tuple[Case, str]],
+    signals: Sequence[int],
+) -> None:
+    """
+    Raise AdapterError if the adapter answers as no engine can make it answer: its verdicts would blame the engine.
+
+    On other kinds of ranks, and where two ranks do not fit, the cases find out by themselves.
+    """
+    device = settings.device
+    fits = found.machine.num_ranks is None or found.machine.num_ranks >= _SMOKE_RANKS
+    computes = device != "cpu" or "cpu_compute" in found.description.declared(device)
+    if settings.ranks != "processes" or device == SIMULATED or not (fits and computes and will_run):
+        return
+    told = pytest.smoke(device, settings.implementation, signals)
+    if "problem" in told:
+        print(f"the adapter could not be tried before the run: {told['problem']}", flush=True)
+    command = f"fsdp-conformance smoke {shlex.quote(settings.implementation)}"
+    problems, breaches = (
+        [f"{result['check']} {text}" for result in told.get("results", ()) for text in result[kind]]
+        for kind in ("problems", "breaches")
+    )
+    if breaches:
+        shown = [f"{Verdict.ERROR_ADAPTER}: {text}" for text in breaches[:_SHOWN]]
+        if len(breaches) > _SHOWN:
+            shown.append(f"{len(breaches) - _SHOWN} more such problems: {command}")
+        shown.append(
+            f"The adapter must be right before its engine can be judged. Check it with: {command}; "
+            f"{docs.see(docs.ADAPTER_PROBLEMS)}. To run the cases all the same: --no-smoke"
+        )
+        raise AdapterError(shown)
+    for text in problems[:_SHOWN]:
+        print(f"smoke: {text}", flush=True)
+    if problems:
+        print(f"  it may be the adapter or the engine: {command}", flush=True)
 
 
 def _announce(

@@ -10,26 +10,47 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from fsdp_conformance.errors import ConformanceError
 from fsdp_conformance.harness.processes.forkserver import import_and_fork
 
 
 def main() -> int:
-    """Follow orders: any number of {"survey": words, "output": path, "ended": path}, then one {"pytest": words}."""
+    """
+    Follow orders: any number of {"survey": words, "output": path, "answer": path} and {"smoke": implementation,
+    "device": type, "answer": path}, and then one {"pytest": words}.
+    """
     import_and_fork()
     for line in sys.stdin:
         order = json.loads(line)
         if "pytest" in order:
             return _run_pytest(order["pytest"])
-        from fsdp_conformance.cli import surveyor
-
-        status = surveyor.forked(order["survey"], Path(order["output"]))
+        answer = _survey(order) if "survey" in order else _smoke(order)
         # Renamed, so that whoever waits for the file never reads half of it.
-        written = Path(order["ended"] + ".part")
-        written.write_text(str(status), encoding="utf-8")
-        written.rename(order["ended"])
+        written = Path(order["answer"] + ".part")
+        written.write_text(json.dumps(answer), encoding="utf-8")
+        written.rename(order["answer"])
     return 0
+
+
+def _survey(order: Mapping[str, Any]) -> int | None:
+    """The exit status of the fork that answers."""
+    from fsdp_conformance.cli import surveyor
+
+    return surveyor.forked(order["survey"], Path(order["output"]))
+
+
+def _smoke(order: Mapping[str, Any]) -> dict[str, Any]:
+    """The results of the checks, or why they could not be run."""
+    from fsdp_conformance.adapters.smoke import smoke
+
+    try:
+        return {"results": [result.to_json() for result in smoke(order["smoke"], device=order["device"])]}
+    except ConformanceError as error:
+        return {"problem": str(error)}
 
 
 def _run_pytest(words: list[str]) -> int:

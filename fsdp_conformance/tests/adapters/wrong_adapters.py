@@ -178,6 +178,26 @@ class NoContextManager(TorchFSDP2):
         return None  # type: ignore[return-value]
 
 
+class IgnoresNoSync(TorchFSDP2):
+    def microbatch(self, last: bool, *, reduced: bool = True) -> AbstractContextManager[Any]:
+        return super().microbatch(True)
+
+
+class TrainsNothing(TorchFSDP2):
+    def train(self, mode: bool = True) -> None:
+        pass
+
+
+class PadsFullTensors(TorchFSDP2):
+    """As an engine does that gathers padded shards and forgets to cut them: nothing an adapter makes up."""
+
+    def full_params(self) -> dict[str, Tensor]:
+        return {
+            name: torch.cat([tensor, tensor[:1]]) if name == "body.0.weight" else tensor
+            for name, tensor in super().full_params().items()
+        }
+
+
 class ForwardWithoutGraph(TorchFSDP2):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return super().forward(*args, **kwargs).detach()

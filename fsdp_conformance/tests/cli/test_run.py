@@ -279,6 +279,57 @@ def test_an_adapter_that_cannot_be_used_is_wrong_usage(
     assert not (tmp_path / "report").exists()
 
 
+def _smoke_result(**found: list[str]) -> str:
+    result = {"check": "ADAPTER-03", "title": "", "problems": [], "breaches": [], "not_run": "", **found}
+    return json.dumps({"results": [result]})
+
+
+def test_a_run_does_not_start_with_an_adapter_that_is_wrong(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """Its verdicts would blame the engine. The first problems are told, nothing is written; --no-smoke runs."""
+    wrong = [f"full_params()['w{number}'] must have the full shape (2,), got (1,)" for number in range(7)]
+    told = _smoke_result(problems=wrong, breaches=wrong)
+
+    found = run(suite, tmp_path, MINI_SUITE_SMOKE=told)
+
+    assert found.status == 2
+    assert found.err.count("ERROR_ADAPTER: ADAPTER-03 full_params()['w") == 5
+    assert "2 more such problems: fsdp-conformance smoke mine.py" in found.err
+    assert not (tmp_path / "report").exists()
+    assert run(suite, tmp_path, "--no-smoke", MINI_SUITE_SMOKE=told).status == 0
+
+
+@pytest.mark.parametrize(
+    ("told", "line"),
+    [
+        (
+            _smoke_result(problems=["step() must drop the gradients"]),
+            "smoke: ADAPTER-03 step() must drop the gradients",
+        ),
+        (json.dumps({"problem": "two ranks could not be started"}), "before the run: two ranks could not be started"),
+    ],
+    ids=["a problem of either", "no answer"],
+)
+def test_a_run_starts_with_problems_that_may_be_the_engines(
+    told: str, line: str, suite: mini_suite.MiniSuite, tmp_path: Path
+) -> None:
+    """They are printed, and the cases judge."""
+    found = run(suite, tmp_path, MINI_SUITE_SMOKE=told)
+
+    assert found.status == 0, found.out + found.err
+    assert line in found.out
+
+
+def test_real_ranks_try_a_real_adapter_before_a_run(tmp_path: Path) -> None:
+    """One that returns shards is stopped in its own terms, before any case."""
+    spec = "fsdp_conformance.tests.adapters.wrong_adapters:ShardsForFull"
+
+    found = said("run", "--implementation", spec, "--case", "R001/exact-probe-ws2", cwd=tmp_path)
+
+    assert found.status == 2, found.out
+    assert "must have the full shape (7, 5), got (4, 5); these are rows 0 to 3: this rank's shard?" in found.err
+    assert [path.name for path in tmp_path.iterdir()] == []
+
+
 def test_an_implementation_that_nobody_has_is_wrong_usage(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """Status 2, with the names that are near."""
     found = run(suite, tmp_path, "--implementation", "torch-fspd2")
