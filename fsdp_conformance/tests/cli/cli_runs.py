@@ -37,7 +37,8 @@ def answer_quickly():
     devices.present_environments = lambda device: (frozenset({"gloo"}), None if device == "cpu" else 2)
     sys.modules[devices.__name__] = devices
     registry.describe_here = lambda spec: registry.AdapterDescription(
-        spec=spec, name="mine", version="1.2", capabilities=("no_sync", "zero3"), source_sha256="ada9" * 16
+        spec=spec, name="mine", version="1.2", capabilities=("cpu_compute", "no_sync", "zero3"),
+        source_sha256="ada9" * 16,
     )
 
 
