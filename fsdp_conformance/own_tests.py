@@ -24,8 +24,8 @@ from fsdp_conformance.contract.profile import Entry, known_cases, load_profile
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.report.expectations import Expectation, judge, load_expectations
 from fsdp_conformance.report.runfile import RunFile
-from fsdp_conformance.report.terminal import QUIET, render_failure
-from fsdp_conformance.verdict import Verdict
+from fsdp_conformance.report.terminal import render_failure
+from fsdp_conformance.verdict import QUIET, Verdict
 
 if TYPE_CHECKING:
     from fsdp_conformance.outcome import CaseRecord

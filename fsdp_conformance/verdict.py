@@ -46,6 +46,9 @@ _RANK = {verdict: index for index, verdict in enumerate(Verdict)}
 #: the others leave it out.
 CERTIFIABLE = frozenset({Verdict.PASS, Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV})
 
+#: Verdicts that need no explanation.
+QUIET = frozenset({Verdict.PASS, Verdict.UNSUPPORTED, Verdict.DISABLED, Verdict.NOT_RUN_ENV})
+
 #: Verdicts that blame the implementation or its adapter.
 ACCUSING = frozenset({Verdict.FAIL, Verdict.HANG, Verdict.CRASH, Verdict.ERROR_ADAPTER})
 

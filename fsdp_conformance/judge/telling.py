@@ -36,7 +36,8 @@ _LESS_SPECIFIC = ("not reduced", "every rank leaves itself out", "rows of a shar
 _ENOUGH = 2
 
 _PARITY = " parity"
-_GRADIENTS = "gradient parity"
+#: What an engine computes first; parameters, norms and later losses follow from it.
+GRADIENTS = "gradient parity"
 #: One number per finding, which fits many causes by chance.
 _SCALAR = frozenset({"loss parity"})
 
@@ -73,7 +74,7 @@ def _believed(findings: Sequence[Finding]) -> Finding | None:
     early = [finding for finding in findings if finding.step in (step, None)]
     checks = dict.fromkeys(finding.check for finding in early)
     # The gradients of a step have more numbers in them than its losses, and show the same mistake.
-    for check in sorted(checks, key=lambda check: check in _SCALAR and _GRADIENTS in checks):
+    for check in sorted(checks, key=lambda check: check in _SCALAR and GRADIENTS in checks):
         alike = [finding for finding in early if finding.check == check]
         found = _agreed(alike, least=1.0 if check in _SCALAR else 0.0)
         if found is not None:

@@ -147,8 +147,9 @@ class Controller:
         """Findings, the certificate, and the path of the run file."""
         if self.recorder is None:
             return
+        from fsdp_conformance.report.grouping import grouped
         from fsdp_conformance.report.runfile import read
-        from fsdp_conformance.report.terminal import certificate_text, grouped, headline, summary_line
+        from fsdp_conformance.report.terminal import certificate_text, headline, summary_line
 
         write = terminalreporter.write_line
         terminalreporter.section("conformance")

@@ -127,8 +127,8 @@ def _record_of(
 
 def _set_outcome(report: pytest.TestReport, item: pytest.Item, record: CaseRecord) -> None:
     """PASS passes, a case that was not judged skips with its reason, all others fail with the whole report."""
-    from fsdp_conformance.report.terminal import QUIET, render_failure
-    from fsdp_conformance.verdict import Verdict
+    from fsdp_conformance.report.terminal import render_failure
+    from fsdp_conformance.verdict import QUIET, Verdict
 
     if hasattr(report, "wasxfail"):
         del report.wasxfail

@@ -19,6 +19,8 @@ _TORCH = re.compile(r"[/\\](site|dist)-packages[/\\]torch[/\\]")
 _TORCH_ENGINE = re.compile(r"[/\\]torch[/\\](distributed[/\\](fsdp|_composable|optim|tensor)|nn[/\\]parallel)[/\\]")
 #: Python's own library; packages are installed below it.
 _STANDARD = re.compile(r"^<|[/\\](lib[/\\]python3[^/\\]*|multiprocessing)[/\\](?!.*(site|dist)-packages)")
+#: What runs tests.
+_TOOLS = re.compile(r"[/\\](site|dist)-packages[/\\](_?pytest|pluggy|parameterized|xdist|execnet|hypothesis)[/\\]")
 #: This package, except for the engines that it brings with it.
 _OURS = re.compile(r"[/\\]fsdp_conformance[/\\](?!(engine|mutants)[/\\])|[/\\](suites|fixtures)[/\\][a-z0-9_]+\.py$")
 
@@ -33,8 +35,8 @@ class Frame:
 
     @property
     def is_of_engine(self) -> bool:
-        """Whether it is neither torch's, nor Python's, nor ours."""
-        return not any(pattern.search(self.file) for pattern in (_TORCH, _STANDARD, _OURS))
+        """Whether it is neither torch's, nor Python's, nor a test framework's, nor ours."""
+        return not any(pattern.search(self.file) for pattern in (_TORCH, _STANDARD, _TOOLS, _OURS))
 
     @property
     def name(self) -> str:

@@ -9,12 +9,12 @@ from typing import Any
 from fsdp_conformance.contract import CHAPTERS
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report.certificate import Certificate
+from fsdp_conformance.report.grouping import grouped
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.report.terminal import (
     SIGNS,
     basis,
     duration,
-    grouped,
     headline,
     render_record,
     verdict_words,

@@ -8,7 +8,8 @@ Findings and verdicts as plain text: what people read first when a run fails.
         seen      gradient of '0.weight': expected 0.5, got 0.75; 16 of 16 elements differ [gradient parity]
         likely    the total divisor is 2 instead of 3
         look at   The ratio got / expected: the world size means summed, ...
-        same in   7 cases: R003/..., ...
+        same in   7 more cases: R003/..., ...
+        violates  R003, R092
         repro     fsdp-conformance run --implementation my.py:Mine --case R003/rank-coded-ws3
 """
 
@@ -20,12 +21,13 @@ from dataclasses import dataclass
 
 from fsdp_conformance import contract
 from fsdp_conformance.contract.scopes import BASE
-from fsdp_conformance.judge.telling import causes_in, most_telling
+from fsdp_conformance.judge.telling import most_telling
 from fsdp_conformance.outcome import CaseRecord, Finding, RankExit
 from fsdp_conformance.report.advice import look_at
 from fsdp_conformance.report.certificate import Certificate, Scope, State
 from fsdp_conformance.report.frames import engine_frames, frames_of_stack, frames_of_traceback
-from fsdp_conformance.verdict import Verdict
+from fsdp_conformance.report.grouping import Group, grouped, may_follow, requirement_of
+from fsdp_conformance.verdict import QUIET, Verdict
 
 #: The sign in front of a headline.
 SIGNS = {
@@ -42,9 +44,6 @@ SIGNS = {
     Verdict.ERROR_ADAPTER: "!",
     Verdict.ERROR_SUITE: "!",
 }
-
-#: Verdicts that need no explanation.
-QUIET = frozenset({Verdict.PASS, Verdict.UNSUPPORTED, Verdict.DISABLED, Verdict.NOT_RUN_ENV})
 
 WIDTH = 120
 _INDENT = 4
@@ -69,48 +68,31 @@ class Field:
     """True for a command, a frame or stacks: not folded."""
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Cases that failed in the same way: the one to read, and the others."""
-
-    first: CaseRecord
-    others: tuple[CaseRecord, ...]
-
-
-def grouped(records: Iterable[CaseRecord]) -> list[Group]:
-    """
-    What went wrong, every problem once; the groups with the most cases come first.
-
-    Cases belong together if the same check failed for the same requirement with the same likely cause. The case that
-    names the fewest causes represents the group, and of those the one with the smallest world.
-    """
-    alike: dict[tuple[object, ...], list[CaseRecord]] = {}
-    for record in records:
-        if record.verdict not in QUIET:
-            alike.setdefault(_signature(record), []).append(record)
-    groups = []
-    for members in alike.values():
-        first, *others = sorted(members, key=lambda record: (_num_causes(record), record.world_size, record.case))
-        groups.append(Group(first, tuple(others)))
-    return sorted(groups, key=lambda group: (-len(group.others), group.first.case))
-
-
-def _signature(record: CaseRecord) -> tuple[object, ...]:
-    finding = most_telling(record.findings)
-    if finding is None:
-        return record.verdict, record.requirements[0], record.reason
-    cause = next(iter(causes_in(finding.likely)), finding.likely or finding.phase)
-    return record.verdict, finding.requirement, finding.check, cause
-
-
-def _num_causes(record: CaseRecord) -> int:
-    finding = most_telling(record.findings)
-    return len(causes_in(finding.likely)) if finding is not None else 0
-
-
 def render_findings(records: Iterable[CaseRecord]) -> str:
-    """Everything that went wrong, one block for each group; empty if nothing did."""
-    return "\n\n".join(render_record(group.first, others=group.others) for group in grouped(records))
+    """
+    Everything that went wrong, one block for each group; empty if nothing did.
+
+    What a common cause may explain, but nothing shows that it does, gets a line for each group at the end.
+    """
+    groups = grouped(records)
+    later = may_follow(groups)
+    blocks = [render_record(group.first, others=group.others) for group in groups if group not in later]
+    if later:
+        cases = sum(len(group.cases) for group in later)
+        lead = f"{cases} more failure{'s' if cases > 1 else ''} without a known cause, which may follow from the above:"
+        blocks.append("\n".join([lead, *(line for group in later for line in _brief(group))]))
+    return "\n\n".join(blocks)
+
+
+def _brief(group: Group) -> list[str]:
+    """A group in two lines."""
+    finding = most_telling(group.first.findings)
+    seen = f"{finding.message} [{finding.check}]" if finding is not None else group.first.reason
+    more = f" and {len(group.others)} more" if group.others else ""
+    indent = " " * _INDENT
+    told = f"{group.first.case}{more}: {' '.join(seen.split())}"
+    lines = textwrap.wrap(told, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return [headline(group.first), *lines]
 
 
 def render_record(record: CaseRecord, *, others: Sequence[CaseRecord] = ()) -> str:
@@ -144,6 +126,8 @@ def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = ()) -> list
         more = len(others) - _OTHERS_NAMED
         tail = f" and {more} more" if more > 0 else ""
         fields.append(Field("same in", f"{len(others)} more case{'s' if len(others) > 1 else ''}: {ids}{tail}"))
+        violated = sorted({requirement_of(item) for item in (record, *others)})
+        fields.append(Field("violates", ", ".join(violated) if len(violated) > 1 else ""))
     fields.append(Field("repro", record.repro, verbatim=True))
     return [one for one in fields if one.text]
 
@@ -155,12 +139,6 @@ def headline(record: CaseRecord) -> str:
     name = known.name if known is not None else "(not in this contract)"
     verdict = "" if record.verdict is Verdict.FAIL else f"   {record.verdict}"
     return f"{SIGNS[record.verdict]} {requirement}  {name}{verdict}"
-
-
-def requirement_of(record: CaseRecord) -> str:
-    """The id of the requirement that was violated; without a finding, the one that the case is named after."""
-    finding = most_telling(record.findings)
-    return finding.requirement if finding is not None else record.requirements[0]
 
 
 def summary_line(certificate: Certificate, *, seconds: float) -> str:

@@ -17,8 +17,9 @@ from fsdp_conformance.judge.telling import most_telling
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report.certificate import Certificate
 from fsdp_conformance.report.frames import engine_frames, frames_of_traceback
+from fsdp_conformance.report.grouping import Group, grouped, requirement_of
 from fsdp_conformance.report.runfile import RunFile
-from fsdp_conformance.report.terminal import Group, grouped, render_record, requirement_of
+from fsdp_conformance.report.terminal import render_record
 from fsdp_conformance.verdict import ACCUSING
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
@@ -62,7 +63,7 @@ def _result(group: Group, run: RunFile) -> dict[str, Any]:
         "level": "error" if record.verdict in ACCUSING else "warning",
         "message": {"text": render_record(record, others=group.others)},
         "partialFingerprints": {"fsdpConformance/v1": hashlib.sha256("\n".join(key).encode()).hexdigest()[:16]},
-        "properties": {"cases": [record.case, *(other.case for other in group.others)], "verdict": record.verdict},
+        "properties": {"cases": [one.case for one in group.cases], "verdict": record.verdict},
     }
     place = _place(record, run)
     if place is not None:

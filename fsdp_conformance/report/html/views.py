@@ -12,15 +12,14 @@ from fsdp_conformance.contract import CHAPTERS, Requirement
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report.baseline import Changes
 from fsdp_conformance.report.certificate import Certificate
+from fsdp_conformance.report.grouping import Group, grouped
 from fsdp_conformance.report.html import pictures
 from fsdp_conformance.report.html.pictures import Memory, Strip
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.report.terminal import (
     Field,
-    Group,
     basis,
     duration,
-    grouped,
     headline,
     record_fields,
     verdict_words,
@@ -171,7 +170,7 @@ def _problem(group: Group, *, illustrated: bool) -> Problem:
         verdict=record.verdict,
         case=record.case,
         fields=tuple(record_fields(record)),
-        cases=(record.case, *(other.case for other in group.others)),
+        cases=tuple(one.case for one in group.cases),
         findings=tuple(sentences[:_FINDINGS_LISTED]) if illustrated else (),
         num_findings=len(sentences),
         differences=pictures.differences(record.findings) if illustrated else None,

@@ -16,12 +16,12 @@ from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report import markdown
 from fsdp_conformance.report.certificate import Certificate, Scope, State
 from fsdp_conformance.report.explain import explain
+from fsdp_conformance.report.grouping import grouped
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.report.terminal import (
     basis,
     certificate_text,
     duration,
-    grouped,
     render_findings,
     render_record,
     summary_line,
