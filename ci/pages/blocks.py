@@ -7,6 +7,7 @@ A comment on the line before a block says how it is checked:
     <!-- adapter: my.py:Mine -->    the same, and `smoke` is run on the adapter in it
     <!-- script: train.py -->       the same, and it is run as a program; what it prints is the next block
     <!-- output: train.py -->       what that program prints
+    <!-- change: train.py -->       a difference, which is applied to that file before the commands that follow
     <!-- fragment: REASON -->       code that is no program; the tests run it
     <!-- smoke: my.py:Mine without METHOD -->   what `smoke` says of that adapter without one of its methods
     <!-- from: docs/PAGE.md -->     every line of the block is in a block of that page, where it is checked
@@ -31,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 
 #: Every word that a comment may begin with.
 WORDS = (
-    *("file", "adapter", "script", "output", "fragment", "smoke", "from", "inside"),
+    *("file", "change", "adapter", "script", "output", "fragment", "smoke", "from", "inside"),
     *("status", "parsed", "not run"),
 )
 

@@ -54,6 +54,18 @@ def write_files(page: str, directory: Path) -> None:
             (directory / name).write_text(block.text, encoding="utf-8")
 
 
+def apply_change(block: Block, directory: Path) -> None:
+    """Change a file as a block of differences says. Raises ValueError unless the old lines are there exactly once."""
+    file = directory / block.said
+    lines = block.text.splitlines(keepends=True)
+    old = "".join(line[1:] for line in lines if line[0] in " -")
+    new = "".join(line[1:] for line in lines if line[0] in " +")
+    text = file.read_text(encoding="utf-8")
+    if text.count(old) != 1:
+        raise ValueError(f"{block.place}: the old lines must stand in {block.said} once, got {text.count(old)} times")
+    file.write_text(text.replace(old, new), encoding="utf-8")
+
+
 def is_run(block: Block) -> bool:
     """Whether the commands of a block are run here."""
     return block.language == "console" and block.word in ("", "status")
@@ -64,7 +76,9 @@ def run_page(page: str, directory: Path) -> Iterator[Ran]:
     write_files(page, directory)
     blocks = blocks_of(page)
     for block in blocks:
-        if is_run(block):
+        if block.word == "change":
+            apply_change(block, directory)
+        elif is_run(block):
             expected = int(block.said) if block.word == "status" else 0
             for number, command in enumerate(block.commands()):
                 # The status of a block is that of its last command.

@@ -19,8 +19,11 @@ from fsdp_conformance.outcome import Finding
 #: The check whose findings explain all others.
 RACES = "stream safety"
 
+#: The check of a rank that raised.
+RAISED = "training"
+
 #: Checks of how a case ended, whose finding comes first and decides.
-ENDS = frozenset({"training", "deadline", "process end", "refusal", "loud refusal"})
+ENDS = frozenset({RAISED, "deadline", "process end", "refusal", "loud refusal"})
 
 #: Explanations that describe the difference, or refer to another one, and name no cause.
 _VAGUE = ("scaled:", "elements permuted", "a consequence of")

@@ -7,11 +7,12 @@ requirements they are about. The rest goes by the check that failed.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fsdp_conformance.judge.telling import GRADIENTS, causes_in, most_telling
+from fsdp_conformance.judge.telling import ENDS, GRADIENTS, RAISED, causes_in, most_telling
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report.frames import engine_frames, frames_of_traceback
 from fsdp_conformance.verdict import QUIET, Verdict
@@ -68,7 +69,15 @@ def may_follow(groups: list[Group]) -> list[Group]:
     largest = max((len(group.cases) for group in groups if group.has_cause), default=0)
     if largest < _MANY or 2 * largest < total:
         return []
-    return [group for group in groups if not group.has_cause and group.first.verdict is Verdict.FAIL]
+    return [group for group in groups if not group.has_cause and _follows_from_something(group.first)]
+
+
+def _follows_from_something(record: CaseRecord) -> bool:
+    """Whether it is about values that training has computed: no rank died, and the engine had begun to train."""
+    finding = most_telling(record.findings)
+    return (
+        record.verdict is Verdict.FAIL and finding is not None and finding.check not in ENDS and finding.phase != "init"
+    )
 
 
 def requirement_of(record: CaseRecord) -> str:
@@ -100,7 +109,8 @@ def _readability(record: CaseRecord) -> tuple[object, ...]:
 
 def _causes(record: CaseRecord) -> tuple[str, ...]:
     finding = most_telling(record.findings)
-    return causes_in(finding.likely) if finding is not None else ()
+    # What is likely of a rank that raised says who raised, and not why.
+    return causes_in(finding.likely) if finding is not None and finding.check not in ENDS else ()
 
 
 def _raised_at(record: CaseRecord) -> tuple[object, ...] | None:
@@ -113,5 +123,7 @@ def _signature(record: CaseRecord) -> tuple[object, ...]:
     finding = most_telling(record.findings)
     if finding is None:
         return record.verdict, record.requirements[0], record.reason
+    if finding.check == RAISED:
+        return record.verdict, finding.check, re.sub(r"\d+", "", finding.message)
     cause = next(iter(causes_in(finding.likely)), finding.likely or finding.phase)
     return record.verdict, finding.requirement, finding.check, cause

@@ -44,6 +44,7 @@ NOT_RUN = {
 #: What a block of a language must be, if it is not run as it stands.
 WORDS_OF = {
     "console": WORDS,
+    "diff": ("change",),
     "python": ("file", "adapter", "script", "fragment", "from", "inside", "parsed"),
     "text": ("output", "from", "smoke", "not run"),
     "toml": (),

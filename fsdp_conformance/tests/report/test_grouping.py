@@ -87,6 +87,21 @@ def test_frames_of_test_frameworks_are_nobodys_engine() -> None:
     assert cases(records) == [["R001/a-ws2"], ["R103/b-ws2"]]
 
 
+def test_exceptions_without_a_line_of_the_engine_go_by_what_they_say() -> None:
+    """That every rank raised the same exception is no cause: two exceptions are two problems, one is one."""
+    likely = "every rank raised: the same exception"
+    says = ["rank 0 raised RuntimeError: mixed", "rank 1 raised RuntimeError: mixed", "rank 0 raised KeyError: 'x'"]
+    records = [
+        a_record(
+            f"R{number}/x-ws2", Verdict.FAIL, a_finding(f"R{number}", check="training", likely=likely, message=text)
+        )
+        for number, text in zip((134, 135, 136), says, strict=True)
+    ]
+
+    assert cases(records) == [["R134/x-ws2", "R135/x-ws2"], ["R136/x-ws2"]]
+    assert may_follow(grouped(records)) == []
+
+
 def test_failures_without_a_cause_come_briefly_after_a_common_one() -> None:
     """They may follow from it, which nothing proves: they are told in two lines each, and stay failures."""
     common = [failed(f"R003/{name}-ws2", f"{SUMMED}: 2") for name in "abc"]
@@ -115,9 +130,10 @@ def test_without_a_common_cause_every_failure_is_told_in_full(others: list[CaseR
     assert "may follow" not in render_findings(records)
 
 
-def test_crashes_and_hangs_are_never_told_briefly() -> None:
-    """A rank that died says something of its own."""
+def test_what_cannot_follow_is_told_in_full() -> None:
+    """A rank that died says something of its own, and values from before training follow from nothing."""
     common = [failed(f"R003/{name}-ws2", f"{SUMMED}: 2") for name in "abc"]
     crash = a_record("R145/x-ws2", Verdict.CRASH, a_finding("R145", check="process end", likely=""))
+    before = a_record("R019/x-ws2", Verdict.FAIL, a_finding("R001", check="initial parity", phase="init", likely=""))
 
-    assert may_follow(grouped([*common, crash])) == []
+    assert may_follow(grouped([*common, crash, before])) == []
