@@ -22,8 +22,16 @@ from fsdp_conformance.stress import ANY, DEFAULT_SEED, Failure
 
 DEFAULTS = RunSettings()
 
+SHELLS = ("bash", "zsh", "tcsh")
+
 _IMPLEMENTATION = "entry point name, package.module:Class, or path/to/file.py:Class"
 
+
+_INIT_NOTES = """\
+Writes the adapter with a `wrap` to fill in, tests/test_conformance.py, conformance.toml and
+.github/workflows/conformance.yml. If one of them exists, nothing is written.
+
+"""
 
 _SANITIZE_NOTES = """\
 The script is started as torchrun would start it, once for each rank. It should use the device "sim" or the device of
@@ -41,6 +49,15 @@ started.
 _EXPLORE_NOTES = """\
 Only what the implementation declares is drawn. Examples run on simulated ranks; a failure is confirmed on processes. It
 needs Hypothesis: pip install 'fsdp-conformance[explore]'.
+
+"""
+
+_COMPLETION_NOTES = """\
+It needs shtab: pip install 'fsdp-conformance[completion]'.
+
+  bash   eval "$(fsdp-conformance completion bash)", in ~/.bashrc
+  zsh    fsdp-conformance completion zsh >DIR/_fsdp-conformance, where DIR is in $fpath
+  tcsh   fsdp-conformance completion tcsh >FILE, and `source FILE` in ~/.tcshrc
 
 """
 
@@ -75,14 +92,19 @@ class Parser(argparse.ArgumentParser):
         return words
 
 
+def parser() -> Parser:
+    """The whole command line, for what reads it: help, completion."""
+    return _parser()[0]
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """
     The arguments; `module` is the module of this package that has the command.
 
     Raises SystemExit with status 2 for what cannot be parsed.
     """
-    parser, commands = _parser()
-    parsed, rest = parser.parse_known_args(argv)
+    whole, commands = _parser()
+    parsed, rest = whole.parse_known_args(argv)
     if rest:
         # Argparse would report them for the whole program; the command's own parser knows the options that are near.
         commands[parsed.command].error(f"unrecognized arguments: {' '.join(rest)}")
@@ -135,14 +157,14 @@ def settings_of_device(parsed: argparse.Namespace) -> RunSettings:
 
 
 def _parser() -> tuple[Parser, dict[str, Parser]]:
-    parser = Parser(
+    whole = Parser(
         prog=messages.PROGRAM,
         description="The conformance suite for sharded data-parallel training in PyTorch.",
         epilog=status.table(),
     )
     version = f"{messages.PROGRAM} {fsdp_conformance.__version__}, interpretation {INTERPRETATION}"
-    parser.add_argument("--version", action="version", version=version)
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    whole.add_argument("--version", action="version", version=version)
+    subparsers = whole.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     commands: dict[str, Parser] = {}
 
     def command(name: str, summary: str, *, module: str | None = None, notes: str = "") -> Parser:
@@ -153,6 +175,13 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
         return commands[name]
 
     _add_run(command("run", "train an implementation next to the reference, and judge it", notes=_SELECTION_NOTES))
+
+    init = command("init", "write an adapter to fill in, tests and a workflow into a repository", notes=_INIT_NOTES)
+    init.add_argument("directory", nargs="?", metavar="DIR", default=".", help="the repository's root (default: .)")
+    init.add_argument(
+        "--adapter", metavar="SPEC", required=True, help="what to write: package.module:Class or path/to/file.py:Class"
+    )
+    init.add_argument("--force", action="store_true", help="overwrite files that exist")
 
     smoke = command("smoke", "check the adapter by itself, and report all of its problems at once")
     smoke.add_argument("spec", nargs="?", metavar="IMPLEMENTATION", help=f"same as --implementation: {_IMPLEMENTATION}")
@@ -189,7 +218,9 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     others.add_argument("--capabilities", action="store_true", help="list the capability flags")
 
     _add_readers(command)
-    return parser, commands
+    completion = command("completion", "print a script that completes this command in a shell", notes=_COMPLETION_NOTES)
+    completion.add_argument("shell", choices=SHELLS, help="the shell: " + ", ".join(SHELLS))
+    return whole, commands
 
 
 def _add_readers(command: Callable[..., Parser]) -> None:
