@@ -187,6 +187,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     smoke.add_argument("spec", nargs="?", metavar="IMPLEMENTATION", help=f"same as --implementation: {_IMPLEMENTATION}")
     _add_implementation(smoke, default=None)
     _add_device(smoke)
+    _add_json(smoke, "the checks and their problems")
 
     _add_sanitize(
         command(
@@ -195,7 +196,9 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
         )
     )  # fmt: skip
 
-    _add_device(command("doctor", "check what this machine can and cannot run"))
+    doctor = command("doctor", "check what this machine can and cannot run")
+    _add_device(doctor)
+    _add_json(doctor, "the findings")
 
     _add_plan(command("plan", "price every way to shard a model, and choose the fastest that fits", notes=_PLAN_NOTES))
 
@@ -216,6 +219,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     others = listing.add_mutually_exclusive_group()
     others.add_argument("--requirements", action="store_true", help="list the requirements and their number of cases")
     others.add_argument("--capabilities", action="store_true", help="list the capability flags")
+    _add_json(listing, "the list")
 
     _add_readers(command)
     completion = command("completion", "print a script that completes this command in a shell", notes=_COMPLETION_NOTES)
@@ -229,10 +233,13 @@ def _add_readers(command: Callable[..., Parser]) -> None:
     explain.add_argument("name", metavar="ID", help="a requirement (R003) or a case (R001/exact-probe-ws2)")
     explain.add_argument("--report", metavar="PATH", help="a run file or its directory (default: the last run)")
     _add_profile(explain, default=None)
+    _add_json(explain, "requirement, cases and records")
 
     verify = command("verify", "derive the verdict of a run again, from its run file alone")
     verify.add_argument("run_file", metavar="PATH", help="a run file, or its directory")
-    verify.add_argument("--markdown", action="store_true", help="print a summary in Markdown instead")
+    printed = verify.add_mutually_exclusive_group()
+    printed.add_argument("--markdown", action="store_true", help="print a summary in Markdown instead")
+    _add_json(printed, "the certificate")
     verify.add_argument("--html", metavar="FILE", help="also write the run as one HTML page")
     _add_profile(verify, default=None)
     _add_expected(verify)
@@ -245,7 +252,7 @@ def _add_readers(command: Callable[..., Parser]) -> None:
         action="store_true",
         help="the whole contract instead: the cases of each requirement, and what every run shows of it",
     )
-    board.add_argument("--json", action="store_true", help="print the table as JSON")
+    _add_json(board, "the table")
 
     update = command(
         "update-expectations", "write the failures of a run into conformance.toml", module="update_expectations"
@@ -260,7 +267,7 @@ def _add_readers(command: Callable[..., Parser]) -> None:
     compare = command("compare", "show which verdicts differ between two runs")
     compare.add_argument("old", metavar="OLD", help="a run file, or its directory")
     compare.add_argument("new", metavar="NEW", help="another one")
-    compare.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    _add_json(compare, "the comparison")
     compare.add_argument("--force", action="store_true", help="compare different implementations or devices, too")
 
     export = command("export", "print a run in a format that other programs read")
@@ -370,12 +377,14 @@ def _add_explore(parser: Parser) -> None:
     )
     parser.add_argument("--save", metavar="DIR", help="write each failure as a test file for pytest into DIR")
     parser.add_argument("--script", action="store_true", help="print a script for each failure")
+    _add_json(parser, "the failures, with their scripts, and the counts")
     parser.add_argument("--deadline-scale", metavar="F", help="multiply every deadline by F, for slow machines")
     _add_device(parser)
 
 
 def _add_selftest(parser: Parser) -> None:
     parser.add_argument("--quick", action="store_true", help="one known-wrong engine of each class: two minutes")
+    _add_json(parser, "the result")
     _add_workers(parser, "workers; `auto`, the default, fits the cores")
     _add_suites(parser)
 
@@ -411,6 +420,11 @@ def _add_plan(parser: Parser) -> None:
         "--utilisation", metavar="F", default="0.4", help="fraction of the device's peak that is reached (default: 0.4)"
     )
     parser.add_argument("--rows", metavar="N", default="12", help="number of candidates to show (default: 12)")
+    _add_json(parser, "all candidates")
+
+
+def _add_json(parser: argparse._ActionsContainer, what: str) -> None:
+    parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")
 
 
 def _add_device(parser: Parser) -> None:

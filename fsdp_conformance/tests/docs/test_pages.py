@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import re
@@ -186,6 +187,20 @@ def test_the_workflow_for_others_has_the_inputs_of_the_page() -> None:
         assert told[name] == plain or told[name] in words[""] or words[told[name]] == plain, name
     assert given
     assert set(given) <= set(told)
+
+
+def test_the_commands_that_print_json_are_listed() -> None:
+    """All that have the flag, and no other; that of `sanitize` names a file."""
+    told = section("docs/continuous-integration.md", "What a program reads").partition(". ")[0]
+    found = [
+        name
+        for action in arguments.parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for name, command in action.choices.items()
+        if any("--json" in option.option_strings and option.nargs == 0 for option in command._actions)
+    ]
+
+    assert set(re.findall(r"`([a-z]+)`", told)) == set(found)
 
 
 @pytest.mark.usefixtures("capsys")
