@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -34,6 +35,9 @@ from fsdp_conformance.verdict import Verdict
 #: With less room for temporary files, stores, logs and stacks may not fit.
 _LITTLE_ROOM = 100 << 20
 
+#: With it a line has 80 columns, unless a path is longer.
+_TEXT_WIDTH = 53
+
 
 class Findings:
     """Keeps the findings, prints them unless they are asked for as JSON, and knows whether one of them failed."""
@@ -51,7 +55,8 @@ class Findings:
         """
         self.failed = self.failed or state == "failed"
         self.found.append({"what": what, "text": text, "state": state})
-        self.say(f"  {what:<16} {text:<78}  {state}")
+        first, *rest = textwrap.wrap(text, _TEXT_WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
+        self.say("\n".join([f"  {what:<16} {first:<{_TEXT_WIDTH}}  {state}", *(f"{'':19}{line}" for line in rest)]))
 
     def quote(self, output: str) -> None:
         """What a child process left behind, with the finding before."""
@@ -95,7 +100,7 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"this machine cannot run the cases: see the lines marked failed ({seconds})")
         print(docs.see(docs.ENVIRONMENT))
     else:
-        print(f"ready: fsdp-conformance smoke --implementation SPEC, then fsdp-conformance run ({seconds})")
+        print(f"ready ({seconds}): fsdp-conformance init, smoke, and then run")
     return status
 
 

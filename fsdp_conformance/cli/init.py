@@ -21,7 +21,7 @@ from fsdp_conformance.status import Status
 _ABOUT = {
     TESTS: "40 cases as tests of your own",
     EXPECTATIONS: "failures that you know of: none yet",
-    WORKFLOW: "40 cases for a pull request, all of them every night",
+    WORKFLOW: "for each pull request, and each night",
 }
 
 
@@ -41,7 +41,7 @@ def main(arguments: argparse.Namespace) -> int:
         problems += planned.problems(overwrite=arguments.force)
     if problems:
         exist = any(problem.endswith("exists already") for problem in problems)
-        hint = ["nothing was written; --force overwrites the files that exist"] if exist else []
+        hint = ["nothing was written; --force overwrites files"] if exist else []
         raise ConfigError([*problems, *hint], where="init")
     try:
         planned.write(overwrite=arguments.force)
@@ -60,8 +60,9 @@ def _tell(root: Path, adapter: Adapter, paths: list[str]) -> None:
         print(f"wrote  {path:<{width}}  {about.get(path, 'makes it a package')}")
     top = _enclosing_repository(root)
     if top is not None:
-        print(f"\nGitHub reads workflows only from the root of a repository, which is\n{top}: move {WORKFLOW} there,")
-        print("and give its steps the working-directory of the adapter.")
+        print("\nGitHub reads workflows only from the root of a repository. Move")
+        print(f"  {WORKFLOW}\nto the same place in\n  {top}")
+        print("and give its steps this directory as their working-directory.")
     print("\nnext:\n")
     if root.resolve() != Path.cwd():
         print(f"  cd {shlex.quote(str(root))}")

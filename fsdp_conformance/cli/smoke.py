@@ -65,14 +65,16 @@ def _status(results: Sequence[SmokeResult]) -> Status:
 
 def _tell(spec: str, results: Sequence[SmokeResult], status: Status, *, seconds: float) -> None:
     for result in results:
-        word = "✗" if result.problems else f"not run: {result.not_run}" if result.not_run else "ok"
+        word = "✗" if result.problems else "not run" if result.not_run else "ok"
         print(f"{result.check} {result.title} ".ljust(_WIDTH, ".") + f" {word}")
         for line in (line for problem in result.problems for line in problem.splitlines()):
             print(f"    {line}")
+    for reason in dict.fromkeys(result.not_run for result in results if result.not_run):
+        print(f"not run: {reason}")
     passed = sum(not result.problems and not result.not_run for result in results)
     print(f"{spec}: {passed} of {messages.plural(len(results), 'check')} ok, {duration(seconds)}")
     if status is Status.NOT_CERTIFIED:
-        place = docs.see(docs.ADAPTER_PROBLEMS)
-        print(f"the adapter is not ready: failures of a run could be the adapter's fault ({place})")
+        print("the adapter is not ready: failures of a run could be the adapter's fault")
+        print(docs.see(docs.ADAPTER_PROBLEMS))
     elif status is Status.ENVIRONMENT:
         print("no check could run on this machine")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     (launch,) = [finding for finding in found["findings"] if finding["what"] == "launch"]
 
     assert (found["status"], launch["state"], launch["output"]) == (3, "failed", "no torch")
-    assert [line.split()[0] for line in text.splitlines() if line.startswith("  ")] == [
+    assert [line.split()[0] for line in text.splitlines() if re.match(r"  \S", line)] == [
         finding["what"].split()[0] for finding in found["findings"]
     ]
 
