@@ -105,7 +105,8 @@ def _status(counts: dict[str, Any], failures: list[dict[str, Any]]) -> Status:
 
 
 def _judged(counts: dict[str, Any]) -> int:
-    return int(counts["ran"]) - sum(counts["rejected"].values()) - sum(counts["declined"].values())
+    left_out = sum(counts["rejected"].values()) + sum(counts["declined"].values())
+    return int(counts["ran"]) - int(left_out)
 
 
 def _print_failure(answer: dict[str, Any], *, scripts: bool) -> None:

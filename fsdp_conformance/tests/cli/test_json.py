@@ -216,12 +216,12 @@ def test_selftest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
         ("kill", "gradients", "two", False),
         ("right", "reference", "r", True),
     ]
-    results = [
+    results: list[dict[str, Any]] = [
         {"what": "result", "trial": {"kind": kind, "group": group, "engine": engine, "case": "R003/some-ws2"},
          "good": good, "text": "the text", "strict": False, "failed": False}
         for kind, group, engine, good in trials
     ]  # fmt: skip
-    plan = {
+    plan: dict[str, Any] = {
         "what": "plan", "trials": [result["trial"] for result in results], "groups": {"gradients": "Wrong"},
         "not_here": {"four": "no C++ compiler"},
     }  # fmt: skip
