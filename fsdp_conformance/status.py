@@ -38,6 +38,15 @@ _OF_COMMAND: dict[str, dict[Status, str]] = {
         Status.NOT_CERTIFIED: "at least one failure was found and confirmed",
         Status.ENVIRONMENT: "this machine lacks something: Hypothesis, a writable directory",
     },
+    "init": {
+        Status.CERTIFIED: "every file was written",
+        Status.USAGE: "usage error: a wrong adapter, or files that exist; nothing was written",
+        Status.ENVIRONMENT: "the directory cannot be written, or its disk is full",
+    },
+    "completion": {
+        Status.CERTIFIED: "the script was printed",
+        Status.ENVIRONMENT: "this machine lacks something: shtab",
+    },
     "scoreboard": {
         Status.CERTIFIED: "the table was printed, whatever the engines fail",
         Status.USAGE: "usage error: a file that is not a finished run, or that was edited",

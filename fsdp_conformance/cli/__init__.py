@@ -2,6 +2,7 @@
 The command line: a module for each command, and what they share.
 
 Commands:
+    init            an adapter to fill in, tests and a workflow, written into a repository
     run             run cases in a pytest process, follow them, and judge them at the end
     smoke           check the adapter by itself
     sanitize        run a training script on the simulated accelerator
@@ -16,12 +17,16 @@ Commands:
     export          a run in a format that another program reads
     scoreboard      several engines side by side
     update_expectations  the failures of a run, written into conformance.toml
+    completion      scripts that complete the command in a shell
 
 From the command line to an exit status:
     command         runs a command; turns errors into messages and statuses
     arguments       commands, options, and the settings that they make
     plan_order      the options of `plan`
     messages        errors on stderr, suggestions for mistyped words
+
+What `init` writes:
+    scaffold        the files, where they belong, and what is in the way
 
 What `run` does:
     selection       the selected cases, and what is known of them before they run

@@ -22,8 +22,16 @@ from fsdp_conformance.stress import ANY, DEFAULT_SEED, Failure
 
 DEFAULTS = RunSettings()
 
+SHELLS = ("bash", "zsh", "tcsh")
+
 _IMPLEMENTATION = "entry point name, package.module:Class, or path/to/file.py:Class"
 
+
+_INIT_NOTES = """\
+Writes the adapter with a `wrap` to fill in, tests/test_conformance.py, conformance.toml and
+.github/workflows/conformance.yml. If one of them exists, nothing is written.
+
+"""
 
 _SANITIZE_NOTES = """\
 The script is started as torchrun would start it, once for each rank. It should use the device "sim" or the device of
@@ -41,6 +49,15 @@ started.
 _EXPLORE_NOTES = """\
 Only what the implementation declares is drawn. Examples run on simulated ranks; a failure is confirmed on processes. It
 needs Hypothesis: pip install 'fsdp-conformance[explore]'.
+
+"""
+
+_COMPLETION_NOTES = """\
+It needs shtab: pip install 'fsdp-conformance[completion]'.
+
+  bash   eval "$(fsdp-conformance completion bash)", in ~/.bashrc
+  zsh    fsdp-conformance completion zsh >DIR/_fsdp-conformance, where DIR is in $fpath
+  tcsh   fsdp-conformance completion tcsh >FILE, and `source FILE` in ~/.tcshrc
 
 """
 
@@ -75,14 +92,19 @@ class Parser(argparse.ArgumentParser):
         return words
 
 
+def parser() -> Parser:
+    """The whole command line, for what reads it: help, completion."""
+    return _parser()[0]
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """
     The arguments; `module` is the module of this package that has the command.
 
     Raises SystemExit with status 2 for what cannot be parsed.
     """
-    parser, commands = _parser()
-    parsed, rest = parser.parse_known_args(argv)
+    whole, commands = _parser()
+    parsed, rest = whole.parse_known_args(argv)
     if rest:
         # Argparse would report them for the whole program; the command's own parser knows the options that are near.
         commands[parsed.command].error(f"unrecognized arguments: {' '.join(rest)}")
@@ -135,14 +157,14 @@ def settings_of_device(parsed: argparse.Namespace) -> RunSettings:
 
 
 def _parser() -> tuple[Parser, dict[str, Parser]]:
-    parser = Parser(
+    whole = Parser(
         prog=messages.PROGRAM,
         description="The conformance suite for sharded data-parallel training in PyTorch.",
         epilog=status.table(),
     )
     version = f"{messages.PROGRAM} {fsdp_conformance.__version__}, interpretation {INTERPRETATION}"
-    parser.add_argument("--version", action="version", version=version)
-    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    whole.add_argument("--version", action="version", version=version)
+    subparsers = whole.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     commands: dict[str, Parser] = {}
 
     def command(name: str, summary: str, *, module: str | None = None, notes: str = "") -> Parser:
@@ -154,10 +176,18 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
 
     _add_run(command("run", "train an implementation next to the reference, and judge it", notes=_SELECTION_NOTES))
 
+    init = command("init", "write an adapter to fill in, tests and a workflow into a repository", notes=_INIT_NOTES)
+    init.add_argument("directory", nargs="?", metavar="DIR", default=".", help="the repository's root (default: .)")
+    init.add_argument(
+        "--adapter", metavar="SPEC", required=True, help="what to write: package.module:Class or path/to/file.py:Class"
+    )
+    init.add_argument("--force", action="store_true", help="overwrite files that exist")
+
     smoke = command("smoke", "check the adapter by itself, and report all of its problems at once")
     smoke.add_argument("spec", nargs="?", metavar="IMPLEMENTATION", help=f"same as --implementation: {_IMPLEMENTATION}")
     _add_implementation(smoke, default=None)
     _add_device(smoke)
+    _add_json(smoke, "the checks and their problems")
 
     _add_sanitize(
         command(
@@ -166,7 +196,9 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
         )
     )  # fmt: skip
 
-    _add_device(command("doctor", "check what this machine can and cannot run"))
+    doctor = command("doctor", "check what this machine can and cannot run")
+    _add_device(doctor)
+    _add_json(doctor, "the findings")
 
     _add_plan(command("plan", "price every way to shard a model, and choose the fastest that fits", notes=_PLAN_NOTES))
 
@@ -187,9 +219,12 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     others = listing.add_mutually_exclusive_group()
     others.add_argument("--requirements", action="store_true", help="list the requirements and their number of cases")
     others.add_argument("--capabilities", action="store_true", help="list the capability flags")
+    _add_json(listing, "the list")
 
     _add_readers(command)
-    return parser, commands
+    completion = command("completion", "print a script that completes this command in a shell", notes=_COMPLETION_NOTES)
+    completion.add_argument("shell", choices=SHELLS, help="the shell: " + ", ".join(SHELLS))
+    return whole, commands
 
 
 def _add_readers(command: Callable[..., Parser]) -> None:
@@ -198,10 +233,13 @@ def _add_readers(command: Callable[..., Parser]) -> None:
     explain.add_argument("name", metavar="ID", help="a requirement (R003) or a case (R001/exact-probe-ws2)")
     explain.add_argument("--report", metavar="PATH", help="a run file or its directory (default: the last run)")
     _add_profile(explain, default=None)
+    _add_json(explain, "requirement, cases and records")
 
     verify = command("verify", "derive the verdict of a run again, from its run file alone")
     verify.add_argument("run_file", metavar="PATH", help="a run file, or its directory")
-    verify.add_argument("--markdown", action="store_true", help="print a summary in Markdown instead")
+    printed = verify.add_mutually_exclusive_group()
+    printed.add_argument("--markdown", action="store_true", help="print a summary in Markdown instead")
+    _add_json(printed, "the certificate")
     verify.add_argument("--html", metavar="FILE", help="also write the run as one HTML page")
     _add_profile(verify, default=None)
     _add_expected(verify)
@@ -214,7 +252,7 @@ def _add_readers(command: Callable[..., Parser]) -> None:
         action="store_true",
         help="the whole contract instead: the cases of each requirement, and what every run shows of it",
     )
-    board.add_argument("--json", action="store_true", help="print the table as JSON")
+    _add_json(board, "the table")
 
     update = command(
         "update-expectations", "write the failures of a run into conformance.toml", module="update_expectations"
@@ -229,7 +267,7 @@ def _add_readers(command: Callable[..., Parser]) -> None:
     compare = command("compare", "show which verdicts differ between two runs")
     compare.add_argument("old", metavar="OLD", help="a run file, or its directory")
     compare.add_argument("new", metavar="NEW", help="another one")
-    compare.add_argument("--json", action="store_true", help="print the comparison as JSON")
+    _add_json(compare, "the comparison")
     compare.add_argument("--force", action="store_true", help="compare different implementations or devices, too")
 
     export = command("export", "print a run in a format that other programs read")
@@ -343,12 +381,14 @@ def _add_explore(parser: Parser) -> None:
     )
     parser.add_argument("--save", metavar="DIR", help="write each failure as a test file for pytest into DIR")
     parser.add_argument("--script", action="store_true", help="print a script for each failure")
+    _add_json(parser, "the failures, with their scripts, and the counts")
     parser.add_argument("--deadline-scale", metavar="F", help="multiply every deadline by F, for slow machines")
     _add_device(parser)
 
 
 def _add_selftest(parser: Parser) -> None:
     parser.add_argument("--quick", action="store_true", help="one known-wrong engine of each class: two minutes")
+    _add_json(parser, "the result")
     _add_workers(parser, "workers; `auto`, the default, fits the cores")
     _add_suites(parser)
 
@@ -384,6 +424,11 @@ def _add_plan(parser: Parser) -> None:
         "--utilisation", metavar="F", default="0.4", help="fraction of the device's peak that is reached (default: 0.4)"
     )
     parser.add_argument("--rows", metavar="N", default="12", help="number of candidates to show (default: 12)")
+    _add_json(parser, "all candidates")
+
+
+def _add_json(parser: argparse._ActionsContainer, what: str) -> None:
+    parser.add_argument("--json", action="store_true", help=f"print {what} as JSON")
 
 
 def _add_device(parser: Parser) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 
-from fsdp_conformance.cli import report_dir
+from fsdp_conformance.cli import messages, report_dir
 from fsdp_conformance.errors import RunFileError
 from fsdp_conformance.report import comparison, runfile
 from fsdp_conformance.report.runfile import RunFile
@@ -20,7 +19,10 @@ def main(arguments: argparse.Namespace) -> int:
     """
     old, new = (_finished(path) for path in (arguments.old, arguments.new))
     found = comparison.compare(old, new, force=arguments.force)
-    print(json.dumps(found.to_json(), indent=1) if arguments.json else comparison.text(found))
+    if arguments.json:
+        messages.say_json(found.to_json())
+    else:
+        print(comparison.text(found))
     return Status.NOT_CERTIFIED if found.differing else Status.CERTIFIED
 
 

@@ -13,6 +13,7 @@ import os
 import platform
 import shutil
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -34,12 +35,17 @@ from fsdp_conformance.verdict import Verdict
 #: With less room for temporary files, stores, logs and stacks may not fit.
 _LITTLE_ROOM = 100 << 20
 
+#: With it a line has 80 columns, unless a path is longer.
+_TEXT_WIDTH = 53
+
 
 class Findings:
-    """Prints the findings, and remembers whether one of them failed."""
+    """Keeps the findings, prints them unless they are asked for as JSON, and knows whether one of them failed."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, printed: bool) -> None:
         self.failed = False
+        self.found: list[dict[str, str]] = []
+        self._printed = printed
 
     def line(self, what: str, text: str, state: str = "ok") -> None:
         """
@@ -48,15 +54,27 @@ class Findings:
         `state` is ok; failed (no case can run); absent (not every run needs it); or found (should be cleaned up).
         """
         self.failed = self.failed or state == "failed"
-        print(f"  {what:<16} {text:<78}  {state}", flush=True)
+        self.found.append({"what": what, "text": text, "state": state})
+        first, *rest = textwrap.wrap(text, _TEXT_WIDTH, break_long_words=False, break_on_hyphens=False) or [""]
+        self.say("\n".join([f"  {what:<16} {first:<{_TEXT_WIDTH}}  {state}", *(f"{'':19}{line}" for line in rest)]))
+
+    def quote(self, output: str) -> None:
+        """What a child process left behind, with the finding before."""
+        self.found[-1]["output"] = output
+        self.say(output.rstrip())
+
+    def say(self, text: str) -> None:
+        """Print what is no finding."""
+        if self._printed:
+            print(text, flush=True)
 
 
 def main(arguments: argparse.Namespace) -> int:
     """Print a line for each check. Returns 0, or 3 if no case can run here."""
     settings = settings_of_device(arguments)
-    findings = Findings()
+    findings = Findings(printed=not arguments.json)
     began = time.monotonic()
-    print(
+    findings.say(
         f"{messages.PROGRAM} {__version__} · interpretation {INTERPRETATION} · python {platform.python_version()} · "
         f"{platform.system()} {platform.machine()}"
     )
@@ -74,12 +92,16 @@ def main(arguments: argparse.Namespace) -> int:
         "implementations", ", ".join(names) or "none registered by an entry point", "ok" if names else "absent"
     )
     seconds = duration(time.monotonic() - began)
-    if findings.failed:
+    status = Status.ENVIRONMENT if findings.failed else Status.CERTIFIED
+    if arguments.json:
+        told = {"version": __version__, "interpretation": INTERPRETATION, "python": platform.python_version()}
+        messages.say_json({**told, "device": settings.device, "status": int(status), "findings": findings.found})
+    elif findings.failed:
         print(f"this machine cannot run the cases: see the lines marked failed ({seconds})")
         print(docs.see(docs.ENVIRONMENT))
-        return Status.ENVIRONMENT
-    print(f"ready: fsdp-conformance smoke --implementation SPEC, then fsdp-conformance run ({seconds})")
-    return Status.CERTIFIED
+    else:
+        print(f"ready ({seconds}): fsdp-conformance init, smoke, and then run")
+    return status
 
 
 def _packages(findings: Findings) -> None:
@@ -153,7 +175,7 @@ def _launches(findings: Findings, answers: Iterable[dict[str, Any]]) -> Machine 
                 findings.line("launch", answer["problem"], "failed")
             case "died":
                 findings.line("launch", f"the child process {answer['how']}", "failed")
-                print(answer["output"].rstrip())
+                findings.quote(answer["output"])
     if checked:
         first = checked[0]
         ranks = messages.plural(first["world_size"], "rank")

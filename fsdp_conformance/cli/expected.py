@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime as dt
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,9 +34,16 @@ class Expected:
     expectations: tuple[Expectation, ...] = ()
     baseline: RunFile | None = None
 
-    def status(self, verification: Verification, *, profile: Profile, selected: Collection[str]) -> int:
+    def status(
+        self,
+        verification: Verification,
+        *,
+        profile: Profile,
+        selected: Collection[str],
+        say: Callable[[str], object] = print,
+    ) -> int:
         """
-        Print how a finished run differs from what was expected, and return the exit status.
+        Say how a finished run differs from what was expected, and return the exit status.
 
         `selected`: ids of the cases that the run was asked for. A run that the suite or the machine spoiled keeps its
         status.
@@ -46,11 +53,10 @@ class Expected:
             return derived
         verdicts = []
         if self.path is not None:
-            verdicts.append(self._against_list(verification, profile))
+            verdicts.append(self._against_list(verification, profile, say))
         found = self.changes(verification, selected)
         if self.baseline is not None and found is not None:
-            print(f"since {self.baseline.path}:")
-            print("\n".join(f"  {line}" for line in found.lines()))
+            say("\n".join([f"since {self.baseline.path}:", *(f"  {line}" for line in found.lines())]))
             verdicts.append(not found.worse)
         if not verdicts:
             return derived
@@ -68,14 +74,14 @@ class Expected:
         changes = self.changes(verification, selected)
         return page(verification.run, verification.certificate, changes=changes, baseline=named)
 
-    def _against_list(self, verification: Verification, profile: Profile) -> bool:
+    def _against_list(self, verification: Verification, profile: Profile, say: Callable[[str], object]) -> bool:
         today = dt.datetime.now(dt.UTC).date()
         found = listed.judge(verification.run, self.expectations, profile_cases=known_cases(profile), today=today)
         if found.as_expected:
-            print(f"as expected: {found.expected} known, nothing new ({self.path})")
+            say(f"as expected: {found.expected} known, nothing new ({self.path})")
             return True
-        print(f"not as expected ({self.path}): {found.expected} known, {len(found.surprises)} to look at")
-        print("\n".join(f"  {surprise.sentence()}" for surprise in found.surprises))
+        headline = f"not as expected ({self.path}): {found.expected} known, {len(found.surprises)} to look at"
+        say("\n".join([headline, *(f"  {surprise.sentence()}" for surprise in found.surprises)]))
         return False
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from fsdp_conformance import contract, docs
-from fsdp_conformance.cli import report_dir
+from fsdp_conformance.cli import messages, report_dir
 from fsdp_conformance.cli.arguments import DEFAULTS
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.report import explain, runfile
@@ -22,6 +22,10 @@ def main(arguments: argparse.Namespace) -> int:
         profile = profile_of(run)
     else:
         profile = load_profile(arguments.profile or DEFAULTS.profile)
+    if arguments.json:
+        found = explain.explain_json(arguments.name, contract.load(), profile, run)
+        messages.say_json({**found, "run": None if path is None else str(path)})
+        return Status.CERTIFIED
     print(explain.explain(arguments.name, contract.load(), profile, run))
     known = arguments.name in contract.load().requirements
     print(f"\n{docs.see(docs.requirement(arguments.name) if known else docs.VERDICT)}")

@@ -30,7 +30,7 @@ _PROGRESS_S = 2.0
 def main(arguments: argparse.Namespace) -> int:
     """Explore, and return 0 if nothing fails, 1 if something does, otherwise 2, 3 or 4."""
     with answers("fsdp_conformance.cli.explorer", [json.dumps(order_of(arguments))]) as found:
-        return follow(found, scripts=arguments.script)
+        return follow(found, scripts=arguments.script, as_json=arguments.json)
 
 
 def order_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -60,28 +60,28 @@ def order_of(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def follow(found: Iterable[dict[str, Any]], *, scripts: bool = False) -> Status:
-    """Print what comes, and sum it up."""
+def follow(found: Iterable[dict[str, Any]], *, scripts: bool = False, as_json: bool = False) -> Status:
+    """Print what comes, and sum it up; as JSON, print it at the end."""
     shown = time.monotonic()
-    confirmed, unconfirmed = 0, 0
+    failures: list[dict[str, Any]] = []
     counts: dict[str, Any] | None = None
     for answer in found:
         match answer.pop("what"):
-            case "begin":
+            case "begin" if not as_json:
                 print(f"exploring {answer['name']} {answer['version']}", flush=True)
             case "progress":
                 if sys.stderr.isatty() and time.monotonic() - shown > _PROGRESS_S:
                     shown = time.monotonic()
                     print(f"\r{messages.plural(answer['ran'], 'example')} ", end="", file=sys.stderr, flush=True)
             case "failure":
-                confirmed += answer["confirmed"]
-                unconfirmed += not answer["confirmed"]
-                _print_failure(answer, scripts=scripts)
+                failures.append(answer)
+                if not as_json:
+                    _print_failure(answer, scripts=scripts)
             case "error":
                 messages.complain(answer["message"])
                 return Status(answer["status"])
             case "died":
-                print(answer["output"].rstrip())
+                print(answer["output"].rstrip(), file=sys.stderr if as_json else sys.stdout)
                 messages.complain(f"the child process {answer['how']}")
                 return Status.SUITE
             case "done":
@@ -89,7 +89,24 @@ def follow(found: Iterable[dict[str, Any]], *, scripts: bool = False) -> Status:
     if counts is None:
         messages.complain("the child process ended without a result")
         return Status.SUITE
-    return _conclude(counts, confirmed, unconfirmed)
+    status = _status(counts, failures)
+    if as_json:
+        messages.say_json({"status": int(status), "counts": counts, "failures": failures})
+    else:
+        _sum_up(counts, failures)
+    return status
+
+
+def _status(counts: dict[str, Any], failures: list[dict[str, Any]]) -> Status:
+    """An exploration that judged nothing has shown nothing; a failure counts once it is confirmed."""
+    if not _judged(counts):
+        return Status.SUITE
+    return Status.NOT_CERTIFIED if any(failure["confirmed"] for failure in failures) else Status.CERTIFIED
+
+
+def _judged(counts: dict[str, Any]) -> int:
+    left_out = sum(counts["rejected"].values()) + sum(counts["declined"].values())
+    return int(counts["ran"]) - int(left_out)
 
 
 def _print_failure(answer: dict[str, Any], *, scripts: bool) -> None:
@@ -102,20 +119,22 @@ def _print_failure(answer: dict[str, Any], *, scripts: bool) -> None:
         print(f"\n{answer['script']}", flush=True)
 
 
-def _conclude(counts: dict[str, Any], confirmed: int, unconfirmed: int) -> Status:
+def _sum_up(counts: dict[str, Any], failures: list[dict[str, Any]]) -> None:
     from fsdp_conformance.explore.counting import summary
 
+    confirmed = sum(failure["confirmed"] for failure in failures)
+    unconfirmed = len(failures) - confirmed
     print(f"\n{summary(counts)}")
     if counts["fails_always"]:
         print("stopped early: the plainest example fails, so there is nothing that a drawn one could show")
     if unconfirmed:
         print(f"{messages.plural(unconfirmed, 'failure')} on simulated ranks only, not confirmed on processes")
-    judged = counts["ran"] - sum(counts["rejected"].values()) - sum(counts["declined"].values())
-    if not judged:
+    if not _judged(counts):
         print("explore: nothing was judged")
-        return Status.SUITE
-    print("explore: no failure" if not confirmed else f"explore: {messages.plural(confirmed, 'different failure')}")
-    return Status.NOT_CERTIFIED if confirmed else Status.CERTIFIED
+    elif confirmed:
+        print(f"explore: {messages.plural(confirmed, 'different failure')}")
+    else:
+        print("explore: no failure")
 
 
 def _number(option: str, word: str | None, kind: type, problems: list[str], *, least: int = 1) -> Any:

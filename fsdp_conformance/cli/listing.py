@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 from fsdp_conformance import contract
 from fsdp_conformance.capability import CAPABILITIES
@@ -26,20 +28,33 @@ from fsdp_conformance.status import Status
 def main(arguments: argparse.Namespace) -> int:
     """Print the list that was asked for."""
     if arguments.capabilities:
-        _print_capabilities()
+        _tell_capabilities(as_json=arguments.json)
         return Status.CERTIFIED
     settings = settings_of(arguments)
     profile = load_profile(settings.profile)
     if arguments.requirements:
-        _print_requirements(profile)
+        _tell_requirements(profile, as_json=arguments.json)
         return Status.CERTIFIED
     cases = selection.selected(profile, settings)
     found = survey(settings.device, settings.implementation)
     foreseen = selection.foreseen(cases, settings, found)
-    _print_cases(
-        cases, foreseen, settings.device, why=arguments.why or arguments.not_run, only_not_run=arguments.not_run
+    pairs = zip(cases, foreseen, strict=True)
+    shown = sorted(
+        ((case, gated) for case, gated in pairs if gated.record is not None or not arguments.not_run),
+        key=lambda pair: (list(contract.CHAPTERS).index(pair[0].chapter), pair[0].id),
     )
     told = found.description
+    if arguments.json:
+        messages.say_json(
+            {
+                "implementation": told.to_json(),
+                "device": settings.device,
+                "profile": profile.name,
+                "cases": [_case_json(case, gated) for case, gated in shown],
+            }
+        )
+        return Status.CERTIFIED
+    _print_cases(shown, settings.device, why=arguments.why or arguments.not_run)
     counted = Counter("would run" if gated.record is None else str(gated.record.verdict) for gated in foreseen)
     elsewhere = sum(gated.record is None and gated.device != settings.device for gated in foreseen)
     words = [
@@ -53,15 +68,24 @@ def main(arguments: argparse.Namespace) -> int:
     return Status.CERTIFIED
 
 
-def _print_cases(
-    cases: Sequence[Case], foreseen: Sequence[Gated], device: str, *, why: bool, only_not_run: bool
-) -> None:
-    pairs = zip(cases, foreseen, strict=True)
-    shown = [(case, gated) for case, gated in pairs if gated.record is not None or not only_not_run]
+def _case_json(case: Case, gated: Gated) -> dict[str, Any]:
+    """A case as the table shows it; "verdict" is None for one that would run."""
+    return {
+        "id": case.id,
+        "chapter": case.chapter,
+        "title": case.title,
+        "world_size": case.world_size,
+        "requirements": list(case.requirements),
+        "device": gated.device,
+        "verdict": None if gated.record is None else gated.record.verdict.value,
+        "reason": "" if gated.record is None else gated.record.reason,
+    }
+
+
+def _print_cases(shown: Sequence[tuple[Case, Gated]], device: str, *, why: bool) -> None:
     width = max((len(case.id) for case, _ in shown), default=0)
-    chapters = list(contract.CHAPTERS)
     last = None
-    for case, gated in sorted(shown, key=lambda item: (chapters.index(item[0].chapter), item[0].id)):
+    for case, gated in shown:
         if case.chapter != last:
             print(f"{case.chapter}  {contract.CHAPTERS[case.chapter]}")
             last = case.chapter
@@ -73,9 +97,13 @@ def _print_cases(
             print(f"    {case.title if record is None else record.reason}")
 
 
-def _print_requirements(profile: Profile) -> None:
+def _tell_requirements(profile: Profile, *, as_json: bool) -> None:
     requirements = contract.load().requirements
     counted = Counter(name for entry in profile.entries for name in entry.requirements)
+    if as_json:
+        listed = [{**asdict(item), "cases": counted[item.id]} for item in requirements.values()]
+        messages.say_json({"profile": profile.name, "requirements": listed})
+        return
     last = None
     for requirement in requirements.values():
         if requirement.chapter != last:
@@ -90,7 +118,10 @@ def _print_requirements(profile: Profile) -> None:
     )
 
 
-def _print_capabilities() -> None:
+def _tell_capabilities(*, as_json: bool) -> None:
+    if as_json:
+        messages.say_json({"capabilities": [asdict(flag) for flag in CAPABILITIES.values()]})
+        return
     last = None
     for flag in CAPABILITIES.values():
         if flag.area != last:

@@ -5,14 +5,21 @@ from __future__ import annotations
 import difflib
 import errno
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from fsdp_conformance.errors import AdapterError, ConfigError
+from fsdp_conformance.report.runfile import encode
 
 PROGRAM = "fsdp-conformance"
 
 #: Errors of the disk: full, over a quota, over the limit of a file's size, read-only, broken.
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+
+
+def say_json(content: Mapping[str, Any]) -> None:
+    """Print what a command with --json has to tell: one JSON object, and nothing else on stdout."""
+    print(encode(content, indent=1))
 
 
 def complain(what: BaseException | str) -> None:

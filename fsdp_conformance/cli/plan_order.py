@@ -35,6 +35,7 @@ class PlanOrder:
     compute_dtype: str
     utilisation: float
     num_rows: int
+    as_json: bool = False
 
     def to_json(self) -> str:
         """A line; `order_from_json` is its inverse."""
@@ -81,6 +82,7 @@ def order_of(arguments: argparse.Namespace) -> PlanOrder:
         compute_dtype=arguments.compute_dtype,
         utilisation=utilisation,
         num_rows=num_rows,
+        as_json=arguments.json,
     )
 
 

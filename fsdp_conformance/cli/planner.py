@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +46,12 @@ def _plan(order: PlanOrder) -> int:
     cluster = Cluster(world_size=order.world_size, ranks_per_host=order.ranks_per_host, inner=inner, outer=outer)
     decision = decide(units, cluster, DEVICES[order.device], options, memory_bytes=order.memory_bytes)
     numel = sum(unit.numel for unit in units)
+    status = Status.CERTIFIED if decision.chosen is not None else Status.NOT_CERTIFIED
+    if order.as_json:
+        messages.say_json(
+            {"order": json.loads(order.to_json()), "numel": numel, "units": len(units), **decision.to_json()}
+        )
+        return status
     print(
         f"{order.model}: {numel:,} elements in {messages.plural(len(units), 'unit')}; "
         f"{order.world_size} x {order.device} on {messages.plural(cluster.num_hosts, 'host')}, {order.link_words}; "
@@ -54,7 +61,7 @@ def _plan(order: PlanOrder) -> int:
     if len(units) == 1:
         print("one unit: the model has no module lists; name the classes to wrap with --units")
     print(decision_text(decision, num_rows=order.num_rows))
-    return Status.CERTIFIED if decision.chosen is not None else Status.NOT_CERTIFIED
+    return status
 
 
 def _builder(spec: str) -> Any:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 
-from fsdp_conformance.cli import report_dir
+from fsdp_conformance.cli import messages, report_dir
 from fsdp_conformance.contract.profile import FULL, load_profile
 from fsdp_conformance.report import coverage
 from fsdp_conformance.report.scoreboard import markdown, scoreboard
@@ -22,12 +21,13 @@ def main(arguments: argparse.Namespace) -> int:
     Raises RunFileError for a file that is not a finished run, or was edited.
     """
     runs = [verify(report_dir.named_run(path)) for path in arguments.run_files]
-    if arguments.coverage:
-        table = _coverage(runs)
-        print(json.dumps(table.to_json(), indent=1) if arguments.json else coverage.markdown(table), end="")
-        return Status.CERTIFIED
-    board = scoreboard(runs)
-    print(json.dumps(board.to_json(), indent=1) if arguments.json else markdown(board, whole=arguments.all), end="")
+    table = _coverage(runs) if arguments.coverage else scoreboard(runs)
+    if arguments.json:
+        messages.say_json(table.to_json())
+    elif isinstance(table, coverage.Coverage):
+        print(coverage.markdown(table), end="")
+    else:
+        print(markdown(table, whole=arguments.all), end="")
     return Status.CERTIFIED
 
 

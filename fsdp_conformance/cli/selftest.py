@@ -8,6 +8,7 @@ kills stands what a plain comparison of losses sees on the same engines.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -52,6 +53,15 @@ class Tally:
         """Whether all of its trials have ended."""
         return self.kinds.total() == self.expected
 
+    def to_json(self) -> dict[str, Any]:
+        """The numbers of the line, and the names of those that survived."""
+        return {
+            "engines": len(self.mutants),
+            "survivors": sorted(self.survivors),
+            "seen_by_losses_1e-2": self.good["loss"],
+            "seen_by_losses_1e-5": self.strict,
+        }
+
     def row(self, name: str, about: str) -> str:
         """A line of the table."""
         number = len(self.mutants)
@@ -65,45 +75,110 @@ def main(arguments: argparse.Namespace) -> int:
     workers = arguments.workers if arguments.workers not in (None, "auto") else str(min(usable_cores(), _MAX_WORKERS))
     words = [workers, arguments.suites, *["--quick"] * arguments.quick]
     with answers("fsdp_conformance.cli.tryout", words) as found:
-        status = _follow(found, int(workers))
-    print(f"selftest: {'ok' if status is Status.CERTIFIED else 'FAILED'}, {duration(time.monotonic() - began)}")
+        outcome = _follow(found, int(workers), printed=not arguments.json)
+    status = outcome.status
+    if arguments.json:
+        messages.say_json(outcome.to_json())
+    else:
+        _sum_up(outcome)
+        print(f"selftest: {'ok' if status is Status.CERTIFIED else 'FAILED'}, {duration(time.monotonic() - began)}")
     return status
 
 
-def _follow(found: Iterable[dict[str, Any]], workers: int) -> Status:
-    """Print results as they come, and sum them up."""
-    plan: dict[str, Any] = {"trials": [], "groups": {}, "not_here": {}}
-    tallies: dict[str, Tally] = {}
-    failed: list[str] = []
+@dataclass
+class Outcome:
+    """What the trials came to."""
+
+    plan: dict[str, Any] = field(default_factory=lambda: {"trials": [], "groups": {}, "not_here": {}})
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    broken: list[str] = field(default_factory=list)
+    """What the child said of trials that could not be made, and of its own end."""
+
+    @property
+    def whole(self) -> Tally:
+        """All classes of defects together."""
+        whole = Tally()
+        for group in self.plan["groups"]:
+            whole.mutants |= self.tallies[group].mutants
+            whole.survivors |= self.tallies[group].survivors
+            whole.good += self.tallies[group].good
+            whole.strict += self.tallies[group].strict
+        return whole
+
+    @property
+    def right(self) -> dict[str, Tally]:
+        """The correct engines."""
+        return {group: tally for group, tally in self.tallies.items() if tally.kinds["right"]}
+
+    @property
+    def wronged(self) -> list[str]:
+        """The correct engines that were killed."""
+        return [group for group, tally in self.right.items() if tally.good["right"] < tally.kinds["right"]]
+
+    @property
+    def failed(self) -> list[str]:
+        """Why the suite itself failed; a trial without a result has shown nothing."""
+        missing = len(self.plan["trials"]) - sum(tally.kinds.total() for tally in self.tallies.values())
+        if missing and not self.broken:
+            return [f"{missing} of {len(self.plan['trials'])} trials have no result"]
+        return self.broken
+
+    @property
+    def status(self) -> Status:
+        """The exit status."""
+        if self.failed:
+            return Status.SUITE
+        if not self.whole.mutants:
+            return Status.ENVIRONMENT
+        return Status.NOT_CERTIFIED if self.whole.survivors or self.wronged else Status.CERTIFIED
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready mapping."""
+        classes = {
+            group: {"about": about, **self.tallies[group].to_json()} for group, about in self.plan["groups"].items()
+        }
+        return {
+            "status": int(self.status),
+            "classes": classes,
+            "all": self.whole.to_json(),
+            "correct_engines": {group: tally.kinds["right"] for group, tally in self.right.items()},
+            "wrongly_killed": self.wronged,
+            "not_run": self.plan["not_here"],
+            "failed": self.failed,
+        }
+
+
+def _follow(found: Iterable[dict[str, Any]], workers: int, *, printed: bool) -> Outcome:
+    """Gather results, and print them as they come."""
+    outcome = Outcome()
     for answer in found:
         match answer.pop("what"):
             case "plan":
-                plan = answer
-                tallies = _begin(plan, workers)
+                outcome.plan = answer
+                for trial in answer["trials"]:
+                    outcome.tallies.setdefault(trial["group"], Tally()).expected += 1
+                if printed:
+                    _begin(answer, workers)
             case "result":
                 if answer["failed"]:
-                    failed.append(answer["text"])
-                _note(answer, tallies, plan["groups"])
+                    outcome.broken.append(answer["text"])
+                tally = outcome.tallies[answer["trial"]["group"]]
+                tally.add(answer)
+                if printed:
+                    _note(answer, tally, outcome.plan["groups"])
             case "died":
-                print(answer["output"].rstrip())
-                failed.append(f"the child process {answer['how']}")
-    return _conclude(plan, tallies, failed)
+                print(answer["output"].rstrip(), file=sys.stdout if printed else sys.stderr)
+                outcome.broken.append(f"the child process {answer['how']}")
+    return outcome
 
 
-def _begin(plan: dict[str, Any], workers: int) -> dict[str, Tally]:
-    trials = plan["trials"]
-    print(f"{messages.plural(len(trials), 'trial')}, {messages.plural(workers, 'worker')}")
+def _begin(plan: dict[str, Any], workers: int) -> None:
+    print(f"{messages.plural(len(plan['trials']), 'trial')}, {messages.plural(workers, 'worker')}")
     print(_ROW.format("", "killed", "losses, 1e-2", "losses, 1e-5", "").rstrip())
-    tallies: dict[str, Tally] = {}
-    for trial in trials:
-        tallies.setdefault(trial["group"], Tally()).expected += 1
-    return tallies
 
 
-def _note(result: dict[str, Any], tallies: dict[str, Tally], groups: dict[str, str]) -> None:
+def _note(result: dict[str, Any], tally: Tally, groups: dict[str, str]) -> None:
     trial = result["trial"]
-    tally = tallies[trial["group"]]
-    tally.add(result)
     if trial["kind"] != "loss" and not result["good"]:
         word = "SURVIVED" if trial["kind"] == "kill" else "WRONGLY KILLED"
         print(f"{word} {result['text']}", flush=True)
@@ -111,32 +186,16 @@ def _note(result: dict[str, Any], tallies: dict[str, Tally], groups: dict[str, s
         print(tally.row(trial["group"], groups[trial["group"]]), flush=True)
 
 
-def _conclude(plan: dict[str, Any], tallies: dict[str, Tally], failed: list[str]) -> Status:
-    """The sums, and the exit status."""
-    whole = Tally()
-    for group in plan["groups"]:
-        whole.mutants |= tallies[group].mutants
-        whole.survivors |= tallies[group].survivors
-        whole.good += tallies[group].good
-        whole.strict += tallies[group].strict
-    print(whole.row("all", "").rstrip())
-    right = {group: tally for group, tally in tallies.items() if tally.kinds["right"]}
+def _sum_up(outcome: Outcome) -> None:
+    print(outcome.whole.row("all", "").rstrip())
+    right = outcome.right
     cases = sum(tally.kinds["right"] for tally in right.values())
-    wronged = [group for group, tally in right.items() if tally.good["right"] < tally.kinds["right"]]
-    killed = f"{', '.join(wronged)} wrongly killed" if wronged else "none is killed"
+    killed = f"{', '.join(outcome.wronged)} wrongly killed" if outcome.wronged else "none is killed"
     print(f"correct engines ({', '.join(right) or 'none'}), {messages.plural(cases, 'trial')}: {killed}")
-    for reason, names in _by_reason(plan["not_here"]).items():
+    for reason, names in _by_reason(outcome.plan["not_here"]).items():
         print(f"not run: {messages.plural(len(names), 'known-wrong engine')} ({reason})")
-    missing = len(plan["trials"]) - sum(tally.kinds.total() for tally in tallies.values())
-    if missing and not failed:
-        failed = [f"{missing} of {len(plan['trials'])} trials have no result"]
-    for text in failed:
+    for text in outcome.failed:
         print(f"the suite itself failed: {text}")
-    if failed:
-        return Status.SUITE
-    if not whole.mutants:
-        return Status.ENVIRONMENT
-    return Status.NOT_CERTIFIED if whole.survivors or wronged else Status.CERTIFIED
 
 
 def _by_reason(not_here: dict[str, str]) -> dict[str, list[str]]:

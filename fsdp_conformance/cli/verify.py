@@ -29,6 +29,21 @@ def main(arguments: argparse.Namespace) -> int:
     if arguments.markdown:
         print(markdown.summary(run, certificate), end="")
         return verification.status
+    if arguments.json:
+        compared: list[str] = []
+        status = wanted.status(verification, profile=profile, selected=selected, say=compared.append)
+        messages.say_json(
+            {
+                "run": str(path),
+                "implementation": run.header.get("implementation"),
+                "certificate": certificate.to_json(),
+                "discrepancies": verification.discrepancies,
+                "compared": [line.strip() for text in compared for line in text.splitlines()],
+                "last_hash": run.chain,
+                "status": int(status),
+            }
+        )
+        return status
     implementation = run.header.get("implementation") or {}
     name, version = implementation.get("name", "an unknown implementation"), implementation.get("version", "")
     print(f"{path}: {name} {version}".rstrip())

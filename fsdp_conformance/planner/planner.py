@@ -11,7 +11,8 @@ This is a simulation: nothing is trained and no rank is started.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from fsdp_conformance.engine.sharding_strategy import ShardingStrategy
 from fsdp_conformance.errors import ConfigError
@@ -58,6 +59,21 @@ class Decision:
     def chosen(self) -> Estimate | None:
         """The fastest estimate that fits; None if none does."""
         return next((estimate for estimate in self.estimates if estimate.fits(self.memory_bytes)), None)
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready mapping: all candidates in microseconds and bytes, and which of them is chosen."""
+        candidates = [
+            {
+                **asdict(estimate.candidate),
+                "strategy": estimate.candidate.strategy.value,
+                "time_us": {**asdict(estimate.time), "exposed": estimate.time.exposed},
+                "memory_bytes": {"device": estimate.memory.on_device, "host": estimate.memory.on_host},
+                "fits": estimate.fits(self.memory_bytes),
+            }
+            for estimate in self.estimates
+        ]
+        chosen = self.chosen
+        return {"chosen": None if chosen is None else self.estimates.index(chosen), "candidates": candidates}
 
     @property
     def smallest(self) -> Estimate:

@@ -6,6 +6,8 @@ import difflib
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
 
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.contract import CHAPTERS, OBSERVATIONS, Contract, Requirement
@@ -27,10 +29,44 @@ def explain(subject: str, contract: Contract, profile: Profile, run: RunFile | N
     Raises UsageError with the nearest ids if `subject` is neither.
     """
     records = run.records if run is not None else []
-    if subject in contract.requirements:
+    if _is_requirement(subject, contract, profile, records):
         return _requirement(contract[subject], contract, profile, records)
+    return _case(subject, contract, profile, records, with_run=run is not None)
+
+
+def explain_json(subject: str, contract: Contract, profile: Profile, run: RunFile | None = None) -> dict[str, Any]:
+    """
+    What the text is made of: the requirement, if it is one; the profile's cases; the run's records of them.
+
+    Raises UsageError like `explain`.
+    """
+    records = run.records if run is not None else []
+    if _is_requirement(subject, contract, profile, records):
+        entries = [entry for entry in profile.entries if subject in entry.requirements]
+        told = [record for record in records if subject in record.requirements or _accuses(record, subject)]
+        about: dict[str, Any] = {"requirement": asdict(contract[subject])}
+    else:
+        entries = [profile.by_id[subject]] if subject in profile.by_id else []
+        told = [record for record in records if record.case == subject]
+        about = {"requirement": None}
+    return {
+        **about,
+        "profile": profile.name,
+        "cases": [asdict(entry) for entry in entries],
+        "records": [record.to_json() for record in told],
+    }
+
+
+def _accuses(record: CaseRecord, requirement: str) -> bool:
+    return any(found.requirement == requirement for found in record.findings)
+
+
+def _is_requirement(subject: str, contract: Contract, profile: Profile, records: Sequence[CaseRecord]) -> bool:
+    """Whether it is one, and not a case. Raises UsageError if it is neither."""
+    if subject in contract.requirements:
+        return True
     if subject in profile.by_id or any(record.case == subject for record in records):
-        return _case(subject, contract, profile, records, with_run=run is not None)
+        return False
     known = [*contract.requirements, *profile.by_id]
     near = difflib.get_close_matches(subject, known, n=3, cutoff=0.5)
     hint = f" Did you mean {', '.join(near)}?" if near else ""
@@ -55,7 +91,7 @@ def _requirement(item: Requirement, contract: Contract, profile: Profile, record
     verdicts = {record.case: record.verdict for record in records}
     for group in _methods(entries):
         lines += [" " * _LABEL + line for line in _folded(group, verdicts)]
-    accused = [record for record in records if any(found.requirement == item.id for found in record.findings)]
+    accused = [record for record in records if _accuses(record, item.id)]
     for record in accused[:_FINDINGS_SHOWN]:
         lines += ["", render_record(record)]
     return "\n".join(lines)

@@ -229,9 +229,16 @@ def _take(run: RunFile, line: bytes, number: int) -> None:
         run.problems.append(f"line {number} cannot be read: {type(error).__name__}: {error}")
 
 
-def encode(content: Mapping[str, Any]) -> str:
-    """One line, without its end. Values that JSON cannot express become strings, so that no line is lost."""
-    return json.dumps(_finite(content), ensure_ascii=False, separators=(",", ":"), default=str, allow_nan=False)
+def encode(content: Mapping[str, Any], *, indent: int | None = None) -> str:
+    """
+    One line, without its end; with `indent`, several.
+
+    Values that JSON cannot express become strings, so that no line is lost.
+    """
+    separators = (",", ":") if indent is None else None
+    return json.dumps(
+        _finite(content), ensure_ascii=False, separators=separators, indent=indent, default=str, allow_nan=False
+    )
 
 
 def chained(chain: str, text: str) -> str:

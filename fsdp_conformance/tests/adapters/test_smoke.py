@@ -104,7 +104,7 @@ def test_what_depends_on_a_problem_is_not_run() -> None:
         "ADAPTER-06",
         "ADAPTER-07",
     ]
-    assert results["ADAPTER-03"].not_run == "ADAPTER-02 found problems, and this check depends on it"
+    assert results["ADAPTER-03"].not_run == "ADAPTER-02 found problems, and the checks after it depend on it"
 
 
 def test_all_problems_at_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import resource
 import subprocess
 from pathlib import Path
@@ -224,10 +225,11 @@ def test_an_earlier_run_is_kept_and_not_taken_for_this_one(suite: mini_suite.Min
     assert "run file:" not in found.out
 
 
-def test_on_a_terminal_progress_is_drawn_in_place(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
-    """A line per chapter with its counts, and the verdict below."""
+@pytest.mark.parametrize("no_color", ["", "1"], ids=["colours", "NO_COLOR"])
+def test_on_a_terminal_progress_is_drawn_in_place(no_color: str, suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
+    """A line per chapter with its counts, and the verdict below; in colour, unless NO_COLOR is set."""
     ours, theirs = pty.openpty()
-    variables = {"MINI_SUITE_FLAGS": "zero3 no_sync", "TERM": "xterm", "COLUMNS": "120"}
+    variables = {"MINI_SUITE_FLAGS": "zero3 no_sync", "TERM": "xterm", "COLUMNS": "120", "NO_COLOR": no_color}
     env = with_quick_survey(suite.environment({"R001/probe-ws2": "FAIL"}, **variables), tmp_path)
     with subprocess.Popen(
         words(*typed(suite, tmp_path)), cwd=tmp_path, env=env, stdout=theirs, stderr=theirs, stdin=theirs
@@ -245,6 +247,7 @@ def test_on_a_terminal_progress_is_drawn_in_place(suite: mini_suite.MiniSuite, t
 
     assert status == 1, text
     assert "\x1b[" in text
+    assert (re.search(r"\x1b\[[0-9;]*[349][0-7]m", text) is None) == bool(no_color)
     assert "Numerical parity with DDP" in text
     assert "1 FAIL" in text
     assert "NOT CERTIFIED" in text

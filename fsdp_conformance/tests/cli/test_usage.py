@@ -125,10 +125,12 @@ def test_world_sizes_come_by_commas_and_by_repetition() -> None:
         ["explain", "R003"],
         ["verify", "nowhere"],
         ["run", "--x"],
+        ["init", "--adapter", "acme.adapter:Acme"],
+        ["completion", "bash"],
     ],
     ids=" ".join,
 )
-def test_commands_that_only_read_leave_torch_alone(typed: list[str], tmp_path: Path) -> None:
+def test_commands_that_start_nothing_leave_torch_alone(typed: list[str], tmp_path: Path) -> None:
     """Where torch cannot be imported, they still answer."""
     script = (
         "import sys\n"

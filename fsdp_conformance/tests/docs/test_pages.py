@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import inspect
 import re
 import shlex
+import textwrap
 import tomllib
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+import fsdp_conformance
 from fsdp_conformance import contract, docs, errors
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.smoke import CHECKS
@@ -48,7 +51,8 @@ WORDS_OF = {
     "python": ("file", "adapter", "script", "fragment", "from", "inside", "parsed"),
     "text": ("output", "from", "smoke", "not run"),
     "toml": (),
-    "yaml": ("not run",),
+    "yaml": ("inside", "parsed", "not run"),
+    "bash": ("parsed",),
 }
 
 #: Programs whose command lines only a comment `not run` excuses.
@@ -148,6 +152,56 @@ def test_every_command_can_be_parsed(page: str) -> None:
             else:
                 assert program in FOREIGN, f"{block.place}: {program}"
                 assert block.word == "not run", f"{block.place}: {program}"
+
+
+@pytest.mark.parametrize("page", pages())
+def test_every_command_in_a_script_can_be_parsed(page: str) -> None:
+    """A shell or a workflow that a page shows calls the command as it is."""
+    for block in blocks_of(page):
+        if block.word != "parsed" or block.language not in ("bash", "yaml"):
+            continue
+        lines = re.findall(
+            r"^(?:- )?fsdp-conformance (.*)$", textwrap.dedent(block.text).replace("    ", ""), re.MULTILINE
+        )
+        for line in lines:
+            words = shlex.split(line.partition(" || ")[0])
+            assert arguments.parse(words).command == words[0], block.place
+        assert lines or "uses: OWNER/" in block.text, block.place
+
+
+def test_the_workflow_for_others_has_the_inputs_of_the_page() -> None:
+    """Those of the table, in order and with their defaults, and those of the example."""
+    page, workflow = "docs/continuous-integration.md", text_of(".github/workflows/conformance.yml")
+    inputs = re.findall(
+        r"^ {6}([\w-]+):\n {8}description: .*\n {8}required: (\w+)\n {8}type: string\n(?: {8}default: (.*)\n)?",
+        workflow, re.MULTILINE,
+    )  # fmt: skip
+    told = {row[0].strip("`"): row[1].strip("`") for row in rows(section(page, "GitHub"))[1:]}
+    (called,) = [block.text for block in blocks_of(page) if "uses: OWNER/" in block.text]
+    given = re.findall(r"^      ([\w-]+):", called.partition("with:")[2], re.MULTILINE)
+    words = {"": ("", "the newest", "none"), "that version": f"fsdp-conformance[xdist]=={fsdp_conformance.__version__}"}
+
+    assert list(told) == [name for name, _, _ in inputs]
+    assert [name for name, required, _ in inputs if required == "true"] == ["adapter"]
+    for name, _, default in inputs:
+        plain = default.strip('"')
+        assert told[name] == plain or told[name] in words[""] or words[told[name]] == plain, name
+    assert given
+    assert set(given) <= set(told)
+
+
+def test_the_commands_that_print_json_are_listed() -> None:
+    """All that have the flag, and no other; that of `sanitize` names a file."""
+    told = section("docs/continuous-integration.md", "What a program reads").partition(". ")[0]
+    found = [
+        name
+        for action in arguments.parser()._actions
+        if isinstance(action, argparse._SubParsersAction)
+        for name, command in action.choices.items()
+        if any("--json" in option.option_strings and option.nargs == 0 for option in command._actions)
+    ]
+
+    assert set(re.findall(r"`([a-z]+)`", told)) == set(found)
 
 
 @pytest.mark.usefixtures("capsys")

@@ -1,0 +1,240 @@
+"""With `--json` a command prints one JSON value and nothing else, with the facts and the status of its text."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from fsdp_conformance import contract
+from fsdp_conformance.adapters.registry import AdapterDescription
+from fsdp_conformance.adapters.smoke import SmokeResult
+from fsdp_conformance.capability import CAPABILITIES
+from fsdp_conformance.cli import arguments, doctor, explore, messages, planner, selftest
+from fsdp_conformance.cli.command import main
+from fsdp_conformance.cli.plan_order import order_of
+from fsdp_conformance.cli.survey import Machine, Survey
+from fsdp_conformance.contract.profile import load_profile
+from fsdp_conformance.tests.cli.test_plan import MODEL
+from fsdp_conformance.tests.report.test_tally import ran
+from fsdp_conformance.verdict import Verdict
+
+SMOKE = load_profile("smoke")
+
+#: Commands that report something, with what they need besides.
+REPORTING = {
+    "compare": ["a", "b"],
+    "doctor": [],
+    "explain": ["R003"],
+    "explore": [],
+    "list": [],
+    "plan": ["--model", "a:b", "--world-size", "2"],
+    "scoreboard": ["a"],
+    "selftest": [],
+    "smoke": ["a"],
+    "verify": ["a"],
+}
+
+MACHINE = Machine(
+    torch="2.13.0", device="cpu", backend="gloo", problem="", present=frozenset({"gloo"}), num_devices=2, num_ranks=None
+)
+
+
+def both(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[Any, str]:
+    """What a command prints with --json and without; the status is the same."""
+    status = main([*words, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert main([*words]) == status
+    assert found.get("status", status) == status
+    return found, capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", REPORTING)
+def test_every_command_that_reports_has_it(command: str) -> None:
+    """As a flag: `sanitize --json FILE` is older."""
+    assert arguments.parse([command, *REPORTING[command], "--json"]).json is True
+    assert arguments.parse([command, *REPORTING[command]]).json is False
+
+
+@pytest.fixture
+def _two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    described = AdapterDescription(spec="mine", name="mine", version="1", capabilities=("zero3",))
+    told = Survey(machine=MACHINE, description=described)
+    monkeypatch.setattr("fsdp_conformance.cli.listing.survey", lambda device, spec: told)
+    monkeypatch.setattr("fsdp_conformance.cli.surveyor.survey_here", lambda device, spec: told)
+    monkeypatch.setattr("fsdp_conformance.harness.processes.forkserver.import_and_fork", lambda: None)
+
+
+@pytest.mark.usefixtures("_two_devices")
+@pytest.mark.parametrize("more", [[], ["--not-run"]])
+def test_list(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """The same cases in the same order, with the same verdicts."""
+    found, text = both(capsys, "list", "--implementation", "mine", "--profile", "quick", *more)
+    lines = [line.split() for line in text.splitlines() if line.startswith("  R")]
+
+    assert [case["id"] for case in found["cases"]] == [line[0] for line in lines]
+    assert [case["verdict"] or "runs" for case in found["cases"]] == [line[3] for line in lines]
+    assert all(case["reason"] for case in found["cases"] if case["verdict"])
+    assert found["implementation"]["name"] == "mine"
+    assert len(lines) > 3
+
+
+def test_list_of_words(capsys: pytest.CaptureFixture[str]) -> None:
+    """Requirements and flags."""
+    requirements, text = both(capsys, "list", "--requirements")
+    flags, _ = both(capsys, "list", "--capabilities")
+
+    assert [item["id"] for item in requirements["requirements"]] == list(contract.load().requirements)
+    counted = next(item["cases"] for item in requirements["requirements"] if item["id"] == "R003")
+    assert any(f"({counted} cases)" in line for line in text.splitlines() if line.startswith("  R003"))
+    assert [flag["name"] for flag in flags["capabilities"]] == list(CAPABILITIES)
+
+
+def test_explain_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A requirement and a case with their records; the certificate that the text names."""
+    failing = SMOKE.entries[0]
+    ran(tmp_path, cases=tuple(SMOKE.by_id), profile=SMOKE, **{failing.primary: Verdict.FAIL})
+    of_case, text = both(capsys, "explain", failing.id, "--report", str(tmp_path))
+    of_requirement, _ = both(capsys, "explain", "R003", "--report", str(tmp_path))
+    certificate, stated = both(capsys, "verify", str(tmp_path))
+
+    assert [record["case"] for record in of_case["records"]] == [failing.id]
+    assert (of_case["requirement"], [case["id"] for case in of_case["cases"]]) == (None, [failing.id])
+    assert of_case["records"][0]["verdict"] == "FAIL"
+    assert "FAIL" in text
+    assert of_requirement["requirement"]["id"] == "R003"
+    assert failing.id in {record["case"] for record in of_requirement["records"]}
+    assert certificate["certificate"]["certified"] is False
+    assert f"last hash: {certificate['last_hash']}" in stated
+    assert certificate["discrepancies"] == []
+
+
+def test_verify_tells_of_an_edited_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And what differs from a list of expectations, which does not disturb the JSON."""
+    ran(tmp_path, cases=tuple(SMOKE.by_id), profile=SMOKE, **{SMOKE.entries[0].primary: Verdict.FAIL})
+    file, listed = tmp_path / "run.jsonl", tmp_path / "known.toml"
+    listed.touch()
+    expected, _ = both(capsys, "verify", str(tmp_path), "--expectations", str(listed))
+    file.write_text(file.read_text(encoding="utf-8").replace('"PASS"', '"XPASS"', 1), encoding="utf-8")
+    edited, _ = both(capsys, "verify", str(tmp_path))
+
+    assert expected["compared"][0].startswith("not as expected")
+    assert any(line.startswith("NEW") for line in expected["compared"])
+    assert edited["discrepancies"] != []
+
+
+@pytest.mark.usefixtures("_two_devices")
+@pytest.mark.parametrize("problems", [(), ("the shape is wrong",)])
+def test_smoke(problems: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    """Each check with its problems."""
+    results = [SmokeResult(check="ADAPTER-01", title="the class", problems=problems)]
+    with mock.patch("fsdp_conformance.adapters.smoke.smoke", return_value=results):
+        found, text = both(capsys, "smoke", "mine.py")
+
+    assert [(check["check"], check["problems"]) for check in found["checks"]] == [("ADAPTER-01", list(problems))]
+    assert found["status"] == len(problems)
+    assert all(problem in text for problem in problems)
+
+
+def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The findings of the lines; what a dead child printed belongs to one of them."""
+    died = {"what": "died", "how": "ended with status 1", "output": "no torch"}
+
+    @contextlib.contextmanager
+    def examined(device: str) -> Iterator[Iterator[dict[str, Any]]]:
+        yield iter([dict(died)])
+
+    monkeypatch.setattr(doctor, "examined", examined)
+    found, text = both(capsys, "doctor")
+    (launch,) = [finding for finding in found["findings"] if finding["what"] == "launch"]
+
+    assert (found["status"], launch["state"], launch["output"]) == (3, "failed", "no torch")
+    assert [line.split()[0] for line in text.splitlines() if re.match(r"  \S", line)] == [
+        finding["what"].split()[0] for finding in found["findings"]
+    ]
+
+
+def test_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All candidates, and the one that the table marks."""
+    (tmp_path / "my_model.py").write_text(MODEL, encoding="utf-8")
+    words = ["plan", "--model", f"{tmp_path / 'my_model.py'}:build", "--world-size", "4", "--memory", "1GiB"]
+    words += ["--units", "Block"]
+    assert planner.main([order_of(arguments.parse([*words, "--json"])).to_json()]) == 0
+    found = json.loads(capsys.readouterr().out)
+    planner.main([order_of(arguments.parse(words)).to_json()])
+    (marked,) = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line.startswith("> ")]
+    times = [candidate["time_us"]["step"] for candidate in found["candidates"]]
+
+    assert found["candidates"][found["chosen"]]["strategy"] == marked
+    assert found["candidates"][found["chosen"]]["fits"] is True
+    assert times == sorted(times)
+    assert (found["units"], found["numel"]) == (3, 10432)
+
+
+@pytest.mark.parametrize(("confirmed", "ran", "status"), [(True, 5, 1), (False, 5, 0), (True, 0, 4)])
+def test_explore(confirmed: bool, ran: int, status: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every failure, with its script, and the counts."""
+    failure = {"what": "failure", "confirmed": confirmed, "text": "the text", "script": "import torch", "saved": None}
+    counts = {"what": "done", "ran": ran, "rejected": {}, "declined": {}}
+    found = explore.follow(
+        [{"what": "begin", "name": "mine", "version": "1"}, dict(failure), dict(counts)], as_json=True
+    )
+    told = json.loads(capsys.readouterr().out)
+
+    assert found == status == told["status"]
+    assert told["counts"]["ran"] == ran
+    assert [one["script"] for one in told["failures"]] == ["import torch"]
+
+
+def test_a_child_that_dies_leaves_no_half_of_a_json(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it said goes to stderr, like every error."""
+    died = {"what": "died", "how": "was ended by SIGKILL", "output": "said before"}
+
+    assert explore.follow([dict(died)], as_json=True) == 4
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert "said before" in told.err
+
+
+def test_what_json_does_not_know_is_a_word(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ratios of findings can be infinite; no reader but Python's takes a bare NaN."""
+    messages.say_json({"ratio": float("inf"), "ulps": [float("nan")]})
+
+    assert json.loads(capsys.readouterr().out) == {"ratio": "inf", "ulps": ["nan"]}
+
+
+def test_selftest(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The numbers of the table, and the names of survivors."""
+    trials = [
+        ("kill", "gradients", "one", True),
+        ("kill", "gradients", "two", False),
+        ("right", "reference", "r", True),
+    ]
+    results: list[dict[str, Any]] = [
+        {"what": "result", "trial": {"kind": kind, "group": group, "engine": engine, "case": "R003/some-ws2"},
+         "good": good, "text": "the text", "strict": False, "failed": False}
+        for kind, group, engine, good in trials
+    ]  # fmt: skip
+    plan: dict[str, Any] = {
+        "what": "plan", "trials": [result["trial"] for result in results], "groups": {"gradients": "Wrong"},
+        "not_here": {"four": "no C++ compiler"},
+    }  # fmt: skip
+
+    @contextlib.contextmanager
+    def answers(module: str, words: list[str]) -> Iterator[Iterator[dict[str, Any]]]:
+        yield iter([dict(answer) for answer in (plan, *results)])
+
+    monkeypatch.setattr(selftest, "answers", answers)
+    found, text = both(capsys, "selftest")
+
+    assert found["status"] == 1
+    assert found["all"]["survivors"] == found["classes"]["gradients"]["survivors"] == ["two"]
+    assert found["not_run"] == {"four": "no C++ compiler"}
+    assert found["correct_engines"] == {"reference": 1}
+    assert "1 of 2" in text
