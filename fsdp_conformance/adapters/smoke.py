@@ -32,7 +32,7 @@ from fsdp_conformance.adapters.sharded import local_part
 from fsdp_conformance.adapters.torch_like import compute_device
 from fsdp_conformance.adapters.validator import validate
 from fsdp_conformance.config import InitMode, Plan
-from fsdp_conformance.errors import SuiteError, Unsupported
+from fsdp_conformance.errors import AdapterError, SuiteError, Unsupported
 from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
@@ -506,7 +506,9 @@ class SmokeRun:
             own = [frame for frame in frames if frame.filename == source] or frames[-1:]
             calls = [frame.name for frame in frames if frame.filename == source][:1]
             what = f"{calls[0]}()" if calls else body.__name__.strip("_")
-            self._problem(f"{what} raised {type(error).__name__}: {error} [{own[-1].filename}:{own[-1].lineno}]")
+            # An adapter that calls itself wrong is believed.
+            tell = self._breach if isinstance(error, AdapterError) else self._problem
+            tell(f"{what} raised {type(error).__name__}: {error} [{own[-1].filename}:{own[-1].lineno}]")
 
     def _anywhere(self, flag: bool) -> bool:
         """Whether the flag is set on any rank, so that either all ranks continue or none."""

@@ -56,7 +56,7 @@ FINDINGS = {
 OF_EITHER = {
     "WrongDtype", "DiffersOnRanks", "StaleWrites", "LocalGradients", "ForwardWithoutGraph", "StepStepsNothing",
     "StaleOptimizer", "KeepsGradients", "ClonesForLocal", "FullForLocal", "RaisesInSetup", "RaisesOnOneRank",
-    "ReturnsNothingFromWrap", "CudaOnly", "MisspeltFlags", "PadsFullTensors", "IgnoresNoSync",
+    "CudaOnly", "MisspeltFlags", "PadsFullTensors", "IgnoresNoSync",
 }  # fmt: skip
 
 

@@ -33,13 +33,6 @@ FORBIDDEN_TEXT: dict[str, str] = {
     r"<<<<<<< |>>>>>>> ": "a conflict left by a merge",
 }
 
-#: Files for machines of others, whose pip does not know torch's builds for the CPU, and the text that they may have.
-EXCUSED_TEXT: dict[str, str] = {
-    ".github/workflows/conformance.yml": "download.pytorch.org",
-    "fsdp_conformance/cli/templates/conformance.yml": "download.pytorch.org",
-    "docs/continuous-integration.md": "download.pytorch.org",
-}
-
 _SKIPS = frozenset({"skip", "skipIf", "skipUnless", "skipTest", "SkipTest", "skipif", "importorskip"})
 
 Rule = Callable[[Module], Iterator[tuple[int, str]]]
@@ -121,22 +114,9 @@ def test_no_file_holds_forbidden_text() -> None:
     for file in checkout.files():
         if file.as_posix() != _OWN:
             text = (checkout.ROOT / file).read_bytes().decode("utf-8", errors="replace")
-            excused = EXCUSED_TEXT.get(file.as_posix())
-            found += [
-                f"{file}:{line}: {reason}"
-                for line, reason in forbidden_text(text)
-                if excused is None or not reason.startswith(repr(excused))
-            ]
+            found += [f"{file}:{line}: {reason}" for line, reason in forbidden_text(text)]
 
     assert found == []
-
-
-@pytest.mark.parametrize("file", EXCUSED_TEXT)
-def test_no_excuse_is_stale(file: str) -> None:
-    """Each file that may have such a text has it."""
-    text = (checkout.ROOT / file).read_text(encoding="utf-8")
-
-    assert [reason for _, reason in forbidden_text(text) if reason.startswith(repr(EXCUSED_TEXT[file]))] != []
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
