@@ -33,6 +33,12 @@ _OF_COMMAND: dict[str, dict[Status, str]] = {
         Status.NOT_CERTIFIED: "at least one verdict differs",
         Status.USAGE: "usage error: a file that is not a finished run, or runs that should not be compared",
     },
+    "debug": {
+        Status.CERTIFIED: "the case passed, or does not apply to the implementation",
+        Status.NOT_CERTIFIED: "the case failed, or the debugger was left before its end",
+        Status.ENVIRONMENT: "this machine cannot run the case",
+        Status.INTERRUPTED: "ended by a signal (SIGTERM: 143, SIGHUP: 129)",
+    },
     "explore": {
         Status.CERTIFIED: "no failure was found",
         Status.NOT_CERTIFIED: "at least one failure was found and confirmed",

@@ -188,8 +188,19 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     others.add_argument("--requirements", action="store_true", help="list the requirements and their number of cases")
     others.add_argument("--capabilities", action="store_true", help="list the capability flags")
 
+    _add_single_cases(command)
     _add_readers(command)
     return parser, commands
+
+
+def _add_single_cases(command: Callable[..., Parser]) -> None:
+    """The commands that look at one case."""
+    debug = command("debug", "run one case with one rank in the foreground, for breakpoint() and pdb")
+    debug.add_argument("case", metavar="CASE", help="the id of a case, such as R001/exact-probe-ws2")
+    _add_implementation(debug)
+    _add_device(debug)
+    debug.add_argument("--rank", metavar="N", default="0", help="the rank that has the terminal (default: 0)")
+    debug.add_argument("--pdb", action="store_true", help="open pdb at the exception that ends this rank's body")
 
 
 def _add_readers(command: Callable[..., Parser]) -> None:
