@@ -39,6 +39,11 @@ _OF_COMMAND: dict[str, dict[Status, str]] = {
         Status.ENVIRONMENT: "this machine cannot run the case",
         Status.INTERRUPTED: "ended by a signal (SIGTERM: 143, SIGHUP: 129)",
     },
+    "replay": {
+        Status.CERTIFIED: "the verdict was the same every time",
+        Status.NOT_CERTIFIED: "the verdict was another one at least once",
+        Status.USAGE: "usage error: a wrong option, a file that is no intact run, or a case that it does not have",
+    },
     "explore": {
         Status.CERTIFIED: "no failure was found",
         Status.NOT_CERTIFIED: "at least one failure was found and confirmed",

@@ -10,6 +10,7 @@ Commands:
     explore         draw models, configurations and schedules, and shrink what fails
     selftest        show that known-wrong engines are killed, and correct ones are not
     debug           one case with one rank in the foreground, for a debugger
+    replay          a case once more as in a run: the same verdict, the same finding, how often
     listing         `list`: the cases and whether they would run
     explain         a requirement or a case, with what a run found
     verify          the verdict, derived again from a run file

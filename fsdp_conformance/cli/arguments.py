@@ -202,6 +202,13 @@ def _add_single_cases(command: Callable[..., Parser]) -> None:
     debug.add_argument("--rank", metavar="N", default="0", help="the rank that has the terminal (default: 0)")
     debug.add_argument("--pdb", action="store_true", help="open pdb at the exception that ends this rank's body")
 
+    replay = command("replay", "run a case again as in a run, and say whether the same comes of it")
+    replay.usage = "%(prog)s [options] [RUN] CASE"
+    replay.add_argument(
+        "words", nargs="+", metavar="[RUN] CASE", help="a run file or its directory (default: the last run), and a case"
+    )
+    replay.add_argument("--times", metavar="N", default="1", help="how many times (default: 1)")
+
 
 def _add_readers(command: Callable[..., Parser]) -> None:
     """The commands that read run files."""
