@@ -39,6 +39,11 @@ _OF_COMMAND: dict[str, dict[Status, str]] = {
         Status.ENVIRONMENT: "this machine cannot run the case",
         Status.INTERRUPTED: "ended by a signal (SIGTERM: 143, SIGHUP: 129)",
     },
+    "repro": {
+        Status.CERTIFIED: "the script was written",
+        Status.USAGE: "usage error: a wrong option, or a case or an adapter that cannot be written as a script",
+        Status.ENVIRONMENT: "this machine lacks something: a backend, a writable file",
+    },
     "replay": {
         Status.CERTIFIED: "the verdict was the same every time",
         Status.NOT_CERTIFIED: "the verdict was another one at least once",

@@ -11,6 +11,7 @@ Commands:
     selftest        show that known-wrong engines are killed, and correct ones are not
     debug           one case with one rank in the foreground, for a debugger
     replay          a case once more as in a run: the same verdict, the same finding, how often
+    repro           a case as a script that does not need this package
     listing         `list`: the cases and whether they would run
     explain         a requirement or a case, with what a run found
     verify          the verdict, derived again from a run file

@@ -207,6 +207,11 @@ def _add_single_cases(command: Callable[..., Parser]) -> None:
     replay.add_argument(
         "words", nargs="+", metavar="[RUN] CASE", help="a run file or its directory (default: the last run), and a case"
     )
+    repro = command("repro", "write a case as a script for torchrun that does not need this package, for a bug report")
+    repro.add_argument("case", metavar="CASE", help="the id of a case that trains an exact workload and compares it")
+    _add_implementation(repro)
+    repro.add_argument("-o", "--output", metavar="FILE", help="write to this file (default: to stdout)")
+
     replay.add_argument("--times", metavar="N", default="1", help="how many times (default: 1)")
 
 

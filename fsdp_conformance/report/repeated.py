@@ -61,7 +61,10 @@ def _conclusion(then: CaseRecord, again: Sequence[CaseRecord]) -> Iterator[str]:
     failed, times = sum(map(has_failed, again)), len(again)
     same = sum(record.verdict is then.verdict for record in again)
     alike = sum(not differences(then, record) for record in again)
-    yield f"failed {failed} of {times} times; the verdict was the same {same} of {times} times, with the same first finding {alike}"
+    yield (
+        f"failed {failed} of {times} times; the verdict was the same {same} of {times} times, "
+        f"with the same first finding {alike}"
+    )
     kinds = Counter(record.verdict for record in again)
     if 0 < failed < times:
         told = ", ".join(f"{count} {verdict}" for verdict, count in kinds.items())

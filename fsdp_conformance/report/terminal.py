@@ -10,6 +10,7 @@ Findings and verdicts as plain text: what people read first when a run fails.
         look at   The ratio got / expected: the world size means summed, ...
         same in   7 cases: R003/..., ...
         repro     fsdp-conformance run --implementation my.py:Mine --case R003/rank-coded-ws3
+        closer    fsdp-conformance debug | replay | repro R003/rank-coded-ws3
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fsdp_conformance.outcome import CaseRecord, Finding, RankExit
 from fsdp_conformance.report.advice import look_at
 from fsdp_conformance.report.certificate import Certificate, Scope, State
 from fsdp_conformance.report.frames import engine_frames, frames_of_stack, frames_of_traceback
-from fsdp_conformance.verdict import Verdict
+from fsdp_conformance.verdict import ACCUSING, Verdict
 
 #: The sign in front of a headline.
 SIGNS = {
@@ -145,7 +146,14 @@ def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = ()) -> list
         tail = f" and {more} more" if more > 0 else ""
         fields.append(Field("same in", f"{len(others)} more case{'s' if len(others) > 1 else ''}: {ids}{tail}"))
     fields.append(Field("repro", record.repro, verbatim=True))
+    if record.verdict in ACCUSING:
+        fields.append(Field("closer", closer(record.case), verbatim=True))
     return [one for one in fields if one.text]
+
+
+def closer(case: str) -> str:
+    """The commands that lead from a failure to the faulty line, in one line."""
+    return f"fsdp-conformance debug | replay | repro {case}"
 
 
 def headline(record: CaseRecord) -> str:
