@@ -94,7 +94,8 @@ class Calls:
 def _is_default(value: Any, default: Any) -> bool:
     """Whether it is the default, or for None the same with all fields at theirs."""
     if default is None and is_dataclass(value):
-        return bool(value == type(value)())  # type: ignore[operator]
+        kind: Any = type(value)
+        return bool(value == kind())
     return bool(value is default or (type(value) is type(default) and value == default))
 
 

@@ -28,13 +28,13 @@ _STREAMS = (0, 1, 2)
 def send_terminal(connection: Connection) -> None:
     """Send the streams of this process to the rank at the other end, which takes them with `take_terminal`."""
     with _socket_of(connection) as channel:
-        reduction.sendfds(channel, list(_STREAMS))  # type: ignore[attr-defined]
+        reduction.sendfds(channel, list(_STREAMS))
 
 
 def take_terminal(connection: Connection) -> None:
     """In a rank: make the streams that were sent its own."""
     with _socket_of(connection) as channel:
-        received: Sequence[int] = reduction.recvfds(channel, len(_STREAMS))  # type: ignore[attr-defined]
+        received: Sequence[int] = reduction.recvfds(channel, len(_STREAMS))
     for stream, descriptor in zip(_STREAMS, received, strict=True):
         os.dup2(descriptor, stream, inheritable=False)
         os.close(descriptor)
