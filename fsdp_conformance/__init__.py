@@ -39,6 +39,7 @@ Cases and reports:
     case_worlds    smaller worlds inside a case, and a directory for all of its ranks
     selftest       single cases in this process
     explore        scenarios that are drawn, not listed
+    repro          a case as a script that does not need this package
     report         the run file, the certificate, and texts for people
 
 Ways in:

@@ -33,6 +33,22 @@ _OF_COMMAND: dict[str, dict[Status, str]] = {
         Status.NOT_CERTIFIED: "at least one verdict differs",
         Status.USAGE: "usage error: a file that is not a finished run, or runs that should not be compared",
     },
+    "debug": {
+        Status.CERTIFIED: "the case passed, or does not apply to the implementation",
+        Status.NOT_CERTIFIED: "the case failed, or the debugger was left before its end",
+        Status.ENVIRONMENT: "this machine cannot run the case",
+        Status.INTERRUPTED: "ended by a signal (SIGTERM: 143, SIGHUP: 129)",
+    },
+    "repro": {
+        Status.CERTIFIED: "the script was written",
+        Status.USAGE: "usage error: a wrong option, or a case or an adapter that cannot be written as a script",
+        Status.ENVIRONMENT: "this machine lacks something: a backend, a writable file",
+    },
+    "replay": {
+        Status.CERTIFIED: "the verdict was the same every time",
+        Status.NOT_CERTIFIED: "the verdict was another one at least once",
+        Status.USAGE: "usage error: a wrong option, a file that is no intact run, or a case that it does not have",
+    },
     "explore": {
         Status.CERTIFIED: "no failure was found",
         Status.NOT_CERTIFIED: "at least one failure was found and confirmed",

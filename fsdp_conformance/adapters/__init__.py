@@ -29,6 +29,7 @@ Adapters:
                         the reference engine's data-parallel mode
     reference_components
                         the reference engine's components
+    torch_calls         the calls of torch's engines that these make, as source
     torch_ddp           torch's DistributedDataParallel
     torch_fsdp1         torch's FullyShardedDataParallel and its sharding strategies
     torch_fsdp2         torch's fully_shard

@@ -10,6 +10,9 @@ Commands:
     doctor          check what this machine can run
     explore         draw models, configurations and schedules, and shrink what fails
     selftest        show that known-wrong engines are killed, and correct ones are not
+    debug           one case with one rank in the foreground, for a debugger
+    replay          a case once more as in a run: the same verdict, the same finding, how often
+    repro           a case as a script that does not need this package
     listing         `list`: the cases and whether they would run
     explain         a requirement or a case, with what a run found
     verify          the verdict, derived again from a run file
@@ -39,7 +42,7 @@ What `run` does:
     progress        how far the run is, on a terminal or in a log
     torchrun        `run` as a worker of torchrun
 
-Child processes. They import torch; the command itself, except for `smoke`, does not:
+Child processes. They import torch; the command itself, except for `smoke` and those about one case, does not:
     processes       running and ending a child with everything it has started
     signals         signals that ask a command to end
     survey          what the implementation and the machine are, asked of a child
@@ -51,6 +54,9 @@ Child processes. They import torch; the command itself, except for `smoke`, does
     tryout          the child of `selftest`
     explorer        the child of `explore`
     leftovers       processes and files that earlier runs left behind
+
+What the commands about one case share:
+    single          finding it, running it in this process, its exit status
 
 What `sanitize` prints:
     sanitize_report  hazards, folded over ranks

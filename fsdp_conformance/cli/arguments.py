@@ -221,10 +221,33 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
     others.add_argument("--capabilities", action="store_true", help="list the capability flags")
     _add_json(listing, "the list")
 
+    _add_single_cases(command)
     _add_readers(command)
     completion = command("completion", "print a script that completes this command in a shell", notes=_COMPLETION_NOTES)
     completion.add_argument("shell", choices=SHELLS, help="the shell: " + ", ".join(SHELLS))
     return whole, commands
+
+
+def _add_single_cases(command: Callable[..., Parser]) -> None:
+    """The commands that look at one case."""
+    debug = command("debug", "run one case with one rank in the foreground, for breakpoint() and pdb")
+    debug.add_argument("case", metavar="CASE", help="the id of a case, such as R001/exact-probe-ws2")
+    _add_implementation(debug)
+    _add_device(debug)
+    debug.add_argument("--rank", metavar="N", default="0", help="the rank that has the terminal (default: 0)")
+    debug.add_argument("--pdb", action="store_true", help="open pdb at the exception that ends this rank's body")
+
+    replay = command("replay", "run a case again as in a run, and say whether the same comes of it")
+    replay.usage = "%(prog)s [options] [RUN] CASE"
+    replay.add_argument(
+        "words", nargs="+", metavar="[RUN] CASE", help="a run file or its directory (default: the last run), and a case"
+    )
+    repro = command("repro", "write a case as a script for torchrun that does not need this package, for a bug report")
+    repro.add_argument("case", metavar="CASE", help="the id of a case that trains an exact workload and compares it")
+    _add_implementation(repro)
+    repro.add_argument("-o", "--output", metavar="FILE", help="write to this file (default: to stdout)")
+
+    replay.add_argument("--times", metavar="N", default="1", help="how many times (default: 1)")
 
 
 def _add_readers(command: Callable[..., Parser]) -> None:

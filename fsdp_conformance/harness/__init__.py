@@ -16,6 +16,7 @@ Ranks: starting them, watching them, ending them.
     rank                 one case on one rank: run the body, report, wait for the goodbye
     context              what belongs to the rank that is running: its case and its log of collectives
     environment          variables, seeds, threads and determinism of a rank
+    imaginary            a world of which only this process exists
     rendezvous           makes ranks meet at a store of ours
     deadlines            the nested deadlines of a case
     parts                whose code a rank runs, so that the suite's own work counts against nobody else

@@ -11,9 +11,11 @@ them and has its own deadline, `suite_s`: see `harness.parts`.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_conformance.errors import ConfigError
+
+_DAY_S = 86400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,6 +83,10 @@ class Deadlines:
             stack_s=default.stack_s * scale,
             shutdown_s=default.shutdown_s * scale,
         )
+
+    def without_hurry(self) -> Deadlines:
+        """Deadlines for a case that somebody debugs: a day and more for what may wait for a person."""
+        return replace(self, collective_s=_DAY_S, rank_s=2 * _DAY_S, case_s=3 * _DAY_S, suite_s=2 * _DAY_S)
 
 
 def remaining(deadline: float) -> float:

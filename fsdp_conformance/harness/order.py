@@ -26,6 +26,15 @@ _GOODBYE_SLACK_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Debugged:
+    """The rank that has the terminal, while somebody debugs it. The others run past breakpoints."""
+
+    rank: int = 0
+    post_mortem: bool = False
+    """Open pdb at the exception that ends the body."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CaseOrder:
     """What to run, on how many ranks, and how to start them."""
 
@@ -57,12 +66,18 @@ class CaseOrder:
     """Accept ranks that have run other cases. Only for ranks that are processes of one host."""
     simulated: bool = False
     """Run the ranks as threads of one process."""
+    debugged: Debugged | None = None
+    """One rank has the terminal, and nobody is in a hurry."""
     first_part: Part = Part.ENGINE
     """Whose code a rank runs until it says otherwise (`harness.parts`)."""
     name: str = ""
     """Under torchrun: a name that no other case of the run has."""
     worker: TorchrunWorker | None = None
     """The torchrun worker that starts one of the ranks; its peers may be on other hosts."""
+
+    def is_debugged(self, rank: int) -> bool:
+        """Whether it is the rank that has the terminal."""
+        return self.debugged is not None and self.debugged.rank == rank
 
     @property
     def goodbye_timeout_s(self) -> float:

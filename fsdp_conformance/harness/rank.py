@@ -128,6 +128,8 @@ class RankRun:
             self.report.not_run, code = str(skipped), _torch_skips()["generic"].exit_code
         except BaseException as error:  # noqa: BLE001 - it goes into the report
             self.note(error, case.describe_error(error))
+            # Before the report: peers may still wait for this rank, but nobody counts it as failed.
+            self.examine(error)
             code = ERROR_EXIT_CODE
         self.report.seconds["body"] = time.monotonic() - began
         self.speak()
@@ -153,10 +155,19 @@ class RankRun:
                 self.pipe.send_bytes(json.dumps(message).encode())
         return Part.SUITE if before is Part.MEETING else before
 
+    def tell_prompt(self, waits: bool) -> None:
+        """Tell the controller whether a debugger in this rank waits for a person."""
+        with self._telling:
+            if not self.reported:
+                self.pipe.send_bytes(json.dumps({"prompt": waits}).encode())
+
     def meet_peers(self) -> None:
         """A collective is about to be issued."""
         if self._part is Part.SUITE:
             self.turn_to(Part.MEETING)
+
+    def examine(self, error: BaseException) -> None:
+        """Somebody who debugs this rank may want to look at what ended its body."""
 
     def note(self, error: BaseException, described: RankError) -> None:
         """Record in the report what ended the body."""

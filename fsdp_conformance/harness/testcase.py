@@ -31,7 +31,7 @@ from fsdp_conformance.config import TorchrunWorker
 from fsdp_conformance.harness import context, devices
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
-from fsdp_conformance.harness.order import CaseOrder, packed
+from fsdp_conformance.harness.order import CaseOrder, Debugged, packed
 from fsdp_conformance.harness.parts import Part
 from fsdp_conformance.harness.processes.launcher import Launch, launch
 from fsdp_conformance.harness.rank import ERROR_EXIT_CODE, describe_error, destroy_process_group
@@ -72,6 +72,8 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     """Reuse the ranks of the last case of this world size, if it ended well, instead of starting fresh ones."""
     simulated_ranks: bool = False
     """Run the ranks as threads of one process, which take turns (`harness.simulated_ranks`)."""
+    debugged: Debugged | None = None
+    """Set if one rank has the terminal of this process, for a debugger."""
     torchrun_worker: TorchrunWorker | None = None
     """Set if this process is a torchrun worker, which starts one of the ranks (`harness.torchrun`)."""
     launch_payload: Any = None
@@ -97,12 +99,13 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     @property
     def deadlines(self) -> Deadlines:
         """The nested deadlines of this case. Raises ConfigError if they do not nest."""
-        return Deadlines.nested(
+        usual = Deadlines.nested(
             self.case_timeout_s,
             rank_s=self.rank_timeout_s,
             collective_s=self.collective_timeout_s,
             scale=self.deadline_scale,
         )
+        return usual if self.debugged is None else usual.without_hurry()
 
     def setUp(self) -> None:
         self._launch: Launch | None = None
@@ -151,6 +154,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
                 simulated=self.simulated_ranks,
                 name=meeting.name if meeting is not None else "",
                 worker=self.torchrun_worker,
+                debugged=self.debugged,
                 first_part=self.first_part,
             ),
             meeting,

@@ -12,6 +12,7 @@ What a run leaves: the run file, the certificate that follows from it, and the t
     terminal       findings and verdicts as plain text
     advice         where to look for the defect behind a finding
     frames         the frames of a stack that belong to the engine
+    repeated       a case that was run again: what differs, and how often it failed
     explain        a requirement or a case, with what a run found
     markdown       a run as a Markdown page
     html           a run as one HTML file

@@ -15,8 +15,8 @@ from fsdp_conformance.contract.profile import Entry, Profile
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report.runfile import RunFile
-from fsdp_conformance.report.terminal import SIGNS, WIDTH, render_record
-from fsdp_conformance.verdict import FINE, Verdict
+from fsdp_conformance.report.terminal import SIGNS, WIDTH, closer, render_record
+from fsdp_conformance.verdict import ACCUSING, FINE, Verdict
 
 _LABEL = 12
 _FINDINGS_SHOWN = 10
@@ -174,7 +174,8 @@ def _record(record: CaseRecord) -> list[str]:
         lines += _labelled("then", sentence)
     for title, text in _evidence(record):
         lines += ["", f"-- {title}", text.rstrip()]
-    return [*lines, "", f"repro: {record.repro}"]
+    closer_look = [f"closer: {closer(record.case)}"] if record.verdict in ACCUSING else []
+    return [*lines, "", f"repro: {record.repro}", *closer_look]
 
 
 def _evidence(record: CaseRecord) -> list[tuple[str, str]]:

@@ -11,6 +11,7 @@ Findings and verdicts as plain text: what people read first when a run fails.
         same in   7 more cases: R003/..., ...
         violates  R003, R092
         repro     fsdp-conformance run --implementation my.py:Mine --case R003/rank-coded-ws3
+        closer    fsdp-conformance debug | replay | repro R003/rank-coded-ws3
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fsdp_conformance.report.advice import look_at
 from fsdp_conformance.report.certificate import Certificate, Scope, State
 from fsdp_conformance.report.frames import engine_frames, frames_of_stack, frames_of_traceback
 from fsdp_conformance.report.grouping import Group, grouped, may_follow, requirement_of
-from fsdp_conformance.verdict import QUIET, Verdict
+from fsdp_conformance.verdict import ACCUSING, QUIET, Verdict
 
 #: The sign in front of a headline.
 SIGNS = {
@@ -129,7 +130,14 @@ def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = ()) -> list
         violated = sorted({requirement_of(item) for item in (record, *others)})
         fields.append(Field("violates", ", ".join(violated) if len(violated) > 1 else ""))
     fields.append(Field("repro", record.repro, verbatim=True))
+    if record.verdict in ACCUSING:
+        fields.append(Field("closer", closer(record.case), verbatim=True))
     return [one for one in fields if one.text]
+
+
+def closer(case: str) -> str:
+    """The commands that lead from a failure to the faulty line, in one line."""
+    return f"fsdp-conformance debug | replay | repro {case}"
 
 
 def headline(record: CaseRecord) -> str:

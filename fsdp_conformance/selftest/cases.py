@@ -69,15 +69,19 @@ def run_case(bound: BoundCase, implementation: str, *, base: RunSettings | None 
 
     Raises SuiteError, with unittest's output, if the case ends without a record.
     """
+    return record_of(bound.owner(bound.method), replace(base or settings.current(), implementation=implementation))
+
+
+def record_of(test: ConformanceTestCase, chosen: RunSettings) -> CaseRecord:
+    """The record of a test, which is run with these settings. Raises SuiteError if it ends without one."""
     before = settings.current()
-    settings.use(replace(base or before, implementation=implementation))
+    settings.use(chosen)
     try:
-        test = bound.owner(bound.method)
         result = unittest.TestResult()
         test.run(result)  # type: ignore[no-untyped-call]
     finally:
         settings.use(before)
     if test.record is None:
         said = [text for _, text in [*result.errors, *result.failures]] + [reason for _, reason in result.skipped]
-        raise SuiteError(f"{bound.case.id} on {implementation} ended without a record:\n" + "\n".join(said))
+        raise SuiteError(f"{test.case.id} on {chosen.implementation} ended without a record:\n" + "\n".join(said))
     return test.record

@@ -7,6 +7,7 @@ Ranks that are processes: forked from a warm server, supervised, ended by pid.
     forkserver           the warm server that ranks are forked from
     preload              what the server imports before the first fork
     mailbox              messages between the controller and a rank
+    foreground           the terminal, for one rank that is debugged
     stacks               the stacks, last collectives and state of a stuck rank, read from outside
     leftovers            removes shared memory that killed ranks leave behind
     socket_directory     a directory with a path short enough for sockets

@@ -23,6 +23,7 @@ from fsdp_conformance.harness import leases
 from fsdp_conformance.harness.leases import Lease
 from fsdp_conformance.harness.order import CaseOrder, RankOrder, encode
 from fsdp_conformance.harness.processes import rank_process
+from fsdp_conformance.harness.processes.foreground import send_terminal
 from fsdp_conformance.harness.processes.forkserver import WarmProcess, WarmServer, server_for, start_process
 from fsdp_conformance.harness.processes.leftovers import remove_orphans, shared_memory
 from fsdp_conformance.harness.processes.mailbox import Mailbox
@@ -225,6 +226,8 @@ def take_seats(orders: Sequence[RankOrder], members: Sequence[Member]) -> list[S
     seats = []
     for order, (process, connection) in zip(orders, members, strict=True):
         send_orders(connection, [order])
+        if order.case.is_debugged(order.rank):
+            send_terminal(connection)
         seats.append(Seat(order.rank, process, Mailbox(connection), order.files, part=order.case.first_part))
     return seats
 

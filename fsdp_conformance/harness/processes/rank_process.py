@@ -39,7 +39,7 @@ from fsdp_conformance.harness import context
 from fsdp_conformance.harness.context import RankContext
 from fsdp_conformance.harness.environment import apply_collective_timeout, apply_variables
 from fsdp_conformance.harness.order import RankFiles, RankOrder, decode
-from fsdp_conformance.harness.processes import preload
+from fsdp_conformance.harness.processes import foreground, preload
 from fsdp_conformance.harness.processes.stacks import STACK_SIGNAL
 from fsdp_conformance.harness.rank import RankRun, destroy_process_group
 from fsdp_conformance.harness.torchrun import worker as torchrun
@@ -56,7 +56,18 @@ class _ProcessRun(RankRun):
     def prepare(self) -> None:
         """Take over streams, environment and deadlines."""
         prepare_process(self.order)
+        if self.order.case.is_debugged(self.order.rank):
+            foreground.take_terminal(self.pipe)
+            foreground.announce_prompts(self.tell_prompt)
+        elif self.order.case.debugged is not None:
+            foreground.ignore_breakpoints()
         context.log().trace_to(self.order.files.collectives)
+
+    def examine(self, error: BaseException) -> None:
+        """Open pdb, if that was asked for."""
+        debugged = self.order.case.debugged
+        if debugged is not None and debugged.post_mortem and debugged.rank == self.order.rank:
+            foreground.examine(error)
 
 
 def main(pipe: Connection, directory: Path) -> NoReturn:

@@ -76,6 +76,8 @@ class Seat:
     """True once the controller has told the process to end."""
     mute: bool = False
     """True once the rank is past its deadline: its messages are ignored."""
+    at_prompt: bool = False
+    """True while a debugger in the rank waits for a person: nobody is terminated meanwhile."""
     part: Part = Part.ENGINE
     """Whose code the rank runs."""
     part_since: float = 0.0
@@ -141,6 +143,8 @@ class Seat:
             self.report = rank_report_from_json(data["report"])
         elif "part" in data:
             self.part = Part(data["part"])
+        elif "prompt" in data:
+            self.at_prompt = bool(data["prompt"])
         elif "idle" in data:
             self.idle = True
 
@@ -210,7 +214,8 @@ class Supervisor:
                 given_up = settled + self.deadlines.grace_s
             if now >= settled:
                 self._release([seat for seat in self.seats if seat.failed])
-            if given_up < float("inf") and Part.SUITE in self._parts():
+            busy = Part.SUITE in self._parts() or any(seat.at_prompt for seat in waiting)
+            if given_up < float("inf") and busy:
                 # Such a rank waits for nobody, and has a report of its own to make.
                 given_up = max(given_up, now + self.deadlines.grace_s)
             if now >= given_up or self._is_overdue(waiting):

@@ -39,6 +39,7 @@ NOT_RUN = {
     "docs/gpus-and-clusters.md": 3,
     "docs/how-it-works.md": 1,
     "docs/quickstart.md": 1,
+    "docs/reading-a-verdict.md": 3,
     "docs/running.md": 1,
     "docs/simulated-accelerator.md": 1,
     "docs/simulated-ranks.md": 2,

@@ -33,6 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"case_checks", "case_references", "case_worlds"}),
     frozenset({"testing"}),
     frozenset({"selftest", "explore"}),
+    frozenset({"repro"}),
     frozenset({"pytest_plugin", "own_tests"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),

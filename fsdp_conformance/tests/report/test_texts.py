@@ -129,7 +129,8 @@ class Texts(TestCase):
     likely    gradients are summed, not averaged
     look at   The ratio got / expected: the world size means summed, its inverse means divided twice, another constant
               means a wrong group or divisor.
-    repro     fsdp-conformance run --implementation torch-fsdp2 --case R003/rank-coded-ws2""",
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R003/rank-coded-ws2
+    closer    fsdp-conformance debug | replay | repro R003/rank-coded-ws2""",
         )
 
     def test_a_hang_shows_where_each_rank_waits(self) -> None:
@@ -147,7 +148,8 @@ class Texts(TestCase):
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
     look at   The line where each rank waits: a collective that some ranks skip, issue in another order, or on another
               group.
-    repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2""",
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2
+    closer    fsdp-conformance debug | replay | repro R067/uneven-ws2""",
         )
 
     def test_a_crash_shows_what_followed_from_it(self) -> None:
@@ -174,7 +176,8 @@ class Texts(TestCase):
     then      rank 3 lost its peer
     look at   What rank 1 printed, and its last collectives (`fsdp-conformance explain R001/probe-ws4`): native code, an
               exit that the engine calls, or the system ending a process that takes too much memory.
-    repro     fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws4""",
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws4
+    closer    fsdp-conformance debug | replay | repro R001/probe-ws4""",
         )
 
     def test_the_finding_that_says_most_is_shown(self) -> None:
@@ -197,7 +200,8 @@ class Texts(TestCase):
     look at   The ratio got / expected: the world size means summed, its inverse means divided twice, another constant
               means a wrong group or divisor.
     and       1 more findings: fsdp-conformance explain R003/rank-coded-ws2
-    repro     fsdp-conformance run --implementation torch-fsdp2 --case R003/rank-coded-ws2""",
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R003/rank-coded-ws2
+    closer    fsdp-conformance debug | replay | repro R003/rank-coded-ws2""",
         )
 
     def test_an_exception_has_its_own_advice(self) -> None:
@@ -219,6 +223,7 @@ class Texts(TestCase):
     likely    only rank 1 raised: the others lost it as a peer, or had gone on
     look at   The exception's message, and what is different on rank 1: its shards, its batch, a branch on the rank.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws4
+    closer    fsdp-conformance debug | replay | repro R001/probe-ws4
 
 (FAIL) R001  Losses equal DDP's
     case      R001/probe-ws4
@@ -226,7 +231,8 @@ class Texts(TestCase):
     seen      rank 1 raised ValueError: 13 elements [training]
     likely    every rank raised: the same exception
     look at   The exception's message. What the ranks did before is under `fsdp-conformance explain R001/probe-ws4`.
-    repro     fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws4""",
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws4
+    closer    fsdp-conformance debug | replay | repro R001/probe-ws4""",
         )
 
     def test_cases_that_name_one_of_several_causes_belong_together(self) -> None:
@@ -266,6 +272,7 @@ class Texts(TestCase):
     same in   5 more cases: R003/rank-coded-ws3, R003/rank-coded-ws4, R003/rank-coded-ws6, R003/rank-coded-ws7 and 1
               more
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R003/rank-coded-ws2
+    closer    fsdp-conformance debug | replay | repro R003/rank-coded-ws2
 
 (HANG) R067  All ranks issue the same collectives   HANG
     case      R067/uneven-ws2
@@ -277,7 +284,8 @@ class Texts(TestCase):
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
     look at   The line where each rank waits: a collective that some ranks skip, issue in another order, or on another
               group.
-    repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2""",
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2
+    closer    fsdp-conformance debug | replay | repro R067/uneven-ws2""",
         )
 
     def test_the_summary_has_a_denominator(self) -> None:
@@ -372,7 +380,8 @@ cases       1 of core-2026.11:
     likely    ranks issue different collectives; the last of each: rank 0 all_gather | rank 1 reduce_scatter
     look at   The line where each rank waits: a collective that some ranks skip, issue in another order, or on another
               group.
-    repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2""",
+    repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2
+    closer    fsdp-conformance debug | replay | repro R067/uneven-ws2""",
         )
 
     def test_a_requirement_is_explained_without_a_run(self) -> None:
@@ -431,7 +440,8 @@ forward all_gather 1024B float32 [0,1]
 -- collectives of rank 0
 forward all_gather
 
-repro: fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2""",
+repro: fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2
+closer: fsdp-conformance debug | replay | repro R067/uneven-ws2""",
         )
 
     def test_a_run_in_markdown(self) -> None:
@@ -470,6 +480,7 @@ core-2026.11 | 5 of 5 cases | torch 2.13.0 | device cpu | python 3.12.1 | 1 min 
     look at   The ratio got / expected: the world size means summed, its inverse means divided twice, another constant
               means a wrong group or divisor.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R003/rank-coded-ws2
+    closer    fsdp-conformance debug | replay | repro R003/rank-coded-ws2
 ```
 
 </details>
@@ -488,6 +499,7 @@ core-2026.11 | 5 of 5 cases | torch 2.13.0 | device cpu | python 3.12.1 | 1 min 
     look at   The line where each rank waits: a collective that some ranks skip, issue in another order, or on another
               group.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2
+    closer    fsdp-conformance debug | replay | repro R067/uneven-ws2
 ```
 
 </details>

@@ -1,0 +1,94 @@
+"""A case that was run again: is the verdict the same, is the first finding, and what differs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from fsdp_conformance.outcome import CaseRecord, Finding
+from fsdp_conformance.verdict import FINE
+
+#: What tells two findings apart, in the order of reading: the field and its name.
+_FIELDS = (
+    ("requirement", "requirement"),
+    ("check", "check"),
+    ("step", "step"),
+    ("phase", "phase"),
+    ("fqn", "parameter"),
+    ("rank", "rank"),
+    ("element", "element"),
+    ("got", "value"),
+    ("expected", "expected value"),
+    ("message", "message"),
+)
+
+
+def differences(then: CaseRecord, now: CaseRecord) -> list[str]:
+    """What differs between two records of a case, one line each; empty if verdict and first finding are the same."""
+    found = [] if then.verdict is now.verdict else [f"verdict: {then.verdict}, now {now.verdict}"]
+    before, after = _first(then), _first(now)
+    if before is None or after is None:
+        if before is not after:
+            found.append(f"first finding: {_told(before)}, now {_told(after)}")
+        elif then.verdict not in FINE and then.reason != now.reason:
+            found.append(f"reason: {then.reason}, now {now.reason}")
+        return found
+    changed = [
+        f"{name}: {getattr(before, field)}, now {getattr(after, field)}"
+        for field, name in _FIELDS
+        if getattr(before, field) != getattr(after, field)
+    ]
+    # The message repeats the values.
+    return found + (changed[:-1] if len(changed) > 1 and changed[-1].startswith("message: ") else changed)
+
+
+def has_failed(record: CaseRecord) -> bool:
+    """Whether the record is one of those that need attention."""
+    return record.verdict not in FINE
+
+
+def text(then: CaseRecord, again: Sequence[CaseRecord]) -> str:
+    """Both for people: the verdict then, each verdict now with what differs, and how often it failed."""
+    lines = [f"then       {_line(then)}"]
+    for number, record in enumerate(again, 1):
+        label = "now" if len(again) == 1 else f"now {number}"
+        lines.append(f"{label.ljust(10)} {_line(record)}")
+        lines += [f"           differs  {line}" for line in differences(then, record)]
+    return "\n".join([*lines, *_conclusion(then, again)])
+
+
+def _conclusion(then: CaseRecord, again: Sequence[CaseRecord]) -> Iterator[str]:
+    failed, times = sum(map(has_failed, again)), len(again)
+    same = sum(record.verdict is then.verdict for record in again)
+    alike = sum(not differences(then, record) for record in again)
+    yield (
+        f"failed {failed} of {times} times; the verdict was the same {same} of {times} times, "
+        f"with the same first finding {alike}"
+    )
+    kinds = Counter(record.verdict for record in again)
+    if 0 < failed < times:
+        told = ", ".join(f"{count} {verdict}" for verdict, count in kinds.items())
+        yield f"flaky: {told}. A race, or memory that nobody has written: try `run --stress --case {then.case}`"
+    elif failed and has_failed(then):
+        yield (
+            "certain: it failed every time"
+            if times > 1
+            else "it failed again; --times 10 tells a flaky failure from a certain one"
+        )
+    elif has_failed(then):
+        yield f"not reproduced: it failed then, and not in {times} more"
+    elif failed:
+        yield "new: it did not fail then"
+
+
+def _first(record: CaseRecord) -> Finding | None:
+    return record.findings[0] if record.findings else None
+
+
+def _told(finding: Finding | None) -> str:
+    return "none" if finding is None else finding.sentence()
+
+
+def _line(record: CaseRecord) -> str:
+    first = _first(record)
+    return " ".join(part for part in (str(record.verdict), first.sentence() if first else record.reason) if part)

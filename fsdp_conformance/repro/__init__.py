@@ -1,0 +1,8 @@
+"""
+A failure as a script that does not need this package: for a bug report.
+
+    capture     what a case's body trains and compares, found out without ranks
+    sources     the source of a workload, with all that it uses
+    script      the script: the source, the engine's calls, the training, the comparison
+    refused     why a case or an adapter cannot be written as a script
+"""

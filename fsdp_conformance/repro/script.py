@@ -1,0 +1,417 @@
+"""The script: the workload's source, the engine's calls, a plain reference, and the comparison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from fsdp_conformance.adapters import registry
+from fsdp_conformance.adapters.torch_calls import Calls, beyond_calls, engine_of, recorded
+from fsdp_conformance.config import Plan, RunSettings
+from fsdp_conformance.errors import ConformanceError
+from fsdp_conformance.events import Action
+from fsdp_conformance.harness.imaginary import imaginary_world
+from fsdp_conformance.repro.capture import Captured, Training, capture
+from fsdp_conformance.repro.refused import NoScript
+from fsdp_conformance.repro.sources import Sources
+from fsdp_conformance.selftest.cases import BoundCase
+from fsdp_conformance.workload import Regime
+
+#: What a script can do between the passes of a step.
+_ACTIONS = frozenset({Action.EVALUATE, Action.FORWARD})
+
+#: Fields of a regime that a script follows; a case with another one at other than its default is refused.
+_FOLLOWED = frozenset({
+    "optimizer", "steps", "micro_batches", "reduced", "max_norm", "norm_type", "eval_before", "eval_between",
+    "idle_forwards", "events", "keep_outputs", "unused_parameters",
+})  # fmt: skip
+
+_ENGINES = {"fully_shard": "FSDP2", "FullyShardedDataParallel": "FSDP1", "DistributedDataParallel": "DDP"}
+
+#: How parameters are read in full, and how the reduction of a micro-batch is deferred.
+_READING = {
+    "fully_shard": """\
+def full_parameters(model):
+    parameters = {}
+    for name, parameter in model.named_parameters():
+        value = parameter.detach()
+        parameters[name] = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+    return parameters
+
+
+@contextlib.contextmanager
+def no_sync(model):
+    model.set_requires_gradient_sync(False)
+    try:
+        yield
+    finally:
+        model.set_requires_gradient_sync(True)
+""",
+    "FullyShardedDataParallel": """\
+def full_parameters(model):
+    with FullyShardedDataParallel.summon_full_params(model, writeback=False):
+        return {
+            name.replace("_fsdp_wrapped_module.", ""): parameter.detach().clone()
+            for name, parameter in model.named_parameters()
+        }
+
+
+def no_sync(model):
+    return model.no_sync()
+
+
+def wrap_unit(model, name, **options):
+    module = model.get_submodule(name)
+    wrapped = FullyShardedDataParallel(module, **options)
+    for parent in list(model.modules()):
+        if parent is not wrapped:
+            for key, child in list(parent._modules.items()):
+                if child is module:
+                    setattr(parent, key, wrapped)
+""",
+    "DistributedDataParallel": """\
+def full_parameters(model):
+    return {name.removeprefix("module."): parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def no_sync(model):
+    return model.no_sync()
+""",
+}
+
+_CLIPPING = {
+    "fully_shard": "torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, NORM_TYPE)",
+    "FullyShardedDataParallel": "model.clip_grad_norm_(MAX_NORM, NORM_TYPE)",
+    "DistributedDataParallel": "torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, NORM_TYPE)",
+}
+
+_SCRIPT = '''\
+"""
+{engine}: {title}
+
+Expected: losses and full parameters are those of a plain training of the same model on all ranks' batches.{left_out}
+Run: torchrun --nproc-per-node {world_size} {name}
+Written by fsdp-conformance {version} from {case} ({implementation}), with torch {torch}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from datetime import timedelta
+{imports}
+
+# --- the model, its batches, its loss -------------------------------------------------------------
+
+{sources}
+
+
+WORKLOAD = {workload}
+REFERENCE = {reference}
+WORLD_SIZE = {world_size}
+OPTIMIZER = {optimizer!r}
+STEPS = {steps}
+MICRO_BATCHES = {micro_batches}
+REDUCED = {reduced!r}  # whether a micro-batch's gradients are reduced at once
+MAX_NORM, NORM_TYPE = {max_norm!r}, {norm_type!r}
+# What else happens in each training, by (moment, step, micro-batch): forwards in eval mode under no_grad, or in
+# training mode without a backward.
+TRAININGS = {trainings}
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
+def wrap(model):
+{calls}
+
+
+{reading}
+
+def train(rank, extra):
+    """The losses of this rank and the full parameters after each step."""
+    model = wrap(WORKLOAD.build(rank))
+    parameters = list(model.parameters())
+    optimizer = WORKLOAD.optimizers[OPTIMIZER](parameters) if parameters else None
+
+    def forwards(moment, step, micro=0):
+        for kind in extra.get((moment, step, micro), ()):
+            forward(model, batch_of(WORKLOAD, step, micro, rank), kind)
+
+    model.train()
+    for step in range(STEPS):
+        losses = []
+        forwards("before the step", step)
+        for micro in range(MICRO_BATCHES):
+            forwards("before the forward", step, micro)
+            with contextlib.nullcontext() if REDUCED[micro] else no_sync(model):
+                batch = batch_of(WORKLOAD, step, micro, rank)
+                loss = WORKLOAD.loss(model(*batch.args, **batch.kwargs), batch)
+                losses.append(loss.detach().clone())
+                forwards("between forward and backward", step, micro)
+                loss.backward()
+            forwards("after the backward", step, micro)
+        forwards("before the optimizer", step)
+        if MAX_NORM is not None:
+            {clipping}
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        forwards("after the optimizer", step)
+        yield losses, full_parameters(model)
+
+
+# --- the reference: every rank's batch through a plain model, in this process ---------------------
+
+
+def reference(rank, extra):
+    """The same for a plain model: one copy per rank, their gradients averaged by hand."""
+    models = [REFERENCE.build(each).train() for each in range(WORLD_SIZE)]
+    optimizers = [REFERENCE.optimizers[OPTIMIZER](list(model.parameters())) for model in models]
+
+    def forwards(moment, step, micro=0):
+        for kind in extra.get((moment, step, micro), ()):
+            for each, model in enumerate(models):
+                forward(model, batch_of(REFERENCE, step, micro, each), kind)
+
+    for step in range(STEPS):
+        losses = []
+        forwards("before the step", step)
+        for micro in range(MICRO_BATCHES):
+            forwards("before the forward", step, micro)
+            for each, model in enumerate(models):
+                batch = batch_of(REFERENCE, step, micro, each)
+                loss = REFERENCE.loss(model(*batch.args, **batch.kwargs), batch)
+                losses += [loss.detach().clone()] if each == rank else []
+                loss.backward()
+            forwards("after the backward", step, micro)
+        forwards("before the optimizer", step)
+        for copies in zip(*(model.parameters() for model in models)):
+            gradients = [copy.grad for copy in copies if copy.grad is not None]
+            for copy in copies:
+                copy.grad = sum(gradients) / WORLD_SIZE if gradients else None
+        for model, optimizer in zip(models, optimizers):
+            if MAX_NORM is not None:
+                torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, NORM_TYPE)
+            optimizer.step()
+            optimizer.zero_grad()
+        forwards("after the optimizer", step)
+        yield losses, {{name: parameter.detach().clone() for name, parameter in models[rank].named_parameters()}}
+
+
+# --- both, step by step ---------------------------------------------------------------------------
+
+
+def batch_of(workload, step, micro, rank):
+    return workload.batch(BatchKey(step=step, micro=micro, rank=rank, world_size=WORLD_SIZE))
+
+
+def forward(model, batch, kind):
+    model.train(kind == "train")
+    with torch.no_grad() if kind == "eval" else contextlib.nullcontext():
+        model(*batch.args, **batch.kwargs)
+    model.train()
+
+
+def differences(rank, extra):
+    """Where the engine differs from the reference, in order."""
+    for step, (got, expected) in enumerate(zip(train(rank, extra), reference(rank, extra))):
+        for micro, (ours, theirs) in enumerate(zip(got[0], expected[0])):
+            if not torch.equal(ours, theirs):
+                values = f"expected {{theirs.item()!r}}, got {{ours.item()!r}}"
+                yield f"step {{step}}, loss of micro-batch {{micro}}: {{values}}"
+        if got[1].keys() != expected[1].keys():
+            yield f"step {{step}}: expected the parameters {{sorted(expected[1])}}, got {{sorted(got[1])}}"
+        for name, theirs in expected[1].items():
+            ours = got[1].get(name)
+            if ours is not None and (ours.shape != theirs.shape or not torch.equal(ours, theirs)):
+                yield f"step {{step}}, parameter {{name}}: expected {{some(theirs, ours)}}, got {{some(ours, theirs)}}"
+
+
+def some(tensor, other):
+    """The shape, or the first element that differs and where."""
+    if tensor.shape != other.shape:
+        return f"shape {{tuple(tensor.shape)}}"
+    place = tuple((tensor != other).nonzero()[0].tolist())
+    return f"{{tensor[place].item()!r}} at {{list(place)}}"
+
+
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+rank = dist.get_rank()
+if dist.get_world_size() != WORLD_SIZE:
+    sys.exit(f"this script is for {{WORLD_SIZE}} ranks, got {{dist.get_world_size()}}")
+found = [line for extra in TRAININGS for line in differences(rank, extra)]
+everywhere = [None] * WORLD_SIZE
+dist.all_gather_object(everywhere, found)
+if rank == 0:
+    for each, lines in enumerate(everywhere):
+        if lines:
+            print(f"rank {{each}}, {{lines[0]}} ({{len(lines)}} differences in all)")
+    print("WRONG" if any(everywhere) else "right: losses and parameters are equal, bit for bit")
+dist.barrier()
+dist.destroy_process_group()
+sys.exit(int(any(everywhere)))
+'''
+
+
+def script(bound: BoundCase, chosen: RunSettings, *, name: str) -> str:
+    """The script for a case. Raises NoScript with the reason if it cannot be written."""
+    import torch
+
+    import fsdp_conformance
+
+    adapter = registry.load(chosen.implementation)
+    engine = engine_of(adapter)
+    if engine is None:
+        raise NoScript(
+            f"{chosen.implementation} is not a bundled adapter of torch (torch-fsdp2, torch-fsdp1, torch-ddp), and "
+            "what its wrap() does cannot be copied as plain calls"
+        )
+    captured = capture(bound, chosen)
+    first = _the_same_but_for_events(bound, captured.trainings)
+    _refuse_beyond(first, beyond_calls(engine, first.plan.capabilities() | first.workload.capabilities & _NEVER))
+    calls = _calls(bound, captured, first, chosen)
+    function = calls.made[-1][0]
+    sources = Sources()
+    made = [captured.maker(workload) for workload in (first.workload, first.reference or first.workload)]
+    for each in made:
+        sources.need(each.module, each.function)
+    sources.need("fsdp_conformance.workload", "BatchKey")
+    regime = first.regime
+    return _SCRIPT.format(
+        engine=_ENGINES[function],
+        title=bound.case.title,
+        left_out=f"\nNot in here, but in the case: {', '.join(captured.left_out)}." if captured.left_out else "",
+        world_size=bound.case.world_size,
+        name=name,
+        version=fsdp_conformance.__version__,
+        case=bound.case.id,
+        implementation=chosen.implementation,
+        torch=torch.__version__,
+        imports="\n".join(sorted({*sources.imports, *_imports(function, calls)} - _PRESENT)),
+        sources="\n\n\n".join(sources.definitions),
+        workload=made[0].expression,
+        reference=made[1].expression,
+        optimizer=regime.optimizer,
+        steps=regime.steps,
+        micro_batches=regime.micro_batches,
+        reduced=tuple(regime.is_reduced(micro) for micro in range(regime.micro_batches)),
+        max_norm=regime.max_norm,
+        norm_type=regime.norm_type,
+        trainings="[\n" + "".join(f"    {_extra(each.regime)!r},\n" for each in captured.trainings) + "]",
+        calls="\n".join(f"    {line}" for line in _wrapping(calls)),
+        reading=_READING[function],
+        clipping=_CLIPPING[function],
+    )
+
+
+#: Capabilities of a model that the script's loop cannot provide.
+_NEVER = frozenset({"subgroups", "move_inputs"})
+
+#: Imports of every script.
+_PRESENT = frozenset({"from __future__ import annotations", "import contextlib", "import sys"})
+
+
+def _the_same_but_for_events(bound: BoundCase, trainings: list[Training]) -> Training:
+    first = trainings[0]
+    for each in trainings:
+        alike = (each.workload.name, each.plan, replace(each.regime, events=()))
+        if alike != (first.workload.name, first.plan, replace(first.regime, events=())):
+            raise NoScript(f"{bound.case.id} trains several configurations, and a script has one")
+    workload, regime = first.workload, first.regime
+    if not workload.exact or regime.optimizer != "sgd" or regime.steps > workload.exact_steps:
+        raise NoScript(
+            f"{workload.name} with {regime.optimizer} is not exact: the suite measures its bounds, a script has none"
+        )
+    if "batch_norm" in workload.traits:
+        raise NoScript(f"{workload.name} has buffers of each rank, which the script's reference does not have")
+    default = Regime(optimizer=regime.optimizer, steps=regime.steps, micro_batches=regime.micro_batches)
+    odd = [name for name in Regime.__dataclass_fields__ if name not in _FOLLOWED and
+           getattr(regime, name) != getattr(default, name)]  # fmt: skip
+    actions = {str(event.action) for each in trainings for step in range(regime.steps)
+               for event in each.regime.in_step(step) if event.action not in _ACTIONS}  # fmt: skip
+    if odd or actions:
+        raise NoScript(f"the training of {bound.case.id} has {', '.join([*odd, *sorted(actions)])}")
+    return first
+
+
+def _refuse_beyond(training: Training, beyond: list[str]) -> None:
+    if beyond:
+        raise NoScript(f"the plan for {training.workload.name} asks for {', '.join(beyond)}")
+
+
+def _calls(bound: BoundCase, captured: Captured, training: Training, chosen: RunSettings) -> Calls:
+    """The calls that wrap the model, on rank 0."""
+    calls, plan, workload = Calls(), _planned(training), training.workload
+
+    def build() -> object:
+        model = workload.build(0)
+        calls.name_modules(model)
+        return model
+
+    adapter = registry.load(chosen.implementation)()
+    try:
+        with imaginary_world(bound.case.world_size), recorded(calls):
+            adapter.setup(build, workload.optimizers[training.regime.optimizer], plan)  # type: ignore[arg-type]
+            adapter.close()
+    except ConformanceError as error:
+        raise NoScript(f"the adapter refuses the plan of {bound.case.id}: {error}") from error
+    if not calls.made or calls.unwritable:
+        raise NoScript(f"the engine is called with {', '.join(calls.unwritable) or 'nothing'}")
+    return calls
+
+
+def _planned(training: Training) -> Plan:
+    from fsdp_conformance.adapters.session import plan_for
+
+    return plan_for(training.workload, training.regime, training.plan)
+
+
+def _wrapping(calls: Calls) -> Iterator[str]:
+    """The body of `wrap`."""
+    root = "model"
+    for function, names, given in calls.made:
+        written = "".join(f", {name}={value}" for name, value in given.items())
+        modules = ["model" if not name else f"model.get_submodule({name!r})" for name in names]
+        target = modules[0] if len(modules) == 1 else f"[{', '.join(modules)}]"
+        if function == "FullyShardedDataParallel" and names != ("",):
+            yield f"wrap_unit(model, {names[0]!r}{written})"
+        elif function == "fully_shard":
+            yield f"fully_shard({target}{written})"
+        else:
+            root = f"{function}({target}{written})"
+    yield f"return {root}"
+
+
+def _imports(function: str, calls: Calls) -> set[str]:
+    found = {"import torch", "import torch.distributed as dist"}
+    fsdp = sorted(calls.types | ({function} - {"DistributedDataParallel"}))
+    if any("init_device_mesh" in value for _, _, given in calls.made for value in given.values()):
+        found.add("from torch.distributed.device_mesh import init_device_mesh")
+    if fsdp:
+        found.add(f"from torch.distributed.fsdp import {', '.join(fsdp)}")
+    if function == "fully_shard":
+        found.add("from torch.distributed.tensor import DTensor")
+    if function == "DistributedDataParallel":
+        found.add("from torch.nn.parallel import DistributedDataParallel")
+    return found
+
+
+_MOMENTS = {
+    "STEP": "before the step",
+    "FORWARD": "before the forward",
+    "LOSS": "between forward and backward",
+    "BACKWARD": "after the backward",
+    "OPTIMIZER": "before the optimizer",
+    "END": "after the optimizer",
+}
+
+
+def _extra(regime: Regime) -> dict[tuple[str, int, int], tuple[str, ...]]:
+    """The forwards that no backward follows, by moment, step and micro-batch."""
+    found: dict[tuple[str, int, int], tuple[str, ...]] = {}
+    for step in range(regime.steps):
+        for event in regime.in_step(step):
+            key = (_MOMENTS[event.moment.name], step, event.micro)
+            found[key] = (*found.get(key, ()), "eval" if event.action is Action.EVALUATE else "train")
+    return found

@@ -1,0 +1,145 @@
+"""
+The source of a function, with all that it uses of this package: classes, functions, constants, in an order that runs.
+
+Text is copied as it stands; only `module.name` becomes `name` where the module is one of ours. Annotations are not
+followed, because `from __future__ import annotations` leaves them alone.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+from collections.abc import Iterator
+from types import ModuleType
+
+from fsdp_conformance.repro.refused import NoScript
+
+_PACKAGE = "fsdp_conformance"
+
+
+class Sources:
+    """The definitions that a script needs, gathered by `need`."""
+
+    def __init__(self) -> None:
+        self.imports: dict[str, None] = {}
+        self.definitions: list[str] = []
+        self._owners: dict[str, str] = {}
+        self._begun: set[tuple[str, int]] = set()
+        self._modules: dict[str, tuple[str, dict[str, ast.stmt]]] = {}
+
+    def need(self, module: str, name: str) -> None:
+        """Add what a module calls `name`, after what it uses itself. Raises NoScript if that cannot be copied."""
+        text, defined = self._read(module)
+        node = defined.get(name)
+        if node is None:
+            raise NoScript(f"{name} of {module} has no definition that can be copied")
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            self._follow_import(node, name)
+            return
+        owner = self._owners.setdefault(name, module)
+        if owner != module:
+            raise NoScript(f"{owner} and {module} both define {name}, and a script has one of each name")
+        if (module, node.lineno) in self._begun:
+            return
+        self._begun.add((module, node.lineno))
+        ours = self._our_modules(defined)
+        for used, attribute in _uses(node):
+            if used in ours and attribute:
+                self.need(ours[used], attribute)
+            elif used in ours:
+                raise NoScript(f"{name} of {module} uses the module {used} as a value")
+            elif used in defined:
+                self.need(module, used)
+        self.definitions.append(_without_prefixes(text, node, ours))
+
+    def _follow_import(self, node: ast.Import | ast.ImportFrom, name: str) -> None:
+        alias = next(each for each in node.names if (each.asname or each.name.partition(".")[0]) == name)
+        source = node.module if isinstance(node, ast.ImportFrom) else ""
+        if source and source.partition(".")[0] == _PACKAGE:
+            if alias.asname not in (None, alias.name):
+                raise NoScript(f"{source} is imported with {alias.name} as {alias.asname}")
+            self.need(source, alias.name)
+            return
+        renamed = f" as {alias.asname}" if alias.asname else ""
+        self.imports[f"from {source} import {alias.name}{renamed}" if source else f"import {alias.name}{renamed}"] = (
+            None
+        )
+
+    def _our_modules(self, defined: dict[str, ast.stmt]) -> dict[str, str]:
+        """Names under which a module has imported modules of ours."""
+        found = {}
+        for name, node in defined.items():
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == _PACKAGE:
+                alias = next(each for each in node.names if (each.asname or each.name) == name)
+                inside = getattr(importlib.import_module(str(node.module)), alias.name, None)
+                if isinstance(inside, ModuleType):
+                    found[name] = inside.__name__
+        return found
+
+    def _read(self, module: str) -> tuple[str, dict[str, ast.stmt]]:
+        if module not in self._modules:
+            text = inspect.getsource(importlib.import_module(module))
+            defined = {name: node for node in ast.parse(text).body for name in _names(node)}
+            self._modules[module] = text, defined
+        return self._modules[module]
+
+
+def _names(node: ast.stmt) -> Iterator[str]:
+    """What a statement at the top of a module defines."""
+    if isinstance(node, ast.FunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.Import | ast.ImportFrom):
+        yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+    elif isinstance(node, ast.Assign):
+        yield from (each.id for target in node.targets for each in ast.walk(target) if isinstance(each, ast.Name))
+    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        yield node.target.id
+
+
+class _Uses(ast.NodeVisitor):
+    """Names that a definition reads, with the attribute that is read of them, without annotations."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[str, str], None] = {}
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if isinstance(node.value, ast.Name):
+            self.found[node.value.id, node.attr] = None
+        else:
+            self.visit(node.value)
+
+    def visit_Name(self, node: ast.Name) -> None:
+        self.found[node.id, ""] = None
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self.visit(node.value)
+
+    def visit_arg(self, node: ast.arg) -> None:
+        """Only its annotation could be visited."""
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+        for each in (*node.decorator_list, node.args, *node.body):
+            self.visit(each)
+
+
+def _uses(node: ast.AST) -> list[tuple[str, str]]:
+    visitor = _Uses()
+    visitor.visit(node)
+    return list(visitor.found)
+
+
+def _without_prefixes(text: str, node: ast.stmt, ours: dict[str, str]) -> str:
+    """The statement's text, with `name` for `module.name` where the module is one of ours."""
+    decorators = getattr(node, "decorator_list", [])
+    first = min([node.lineno, *(each.lineno for each in decorators)]) - 1
+    lines = text.encode().split(b"\n")[first : node.end_lineno]
+    places = sorted(
+        ((each.lineno - 1 - first, each.col_offset, each.value.id) for each in ast.walk(node)
+        if isinstance(each, ast.Attribute) and isinstance(each.value, ast.Name) and each.value.id in ours),
+        reverse=True,
+    )  # fmt: skip
+    for line, column, prefix in places:
+        lines[line] = lines[line][:column] + lines[line][column + len(prefix) + 1 :]
+    return b"\n".join(lines).decode()

@@ -1,0 +1,1 @@
+"""Tests of `repro`: scripts that show a failure without this package."""

@@ -1,0 +1,160 @@
+"""A case as a script: what is in it, what is refused, and that it shows what the case shows."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from fsdp_conformance.case import case_of
+from fsdp_conformance.config import RunSettings
+from fsdp_conformance.fixtures import probes
+from fsdp_conformance.repro.refused import NoScript
+from fsdp_conformance.repro.script import script
+from fsdp_conformance.repro.sources import Sources
+from fsdp_conformance.selftest.cases import BoundCase
+from fsdp_conformance.suites import test_a_parity, test_f_misuse, test_i_precision, test_n_unused
+from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.tests.cli.cli_runs import with_adapter
+from fsdp_conformance.workload import BatchKey
+
+_MODULES = (test_a_parity, test_f_misuse, test_i_precision, test_n_unused)
+
+
+def _bound(case_id: str) -> BoundCase:
+    """The case, looked for in a few suites only: loading all of them takes seconds."""
+    for module in _MODULES:
+        for owner in vars(module).values():
+            if isinstance(owner, type) and issubclass(owner, ConformanceTestCase):
+                for name, method in vars(owner).items():
+                    case = case_of(method)
+                    if case is not None and case.id == case_id:
+                        return BoundCase(case, owner, name)
+    raise KeyError(case_id)
+
+
+def _script(case_id: str, implementation: str) -> str:
+    return script(_bound(case_id), RunSettings(implementation=implementation), name="shown.py")
+
+
+def _imported(text: str) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add(str(node.module))
+    return {name.partition(".")[0] for name in found}
+
+
+@pytest.mark.parametrize(
+    ("implementation", "call"),
+    [
+        ("torch-fsdp2", "fully_shard(model, mesh=init_device_mesh('cpu', (2,), mesh_dim_names=('shard',)))"),
+        ("torch-fsdp1", "wrap_unit(model, '0', sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=True"),
+        ("torch-ddp", "return DistributedDataParallel(model, find_unused_parameters=True"),
+    ],
+)
+def test_a_script_has_the_source_and_the_calls_and_not_this_package(implementation: str, call: str) -> None:
+    """Each engine is called as its adapter calls it; the model is the fixture's own text."""
+    text = _script("R001/exact-probe-ws2", implementation)
+
+    assert _imported(text) <= {*sys.stdlib_module_names, "torch"}
+    assert "def build_plain(rank: int) -> nn.Module:" in text
+    assert call in text
+    assert not dist.is_initialized()
+
+
+def test_everything_that_is_used_is_defined_before_it_is_needed() -> None:
+    """The source alone runs, in an empty namespace, and builds the model and the batches of the fixture."""
+    sources = Sources()
+    sources.need("fsdp_conformance.fixtures.probes", "exact_mlp")
+    sources.need("fsdp_conformance.workload", "BatchKey")
+    module = type(sys)("alone")
+    sys.modules["alone"] = module
+    try:
+        text = "\n".join(["from __future__ import annotations", *sources.imports, *sources.definitions])
+        exec(compile(text, "alone", "exec"), module.__dict__)
+        alone = module.__dict__["exact_mlp"]()
+        got = alone.batch(module.__dict__["BatchKey"](step=1, rank=1, world_size=2))
+        built = [each.detach() for each in alone.build(0).parameters()]
+    finally:
+        del sys.modules["alone"]
+    ours = probes.exact_mlp()
+    expected = ours.batch(BatchKey(step=1, rank=1, world_size=2))
+    assert torch.equal(got.args[0], expected.args[0])
+    assert torch.equal(got.target, expected.target)
+    assert all(map(torch.equal, built, ours.build(0).parameters()))
+
+
+@pytest.mark.parametrize(
+    ("case_id", "reason"),
+    [
+        ("R059/order-differs-between-ranks-ws2", "is not exact"),
+        ("R086/accumulates-in-the-reduce-dtype-micro-batches2-ws2", "does not compare for parity"),
+        ("R054/wrapped-already-ws2", "does more than train and compare: it calls refusal"),
+        ("R052/read-at-any-point-ws2", "has read"),
+    ],
+    ids=["not exact", "no parity", "a refusal", "an event"],
+)
+def test_what_a_script_cannot_show_is_refused_with_the_reason(case_id: str, reason: str) -> None:
+    """And with what to do instead; nothing of the world that was imagined is left."""
+    with pytest.raises(NoScript, match=reason) as refused:
+        _script(case_id, "torch-fsdp2")
+    assert "debug CASE" in str(refused.value)
+    assert refused.value.exit_status == 2
+    assert not dist.is_initialized()
+
+
+def test_an_adapter_of_ones_own_is_refused_by_name(tmp_path: Path) -> None:
+    """What its wrap() does beyond calls of torch would be left out in silence."""
+    text = (
+        "from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2\n\n\nclass Mine(TorchFSDP2):\n    name = 'mine'\n"
+    )
+    spec = f"{with_adapter(tmp_path, text)}:Mine"
+
+    with pytest.raises(NoScript, match="Mine is not a bundled adapter"):
+        _script("R001/exact-probe-ws2", spec)
+
+
+def _shown(directory: Path, case_id: str, implementation: str) -> tuple[int, str]:
+    """Run the script with torchrun where this package cannot be imported."""
+    (directory / "shown.py").write_text(_script(case_id, implementation), encoding="utf-8")
+    (directory / "fsdp_conformance.py").write_text("raise ImportError('a script must not need this')\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "shown.py"],
+        cwd=directory,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        timeout=240.0,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.mark.slow
+def test_a_script_shows_a_known_failure(tmp_path: Path) -> None:
+    """FSDP1 with shard groups of one rank: the first parameter that differs is named, and the status is 1."""
+    status, out = _shown(tmp_path, "R005/hybrid-shard-group1-ws2", "torch-fsdp1")
+
+    assert status == 1, out
+    assert "rank 0, step 0, parameter stages.0.linear.weight: expected" in out
+    assert "WRONG" in out
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("implementation", ["torch-fsdp2", "torch-fsdp1", "torch-ddp"])
+def test_a_script_of_a_passing_case_finds_all_equal(implementation: str, tmp_path: Path) -> None:
+    """It cannot fail what the case passes."""
+    status, out = _shown(tmp_path, "R001/exact-probe-ws2", implementation)
+
+    assert status == 0, out
+    assert "right: losses and parameters are equal" in out
