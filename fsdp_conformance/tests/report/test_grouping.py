@@ -111,7 +111,7 @@ def test_failures_without_a_cause_come_briefly_after_a_common_one() -> None:
     assert [group.first.case for group in may_follow(grouped([*common, alone]))] == ["R109/state-dict-ws2"]
     assert "1 more failure without a known cause, which may follow from the above:\n✗ R109" in text
     assert "R109/state-dict-ws2: gradient of '0.weight'" in text
-    assert text.count("repro ") == 1
+    assert text.count("\n    repro ") == 1
 
 
 @pytest.mark.parametrize(
