@@ -250,7 +250,8 @@ class SmokeRun:
         if not isinstance(module, nn.Module):
             self._returned("module()", "the wrapped nn.Module", module)
         names = {name for name, _ in _build().named_parameters()}
-        self._names("parameters()", set(self.subject.parameters()), names)
+        if "orig_params" in self.declared:
+            self._names("parameters()", set(self.subject.parameters()), names)
         for mode in (False, True):
             self.subject.train(mode)
             if isinstance(module, nn.Module) and module.training != mode:
@@ -321,7 +322,7 @@ class SmokeRun:
 
     def _steps(self) -> list[str]:
         """Step once; returns the names of parameters that should have changed."""
-        moved = [name for name, parameter in self.subject.parameters().items() if parameter.requires_grad]
+        moved = [name for name, parameter in _build().named_parameters() if parameter.requires_grad]
         if "full_grads" in self.declared:
             moved = [name for name, grad in self.subject.full_grads().items() if grad is not None and grad.any()]
         norm = self.subject.step()
