@@ -19,7 +19,12 @@ from fsdp_conformance.config import Plan, Sharding
 
 
 class FairScaleFSDP(TorchAdapter):
-    """Each unit wrapped, innermost first, then the root, with FairScale's defaults."""
+    """
+    Each unit wrapped, innermost first, then the root, with FairScale's defaults but one.
+
+    Buckets have 1 KiB (`bucket_cap_mb`): gradients are views of a bucket, which at 25 MiB would hold more memory than
+    any model of a test has. Smaller ones share a bucket, larger ones are reduced alone, as with any size.
+    """
 
     name: ClassVar[str] = "fairscale-fsdp"
     capabilities: ClassVar[frozenset[str]] = frozenset({
@@ -45,7 +50,7 @@ class FairScaleFSDP(TorchAdapter):
 
         _give_streams(FullyShardedDataParallel)
         kept = plan.sharding is Sharding.GRAD_OPTIM or plan.reshard_after_forward is False
-        options = {"compute_device": self.device, "reshard_after_forward": not kept}
+        options = {"compute_device": self.device, "reshard_after_forward": not kept, "bucket_cap_mb": 2**-10}
         for module in submodules(model, plan.units):
             replace_submodule(model, module, FullyShardedDataParallel(module, **options))
         return FullyShardedDataParallel(model, **options)
