@@ -51,12 +51,16 @@ class FairScaleFSDP(TorchAdapter):
         _give_streams(FullyShardedDataParallel)
         kept = plan.sharding is Sharding.GRAD_OPTIM or plan.reshard_after_forward is False
         options = {"compute_device": self.device, "reshard_after_forward": not kept, "bucket_cap_mb": 2**-10}
-        for module in submodules(model, plan.units):
-            replace_submodule(model, module, FullyShardedDataParallel(module, **options))
-        return FullyShardedDataParallel(model, **options)
+        self.wrappers: dict[str, Any] = {}
+        for unit, module in zip(plan.units, submodules(model, plan.units), strict=True):
+            self.wrappers[unit] = FullyShardedDataParallel(module, **options)
+            replace_submodule(model, module, self.wrappers[unit])
+        self.wrappers[""] = FullyShardedDataParallel(model, **options)
+        root: nn.Module = self.wrappers[""]
+        return root
 
     def gathered(self, *, writeback: bool = False) -> AbstractContextManager[Any]:
-        return self._root.summon_full_params(volatile=not writeback)
+        return self.full_params_context(writeback=writeback)
 
     def full_params_context(
         self,
@@ -68,16 +72,17 @@ class FairScaleFSDP(TorchAdapter):
         to_cpu: bool = False,
         with_grads: bool = False,
     ) -> AbstractContextManager[Any]:
-        wrapped = self.names.modules[unit]
-        found = [module for module in self.model.modules() if getattr(module, "module", None) is wrapped]
-        wrapper: Any = found[0] if unit else self.model
-        return wrapper.summon_full_params(recurse=recurse, volatile=not writeback)
+        wrapper = self.wrappers[unit]
+        context: AbstractContextManager[Any] = wrapper.summon_full_params(recurse=recurse, volatile=not writeback)
+        return context
 
     def no_sync(self) -> AbstractContextManager[Any]:
-        return self._root.no_sync()
+        context: AbstractContextManager[Any] = self.wrappers[""].no_sync()
+        return context
 
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
-        return self._root.clip_grad_norm_(max_norm, norm_type)
+        norm: Tensor = self.wrappers[""].clip_grad_norm_(max_norm, norm_type)
+        return norm
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         state = dict(self.model.state_dict())
@@ -86,10 +91,6 @@ class FairScaleFSDP(TorchAdapter):
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
         found = self.model.load_state_dict(state, strict=strict)
         return LoadedKeys(list(found.missing_keys), list(found.unexpected_keys))
-
-    @property
-    def _root(self) -> Any:
-        return self.model
 
 
 def _give_streams(wrapper: Any) -> None:

@@ -45,7 +45,8 @@ class LightningFSDP2(TorchAdapter):
                 modules = submodules(model, unit.split("+"))
                 target: Any = modules if len(modules) > 1 else modules[0]
                 fully_shard(target, **options)
-            return fully_shard(model, **options)
+            fully_shard(model, **options)
+            return model
 
         size = dist.get_world_size()
         strategy = ModelParallelStrategy(

@@ -354,7 +354,8 @@ def unit_classes(model: nn.Module, plan: Plan) -> list[type[nn.Module]]:
     for module in submodules(model, plan.units):
         cls = type(module)
         if cls not in own.values():
-            module.__class__ = own.setdefault(cls, type(f"{cls.__name__}Unit", (cls,), {"__module__": cls.__module__}))
+            made: Any = type(f"{cls.__name__}Unit", (cls,), {"__module__": cls.__module__})
+            module.__class__ = own.setdefault(cls, made)
     return list(own.values())
 
 

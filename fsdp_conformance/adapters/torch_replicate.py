@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import nn
@@ -32,5 +32,6 @@ class TorchReplicate(TorchFSDP2):
         for unit in (*plan.units, ""):
             modules = submodules(model, unit.split("+"))
             policy = MixedPrecisionPolicy(torch_dtype(plan.dtype_of(unit)), torch_dtype(plan.reduce_dtype))
-            replicate(modules if len(modules) > 1 else modules[0], mesh=mesh, mp_policy=policy)
+            target: Any = modules if len(modules) > 1 else modules[0]
+            replicate(target, mesh=mesh, mp_policy=policy)
         return model
