@@ -33,5 +33,13 @@ Adapters:
     torch_ddp           torch's DistributedDataParallel
     torch_fsdp1         torch's FullyShardedDataParallel and its sharding strategies
     torch_fsdp2         torch's fully_shard
+    torch_zero1         torch's ZeroRedundancyOptimizer on top of DistributedDataParallel
+    torch_replicate     torch's composable replicate
     deepspeed_zero      DeepSpeed ZeRO-1, 2 and 3
+    fairscale_fsdp      FairScale's FullyShardedDataParallel
+    megatron_fsdp       Megatron-FSDP, ZeRO-1, 2 and 3
+    simplefsdp          torchtitan's SimpleFSDP
+    accelerate_fsdp2    Accelerate's plugin for FSDP2
+    lightning_fsdp2     Lightning Fabric's strategy for FSDP2
+    stub_cuda           CUDA's streams and events for engines that use them on the CPU, too
 """

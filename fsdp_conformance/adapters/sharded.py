@@ -11,7 +11,7 @@ Converts shards to full tensors and back, for engines whose shards are DTensors 
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -32,10 +32,14 @@ def full_copy(tensor: Tensor) -> Tensor:
     return tensor.to("cpu", copy=True)
 
 
-def full_copies(tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-    """`full_copy` of each. Collective if any is a DTensor; all ranks must pass the same ones, in the same order."""
+def full_copies(tensors: Mapping[Key, Tensor], full: Callable[[Tensor], Tensor] = full_copy) -> dict[Key, Tensor]:
+    """
+    A full clone of each. Collective if any is sharded; all ranks must pass the same ones, in the same order.
+
+    `full` reads what is no regular DTensor.
+    """
     found = gathered(tensors)
-    return {key: found[key] if key in found else full_copy(tensor) for key, tensor in tensors.items()}
+    return {key: found[key] if key in found else full(tensor) for key, tensor in tensors.items()}
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -44,7 +48,9 @@ def local_part(tensor: Tensor) -> Tensor:
     return local.detach()
 
 
-def full_gradients(parameters: Mapping[str, nn.Parameter], device: torch.device) -> dict[str, Tensor | None]:
+def full_gradients(
+    parameters: Mapping[str, nn.Parameter], device: torch.device, full: Callable[[Tensor], Tensor] = full_copy
+) -> dict[str, Tensor | None]:
     """
     Full gradients, None where this rank has none. Collective if any parameter is sharded.
 
@@ -61,8 +67,8 @@ def full_gradients(parameters: Mapping[str, nn.Parameter], device: torch.device)
             given[name] = parameter.grad
         elif somewhere and isinstance(parameter, DTensor):
             given[name] = torch.zeros_like(parameter)
-    full = full_copies(given)
-    return {name: None if parameter.grad is None else full[name] for name, parameter in parameters.items()}
+    copies = full_copies(given, full)
+    return {name: None if parameter.grad is None else copies[name] for name, parameter in parameters.items()}
 
 
 def anywhere(flags: Sequence[bool], device: torch.device) -> list[bool]:

@@ -347,7 +347,7 @@ class SmokeRun:
 
     def _steps(self) -> list[str]:
         """Step once; returns the names of parameters that should have changed."""
-        moved = [name for name, parameter in self.subject.parameters().items() if parameter.requires_grad]
+        moved = [name for name, parameter in _build().named_parameters() if parameter.requires_grad]
         if "full_grads" in self.declared:
             moved = [name for name, grad in self.subject.full_grads().items() if grad is not None and grad.any()]
         norm = self.subject.step()

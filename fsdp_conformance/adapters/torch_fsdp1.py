@@ -34,6 +34,7 @@ from fsdp_conformance.adapters.torch_like import (
     apply_tensor_parallelism,
     hybrid_shape,
     refusal,
+    replace_submodule,
     submodules,
     tensor_mesh,
     torch_dtype,
@@ -173,9 +174,11 @@ class TorchFSDP1(TorchCheckpoints):
     def apply(self, fn: Callable[[nn.Module], None]) -> None:
         self._root.apply(fn)
 
-    def full_params(self) -> dict[str, Tensor]:
-        with FullyShardedDataParallel.summon_full_params(self.model, writeback=False):
-            return {name: full_copy(parameter) for name, parameter in self.parameters().items()}
+    def gathered(self, *, writeback: bool = False) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = FullyShardedDataParallel.summon_full_params(
+            self.model, writeback=writeback
+        )
+        return context
 
     def full_grads(self) -> dict[str, Tensor | None]:
         # Inside the context every parameter of a flat one has a gradient; only outside is it known which ones are real.
@@ -236,10 +239,6 @@ class TorchFSDP1(TorchCheckpoints):
         """The ranks over which a parameter is sharded."""
         ranks: list[int] = dist.get_process_group_ranks(self._unit_of(name).process_group)
         return ranks
-
-    def write_params(self, values: Mapping[str, Tensor]) -> None:
-        with FullyShardedDataParallel.summon_full_params(self.model, writeback=True):
-            super().write_params(values)
 
     def unit_is_unsharded(self, fqn: str) -> bool:
         own = [name for name, unit in self._owners.items() if unit == fqn]
@@ -333,13 +332,7 @@ class TorchFSDP1(TorchCheckpoints):
         if local:
             options = self._own_group(options)
         wrapped = FullyShardedDataParallel(module, **options)
-        for parent in list(model.modules()):
-            if parent is wrapped:
-                continue
-            # Not named_children(), which lists a module that appears twice only once.
-            for key, child in list(parent._modules.items()):
-                if child is module:
-                    setattr(parent, key, wrapped)
+        replace_submodule(model, module, wrapped)
 
     @functools.cached_property
     def _owners(self) -> dict[str, str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -26,7 +26,14 @@ from torch.optim import Optimizer
 
 from fsdp_conformance.adapters.base import Adapter, ModelFn, OptimFn
 from fsdp_conformance.adapters.names import OriginalNames
-from fsdp_conformance.adapters.sharded import full_copies, full_gradients, local_part, state_tensors, write_full
+from fsdp_conformance.adapters.sharded import (
+    full_copies,
+    full_copy,
+    full_gradients,
+    local_part,
+    state_tensors,
+    write_full,
+)
 from fsdp_conformance.config import InitMode, Plan
 from fsdp_conformance.errors import AdapterError, ConfigError, Unsupported
 
@@ -91,6 +98,31 @@ class TorchAdapter(Adapter):
         """Clip the gradients by their total norm and return it. Collective."""
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
 
+    def make_optimizer(self, optim_fn: OptimFn) -> Optimizer:
+        """
+        The optimizer of the wrapped model, which has parameters. Collective.
+
+        Override it for an engine that wraps the user's optimizer or creates its own. `optim_fn` makes a stock one from
+        parameters. Called once, after `wrap`, and again by `wrap_again`.
+        """
+        return optim_fn(list(self.model.parameters()))
+
+    def full(self, tensor: Tensor) -> Tensor:
+        """
+        A full, detached clone on the CPU of a parameter, its gradient or its optimizer state. Collective.
+
+        Override it for an engine that has shards of its own kind. Regular DTensors are gathered without it.
+        """
+        return full_copy(tensor)
+
+    def gathered(self, *, writeback: bool = False) -> AbstractContextManager[Any]:
+        """
+        The context in which `parameters()` are full, for an engine with flat parameters. Collective.
+
+        `writeback`: what is written inside reaches the shards.
+        """
+        return nullcontext()
+
     def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
         """A scaler with these options of torch's GradScaler that looks at all shards. Declares `grad_scaler`."""
         raise NotImplementedError
@@ -152,10 +184,11 @@ class TorchAdapter(Adapter):
         self.sets_to_none = False
 
     def full_params(self) -> dict[str, Tensor]:
-        return full_copies(self.parameters())
+        with self.gathered():
+            return full_copies(self.parameters(), self.full)
 
     def full_grads(self) -> dict[str, Tensor | None]:
-        return full_gradients(self.parameters(), self.device)
+        return full_gradients(self.parameters(), self.device, self.full)
 
     def full_buffers(self) -> dict[str, Tensor]:
         return full_copies(self.names.buffers_of(self.model))
@@ -170,14 +203,15 @@ class TorchAdapter(Adapter):
             if isinstance(value, Tensor)
         }
         found: dict[str, dict[str, Tensor]] = {name: {} for name in parameters}
-        for (name, key), value in full_copies(values).items():
+        for (name, key), value in full_copies(values, self.full).items():
             found[name][key] = value
         return found
 
     def write_params(self, values: Mapping[str, Tensor]) -> None:
-        parameters = self.parameters()
-        for name, value in values.items():
-            write_full(parameters[name], value)
+        with self.gathered(writeback=True):
+            parameters = self.parameters()
+            for name, value in values.items():
+                write_full(parameters[name], value)
 
     def local_tensors(self) -> dict[str, list[Tensor]]:
         parameters = list(self.parameters().values())
@@ -221,8 +255,8 @@ class TorchAdapter(Adapter):
         return norm
 
     def _make_optimizer(self) -> None:
-        parameters = list(self.model.parameters())
-        self.optimizer = self._optim_fn(parameters) if parameters else None
+        has_parameters = next(self.model.parameters(), None) is not None
+        self.optimizer = self.make_optimizer(self._optim_fn) if has_parameters else None
 
 
 def compute_device(plan: Plan) -> torch.device:
@@ -293,6 +327,36 @@ def submodules(model: nn.Module, fqns: Iterable[str]) -> list[nn.Module]:
     if missing:
         raise AdapterError(missing)
     return found
+
+
+def replace_submodule(model: nn.Module, module: nn.Module, wrapped: nn.Module) -> None:
+    """Put `wrapped`, which contains the submodule, in its place wherever it appears."""
+    for parent in list(model.modules()):
+        if parent is wrapped:
+            continue
+        # Not named_children(), which lists a module that appears twice only once.
+        for key, child in list(parent._modules.items()):
+            if child is module:
+                setattr(parent, key, wrapped)
+
+
+def unit_classes(model: nn.Module, plan: Plan) -> list[type[nn.Module]]:
+    """
+    Classes whose instances are exactly the plan's units, for engines that take unit classes and not modules.
+
+    A plan names modules, and others may be of the same class. So each unit gets a subclass of its class that adds
+    nothing, as if the user had written one: `LinearUnit` for `Linear`. A unit of several modules is refused.
+    """
+    several = [unit for unit in plan.units if "+" in unit]
+    if several:
+        raise Unsupported("multi_module_unit", f"a class cannot stand for {several[0]!r}, which is several modules")
+    own: dict[type[nn.Module], type[nn.Module]] = {}
+    for module in submodules(model, plan.units):
+        cls = type(module)
+        if cls not in own.values():
+            made: Any = type(f"{cls.__name__}Unit", (cls,), {"__module__": cls.__module__})
+            module.__class__ = own.setdefault(cls, made)
+    return list(own.values())
 
 
 @contextmanager

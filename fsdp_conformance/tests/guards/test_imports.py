@@ -71,6 +71,11 @@ RESERVED: dict[str, frozenset[str]] = {
     "torch.distributed.fsdp": frozenset({"adapters", "mutants", "harness", "tests"}),
     "torch.distributed._composable": frozenset({"adapters", "mutants", "tests"}),
     "deepspeed": frozenset({"adapters", "mutants", "tests"}),
+    "fairscale": frozenset({"adapters", "tests"}),
+    "megatron_fsdp": frozenset({"adapters", "tests"}),
+    "torchtitan": frozenset({"adapters", "tests"}),
+    "accelerate": frozenset({"adapters", "tests"}),
+    "lightning_fabric": frozenset({"adapters", "tests"}),
     # What is unpickled is run: only between the processes of one run.
     "pickle": frozenset({"harness", "adapters", "tests"}),
 }

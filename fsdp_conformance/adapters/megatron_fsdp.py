@@ -1,0 +1,121 @@
+"""
+Megatron-FSDP's `fully_shard_model`, ZeRO-1, 2 and 3: units by class, uneven DTensors. Requires `megatron-fsdp`.
+
+The user's loop is the documented one: the model is synchronised with the last micro-batch of a step
+(`set_model_auto_sync`), and with ZeRO-1 the others run in `no_sync`.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from fsdp_conformance.adapters import stub_cuda
+from fsdp_conformance.adapters.base import OptimFn
+from fsdp_conformance.adapters.sharded import anywhere, full_copies, full_copy
+from fsdp_conformance.adapters.torch_like import TorchAdapter, unit_classes
+from fsdp_conformance.config import Plan
+
+
+class MegatronFSDP(TorchAdapter):
+    """What the three stages share. Each stage is a subclass."""
+
+    capabilities: ClassVar[frozenset[str]] = frozenset({"init_never", "zero_size_shard"})
+    #: The package has no clipping of its own, and ranks have gradients of different parameters.
+    declines: ClassVar[frozenset[str]] = frozenset({"clip_grad_norm", "write_params", "wrap_again", "zero_grads"})
+    shims: ClassVar[tuple[str, ...]] = (
+        stub_cuda.SHIM,
+        "ddp_config.gradient_reduce_div_fusion is off: it needs ReduceOp.PREMUL_SUM, which gloo lacks",
+    )
+    zero: ClassVar[int]
+
+    @classmethod
+    def version(cls) -> str:
+        return importlib.metadata.version("megatron-fsdp")
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        stub_cuda.install(plan, "Megatron-FSDP")
+        from megatron_fsdp import fully_shard_model
+
+        mesh = init_device_mesh(self.device.type, (dist.get_world_size(), 1), mesh_dim_names=("dp", "tp"))
+        wrapped: Any = fully_shard_model(
+            module=model,
+            device_mesh=mesh,
+            dp_shard_dim="dp",
+            tp_dim="tp",
+            fsdp_unit_modules=unit_classes(model, plan),
+            zero_dp_strategy=self.zero,
+            device=self.device,
+        )
+        wrapped.ddp_config.gradient_reduce_div_fusion = False
+        root: nn.Module = wrapped
+        return root
+
+    def make_optimizer(self, optim_fn: OptimFn) -> Optimizer:
+        from megatron_fsdp import fully_shard_optimizer
+
+        optimizer: Optimizer = fully_shard_optimizer(super().make_optimizer(optim_fn))
+        return optimizer
+
+    @contextmanager
+    def microbatch(self, last: bool, *, reduced: bool = True) -> Iterator[None]:
+        model: Any = self.model
+        model.set_model_auto_sync(last)
+        with nullcontext() if last or self.zero > 1 else model.no_sync():
+            yield
+
+    def full(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor) or not any(placement.is_shard() for placement in tensor.placements):
+            return full_copy(tensor)
+        # Not the package's own function: its all-gather is uneven, which gloo refuses. One rank may have all of it.
+        parts: list[Tensor] = [torch.empty(0)] * dist.get_world_size()
+        dist.all_gather_object(parts, tensor.to_local().detach())
+        return torch.cat([part.flatten() for part in parts]).reshape(tensor.shape)
+
+    def full_grads(self) -> dict[str, Tensor | None]:
+        # A rank whose part is empty has no gradient, whatever the others have.
+        parameters = self.parameters()
+        wanted = anywhere([parameter.grad is not None for parameter in parameters.values()], self.device)
+        there = dict(zip(parameters, wanted, strict=True))
+        grads = {
+            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for name, parameter in parameters.items()
+            if there[name]
+        }
+        full = full_copies(grads, self.full)
+        return {name: full.get(name) for name in parameters}
+
+
+class MegatronFSDPZeRO1(MegatronFSDP):
+    """Optimizer state is sharded."""
+
+    name: ClassVar[str] = "megatron-fsdp-zero1"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"zero1", "no_sync"})
+    zero: ClassVar[int] = 1
+
+
+class MegatronFSDPZeRO2(MegatronFSDP):
+    """Gradients and optimizer state are sharded."""
+
+    name: ClassVar[str] = "megatron-fsdp-zero2"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"zero2"})
+    grad_reduction_of_accumulation: ClassVar[str] = "reduced"
+    zero: ClassVar[int] = 2
+
+
+class MegatronFSDPZeRO3(MegatronFSDP):
+    """Parameters, gradients and optimizer state are sharded."""
+
+    name: ClassVar[str] = "megatron-fsdp-zero3"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"zero3"})
+    grad_reduction_of_accumulation: ClassVar[str] = "reduced"
+    zero: ClassVar[int] = 3

@@ -1,0 +1,102 @@
+"""
+Streams, events and devices of CUDA that do nothing, for engines whose Python uses them on every device.
+
+A run with them judges an engine's sharding, not the order of its streams. Adapters that install them name SHIM in their
+`shims`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fsdp_conformance.config import Plan
+from fsdp_conformance.errors import EnvironmentUnavailable, Unsupported
+from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
+
+#: What an adapter says that it changes.
+SHIM = "torch.cuda's streams, events and devices, Tensor.cuda and Tensor.record_stream do nothing"
+
+
+class Stream:
+    """All work is on it, and it is done."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def wait_stream(self, stream: object) -> None: ...
+    def wait_event(self, event: object) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def record_event(self, event: Any = None) -> Any:
+        return event or Event()
+
+    def query(self) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream)
+
+    def __hash__(self) -> int:
+        return 1
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(self, *args: object) -> None: ...
+
+
+class Event:
+    """It has happened."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+    def record(self, stream: object = None) -> None: ...
+    def wait(self, stream: object = None) -> None: ...
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+def install(plan: Plan, engine: str) -> None:
+    """
+    Replace them in this process, which must be that of one rank.
+
+    Raises Unsupported for a plan with another device than the CPU.
+    """
+    if plan.device != "cpu":
+        raise Unsupported("init_before", f"the adapter supports {engine} on the CPU only, not on {plan.device}")
+    if rank_scheduler.current() is not None:
+        raise EnvironmentUnavailable(
+            f"{engine} needs changes in torch, which simulated ranks would share: use --ranks processes"
+        )
+    cuda: Any = torch.cuda
+    cuda.Stream, cuda.Event = Stream, Event
+    # A function of its own for each: torch._dynamo rejects one that has two names.
+    for name in ("current_stream", "default_stream"):
+        setattr(cuda, name, _returns(Stream()))
+    for name in ("stream", "device"):
+        setattr(cuda, name, _returns(contextlib.nullcontext()))
+    for name in ("current_device", "memory_allocated", "max_memory_allocated", "memory_reserved"):
+        setattr(cuda, name, _returns(0))
+    for name in ("synchronize", "empty_cache", "set_device"):
+        setattr(cuda, name, _returns(None))
+    cuda.is_current_stream_capturing = _returns(False)
+    cuda.nvtx.range_push, cuda.nvtx.range_pop = _returns(0), _returns(0)
+    tensor: Any = torch.Tensor
+    tensor.record_stream = _returns(None)
+    tensor.cuda = _itself
+
+
+def _returns(value: Any) -> Callable[..., Any]:
+    def stub(*args: Any, **kwargs: Any) -> Any:
+        return value
+
+    return stub
+
+
+def _itself(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return tensor

@@ -1,0 +1,72 @@
+"""
+Adapters of engines that are neither torch's nor DeepSpeed's.
+
+Each engine has an environment of its own: `.venvs/fairscale/bin/python -m pytest` with this file, after
+`ci/setup fairscale`. Where an engine is absent, its tests are skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from fsdp_conformance.adapters import registry
+from fsdp_conformance.adapters.smoke import smoke
+from fsdp_conformance.errors import AdapterNotFound
+from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
+from fsdp_conformance.workload import Regime
+
+#: Adapter to the package that it needs.
+ENGINES = {
+    "fairscale-fsdp": "fairscale",
+    "megatron-fsdp-zero1": "megatron_fsdp",
+    "megatron-fsdp-zero2": "megatron_fsdp",
+    "megatron-fsdp-zero3": "megatron_fsdp",
+    "simplefsdp": "torchtitan",
+    "accelerate-fsdp2": "accelerate",
+    "accelerate-fsdp2-unforced": "accelerate",
+    "lightning-fsdp2": "lightning_fabric",
+}
+
+INSTALLED = [name for name, package in ENGINES.items() if importlib.util.find_spec(package) is not None]
+ABSENT = [name for name in ENGINES if name not in INSTALLED]
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_it_is_known_without_the_engine(name: str) -> None:
+    """Loading the class imports no engine; what it changes is said, and its degree is one that a plan can ask for."""
+    adapter = registry.load(name)
+
+    assert adapter.display_name() == name
+    assert {"zero1", "zero2", "zero3"} & adapter.declared()
+    assert "wrap_again" not in adapter.declared()
+    assert all(shim and not shim.endswith(".") for shim in adapter.shims)
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_to_install(name: str) -> None:
+    """The adapter is there, its engine is not."""
+    with pytest.raises(AdapterNotFound, match=rf"the engine of '{name}' cannot be imported: .*Install it in "):
+        registry.describe_here(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", INSTALLED)
+def test_smoke(name: str) -> None:
+    """The adapter keeps to the protocol."""
+    assert [(result.problems, result.not_run) for result in smoke(name, timeout_s=240)] == [((), "")] * 6
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not INSTALLED, reason="each of these engines is an extra with a separate environment")
+class Parity(RankTestCase):
+    """On two ranks, as a plain loop."""
+
+    case_timeout_s = 240.0
+
+    def test_sgd(self) -> None:
+        """Losses and parameters of every step, with one micro-batch and with several."""
+        for name in INSTALLED:
+            for regime in (Regime(), Regime(micro_batches=3)):
+                self.assert_trains(name, regime=regime)

@@ -1,0 +1,170 @@
+"""What an adapter for a torch-like engine may replace, and the helpers that it may call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+
+from fsdp_conformance.adapters.base import OptimFn
+from fsdp_conformance.adapters.torch_like import TorchAdapter, replace_submodule, unit_classes
+from fsdp_conformance.config import Plan
+from fsdp_conformance.errors import AdapterError, Unsupported
+
+
+def _model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 3), nn.Linear(3, 2))
+
+
+def _set_up(adapter: TorchAdapter, model: nn.Module) -> TorchAdapter:
+    adapter.setup(lambda: model, lambda params: SGD(params, lr=1.0, momentum=0.5), Plan())
+    return adapter
+
+
+class Plain(TorchAdapter):
+    """Nothing is wrapped."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        return model
+
+
+class Negated(Plain):
+    """Stores every tensor negated: only `full` can read it."""
+
+    def full(self, tensor: Tensor) -> Tensor:
+        return -tensor.detach()
+
+
+def test_full_reads_parameters_gradients_and_state() -> None:
+    """Each of them, and nothing else."""
+    adapter = _set_up(Negated(), nn.Linear(2, 1))
+    adapter.backward(adapter.forward(torch.ones(1, 2)).sum())
+    grads = adapter.full_grads()
+    adapter.optimizer and adapter.optimizer.step()
+    weight = adapter.parameters()["weight"]
+
+    assert grads["weight"] is not None
+    assert grads["weight"].tolist() == [[-1.0, -1.0]]
+    assert torch.equal(adapter.full_params()["weight"], -weight.detach())
+    assert adapter.full_optim_state()["weight"]["momentum_buffer"].tolist() == [[-1.0, -1.0]]
+
+
+class Flat(Plain):
+    """The parameters are full inside the context only; outside they are empty."""
+
+    written: bool | None = None
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        self.held = {name: value.detach().clone() for name, value in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.data = torch.empty(0)
+        return model
+
+    @contextmanager
+    def gathered(self, *, writeback: bool = False) -> Iterator[None]:
+        self.written = writeback
+        for name, parameter in self.parameters().items():
+            parameter.data = self.held[name].clone()
+        yield
+        for name, parameter in self.parameters().items():
+            if writeback:
+                self.held[name] = parameter.detach().clone()
+            parameter.data = torch.empty(0)
+
+
+def test_flat_parameters_are_read_and_written_in_their_context() -> None:
+    """Reading leaves the shards alone, writing reaches them, and what was read outlives the context."""
+    model = nn.Linear(2, 1)
+    before = {name: value.detach().clone() for name, value in model.named_parameters()}
+    adapter = _set_up(Flat(), model)
+
+    read = adapter.full_params()
+    assert isinstance(adapter, Flat)
+    assert adapter.written is False
+    adapter.write_params({"bias": torch.tensor([7.0])})
+
+    assert adapter.written is True
+    assert {name: value.tolist() for name, value in read.items()} == {k: v.tolist() for k, v in before.items()}
+    assert adapter.full_params()["bias"].tolist() == [7.0]
+    assert adapter.full_params()["weight"].tolist() == before["weight"].tolist()
+
+
+class Wraps(Plain):
+    """Makes the optimizer itself, and replaces the model with it."""
+
+    def make_optimizer(self, optim_fn: OptimFn) -> Optimizer:
+        self.made = getattr(self, "made", 0) + 1
+        self.model = nn.Sequential(self.model)
+        return super().make_optimizer(optim_fn)
+
+
+def test_make_optimizer_may_replace_the_model() -> None:
+    """It is called once, after `wrap`, and names stay the original ones."""
+    adapter = _set_up(Wraps(), nn.Linear(2, 1))
+
+    assert isinstance(adapter, Wraps)
+    assert adapter.made == 1
+    assert isinstance(adapter.module(), nn.Sequential)
+    assert list(adapter.full_params()) == ["weight", "bias"]
+    assert adapter.optimizer is not None
+
+
+def test_make_optimizer_is_not_called_without_parameters() -> None:
+    """A stock optimizer rejects an empty list."""
+    adapter = _set_up(Wraps(), nn.Tanh())
+
+    assert adapter.optimizer is None
+    assert not hasattr(adapter, "made")
+
+
+def test_unit_classes_stand_for_the_units_alone() -> None:
+    """Other modules of the same class are none; the units compute as before, keep their values, and can be copied."""
+    model = _model()
+    expected = model(torch.ones(1, 2))
+    classes = unit_classes(model, Plan(units=("0", "1")))
+
+    assert [cls.__name__ for cls in classes] == ["LinearUnit"]
+    assert [isinstance(module, tuple(classes)) for module in model] == [True, True, False]
+    assert all(isinstance(module, nn.Linear) for module in model)
+    assert torch.equal(model(torch.ones(1, 2)), expected)
+    assert torch.equal(copy.deepcopy(model)(torch.ones(1, 2)), expected)
+
+
+def test_unit_classes_of_nested_and_repeated_units() -> None:
+    """One class for each class, whatever is in what; a module with two names is one unit."""
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), nn.Linear(2, 2))
+    model.append(model[1])
+    classes = unit_classes(model, Plan(units=("0.0", "0", "1", "2")))
+
+    assert [cls.__name__ for cls in classes] == ["LinearUnit", "SequentialUnit"]
+    assert [type(module).__name__ for module in model.modules()] == [
+        "Sequential", "SequentialUnit", "LinearUnit", "Tanh", "LinearUnit",
+    ]  # fmt: skip
+    assert unit_classes(_model(), Plan()) == []
+
+
+def test_unit_classes_refuse_what_no_class_can_say() -> None:
+    """A unit of several modules is refused; a name that is none is the adapter's mistake."""
+    with pytest.raises(Unsupported, match=r"a class cannot stand for '0\+1', which is several modules") as caught:
+        unit_classes(_model(), Plan(units=("0+1",)))
+    with pytest.raises(AdapterError, match="unit 'nowhere'"):
+        unit_classes(_model(), Plan(units=("nowhere",)))
+
+    assert caught.value.capability == "multi_module_unit"
+
+
+def test_replace_submodule_everywhere() -> None:
+    """Both places of a module that appears twice, and not inside its own wrapper."""
+    model: Any = _model()
+    model.again = model[0]
+    inner, wrapper = model[0], nn.Sequential(model[0])
+    replace_submodule(model, inner, wrapper)
+
+    assert model[0] is model.again is wrapper
+    assert wrapper[0] is inner
