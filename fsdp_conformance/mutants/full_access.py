@@ -418,7 +418,7 @@ class FullAccessFSDP2(SeamFSDP2):
             for name, parameter in self.sharded().items()
             if name.startswith(prefix) and (recurse or not any(name.startswith(each) for each in inside))
         }
-        shown = {name: nn.Parameter(self.gathered(name, parameter)) for name, parameter in shards.items()}
+        shown = {name: nn.Parameter(self.gathered_parameter(name, parameter)) for name, parameter in shards.items()}
         self._register(shards, shown)
         try:
             yield
@@ -428,7 +428,7 @@ class FullAccessFSDP2(SeamFSDP2):
                 for name, parameter in shards.items():
                     self.write_back(parameter, shown[name].detach())
 
-    def gathered(self, name: str, parameter: nn.Parameter) -> Tensor:
+    def gathered_parameter(self, name: str, parameter: nn.Parameter) -> Tensor:
         """A parameter in full. Collective."""
         return full_copy(parameter).to(self.device)
 
@@ -448,8 +448,8 @@ class FullAccessFSDP2(SeamFSDP2):
 class ShowsRotatedShards(FullAccessFSDP2):
     """The shards of a parameter are shown in the wrong order."""
 
-    def gathered(self, name: str, parameter: nn.Parameter) -> Tensor:
-        value = super().gathered(name, parameter)
+    def gathered_parameter(self, name: str, parameter: nn.Parameter) -> Tensor:
+        value = super().gathered_parameter(name, parameter)
         return value.roll(self.rows_per_rank(value), dims=0) if value.dim() else value
 
 
@@ -461,8 +461,8 @@ class ShowsValuesOfTheStepBefore(FullAccessFSDP2):
         super().setup(model_fn, optim_fn, plan)
         self._before = self.full_params()
 
-    def gathered(self, name: str, parameter: nn.Parameter) -> Tensor:
-        before, self._before[name] = self._before[name], super().gathered(name, parameter)
+    def gathered_parameter(self, name: str, parameter: nn.Parameter) -> Tensor:
+        before, self._before[name] = self._before[name], super().gathered_parameter(name, parameter)
         return before.clone()
 
 
