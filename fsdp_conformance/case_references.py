@@ -11,7 +11,7 @@ that no engine has entered yet, trains the references first and writes them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from fsdp_conformance.checks.reference_store import Refused, content_of, entry_name, section
 from fsdp_conformance.checks.references import References, from_histories, train_references
-from fsdp_conformance.checks.scenario import NotShared
+from fsdp_conformance.checks.scenario import NotShared, scenario_sha256
 from fsdp_conformance.checks.sharing import Offer, is_untouched, offer_from_json
 from fsdp_conformance.errors import ReferencesDisagree, SuiteError
 from fsdp_conformance.harness import context
@@ -42,8 +42,8 @@ class CaseReferences:
 
     rank: int
     report: RankReport
-    trained_references: dict[tuple[str, Regime], References]
-    """By workload and regime, so that a case with several checks trains them once."""
+    trained_references: dict[Hashable, tuple[Workload, References]]
+    """By the content of workload and regime, so that a case with several checks trains them once."""
     engine_entered: bool = False
     """Whether code under test has been loaded in this process."""
 
@@ -66,11 +66,11 @@ class CaseReferences:
     def references(self, workload: Workload, regime: Regime | None = None) -> References:
         """The references for the workload, in agreement. Collective, once per workload and regime."""
         regime = (regime or Regime()).for_references()
-        known = (workload.name, regime)
+        known = _identity(workload, regime)
         if known not in self.trained_references:
             with process_group.log().phase("observe"), self.blaming("suite"):
-                self.trained_references[known] = self._reference_source(workload, regime).obtained()
-        return self.trained_references[known]
+                self.trained_references[known] = workload, self._reference_source(workload, regime).obtained()
+        return self.trained_references[known][1]
 
     def before_engine(self, workload: Workload, regime: Regime | None) -> None:
         """
@@ -80,13 +80,13 @@ class CaseReferences:
         Raises SuiteError if the store has other references.
         """
         regime = (regime or Regime()).for_references()
-        known = (workload.name, regime)
+        known = _identity(workload, regime)
         if self.reference_offer is None or self.engine_entered or known in self.trained_references:
             return
         source = self._reference_source(workload, regime)
         if source.is_sampled(self.case.id):
             with process_group.log().phase("observe"), self.blaming("suite"):
-                self.trained_references[known] = source.checked()
+                self.trained_references[known] = workload, source.checked()
         elif source.is_wanted():
             self.references(workload, regime)
 
@@ -102,6 +102,19 @@ class CaseReferences:
             offer=None if offer is None else offer_from_json(offer),
             fresh=not self.engine_entered and context.running().start == "forkserver",
         )
+
+
+def _identity(workload: Workload, regime: Regime) -> Hashable:
+    """
+    Equal for two workloads only if they train the same.
+
+    The name does not tell: a case may train one workload and compare with another that has the same name, because it
+    changes values after wrapping.
+    """
+    try:
+        return scenario_sha256(workload, regime)
+    except NotShared:
+        return id(workload), regime
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -127,6 +127,22 @@ def test_a_hit_is_what_ranks_train(store: ReferenceStore, case: str, workload: s
     assert _counts(record) == (1, 0, 1)
 
 
+def test_a_case_that_changes_values_after_wrapping_keeps_its_references(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It trains one workload and compares with another of the same name, whatever was trained before the engine."""
+    monkeypatch.setenv(REFERENCES_STORE, str(tmp_path))
+    for _ in range(2):
+        assert _ran("R005/sharding-degree-full-ws2").verdict is Verdict.PASS
+    (path,) = tmp_path.glob("*.references")
+    assert _key_of(path)["workload"] == "exact-nested", "both cases must train one workload"
+
+    record = _ran("R019/changed-in-place-ws2", sampled=True)
+
+    assert record.verdict is Verdict.PASS, record.reason
+    assert _counts(record) == (2, 0, 1), "what it trains was trained again, and what it compares with was trained"
+
+
 def test_a_known_wrong_engine_dies_with_a_warm_store(store: ReferenceStore) -> None:
     """By the finding that it dies by without one; and its ranks write nothing."""
     before = {path: path.read_bytes() for path in store.directory.iterdir()}
