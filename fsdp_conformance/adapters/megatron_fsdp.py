@@ -1,15 +1,15 @@
 """
-Megatron-FSDP's `fully_shard_model`, ZeRO-1, 2 and 3: units by class, uneven DTensors. Requires `megatron-fsdp`.
+Megatron-FSDP's `fully_shard_model` with ZeRO-3: units by class, uneven DTensors. Requires `megatron-fsdp`.
 
 The user's loop is the documented one: the model is synchronised with the last micro-batch of a step
-(`set_model_auto_sync`), and with ZeRO-1 the others run in `no_sync`.
+(`set_model_auto_sync`).
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
@@ -26,17 +26,18 @@ from fsdp_conformance.adapters.torch_like import TorchAdapter, unit_classes
 from fsdp_conformance.config import Plan
 
 
-class MegatronFSDP(TorchAdapter):
-    """What the three stages share. Each stage is a subclass."""
+class MegatronFSDPZeRO3(TorchAdapter):
+    """Parameters, gradients and optimizer state are sharded."""
 
-    capabilities: ClassVar[frozenset[str]] = frozenset({"init_never", "zero_size_shard"})
+    name: ClassVar[str] = "megatron-fsdp-zero3"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"zero3", "init_never", "zero_size_shard"})
     #: The package has no clipping of its own, and ranks have gradients of different parameters.
     declines: ClassVar[frozenset[str]] = frozenset({"clip_grad_norm", "write_params", "wrap_again", "zero_grads"})
     shims: ClassVar[tuple[str, ...]] = (
         stub_cuda.SHIM,
         "ddp_config.gradient_reduce_div_fusion is off: it needs ReduceOp.PREMUL_SUM, which gloo lacks",
     )
-    zero: ClassVar[int]
+    grad_reduction_of_accumulation: ClassVar[str] = "reduced"
 
     @classmethod
     def version(cls) -> str:
@@ -53,7 +54,7 @@ class MegatronFSDP(TorchAdapter):
             dp_shard_dim="dp",
             tp_dim="tp",
             fsdp_unit_modules=unit_classes(model, plan),
-            zero_dp_strategy=self.zero,
+            zero_dp_strategy=3,
             device=self.device,
         )
         wrapped.ddp_config.gradient_reduce_div_fusion = False
@@ -70,8 +71,7 @@ class MegatronFSDP(TorchAdapter):
     def microbatch(self, last: bool, *, reduced: bool = True) -> Iterator[None]:
         model: Any = self.model
         model.set_model_auto_sync(last)
-        with nullcontext() if last or self.zero > 1 else model.no_sync():
-            yield
+        yield
 
     def full(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor) or not any(placement.is_shard() for placement in tensor.placements):
@@ -93,29 +93,3 @@ class MegatronFSDP(TorchAdapter):
         }
         full = full_copies(grads, self.full)
         return {name: full.get(name) for name in parameters}
-
-
-class MegatronFSDPZeRO1(MegatronFSDP):
-    """Optimizer state is sharded."""
-
-    name: ClassVar[str] = "megatron-fsdp-zero1"
-    capabilities: ClassVar[frozenset[str]] = frozenset({"zero1", "no_sync"})
-    zero: ClassVar[int] = 1
-
-
-class MegatronFSDPZeRO2(MegatronFSDP):
-    """Gradients and optimizer state are sharded."""
-
-    name: ClassVar[str] = "megatron-fsdp-zero2"
-    capabilities: ClassVar[frozenset[str]] = frozenset({"zero2"})
-    grad_reduction_of_accumulation: ClassVar[str] = "reduced"
-    zero: ClassVar[int] = 2
-
-
-class MegatronFSDPZeRO3(MegatronFSDP):
-    """Parameters, gradients and optimizer state are sharded."""
-
-    name: ClassVar[str] = "megatron-fsdp-zero3"
-    capabilities: ClassVar[frozenset[str]] = frozenset({"zero3"})
-    grad_reduction_of_accumulation: ClassVar[str] = "reduced"
-    zero: ClassVar[int] = 3

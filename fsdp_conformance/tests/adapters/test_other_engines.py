@@ -20,8 +20,6 @@ from fsdp_conformance.workload import Regime
 #: Adapter to the package that it needs.
 ENGINES = {
     "fairscale-fsdp": "fairscale",
-    "megatron-fsdp-zero1": "megatron_fsdp",
-    "megatron-fsdp-zero2": "megatron_fsdp",
     "megatron-fsdp-zero3": "megatron_fsdp",
     "simplefsdp": "torchtitan",
     "accelerate-fsdp2": "accelerate",

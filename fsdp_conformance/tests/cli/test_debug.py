@@ -100,7 +100,7 @@ def test_a_breakpoint_has_the_input_of_the_command(tmp_path: Path, monkeypatch: 
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["my_adapter.py"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_in_the_debugger_outlives_a_peer_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is neither called hung nor ended, however long it takes; then the peer's failure is the verdict."""
     wait = f"import time; time.sleep({Deadlines.nested(60.0).grace_s + 1.5})"
@@ -111,7 +111,7 @@ def test_a_rank_in_the_debugger_outlives_a_peer_that_failed(tmp_path: Path, monk
     assert "rank 1 raised ValueError: oops" in out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_post_mortem_opens_where_the_rank_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The locals of the frame that raised are there."""
     status, out = _debugged(tmp_path, "--pdb", said="p secret * 2\nq\n", raises="0", monkeypatch=monkeypatch)

@@ -155,7 +155,7 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path, monkeypatch: pytest.
         replay.main(parse(["replay", path, _CASE, "--times", "0"]))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_failure_that_is_gone_is_told(tmp_path: Path) -> None:
     """On real ranks: torch's DDP passes what the run says it failed."""
     done = said("replay", _run(tmp_path), _CASE)

@@ -100,7 +100,7 @@ def await_end(agent: subprocess.Popen[bytes], log: Path) -> None:
         raise AssertionError(f"the first agent has not ended:\n{log.read_text()[-3000:]}") from None
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_agents(tmp_path: Path) -> None:
     """Cases of two and of four ranks, each on fresh processes of both agents; the first worker alone reports."""
     report = tmp_path / "report"

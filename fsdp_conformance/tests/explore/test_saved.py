@@ -79,7 +79,7 @@ def test_the_script_is_python() -> None:
     assert '"micro_batches": 2' in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pytest_judges_saved_cases(tmp_path: Path) -> None:
     """One on an engine with the defect fails with the report, one on a correct engine passes; no run file appears."""
     for example, implementation in ((_EXAMPLE, f"{_ENGINES}:OddAndSecond"), (Example(), "torch-fsdp2")):

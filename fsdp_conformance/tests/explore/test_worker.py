@@ -146,6 +146,7 @@ def test_a_refusal_is_no_failure() -> None:
     assert "more than one unit is not offered" in outcome.declined
 
 
+@pytest.mark.nightly
 def test_an_adapter_that_cannot_be_loaded() -> None:
     """It is a mistake of the adapter, told with what Python said."""
     order = RunOrder(settings=RunSettings(implementation=f"{_ENGINES}:Missing", ranks="simulated"), device="cpu")

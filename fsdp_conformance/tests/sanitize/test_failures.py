@@ -59,6 +59,7 @@ def test_a_rank_that_raises_is_the_headline(tmp_path: Path) -> None:
     assert "then rank 0 " in run.out
 
 
+@pytest.mark.nightly
 def test_a_rank_that_hangs_is_ended_at_the_deadline(tmp_path: Path) -> None:
     """Its stack names the line, its last collectives what it did before; the peer timed out waiting."""
     script = written(tmp_path, _BEGIN.format(wrong="threading.Event().wait()"))

@@ -194,6 +194,7 @@ def test_nothing_races_and_every_number_is_the_cpus() -> None:
 
 @pytest.mark.slow
 @needs_compiler
+@pytest.mark.nightly
 def test_seeded_races_are_found() -> None:
     """Each race of a real engine is found when its defect is put in, and nothing is found without it."""
     wrong: dict[str, Any] = {}
