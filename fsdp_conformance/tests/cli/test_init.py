@@ -249,7 +249,7 @@ def test_what_is_written_works(root: Path) -> None:
 
     assert unfilled.status == 1, unfilled.err
     assert f"wrap() raised AdapterError: {todo}" in unfilled.out
-    assert (filled.status, "6 of 6 checks ok" in filled.out) == (0, True), filled.out
+    assert (filled.status, "7 of 7 checks ok" in filled.out) == (0, True), filled.out
     assert failed.returncode == 1
     assert todo in failed.stdout
     assert "1 failed" in failed.stdout
