@@ -16,7 +16,14 @@ import fsdp_conformance
 from fsdp_conformance.adapters.base import CommunicationHook, LoadedKeys, PendingSave
 from fsdp_conformance.adapters.sharded import full_copy
 from fsdp_conformance.adapters.torch_checkpoints import FutureSave
-from fsdp_conformance.adapters.torch_like import TorchAdapter, all_units, hybrid_shape, submodules, torch_dtype
+from fsdp_conformance.adapters.torch_like import (
+    TorchAdapter,
+    all_units,
+    hybrid_shape,
+    replace_submodule,
+    submodules,
+    torch_dtype,
+)
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
 from fsdp_conformance.engine import sharding_strategy as engine
 from fsdp_conformance.engine.fully_sharded.checkpoint import load_checkpoint, save_checkpoint, save_checkpoint_async
@@ -333,13 +340,7 @@ class Reference(TorchAdapter):
     def _wrap_unit(self, model: nn.Module, fqn: str, options: Mapping[str, Any]) -> None:
         """Replace a submodule with its wrapper wherever the submodule appears."""
         (module,) = submodules(model, [fqn])
-        wrapped = FullyShardedDataParallel(module, **options)
-        for parent in list(model.modules()):
-            if parent is not wrapped:
-                # Not named_children(), which lists a module that appears twice only once.
-                for key, child in list(parent._modules.items()):
-                    if child is module:
-                        setattr(parent, key, wrapped)
+        replace_submodule(model, module, FullyShardedDataParallel(module, **options))
 
 
 def _precision(plan: Plan, unit: str) -> engine.MixedPrecision:
