@@ -126,6 +126,6 @@ def _signature(record: CaseRecord) -> tuple[object, ...]:
     if finding.check == RAISED:
         return record.verdict, finding.check, re.sub(r"\d+", "", finding.message)
     # Without the figures, which differ from one world size to the next.
-    described = (finding.likely or finding.phase).partition(":")[0]
+    described = (finding.likely or finding.phase or "").partition(":")[0]
     cause = next(iter(causes_in(finding.likely)), described)
     return record.verdict, finding.requirement, finding.check, cause
