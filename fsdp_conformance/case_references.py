@@ -79,9 +79,11 @@ class CaseReferences:
 
         Raises SuiteError if the store has other references.
         """
+        if self.reference_offer is None or self.engine_entered:
+            return
         regime = (regime or Regime()).for_references()
         known = _identity(workload, regime)
-        if self.reference_offer is None or self.engine_entered or known in self.trained_references:
+        if known in self.trained_references:
             return
         source = self._reference_source(workload, regime)
         if source.is_sampled(self.case.id):

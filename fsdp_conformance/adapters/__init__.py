@@ -37,7 +37,7 @@ Adapters:
     torch_replicate     torch's composable replicate
     deepspeed_zero      DeepSpeed ZeRO-1, 2 and 3
     fairscale_fsdp      FairScale's FullyShardedDataParallel
-    megatron_fsdp       Megatron-FSDP, ZeRO-1, 2 and 3
+    megatron_fsdp       Megatron-FSDP with ZeRO-3
     simplefsdp          torchtitan's SimpleFSDP
     accelerate_fsdp2    Accelerate's plugin for FSDP2
     lightning_fsdp2     Lightning Fabric's strategy for FSDP2

@@ -69,7 +69,7 @@ def _tell(root: Path, adapter: Adapter, paths: list[str]) -> None:
     if PurePosixPath(adapter.path).parts[0] == "src" and not _is_importable(adapter):
         print("  pip install --editable .")
     print(f"  fsdp-conformance smoke --implementation {adapter.spec}\n")
-    print(f"It fails until {adapter.class_name}.wrap is filled in, and says so.")
+    print(f"It fails until {adapter.class_name}.wrap is filled in.")
     print(docs.see(docs.ADAPTER))
 
 

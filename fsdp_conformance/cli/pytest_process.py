@@ -150,6 +150,7 @@ class PytestProcess:
                 self.log_problem = str(error)
             for line in self._early:
                 self._write(line)
+            self._early.clear()
         self._order({"pytest": words})
 
     def _order(self, order: Mapping[str, Any]) -> None:

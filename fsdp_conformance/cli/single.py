@@ -1,4 +1,4 @@
-"""One case in this process, for the commands that look at a single case: it imports torch, and the ranks are forked."""
+"""What `smoke` and the commands about one case do in their own process: it imports torch, and the ranks are forked."""
 
 from __future__ import annotations
 

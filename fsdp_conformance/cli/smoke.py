@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from fsdp_conformance import docs
-from fsdp_conformance.cli import messages, selection
+from fsdp_conformance.cli import messages, single
 from fsdp_conformance.cli.arguments import DEFAULTS, settings_of_device
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.report.terminal import duration
@@ -35,14 +35,8 @@ def main(arguments: argparse.Namespace) -> int:
             f"my_adapter.py:MyAdapter, or an installed one, such as {DEFAULTS.implementation}"
         )
     device = settings_of_device(arguments).device
-    # Only this command imports torch into its own process: the ranks are its children.
-    from fsdp_conformance.harness.processes.forkserver import import_and_fork
-
-    import_and_fork()
+    single.prepare(device, spec)
     from fsdp_conformance.adapters.smoke import smoke
-    from fsdp_conformance.cli.surveyor import survey_here
-
-    selection.check_device(survey_here(device, spec).machine)
 
     began = time.monotonic()
     results = smoke(spec, device=device)

@@ -1,5 +1,5 @@
 """
-torchtitan's SimpleFSDP makes a parameter of its own for each name of a tied weight, without a word.
+torchtitan's SimpleFSDP silently makes a separate parameter for each name of a tied weight.
 
 Expected after data_parallel(): one parameter with two names, as before, or an exception. Got with torchtitan 0.3.0: two
 parameters, which get different values in training.
