@@ -38,6 +38,7 @@ class Parity(RankTestCase):
 
     case_timeout_s = 120.0
 
+    @pytest.mark.slow
     def test_sgd_and_adam(self) -> None:
         """Every engine, with SGD and momentum and with Adam."""
         for name in ENGINES:
@@ -52,12 +53,14 @@ class Parity(RankTestCase):
             self.assertEqual(len(zeros), 6 if name in FLAT else 0, name)
             self.assertEqual([], [line for line in found if line not in zeros], name)
 
+    @pytest.mark.slow
     def test_micro_batches(self) -> None:
         """Micro-batches add up, reduced each, deferred, and in between."""
         for name in ENGINES:
             for reduced in ((True, True, True), (False, False, True), (False, True, True)):
                 self.assert_trains(name, regime=Regime(steps=2, micro_batches=3, reduced=reduced))
 
+    @pytest.mark.slow
     def test_clipping(self) -> None:
         """The total norm, by the 2-norm and by another one, and what follows from it."""
         for name in ENGINES:
@@ -65,6 +68,7 @@ class Parity(RankTestCase):
                 history = self.assert_trains(name, regime=Regime(max_norm=0.1, norm_type=norm_type))
                 self.assertIsNotNone(history.steps[0].grad_norm, name)
 
+    @pytest.mark.slow
     def test_loss_scaling(self) -> None:
         """Scaling by powers of two changes nothing; the scale grows after every second step, clipped or not."""
         for name in ENGINES:
@@ -121,6 +125,7 @@ class Parity(RankTestCase):
             for key, value in values.items():
                 torch.testing.assert_close(history.initial_params[key], value, rtol=0, atol=0)
 
+    @pytest.mark.slow
     def test_optimizer_state_in_full(self) -> None:
         """Momentum comes back in full, under original names, and is the same for every engine."""
         expected: dict[str, torch.Tensor] = {}
@@ -134,6 +139,7 @@ class Parity(RankTestCase):
             for key, value in expected.items():
                 torch.testing.assert_close(got[key], value, rtol=1e-4, atol=1e-6, msg=f"{name} {key}")
 
+    @pytest.mark.slow
     def test_freezing_between_steps(self) -> None:
         """A parameter that is frozen for a step has no gradient in it and keeps its value."""
         for name in ENGINES:
@@ -213,6 +219,7 @@ class _Failing(TorchFSDP2):
 class Placement(RankTestCase):
     """What a rank holds, and when."""
 
+    @pytest.mark.slow
     def test_bytes_held(self) -> None:
         """Sharding engines hold half of parameters and state on two ranks, the others all of it."""
         for name in ENGINES:
@@ -287,6 +294,7 @@ class Four(RankTestCase):
     def world_size(self) -> int:
         return 4
 
+    @pytest.mark.slow
     def test_hybrid_and_smaller_groups(self) -> None:
         """Hybrid sharding reduces over all ranks; resharding to a group of two gathers within it in backward."""
         for name in ("torch-fsdp1", "torch-fsdp2"):

@@ -54,6 +54,7 @@ def test_correct_histories_pass(name: str) -> None:
     assert sum(result.count.elements for result in results) > 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["norm-mlp", "transformer", "batch-norm", "tiny", "uneven"])
 def test_correct_histories_pass_under_adam(name: str) -> None:
     """So do ten steps of Adam, where a gradient that is zero but for rounding moves its parameter at random."""

@@ -39,6 +39,7 @@ def test_processes_are_counted_once(script: dict[str, Any]) -> None:
     assert [{"pid": 7, "cpu seconds": 1.5, "peak bytes": 301, "proportional bytes": 130}, read[2]] == found
 
 
+@pytest.mark.slow
 def test_a_right_engine_is_measured(script: dict[str, Any]) -> None:
     """Two simulated ranks are one process, and use less than two processes do."""
     simulated, apart = (script["measured"]("torch-fsdp2", ranks, 2) for ranks in ("simulated", "processes"))
@@ -48,6 +49,7 @@ def test_a_right_engine_is_measured(script: dict[str, Any]) -> None:
     assert simulated.peak_bytes < apart.peak_bytes
 
 
+@pytest.mark.slow
 def test_a_wrong_engine_is_not(script: dict[str, Any]) -> None:
     """The benchmark ends with the finding."""
     with pytest.raises(SystemExit, match=r"(?s)2 ranks \(simulated\) is FAIL.*R003"):

@@ -74,6 +74,7 @@ def test_runs_of_different_things_are_status_2(name: str, old: str, tmp_path: Pa
     assert f"the runs have different {name}s" in refused.err
 
 
+@pytest.mark.slow
 def test_files_that_are_not_finished_runs_are_status_2(old: str, tmp_path: Path) -> None:
     """Missing, foreign, aborted or edited."""
     (tmp_path / "foreign").write_text("{}", encoding="utf-8")

@@ -42,6 +42,7 @@ def machine(*, device: str = "cuda", num_ranks: int | None = 2, backend: str = "
     )
 
 
+@pytest.mark.slow
 def test_every_case_is_listed_once_with_what_it_would_do(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """By chapter; the last line counts."""
     found = listed(suite, tmp_path)
@@ -55,6 +56,7 @@ def test_every_case_is_listed_once_with_what_it_would_do(suite: mini_suite.MiniS
     )
 
 
+@pytest.mark.slow
 def test_the_list_takes_the_options_that_select(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
     """The same as `run`."""
     found = listed(suite, tmp_path, "--requirement", "R001,R017", "--case", "*-ws2")

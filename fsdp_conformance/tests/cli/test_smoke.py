@@ -88,6 +88,7 @@ def test_a_real_adapter_that_shards_nothing_is_judged_on_real_ranks(tmp_path: Pa
     assert "ADAPTER-05 " in found.out
 
 
+@pytest.mark.slow
 def test_an_adapter_that_cannot_be_imported_is_wrong_usage(tmp_path: Path) -> None:
     """Status 2, before a rank is started."""
     found = said("smoke", with_adapter(tmp_path, "import no_such_engine\n"))

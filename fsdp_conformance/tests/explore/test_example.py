@@ -37,6 +37,7 @@ def _planned(model: DrawnModel, **rest: object) -> Example:
     return Example(model=model, plan=Plan(units=model.units()), **rest)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(examples(ALL))
 def test_what_is_drawn_can_be_written_and_built(example: Example) -> None:
@@ -67,6 +68,7 @@ def _named(example: Example) -> set[str]:
     return found | {name for event in regime.events for name in event.names}
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(examples(ALL))
 def test_a_simpler_example_is_whole_and_asks_for_no_more(example: Example) -> None:

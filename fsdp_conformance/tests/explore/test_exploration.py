@@ -67,6 +67,7 @@ def test_the_same_seed_draws_the_same() -> None:
     assert engines[0].ran != engines[2].ran
 
 
+@pytest.mark.slow
 def test_a_failure_of_two_axes_is_found_and_shrunk_to_them() -> None:
     """The smallest example has the two axes that it takes, and hardly anything else."""
 
@@ -83,6 +84,7 @@ def test_a_failure_of_two_axes_is_found_and_shrunk_to_them() -> None:
     assert failure.shrinks <= 60
 
 
+@pytest.mark.slow
 def test_a_failure_after_an_event_is_shrunk_to_it() -> None:
     """An engine that keeps the old learning rate in accumulation is shown with that event and nothing else."""
 
@@ -99,9 +101,14 @@ def test_a_failure_after_an_event_is_shrunk_to_it() -> None:
     assert len(failure.needs) <= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("action", "left"),
-    [(Action.LOAD, {Action.SAVE, Action.LOAD}), (Action.SAVE, {Action.SAVE}), (Action.RAISE, {Action.RAISE})],
+    [
+        (Action.LOAD, {Action.SAVE, Action.LOAD}),
+        pytest.param(Action.SAVE, {Action.SAVE}, marks=pytest.mark.nightly),
+        pytest.param(Action.RAISE, {Action.RAISE}, marks=pytest.mark.nightly),
+    ],
 )
 def test_checkpoints_and_exceptions_are_drawn_and_shrunk(action: Action, left: set[Action]) -> None:
     """An engine that is wrong after one of them is shown with it alone; a load keeps the save that it needs."""
@@ -116,6 +123,7 @@ def test_checkpoints_and_exceptions_are_drawn_and_shrunk(action: Action, left: s
     assert len(failure.needs) <= 2
 
 
+@pytest.mark.slow
 def test_different_failures_are_told_apart_and_each_is_told_once() -> None:
     """A second defect is found although the first one is common."""
 
@@ -131,6 +139,7 @@ def test_different_failures_are_told_apart_and_each_is_told_once() -> None:
     assert found.left_out > 0
 
 
+@pytest.mark.slow
 def test_a_known_failure_does_not_hide_another_one() -> None:
     """Examples that have what the known failure needs are left out, and the others go on."""
 
@@ -170,6 +179,7 @@ def test_what_judges_nobody_is_counted_with_its_reason() -> None:
     assert not {"2", "3"} & set(found.covered["world size"])
 
 
+@pytest.mark.slow
 def test_an_engine_that_fails_now_and_then() -> None:
     """A failure that does not repeat while it is shrunk is told as it was drawn."""
     seen: list[Example] = []

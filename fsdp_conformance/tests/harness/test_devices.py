@@ -145,6 +145,7 @@ def test_large_lease_is_not_starved(tmp_path: Path) -> None:
     assert order == ["small given back", "large"]
 
 
+@pytest.mark.slow
 def test_lease_ends_with_its_holder(tmp_path: Path) -> None:
     """A holder that is killed holds nothing."""
     code = (

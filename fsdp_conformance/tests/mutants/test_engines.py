@@ -129,6 +129,7 @@ def test_the_registry_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["R001/exact-probe-ws2", "R093/deferred-micro-batches2-ws2"])
 @pytest.mark.parametrize("engine", ["SeamReference", "SeamFSDP1"])
 def test_the_other_bases_are_right(engine: str, case: str) -> None:
@@ -138,6 +139,7 @@ def test_the_other_bases_are_right(engine: str, case: str) -> None:
     assert (Verdict.PASS, []) == (record.verdict, list(record.findings)), record.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["R151/parity-2x2-ws4", "R151/collectives-2x2-ws4"])
 def test_the_hybrid_base_is_right(case: str) -> None:
     """The engine that wrong hybrid sharding is made of passes what its mutants fail."""

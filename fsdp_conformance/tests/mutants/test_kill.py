@@ -112,6 +112,7 @@ def test_an_exception_beside_a_comparison_does_no_harm() -> None:
     assert kill.reason(_record(_finding("R092", "training", RAISED), found), _mutant()) == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "mutant", "verdict"),
     [

@@ -25,6 +25,7 @@ CASES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_exchanged_gradients_are_right(case: str) -> None:
     """Gradients that are exchanged and added on each rank are reduced, by whatever collective."""

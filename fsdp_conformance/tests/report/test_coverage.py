@@ -166,6 +166,7 @@ def test_the_page_has_a_table_for_each_chapter() -> None:
     )
 
 
+@pytest.mark.slow
 def test_the_command_shows_runs_beside_the_contract(tmp_path: Path) -> None:
     """Each requirement with a case; a run of a profile of one's own is refused, because its cases are nobody else's."""
     own = said("scoreboard", "--coverage", str(test_tally.ran(tmp_path / "own").run.path))

@@ -320,6 +320,7 @@ def _selection_that_certifies() -> Profile:
     return replace(load_profile("smoke"), certifies=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [_one_case, _everything_is_an_extension, _selection_that_certifies])
 def test_a_profile_of_ones_own_certifies_nothing(tmp_path: Path, make: Callable[[], Profile]) -> None:
     """Whatever name it bears, in a run and in `verify`, from a file and from memory."""

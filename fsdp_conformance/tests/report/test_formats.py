@@ -184,6 +184,7 @@ def smoke_run(directory: Path) -> Verification:
 class TestCommand:
     """`fsdp-conformance export`."""
 
+    @pytest.mark.slow
     def test_every_format(self, tmp_path: Path) -> None:
         """On standard output, or in a file in a directory that is made."""
         ran = smoke_run(tmp_path / "run")

@@ -100,6 +100,7 @@ def test_an_edited_run_is_refused(tmp_path: Path) -> None:
         scoreboard([read(path)])
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_or_json(tmp_path: Path) -> None:
     """A run of a profile that is not shipped cannot be read by name: the message says so."""
     found = said("scoreboard", str(tmp_path))

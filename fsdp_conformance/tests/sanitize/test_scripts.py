@@ -30,7 +30,7 @@ def as_cuda(script: str, *arguments: str, cwd: Path, world_size: int = 2) -> San
         ("fsdp2", ["--mixed-precision", "--dcp", "checkpoint"]),
         pytest.param("mixed_precision", ["--dtype", "float16"], marks=pytest.mark.nightly),
         pytest.param("mixed_precision", ["--dtype", "bfloat16", "--old-names"], marks=pytest.mark.nightly),
-        ("prefetch", []),
+        pytest.param("prefetch", [], marks=pytest.mark.nightly),
         pytest.param("overlap", [], marks=pytest.mark.nightly),
         pytest.param("readback", [], marks=pytest.mark.nightly),
     ],

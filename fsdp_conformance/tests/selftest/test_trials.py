@@ -69,6 +69,7 @@ def test_a_case_that_torch_fails_kills_a_mutant_of_another_engine() -> None:
 _TRIAL = Trial(kind=Kind.KILL, group="gradients", engine="sum-instead-of-mean", case="R001/exact-probe-ws2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trial", "good", "text"),
     [
@@ -101,6 +102,7 @@ def test_a_correct_engine_that_a_case_fails(monkeypatch: pytest.MonkeyPatch) -> 
     assert result.text.startswith("fsdp2 on R001/exact-probe-ws2: FAIL: R003 (gradient parity)")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["torch-fsdp2", "reference"])
 def test_losses_of_a_correct_engine(engine: str) -> None:
     """They are the unwrapped model's, much closer than the usual bound."""

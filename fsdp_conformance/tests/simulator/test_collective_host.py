@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -95,6 +96,7 @@ class Host(OnSim):
         self.assertEqual([True, True, True], [work.is_completed(), event.query(), sim.current_stream().query()])
         self.assertEqual([2.0], mine.tolist())
 
+    @pytest.mark.slow
     def test_a_timeout_is_the_hosts(self) -> None:
         """`wait(timeout)` blocks the host; a Work that is too late takes its group down."""
         group = dist.new_group([0, 1])
@@ -111,6 +113,7 @@ class Host(OnSim):
                 dist.all_reduce(mine, group=group)
         checker.clear()
 
+    @pytest.mark.slow
     def test_the_groups_timeout(self) -> None:
         """Waiting for a missing result raises after the group's timeout and names the collective."""
         # The timeout also applies to creating the group, so all ranks must arrive at about the same time.

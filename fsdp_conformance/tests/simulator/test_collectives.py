@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import _make_nccl_premul_sum
@@ -125,6 +126,7 @@ class ResultsOnFour(OnSim):
 
     world_size = 4
 
+    @pytest.mark.slow
     def test_programs(self) -> None:
         """Bit for bit gloo's: in single and in half precision."""
         for dtype in (torch.float32, torch.bfloat16):

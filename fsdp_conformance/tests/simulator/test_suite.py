@@ -226,6 +226,7 @@ class OnTheSimulatedAccelerator(RankTestCase):
 class Cases(unittest.TestCase):
     """Real cases, as a run would run them."""
 
+    @pytest.mark.slow
     def test_a_case_that_asks_for_an_accelerator(self) -> None:
         """It runs on the simulated one, and the record says so."""
         record = run_case(bound_case("R012/before-ws2"), "torch-fsdp2")
@@ -234,6 +235,7 @@ class Cases(unittest.TestCase):
         self.assertIn("--device sim --case R012/before-ws2", record.repro)
         self.assertIn("stream safety", record.measurements)
 
+    @pytest.mark.slow
     def test_a_case_without_wish_stays_on_the_cpu(self) -> None:
         """Unless the run is on the simulated accelerator."""
         bound = bound_case("R003/every-rank-contributes-once-ws2")
@@ -247,6 +249,7 @@ class Cases(unittest.TestCase):
 
         self.assertEqual((Verdict.NOT_RUN_ENV, "cpu"), (record.verdict, record.device))
 
+    @pytest.mark.slow
     def test_a_race_fails_the_case_with_both_stacks(self) -> None:
         """The finding is an argument that a person can follow."""
         bound = bound_case("R075/stream-safety-plain-ws2")

@@ -220,6 +220,7 @@ def test_a_collective_that_a_rank_never_calls() -> None:
     assert "not there: rank 1 (at collective 1, barrier())" in str(raised.value)
 
 
+@pytest.mark.slow
 @in_process_of_its_own
 def test_the_deadline_shows_all_stacks() -> None:
     """Ranks that do not end are shown where they are, and their next collective ends them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -48,6 +49,7 @@ class CallbackTest(BucketerTestCase):
 
         self.check_results({0: (2,), 1: (3,), 2: (4,), 3: (17,)})
 
+    @pytest.mark.slow
     def test_a_callback_that_flushes_and_waits(self) -> None:
         """It may: the callbacks after it run inside, in order, each once."""
         bucketer = self.start()

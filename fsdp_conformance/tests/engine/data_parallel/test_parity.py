@@ -101,6 +101,7 @@ class TwoRanks(ParityTestCase):
             workload = workload_by_name(name)
             self.assert_bitwise(workload, options=OPTIONS if workload.exact else OPTIONS[:2])
 
+    @pytest.mark.slow
     def test_accumulation(self) -> None:
         """Micro-batches: each reduced, deferred, and interleaved."""
         workload = workload_by_name("exact-accumulation")
@@ -144,6 +145,7 @@ class OneRank(ParityTestCase):
     def world_size(self) -> int:
         return 1
 
+    @pytest.mark.slow
     def test_exact_probes(self) -> None:
         """Bitwise, without a collective."""
         for workload in exact_workloads():
@@ -161,6 +163,8 @@ class ThreeRanks(ParityTestCase):
     def world_size(self) -> int:
         return 3
 
+    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_exact_probes(self) -> None:
         """Bitwise in every option."""
         for workload in exact_workloads():

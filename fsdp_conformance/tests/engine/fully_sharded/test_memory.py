@@ -80,6 +80,8 @@ class TestOnTheCPU(ShardedTestCase):
         with one_gloo_thread():
             super().init_rank()
 
+    @pytest.mark.slow
+    @pytest.mark.nightly
     def test_two_hundred_steps(self) -> None:
         """Exactly as many bytes are alive after the last steps as after the first ones."""
         for name, options in CONFIGURATIONS.items():

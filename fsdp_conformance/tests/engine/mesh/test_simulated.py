@@ -103,6 +103,7 @@ class SimulatedMeshTest(SimulatedRanks):
         with checker.suspended():
             return result.to("cpu") / 2, found, sites
 
+    @pytest.mark.slow
     def test_clean_and_equal_to_the_cpu(self) -> None:
         """Every collective: the CPU's result, no hazard, and hazards without any waits."""
         for name in PROGRAMS:

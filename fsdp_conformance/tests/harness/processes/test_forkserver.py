@@ -103,6 +103,7 @@ def value_of(path: str) -> object:
     return {"loaded": loaded, "value": preload.import_file(Path(path)).VALUE, "parent": os.getppid()}
 
 
+@pytest.mark.slow
 def test_longer_list_grows_a_server_and_retires_the_last(tmp_path: Path) -> None:
     """A new module costs its own import; of the servers grown for it only the newest stays."""
     first = module_file(tmp_path, "first", "VALUE = 1")
@@ -120,6 +121,7 @@ def test_longer_list_grows_a_server_and_retires_the_last(tmp_path: Path) -> None
     assert base == run_in_child(facts)["parent"]
 
 
+@pytest.mark.slow
 def test_server_that_was_killed_is_started_again(tmp_path: Path) -> None:
     """The next child gets a new server, grown or not."""
     path = module_file(tmp_path, "third", "VALUE = 3")
@@ -168,6 +170,7 @@ def send_value(path: str, pipe: object) -> None:
     pipe.send_bytes(json.dumps(value_of(path)).encode())  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
@@ -281,6 +284,7 @@ def test_preload_module_needs_no_torch() -> None:
     assert answer.stdout.strip() == "False"
 
 
+@pytest.mark.slow
 def test_a_long_temporary_directory(tmp_path: Path) -> None:
     """Sockets are bound elsewhere, and nothing is left there or here."""
     long = tmp_path / ("long" * 30)

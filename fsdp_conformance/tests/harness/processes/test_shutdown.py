@@ -11,6 +11,7 @@ import unittest
 from pathlib import Path
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -78,6 +79,7 @@ def run(method: str) -> tuple[list[RankReport | None], list[RankExit], Leaving]:
     return *case.seen, case
 
 
+@pytest.mark.slow
 def test_ranks_with_three_engines_end_with_zero() -> None:
     """gloo's threads outlive their group while an engine holds it, and no rank dies of that."""
     exits = [end for _ in range(NUM_RUNS) for end in run("test_all_three_engines")[1]]

@@ -206,6 +206,7 @@ def test_changes_since_the_baseline() -> None:
     assert "Unchanged: 1 R004/y-ws2: FAIL" in shown.text
 
 
+@pytest.mark.slow
 def test_a_full_run_stays_small() -> None:
     """Every case of the profile, a hundred of them wrong in ways of their own: below a megabyte."""
     line = "#89 closed all_gather 576B float32 [0,1] at checkpointing.py:35 in recomputed (forward, step 1)"
