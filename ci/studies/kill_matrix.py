@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import random
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fsdp_conformance import contract
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.mutants import MUTANTS, kill
@@ -47,21 +48,88 @@ def tried(case: str, mutant: str) -> Pair:
     return Pair(case, mutant, str(record.verdict), found is not None, text)
 
 
-def planned(cases: Sequence[BoundCase], others: int) -> Iterator[tuple[str, str]]:
-    """Each case with the mutants that it names, and with others that offer what it needs."""
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one case is tried on, in this order."""
+
+    case: str
+    named: tuple[str, ...]
+    """The mutants that it names: all of them are tried."""
+    others: tuple[str, ...] = ()
+    """Mutants that it does not name. They are tried until `missing` of them are killed."""
+    missing: int = 0
+
+    def pairs(self) -> Iterator[Pair]:
+        """Try them."""
+        yield from (tried(self.case, mutant) for mutant in self.named)
+        missing = self.missing
+        for mutant in self.others:
+            if missing <= 0:
+                return
+            pair = tried(self.case, mutant)
+            missing -= pair.killed
+            yield pair
+
+
+def planned(cases: Sequence[BoundCase], others: int, there: Sequence[Pair] = ()) -> Iterator[Task]:
+    """
+    What is to be tried: each case on the mutants that it names, and on at most `others` that it does not name.
+
+    `there`: what was tried already, which is not tried again. A case that kills enough mutants which other methods name
+    or kill needs no others.
+    """
+    done: dict[str, set[str]] = defaultdict(set)
+    for pair in there:
+        done[pair.case].add(pair.mutant)
+    general = general_kills(there, *_methods(bound_cases())) if others else {}
     for bound in cases:
-        yield from ((bound.case.id, mutant) for mutant in bound.case.kills)
-    if not others:
-        return
-    declared = {name: registry.load(known.spec).declared() for name, known in MUTANTS.items()}
-    for bound in cases:
-        able = [
-            name
-            for name in MUTANTS
-            if name not in bound.case.kills and declared[name].issuperset(bound.case.needs) and _is_related(bound, name)
-        ]
-        chance = random.Random(bound.case.id)
-        yield from ((bound.case.id, mutant) for mutant in chance.sample(able, min(others, len(able))))
+        id_ = bound.case.id
+        named = tuple(name for name in bound.case.kills if name not in done[id_])
+        missing = ENOUGH - len(general.get(id_, ())) if others else 0
+        able = [name for name in _likeliest(bound) if name not in done[id_]] if missing > 0 else []
+        budget = max(0, others - len(done[id_].difference(bound.case.kills)))
+        yield Task(id_, named, tuple(able[:budget]), missing)
+
+
+def _likeliest(bound: BoundCase) -> list[str]:
+    """
+    The mutants that a case does not name and that declare what it needs, those that it is likely to kill first.
+
+    Those are defects that a requirement of the case names; then those of its chapter; then those that many cases name.
+    """
+    case = bound.case
+    able = [
+        name
+        for name in MUTANTS
+        if name not in case.kills and _declared(name).issuperset(case.needs) and _is_related(bound, name)
+    ]
+    popularity = _popularity()
+    chapter = contract.load().chapter
+    chapters = set(map(chapter, case.requirements))
+
+    def order(name: str) -> tuple[bool, int, bool, int, str]:
+        about = MUTANTS[name].requirements
+        shared = len(set(about).intersection(case.requirements))
+        return (
+            case.requirements[0] not in about,
+            -shared,
+            chapter(about[0]) not in chapters,
+            -popularity[name],
+            name,
+        )
+
+    return sorted(able, key=order)
+
+
+@cache
+def _declared(mutant: str) -> frozenset[str]:
+    return frozenset(registry.load(MUTANTS[mutant].spec).declared())
+
+
+@cache
+def _popularity() -> Counter[str]:
+    """How many methods name each mutant."""
+    return Counter(name for _, name in {(method(bound), name) for bound in bound_cases() for name in bound.case.kills})
 
 
 def _is_related(bound: BoundCase, mutant: str) -> bool:
@@ -96,14 +164,19 @@ def general_kills(
     }
 
 
-def report(pairs: Sequence[Pair], cases: Sequence[BoundCase]) -> int:
-    """Print the figures. Returns the exit status."""
-    methods = {bound.case.id: method(bound) for bound in cases}
-    named: dict[str, set[str]] = defaultdict(set)
+def _methods(cases: Iterable[BoundCase]) -> tuple[dict[str, str], dict[str, set[str]]]:
+    """Case to method, and mutant to the methods that name it."""
+    methods, named = {}, defaultdict(set)
     for bound in cases:
+        methods[bound.case.id] = method(bound)
         for mutant in bound.case.kills:
             named[mutant].add(methods[bound.case.id])
-    pairs = [pair for pair in pairs if pair.case in methods and pair.mutant in MUTANTS]
+    return methods, named
+
+
+def report(pairs: Sequence[Pair], cases: Sequence[BoundCase]) -> int:
+    """Print the figures. Returns the exit status."""
+    methods, named = _methods(cases)
     names = {bound.case.id: set(bound.case.kills) for bound in cases}
     survivors = [pair for pair in pairs if not pair.killed and pair.mutant in names[pair.case]]
     general = general_kills(pairs, methods, named)
@@ -125,18 +198,25 @@ def report(pairs: Sequence[Pair], cases: Sequence[BoundCase]) -> int:
 
 
 def read(path: Path) -> list[Pair]:
-    """The pairs in a file."""
+    """The pairs in a file whose cases and mutants still exist."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [Pair(**json.loads(line)) for line in lines]
+    cases = {bound.case.id for bound in bound_cases()}
+    pairs = [Pair(**json.loads(line)) for line in lines]
+    return [pair for pair in pairs if pair.case in cases and pair.mutant in MUTANTS]
 
 
-def run(pairs: Sequence[tuple[str, str]], path: Path, workers: int) -> None:
-    """Try the pairs, and add a line for each."""
+def run(tasks: Sequence[Task], path: Path, workers: int) -> None:
+    """Do the tasks, and add a line for each pair as soon as its task is done."""
     context = multiprocessing.get_context("spawn")
     with path.open("a", encoding="utf-8") as file, ProcessPoolExecutor(workers, mp_context=context) as pool:
-        for done in as_completed([pool.submit(tried, *pair) for pair in pairs]):
-            file.write(json.dumps(_as_json(done.result())) + "\n")
+        for done in as_completed([pool.submit(_all_of, task) for task in tasks]):
+            for pair in done.result():
+                file.write(json.dumps(_as_json(pair)) + "\n")
             file.flush()
+
+
+def _all_of(task: Task) -> list[Pair]:
+    return list(task.pairs())
 
 
 def _as_json(pair: Pair) -> dict[str, Any]:
@@ -154,8 +234,8 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     cases = [bound for bound in bound_cases() if fnmatchcase(bound.case.id, options.case)]
     if not options.only_read:
-        there = {(pair.case, pair.mutant) for pair in read(options.output)}
-        run([pair for pair in planned(cases, options.others) if pair not in there], options.output, options.workers)
+        tasks = planned(cases, options.others, read(options.output))
+        run([task for task in tasks if task.named or task.others], options.output, options.workers)
     return report(read(options.output), list(bound_cases()))
 
 

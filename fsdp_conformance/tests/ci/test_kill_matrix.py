@@ -40,17 +40,48 @@ def test_a_mutant_of_one_method_alone_does_not_count() -> None:
     }
 
 
-def test_the_plan() -> None:
-    """Named pairs first; the others are drawn from mutants that the case can run on, the same in every run."""
-    cases = [bound for bound in bound_cases() if bound.case.id in ("R001/exact-probe-ws2", "R184/one-axis-ws2")]
-    named = [(bound.case.id, name) for bound in cases for name in bound.case.kills]
-    plan = list(kill_matrix.planned(cases, 3))
-    parts = {name for case, name in plan if case.startswith("R184/")}
+CASES = [bound for bound in bound_cases() if bound.case.id in ("R001/exact-probe-ws2", "R184/one-axis-ws2")]
 
-    assert plan[: len(named)] == named
-    assert len(plan) == len(set(plan)) == len(named) + 3 * len(cases)
-    assert plan == list(kill_matrix.planned(cases, 3))
-    assert {MUTANTS[name].engine for name in parts} == {"reference-components"}
+
+def test_the_plan() -> None:
+    """All that a case names, and at most so many others that it can run on, those with its defects first."""
+    probe, axis = kill_matrix.planned(CASES, 3)
+
+    assert (probe.named, axis.named) == (CASES[0].case.kills, CASES[1].case.kills)
+    assert [len(task.others) for task in (probe, axis)] == [3, 3]
+    assert not set(probe.others).intersection(probe.named)
+    assert all(set(CASES[0].case.requirements).intersection(MUTANTS[name].requirements) for name in probe.others)
+    assert {MUTANTS[name].engine for name in axis.others} == {"reference-components"}
+    assert [task.others for task in kill_matrix.planned(CASES, 0)] == [(), ()]
+
+
+def test_what_was_tried_is_not_planned_again() -> None:
+    """Neither as a named pair nor as another; the budget counts what was tried before."""
+    first = next(kill_matrix.planned(CASES, 3))
+    there = [_pair(first.case, name, killed=False) for name in (first.named[0], *first.others[:2])]
+    again = next(kill_matrix.planned(CASES, 3, there))
+
+    assert again.named == first.named[1:]
+    assert again.others == first.others[2:]
+    assert again.missing == kill_matrix.ENOUGH
+
+
+def test_a_case_that_kills_enough_needs_no_others() -> None:
+    """Mutants that other methods name, or kill."""
+    case = CASES[0].case
+    popular = [_pair(id_, name) for name in case.kills for id_ in (case.id, "R184/one-axis-ws2")]
+
+    assert [(task.named, task.others) for task in kill_matrix.planned(CASES[:1], 3, popular)] == [((), ())]
+
+
+def test_others_are_tried_until_enough_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest of them is left; every named one is tried."""
+    monkeypatch.setattr(
+        kill_matrix, "tried", lambda case, mutant: _pair(case, mutant, killed=mutant.startswith("killed"))
+    )
+    task = kill_matrix.Task("R001/a-ws2", ("killed-0", "killed-1"), ("alive", "killed-2", "killed-3", "killed-4"), 2)
+
+    assert [pair.mutant for pair in task.pairs()] == ["killed-0", "killed-1", "alive", "killed-2", "killed-3"]
 
 
 def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,6 +90,7 @@ def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file.write_text(
         '{"case": "R001/exact-probe-ws2", "mutant": "sum-instead-of-mean", "verdict": "PASS", "killed": false,'
         ' "text": "not seen"}\n'
+        '{"case": "R001/gone-ws2", "mutant": "sum-instead-of-mean", "verdict": "PASS", "killed": false, "text": ""}\n'
     )
 
     assert kill_matrix.main(["--output", str(file), "--only-read"]) == 1
