@@ -17,6 +17,7 @@ Commands:
     explain         a requirement or a case, with what a run found
     verify          the verdict, derived again from a run file
     compare         the verdicts that differ between two runs
+    trend           stored runs in the order of their dates
     export          a run in a format that another program reads
     scoreboard      several engines side by side
     update_expectations  the failures of a run, written into conformance.toml

@@ -293,6 +293,11 @@ def _add_readers(command: Callable[..., Parser]) -> None:
     _add_json(compare, "the comparison")
     compare.add_argument("--force", action="store_true", help="compare different implementations or devices, too")
 
+    trend = command("trend", "show since when cases fail, and what became slower, over stored runs")
+    trend.add_argument("directory", metavar="DIR", help="where the run files are, in directories of any depth")
+    _add_json(trend, "the trends")
+    trend.add_argument("--annotations", action="store_true", help="print only GitHub annotations of new failures")
+
     export = command("export", "print a run in a format that other programs read")
     export.add_argument("run_file", metavar="RUN", help="a run file, or its directory")
     export.add_argument("--format", choices=FORMATS, required=True, help="what to write: " + ", ".join(FORMATS))

@@ -18,6 +18,7 @@ What a run leaves: the run file, the certificate that follows from it, and the t
     html           a run as one HTML file
     formats        a run in the formats that other programs read
     comparison     the verdicts that differ between two runs
+    trend          stored runs in the order of their dates
     scoreboard     several engines side by side, requirement by requirement
     tally          what an engine's runs show of each case, small enough to keep
     coverage       the whole contract: what judges each requirement, who can be judged, what runs show
