@@ -9,7 +9,7 @@ from pathlib import Path
 from fsdp_conformance.cli import report_dir
 from fsdp_conformance.contract.profile import known_cases
 from fsdp_conformance.errors import RunFileError, UsageError
-from fsdp_conformance.report.expectation_writer import updated
+from fsdp_conformance.report.expectation_writer import Update, updated
 from fsdp_conformance.report.last_run import last_run
 from fsdp_conformance.report.verify import profile_of, verify
 from fsdp_conformance.status import Status
@@ -17,7 +17,7 @@ from fsdp_conformance.status import Status
 
 def main(arguments: argparse.Namespace) -> int:
     """
-    Write the file, and print what changed in it.
+    Write the file, and print what changed in it. Returns 1 if a case failed that the list cannot have, else 0.
 
     Raises UsageError if there is no run, RunFileError for one that did not finish or was edited.
     """
@@ -31,10 +31,22 @@ def main(arguments: argparse.Namespace) -> int:
     today = dt.datetime.now(dt.UTC).date()
     cases = known_cases(profile_of(verification.run))
     update = updated(path, verification.run, profile_cases=cases, today=today)
-    if not update.changes:
+    for told in update.left_out:
+        print(f"left out  {told}")
+    if update.changes:
+        path.write_text(update.text, encoding="utf-8")
+        print(
+            *(f"removed   {case}" for case in update.removed), *(f"added     {case}" for case in update.added), sep="\n"
+        )
+        print(f"{path}: {len(update.added)} added, {len(update.removed)} removed{_repair(update)}")
+    elif update.left_out:
+        print(f"{path}: nothing to change{_repair(update)}")
+    else:
         print(f"{path}: nothing to change, the run is as expected")
-        return Status.CERTIFIED
-    path.write_text(update.text, encoding="utf-8")
-    print("\n".join([*(f"removed  {case}" for case in update.removed), *(f"added    {case}" for case in update.added)]))
-    print(f"{path}: {len(update.added)} added, {len(update.removed)} removed")
-    return Status.CERTIFIED
+    return Status.NOT_CERTIFIED if update.left_out else Status.CERTIFIED
+
+
+def _repair(update: Update) -> str:
+    """What to do about the cases that are left out."""
+    count = len(update.left_out)
+    return f"; repair the adapter or the suite for the {count} left out" if count else ""

@@ -21,10 +21,14 @@ from fsdp_conformance.report.expectations import (
     what_happened,
 )
 from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.verdict import Verdict
 
 _PREAMBLE = """\
 Failures that are known. An entry changes no verdict: it tells what is known from what is new.
 Written by `fsdp-conformance update-expectations`; correct the reasons, add links, and give entries a day to expire."""
+
+#: Verdicts that are mended, not expected.
+_NOT_OF_THE_ENGINE = frozenset({Verdict.ERROR_ADAPTER, Verdict.ERROR_SUITE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,8 @@ class Update:
     added: tuple[str, ...]
     removed: tuple[str, ...]
     """Case ids or globs of the entries."""
+    left_out: tuple[str, ...] = ()
+    """Cases that say nothing about the implementation, each with its verdict and what happened."""
 
     @property
     def changes(self) -> bool:
@@ -46,6 +52,7 @@ def updated(path: Path, run: RunFile, *, profile_cases: Sequence[str], today: dt
     """
     What the file has to say so that the run is as expected. Comments and entries of other runs are kept.
 
+    A case in which the adapter or the suite is wrong gets no entry: the list is for what is known of the implementation.
     A glob of which only some cases still hold is replaced by entries for these. Expired entries stay: a person has to
     look at them. Raises UsageError if the file exists and cannot be read.
     """
@@ -65,13 +72,13 @@ def updated(path: Path, run: RunFile, *, profile_cases: Sequence[str], today: dt
         split += [_table(record, run, like=entries[index]) for record in holding]
         del kept[index]
     remaining += [_expectation(table) for table in split]
+    records = {record.case: record for record in run.records}
     missing = [
-        surprise.case
+        records[surprise.case]
         for surprise in judge(run, remaining, profile_cases=profile_cases, today=today).surprises
         if surprise.kind in (Kind.NEW, Kind.CHANGED)
     ]
-    records = {record.case: record for record in run.records}
-    new = split + [_table(records[case], run) for case in missing]
+    new = split + [_table(record, run) for record in missing if record.verdict not in _NOT_OF_THE_ENGINE]
     for table in new:
         kept.append(table)
     if TABLE not in document and new:
@@ -80,6 +87,11 @@ def updated(path: Path, run: RunFile, *, profile_cases: Sequence[str], today: dt
         text=tomlkit.dumps(document),
         added=tuple(str(table["case"]) for table in new),
         removed=tuple(reversed(removed)),
+        left_out=tuple(
+            f"{record.case}: {record.verdict}: {what_happened(record)}"
+            for record in missing
+            if record.verdict in _NOT_OF_THE_ENGINE
+        ),
     )
 
 

@@ -186,6 +186,18 @@ def test_a_run_is_as_expected_once_it_has_been_written(tmp_path: Path) -> None:
     assert (first.implementation, first.device, first.reason[:4]) == ("mine", "cpu", "R117")
 
 
+@pytest.mark.parametrize("verdict", [Verdict.ERROR_ADAPTER, Verdict.ERROR_SUITE])
+def test_what_is_no_failure_of_the_engine_is_left_out(verdict: Verdict, tmp_path: Path) -> None:
+    """An entry would make a broken adapter look as expected. One that a person wrote is kept."""
+    path = tmp_path / "conformance.toml"
+    run = a_run(a_record(UNUSED, verdict, reason="full_params() raised"), a_record(ORDER, Verdict.FAIL))
+    update = updated(path, run, profile_cases=(UNUSED, ORDER, PARITY), today=TODAY)
+
+    assert (update.added, update.left_out) == ((ORDER,), (f"{UNUSED}: {verdict}: full_params() raised",))
+    path.write_text(f'[[expect]]\ncase = "{UNUSED}"\nverdict = "{verdict}"\nreason = "we know"\n', encoding="utf-8")
+    assert updated(path, run, profile_cases=(UNUSED, ORDER, PARITY), today=TODAY).left_out == ()
+
+
 def test_what_people_wrote_is_kept(tmp_path: Path) -> None:
     """Comments, links, entries of other engines and of cases that did not run; what is fixed goes."""
     path = tmp_path / "conformance.toml"
