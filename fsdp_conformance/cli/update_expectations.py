@@ -35,9 +35,8 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"left out  {told}")
     if update.changes:
         path.write_text(update.text, encoding="utf-8")
-        print(
-            *(f"removed   {case}" for case in update.removed), *(f"added     {case}" for case in update.added), sep="\n"
-        )
+        changes = [*(f"removed   {case}" for case in update.removed), *(f"added     {case}" for case in update.added)]
+        print("\n".join(changes))
         print(f"{path}: {len(update.added)} added, {len(update.removed)} removed{_repair(update)}")
     elif update.left_out:
         print(f"{path}: nothing to change{_repair(update)}")

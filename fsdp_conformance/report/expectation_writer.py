@@ -52,9 +52,9 @@ def updated(path: Path, run: RunFile, *, profile_cases: Sequence[str], today: dt
     """
     What the file has to say so that the run is as expected. Comments and entries of other runs are kept.
 
-    A case in which the adapter or the suite is wrong gets no entry: the list is for what is known of the implementation.
-    A glob of which only some cases still hold is replaced by entries for these. Expired entries stay: a person has to
-    look at them. Raises UsageError if the file exists and cannot be read.
+    A case in which the adapter or the suite is wrong gets no entry: the list is for what is known of the engine. A glob
+    of which only some cases still hold is replaced by entries for these. Expired entries stay: a person has to look at
+    them. Raises UsageError if the file exists and cannot be read.
     """
     exists = path.exists()
     entries = load_expectations(path) if exists else ()
