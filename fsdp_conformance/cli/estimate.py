@@ -13,7 +13,7 @@ from fsdp_conformance.report.terminal import duration
 SECONDS_PER_RANK: Mapping[str, float] = {"cpu": 0.3, "sim": 0.45}
 
 #: Until the first case begins: pytest, torch and the warm process that ranks are forked from.
-START_S = 5.0
+START_S = 4.0
 
 
 def estimate(cases: Sequence[tuple[Case, str]], *, workers: int = 1, last: RunFile | None = None) -> tuple[float, str]:
@@ -39,7 +39,8 @@ def estimate(cases: Sequence[tuple[Case, str]], *, workers: int = 1, last: RunFi
 
 
 def in_words(seconds: float) -> str:
-    """ "about 25 s", "about 3 min": as exact as an estimate can be."""
+    """ "about 5 s", "about 25 s", "about 3 min": as exact as an estimate can be."""
     if seconds > 90:
         return f"about {round(seconds / 60)} min"
-    return f"about {duration(max(10, 5 * round(seconds / 5)))}"
+    rounded = max(5, 5 * round(seconds / 5))
+    return "about 5 s" if rounded == 5 else f"about {duration(rounded)}"

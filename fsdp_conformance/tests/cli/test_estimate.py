@@ -42,7 +42,8 @@ def test_workers_share_the_cases() -> None:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(5.2, "about 10 s"), (33, "about 35 s"), (89, "about 1 min 30 s"), (170, "about 3 min")]
+    ("seconds", "text"),
+    [(0.1, "about 5 s"), (5.2, "about 5 s"), (33, "about 35 s"), (89, "about 1 min 30 s"), (170, "about 3 min")],
 )
 def test_an_estimate_is_rounded(seconds: float, text: str) -> None:
     """More digits would promise too much."""

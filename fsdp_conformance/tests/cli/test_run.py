@@ -112,8 +112,8 @@ def test_the_selection_and_its_duration_are_announced(suite: mini_suite.MiniSuit
     assert (
         "1 case cannot run here; for the reasons: fsdp-conformance list --not-run --implementation mine.py" in first.out
     )
-    assert "running 3 cases: about 10 s (estimated from typical durations on 2 cores)" in first.out
-    assert "running 3 cases: about 10 s (measured in the last run)" in second.out
+    assert "running 3 cases: about 5 s (estimated from typical durations on 2 cores)" in first.out
+    assert "running 3 cases: about 5 s (measured in the last run)" in second.out
 
 
 def test_a_command_that_is_suggested_can_be_read(suite: mini_suite.MiniSuite, tmp_path: Path) -> None:
