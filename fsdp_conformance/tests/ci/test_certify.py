@@ -32,7 +32,7 @@ def certify(tmp_path: Path, *arguments: str, quick: int = 0, whole: int = 0) -> 
     for name in ("certify", "children.sh", "constraints-deepspeed.txt"):
         shutil.copy(ROOT / "ci" / name, tmp_path / "ci")
     scripts = {
-        tmp_path / "ci/setup": f"#!/bin/sh\necho {tmp_path / 'env'}\n",
+        tmp_path / "ci/setup": f'#!/bin/sh\necho "$@" >>"{tmp_path}/setups"\necho {tmp_path / "env"}\n',
         binaries / "python": f'#!/bin/sh\nexec {sys.executable} "$@"\n',
         binaries / "fsdp-conformance": _COMMAND.format(calls=calls, quick=quick, whole=whole),
     }
@@ -72,6 +72,17 @@ def test_workers_alone_change_nothing_else(workers: list[str], tmp_path: Path) -
         f"run --implementation x --report {tmp_path}/r/quick/x {' '.join(workers)} --profile quick",
         f"run --implementation x --report {tmp_path}/r/x {' '.join(workers)}",
     ]
+
+
+def test_another_version_of_torch_has_an_environment_of_its_own(tmp_path: Path) -> None:
+    """The option is not passed on, and there is a quick round."""
+    _, calls, _ = certify(tmp_path, "--implementation", "reference", "--torch", "2.6")
+
+    assert calls == [
+        f"run --implementation reference --report {tmp_path}/r/quick/reference -n auto --profile quick",
+        f"run --implementation reference --report {tmp_path}/r/reference -n auto",
+    ]
+    assert set((tmp_path / "setups").read_text(encoding="utf-8").split()) == {"torch-2.6"}
 
 
 @pytest.mark.parametrize(("options", "passed_on"), [(["--case", "R001"], ["--case", "R001"]), (["--whole"], [])])

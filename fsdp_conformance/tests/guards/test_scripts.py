@@ -54,6 +54,10 @@ def test_ci_and_a_person_run_the_same_command(tmp_path: Path) -> None:
         ("ci/bench/run", ["no-such-benchmark"]),
         ("ci/bench/run", ["run"]),
         ("ci/certify", ["--with"]),
+        ("ci/certify", ["--torch", "new"]),
+        ("ci/certify", ["--torch", "2.6", "--with", "deepspeed"]),
+        ("ci/versions", ["2.6.0"]),
+        ("ci/versions", ["--only", "everything"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
