@@ -229,10 +229,13 @@ def main(words: Sequence[str] | None = None) -> int:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--others", type=int, default=0)
     parser.add_argument("--case", default="*")
+    parser.add_argument("--one", action="store_true")
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--only-read", action="store_true")
     options = parser.parse_args(words)
     cases = [bound for bound in bound_cases() if fnmatchcase(bound.case.id, options.case)]
+    if options.one:
+        cases = list({method(bound): bound for bound in reversed(cases)}.values())[::-1]
     if not options.only_read:
         tasks = planned(cases, options.others, read(options.output))
         run([task for task in tasks if task.named or task.others], options.output, options.workers)
