@@ -58,11 +58,16 @@ class Task:
     others: tuple[str, ...] = ()
     """Mutants that it does not name. They are tried until `missing` of them are killed."""
     missing: int = 0
+    shared: frozenset[str] = frozenset()
+    """Those of `named` that cases of other methods name as well, so that they count as missing ones."""
 
     def pairs(self) -> Iterator[Pair]:
         """Try them."""
-        yield from (tried(self.case, mutant) for mutant in self.named)
         missing = self.missing
+        for mutant in self.named:
+            pair = tried(self.case, mutant)
+            missing -= pair.killed and mutant in self.shared
+            yield pair
         for mutant in self.others:
             if missing <= 0:
                 return
@@ -81,14 +86,16 @@ def planned(cases: Sequence[BoundCase], others: int, there: Sequence[Pair] = ())
     done: dict[str, set[str]] = defaultdict(set)
     for pair in there:
         done[pair.case].add(pair.mutant)
-    general = general_kills(there, *_methods(bound_cases())) if others else {}
+    methods, naming = _methods(bound_cases())
+    general = general_kills(there, methods, naming)
     for bound in cases:
         id_ = bound.case.id
         named = tuple(name for name in bound.case.kills if name not in done[id_])
         missing = ENOUGH - len(general.get(id_, ())) if others else 0
         able = [name for name in _likeliest(bound) if name not in done[id_]] if missing > 0 else []
         budget = max(0, others - len(done[id_].difference(bound.case.kills)))
-        yield Task(id_, named, tuple(able[:budget]), missing)
+        shared = frozenset(name for name in named if naming[name] - {methods[id_]})
+        yield Task(id_, named, tuple(able[:budget]), missing, shared)
 
 
 def _likeliest(bound: BoundCase) -> list[str]:

@@ -79,9 +79,12 @@ def test_others_are_tried_until_enough_are_killed(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         kill_matrix, "tried", lambda case, mutant: _pair(case, mutant, killed=mutant.startswith("killed"))
     )
-    task = kill_matrix.Task("R001/a-ws2", ("killed-0", "killed-1"), ("alive", "killed-2", "killed-3", "killed-4"), 2)
+    others = ("alive", "killed-2", "killed-3", "killed-4")
+    alone = kill_matrix.Task("R001/a-ws2", ("killed-0", "killed-1"), others, 2)
+    shared = kill_matrix.Task("R001/a-ws2", ("killed-0", "alive-1"), others, 2, frozenset({"killed-0", "alive-1"}))
 
-    assert [pair.mutant for pair in task.pairs()] == ["killed-0", "killed-1", "alive", "killed-2", "killed-3"]
+    assert [pair.mutant for pair in alone.pairs()] == ["killed-0", "killed-1", "alive", "killed-2", "killed-3"]
+    assert [pair.mutant for pair in shared.pairs()] == ["killed-0", "alive-1", "alive", "killed-2"]
 
 
 def test_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
