@@ -17,7 +17,16 @@ def look_at(record: CaseRecord, finding: Finding) -> str:
     return known.look_at if known is not None else ""
 
 
+#: DDP names this option in its error if a parameter gets no gradient.
+_OPTION_OF_DDP = "find_unused_parameters"
+
+
 def _of_exception(record: CaseRecord, finding: Finding) -> str:
+    if _OPTION_OF_DDP in finding.message:
+        return (
+            "How the adapter wraps the model: DistributedDataParallel needs find_unused_parameters=True for models of "
+            "which a step does not use every parameter."
+        )
     where = "The engine's innermost frames above" if record.traceback else "The exception's message"
     if (finding.likely or "").startswith("only rank"):
         return f"{where}, and what is different on rank {finding.rank}: its shards, its batch, a branch on the rank."

@@ -235,6 +235,13 @@ class Texts(TestCase):
     closer    fsdp-conformance debug | replay | repro R001/probe-ws4""",
         )
 
+    def test_an_option_that_ddp_lacks_is_the_adapters(self) -> None:
+        """Its message is long and says it in the middle."""
+        message = "rank 0 raised RuntimeError: Expected ... the keyword argument `find_unused_parameters=True` to"
+        record = a_record("R117/unused-ws2", Verdict.FAIL, a_finding("R117", check="training", message=message))
+
+        assert "look at   How the adapter wraps the model: DistributedDataParallel needs" in render_record(record)
+
     def test_cases_that_name_one_of_several_causes_belong_together(self) -> None:
         """Two ranks name two causes, three name one of them: the one to read."""
         both = "summed over ranks instead of averaged, or counted twice: got / expected = 2"
