@@ -18,7 +18,7 @@ from fsdp_conformance.cli import messages
 from fsdp_conformance.cli.plan_order import PlanOrder, order_from_json
 from fsdp_conformance.errors import ConformanceError, UsageError
 from fsdp_conformance.planner.device_spec import DEVICES
-from fsdp_conformance.planner.link_spec import Cluster
+from fsdp_conformance.planner.link_spec import NOMINAL_ERROR, Cluster
 from fsdp_conformance.status import Status
 
 _EXAMPLE = "(model, inputs of one rank)"
@@ -44,7 +44,14 @@ def _plan(order: PlanOrder) -> int:
     units = counted(_builder(order.model), order.units, compute_dtype=options.compute_dtype)
     inner, outer = order.links
     cluster = Cluster(world_size=order.world_size, ranks_per_host=order.ranks_per_host, inner=inner, outer=outer)
-    decision = decide(units, cluster, DEVICES[order.device], options, memory_bytes=order.memory_bytes)
+    decision = decide(
+        units,
+        cluster,
+        DEVICES[order.device],
+        options,
+        memory_bytes=order.memory_bytes,
+        communication_error=NOMINAL_ERROR,
+    )
     numel = sum(unit.numel for unit in units)
     status = Status.CERTIFIED if decision.chosen is not None else Status.NOT_CERTIFIED
     if order.as_json:

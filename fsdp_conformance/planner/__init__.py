@@ -7,6 +7,7 @@ The planner: prices every way to shard a model on a cluster and chooses the fast
     plan_text            the decision in words
 
     device_spec          what a device computes and holds
-    link_spec            what a link costs (alpha-beta model), collectives on it, and its fit to measured times
+    link_spec            what a link costs (alpha-beta model), and collectives on it
+    link_fit             the links of a machine, from timed collectives
     redistribution_cost  the cost of moving a tensor from one mesh layout to another
 """

@@ -1,11 +1,11 @@
 """
 What links between ranks cost, and the collectives on them (the alpha-beta model).
 
-    LinkSpec    a start-up, a latency per hop and a bandwidth; `LinkSpec.measure` fits them to timed collectives
-    LINKS       named links, each with the source of its numbers
-    LinkedAxis  a ring of ranks on one link: the cost of its collectives
-    Cluster     hosts, with one link inside them and one between them: the ring of any regularly spaced ranks
-    fit_link    the link that explains a set of timings
+    LinkSpec         a start-up, a latency per hop and a bandwidth
+    CollectiveLinks  one of these for each collective, as `link_fit` measures them
+    LINKS            named links, each with the source of its numbers
+    LinkedAxis       a ring of ranks on one link: the cost of its collectives
+    Cluster          hosts, with one link inside them and one between them: the ring of any regularly spaced ranks
 
 Units: microseconds; GB is 10**9 bytes, as vendors and NCCL count. The bandwidth of a named link is nominal, an upper
 bound.
@@ -20,32 +20,15 @@ Source: Thakur, Rabenseifner, Gropp: Optimization of Collective Communication Op
 
 from __future__ import annotations
 
-import itertools
 import math
-import statistics
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TypeAlias
 
 from fsdp_conformance.errors import ConfigError
 
-if TYPE_CHECKING:  # `fsdp-conformance plan` reads LINKS before torch is imported; measuring and fitting import it
-    from torch.distributed import ProcessGroup, Work
-    from torch.distributed.device_mesh import DeviceMesh
-
 #: Bytes per microsecond at 1 GB/s.
 BYTES_PER_US_AT_1_GB_PER_S = 10**9 / 10**6
-
-#: The messages that are timed: from a few packets to well beyond every cache of a core.
-SIZES_BYTES = tuple(4**power for power in range(5, 13))
-
-_NUM_WARM_UPS = 2
-_NUM_REPETITIONS = 9
-
-#: The shortest time to which a link may be fitted: below it a clock was measured, not a link.
-_LEAST_US_PER_BYTE = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,25 +59,47 @@ class LinkSpec:
         """Microseconds on the wire, without start-up and latency."""
         return nbytes / (self.bandwidth_gb_per_s * BYTES_PER_US_AT_1_GB_PER_S)
 
+    def ring_us(self, hops: int, sent_bytes: float) -> float:
+        """Microseconds of a collective in which each rank sends so many bytes in so many hops."""
+        return self.launch_us + hops * self.latency_us + self.wire_us(sent_bytes)
+
     def message_us(self, nbytes: float) -> float:
         """Microseconds of one message from one end to the other."""
         return self.launch_us + self.latency_us + self.wire_us(nbytes) if nbytes else 0.0
 
-    @classmethod
-    def measure(cls, mesh: DeviceMesh, axis: int | str = 0) -> LinkFit:
-        """
-        Time collectives along a mesh axis and fit its link. Collective over the axis; the result is the same on all.
+    @property
+    def all_gather(self) -> LinkSpec:
+        """This link: its numbers describe every collective."""
+        return self
 
-        Times all-gathers and all-reduces of several sizes: an all-reduce makes twice the hops of an all-gather, which
-        separates latency from start-up. A timing is a median, of the slowest rank. Raises ConfigError for an axis of
-        one rank.
-        """
-        group = mesh.get_group(axis)
-        if group.size() < 2:
-            problem = f"axis {axis!r} must have at least 2 ranks, got {group.size()}"
-            raise ConfigError([problem], where="LinkSpec.measure")
-        return fit_link(_timings(group, mesh.device_type))
+    @property
+    def reduce_scatter(self) -> LinkSpec:
+        """This link."""
+        return self
 
+    @property
+    def all_reduce(self) -> LinkSpec:
+        """This link."""
+        return self
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CollectiveLinks:
+    """
+    One kind of link, with numbers for each collective.
+
+    A backend need not implement all of them alike: on gloo, a reduce-scatter takes as long as an all-reduce.
+    """
+
+    all_gather: LinkSpec
+    reduce_scatter: LinkSpec
+    all_reduce: LinkSpec
+
+
+Link: TypeAlias = LinkSpec | CollectiveLinks
+
+#: How far off the times on named links are taken to be, as a fraction.
+NOMINAL_ERROR = 0.1
 
 #: Named links. Start-up and latencies are those of NCCL's ring with its Simple protocol, the one that reaches the
 #: bandwidth of a link (NCCL, src/graph/tuning.cc: baseLat, and hwLat for NVLINK, PCI and NET).
@@ -117,7 +122,7 @@ class LinkedAxis:
     """The ranks along one axis of a mesh, as a ring on one link."""
 
     num_ranks: int
-    link: LinkSpec
+    link: Link
 
     def __post_init__(self) -> None:
         if self.num_ranks < 1:
@@ -125,30 +130,28 @@ class LinkedAxis:
 
     def all_gather_us(self, nbytes: float) -> float:
         """Microseconds. `nbytes`: of the gathered tensor, all shards together."""
-        return self._ring_us(nbytes, num_passes=1)
+        return self._ring_us(self.link.all_gather, nbytes, num_passes=1)
 
     def reduce_scatter_us(self, nbytes: float) -> float:
         """Microseconds. `nbytes`: of the tensor on each rank, of which it keeps one shard."""
-        return self._ring_us(nbytes, num_passes=1)
+        return self._ring_us(self.link.reduce_scatter, nbytes, num_passes=1)
 
     def all_reduce_us(self, nbytes: float) -> float:
         """Microseconds. `nbytes`: of the tensor on each rank."""
-        return self._ring_us(nbytes, num_passes=2)
+        return self._ring_us(self.link.all_reduce, nbytes, num_passes=2)
 
     def all_to_all_us(self, nbytes: float) -> float:
         """
         Microseconds. `nbytes`: of the tensor on each rank, an n-th of which goes to each rank.
 
-        By pairwise exchange: n - 1 messages, and each rank keeps its own part.
+        By pairwise exchange: n - 1 messages, and each rank keeps its own part. Its links are those of an all-gather,
+        which sends and receives as much.
         """
-        return self._ring_us(nbytes, num_passes=1)
+        return self._ring_us(self.link.all_gather, nbytes, num_passes=1)
 
-    def _ring_us(self, nbytes: float, *, num_passes: int) -> float:
+    def _ring_us(self, link: LinkSpec, nbytes: float, *, num_passes: int) -> float:
         hops = num_passes * (self.num_ranks - 1)
-        if not hops:
-            return 0.0
-        link = self.link
-        return link.launch_us + hops * link.latency_us + link.wire_us(nbytes * hops / self.num_ranks)
+        return link.ring_us(hops, nbytes * hops / self.num_ranks) if hops else 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,9 +160,9 @@ class Cluster:
 
     world_size: int
     ranks_per_host: int
-    inner: LinkSpec
+    inner: Link
     """Between two ranks of one host."""
-    outer: LinkSpec
+    outer: Link
     """Between two ranks of different hosts."""
 
     def __post_init__(self) -> None:
@@ -194,109 +197,23 @@ class Cluster:
             return LinkedAxis(num_ranks, self.inner)
         if together == 1:
             return LinkedAxis(num_ranks, self.outer)
-        return LinkedAxis(
-            num_ranks,
-            LinkSpec(
-                launch_us=max(self.inner.launch_us, self.outer.launch_us),
-                latency_us=((together - 1) * self.inner.latency_us + self.outer.latency_us) / together,
-                bandwidth_gb_per_s=min(self.inner.bandwidth_gb_per_s, together * self.outer.bandwidth_gb_per_s),
-            ),
+        return LinkedAxis(num_ranks, _joined(self.inner, self.outer, together))
+
+
+def _joined(inner: Link, outer: Link, together: int) -> Link:
+    """The links of a ring in which `together` consecutive ranks are on a host."""
+    if isinstance(inner, CollectiveLinks) or isinstance(outer, CollectiveLinks):
+        return CollectiveLinks(
+            all_gather=_joined_spec(inner.all_gather, outer.all_gather, together),
+            reduce_scatter=_joined_spec(inner.reduce_scatter, outer.reduce_scatter, together),
+            all_reduce=_joined_spec(inner.all_reduce, outer.all_reduce, together),
         )
+    return _joined_spec(inner, outer, together)
 
 
-class Timing(NamedTuple):
-    """One timed collective."""
-
-    hops: int
-    wire_bytes: float
-    """The bytes that one rank sends."""
-    us: float
-
-
-@dataclass(frozen=True, slots=True)
-class LinkFit:
-    """A fitted link."""
-
-    link: LinkSpec
-    relative_error: float
-    """Root mean square of (fitted - timed) / timed."""
-    timings: tuple[Timing, ...]
-
-
-def fit_link(timings: Sequence[Timing]) -> LinkFit:
-    """
-    The link that is closest to the timings: us = launch + hops x latency + bytes / bandwidth, all non-negative.
-
-    Minimises the relative error, so small messages count as much as large ones. Raises ConfigError for fewer than three
-    timings and for one that took no time.
-    """
-    import torch
-
-    problems = [f"timings must be positive, got {timing.us} us" for timing in timings if not timing.us > 0]
-    if len(timings) < 3:
-        problems.append(f"at least 3 timings are needed for 3 unknowns, got {len(timings)}")
-    if problems:
-        raise ConfigError(problems, where="fit_link")
-    measured = torch.tensor([timing.us for timing in timings], dtype=torch.float64)
-    terms = torch.tensor([(1.0, timing.hops, timing.wire_bytes) for timing in timings], dtype=torch.float64)
-    relative = terms / measured[:, None]
-    ones = torch.ones(len(timings), 1, dtype=torch.float64)
-    best, error = torch.zeros(3, dtype=torch.float64), float("inf")
-    # The best non-negative solution has launch, latency, both or neither set to 0: solve least squares for each choice.
-    for chosen in itertools.chain.from_iterable(itertools.combinations((0, 1), count) for count in range(3)):
-        kept = [*chosen, 2]
-        part = relative[:, kept]
-        scale = part.abs().amax(0)  # there are a million times as many bytes as collectives
-        found = torch.zeros(3, dtype=torch.float64)
-        found[kept] = torch.linalg.lstsq(part / scale, ones, driver="gelsd").solution[:, 0] / scale
-        rms = float((relative @ found - 1).square().mean().sqrt())
-        if rms < error and bool((found >= 0).all()):
-            best, error = found, rms
-    launch_us, latency_us, us_per_byte = best.tolist()
-    link = LinkSpec(
-        launch_us=launch_us,
-        latency_us=latency_us,
-        bandwidth_gb_per_s=1 / max(us_per_byte, _LEAST_US_PER_BYTE) / BYTES_PER_US_AT_1_GB_PER_S,
+def _joined_spec(inner: LinkSpec, outer: LinkSpec, together: int) -> LinkSpec:
+    return LinkSpec(
+        launch_us=max(inner.launch_us, outer.launch_us),
+        latency_us=((together - 1) * inner.latency_us + outer.latency_us) / together,
+        bandwidth_gb_per_s=min(inner.bandwidth_gb_per_s, together * outer.bandwidth_gb_per_s),
     )
-    return LinkFit(link, error, tuple(timings))
-
-
-def _timings(group: ProcessGroup, device_type: str) -> list[Timing]:
-    """Collectives of several sizes, timed on the slowest rank. Collective."""
-    import torch
-
-    from fsdp_conformance.engine.flat_collectives import all_gather, all_reduce_max
-
-    device = torch.device(device_type)
-    num_ranks = group.size()
-    timings = []
-    for nbytes in SIZES_BYTES:
-        shard = torch.ones(-(-nbytes // num_ranks), dtype=torch.uint8, device=device)
-        whole = torch.ones(shard.numel() * num_ranks, dtype=torch.uint8, device=device)
-        collectives = (partial(all_gather, whole, shard, group), partial(all_reduce_max, whole, group))
-        for passes, collective in enumerate(collectives, start=1):
-            hops = passes * (num_ranks - 1)
-            timings.append(Timing(hops, float(hops * shard.nbytes), _median_us(collective, group)))
-    slowest = torch.tensor([timing.us for timing in timings], dtype=torch.float64).to(device)
-    all_reduce_max(slowest, group).wait()
-    return [timing._replace(us=us) for timing, us in zip(timings, slowest.tolist(), strict=True)]
-
-
-def _median_us(collective: Callable[[], Work], group: ProcessGroup) -> float:
-    import torch
-    import torch.distributed as dist
-
-    def finish() -> None:
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-
-    times = []
-    for number in range(_NUM_WARM_UPS + _NUM_REPETITIONS):
-        dist.barrier(group)
-        finish()
-        began = time.perf_counter()
-        collective().wait()
-        finish()
-        if number >= _NUM_WARM_UPS:
-            times.append((time.perf_counter() - began) * 1e6)
-    return statistics.median(times)

@@ -109,6 +109,11 @@ class StepTime:
     optimizer: float
 
     @property
+    def communication(self) -> float:
+        """All collectives, whether or not they overlap with computation."""
+        return self.gather + self.reduce
+
+    @property
     def exposed(self) -> float:
         """Communication that does not overlap with computation."""
         return self.step - self.compute - self.optimizer

@@ -13,6 +13,9 @@ from fsdp_conformance.planner.planner import Decision, Estimate
 _HEADINGS = ("strategy", "ranks", "offload", "step ms", "compute", "gather", "reduce", "optimizer", "exposed", "memory")
 _WIDTHS = (20, 11, 8, 10, 10, 10, 10, 10, 10, 11)
 
+#: How many plans are named that cannot be told apart from the chosen one.
+_MOST_NAMED = 3
+
 
 def decision_text(decision: Decision, *, num_rows: int = 12) -> str:
     """The whole text: table, choice, units."""
@@ -92,6 +95,13 @@ def _reasons(decision: Decision) -> Iterator[str]:
             f"  faster: {candidate_name(fastest.candidate)}, {fastest.time.step / chosen.time.step:.2f} of the time, "
             f"but it needs {size_words(fastest.memory.on_device)}"
         )
+    if decision.as_good:
+        names = [candidate_name(estimate.candidate) for estimate in decision.as_good]
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        yield (
+            f"  as good, if collectives may be off by {decision.communication_error:.0%}: "
+            f"{', '.join(names[:_MOST_NAMED])}{more}"
+        )
     memory = chosen.memory
     held = ", ".join(
         f"{name} {size_words(nbytes)}"
@@ -106,7 +116,7 @@ def _reasons(decision: Decision) -> Iterator[str]:
     )
     on_host = f"; the first three, {size_words(memory.on_host)}, on the host" if memory.cpu_offload else ""
     yield f"  memory: {held}{on_host}"
-    communication = chosen.time.gather + chosen.time.reduce
+    communication = chosen.time.communication
     if communication:
         hidden = 1 - chosen.time.exposed / communication
         yield f"  communication: {communication / 1000:.2f} ms, of which {hidden:.0%} overlaps with computation"

@@ -10,6 +10,7 @@ This is a simulation: nothing is trained and no rank is started.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -54,11 +55,35 @@ class Decision:
     options: PlanOptions
     estimates: tuple[Estimate, ...]
     memory_bytes: float
+    communication_error: float = 0.0
+    """How far the times of collectives may be off, as a fraction of them."""
 
     @property
     def chosen(self) -> Estimate | None:
         """The fastest estimate that fits; None if none does."""
         return next((estimate for estimate in self.estimates if estimate.fits(self.memory_bytes)), None)
+
+    def differ(self, one: Estimate, other: Estimate) -> bool:
+        """
+        Whether the estimates can be told apart: their steps differ by more than their collectives may be off.
+
+        Computation counts as known: what is wrong about it is wrong for both.
+        """
+        noise_us = self.communication_error * math.hypot(one.time.communication, other.time.communication)
+        return abs(one.time.step - other.time.step) > noise_us
+
+    @property
+    def as_good(self) -> tuple[Estimate, ...]:
+        """Estimates that fit, and that cannot be told apart from the chosen one."""
+        chosen = self.chosen
+        return tuple(
+            estimate
+            for estimate in self.estimates
+            if chosen is not None
+            and estimate is not chosen
+            and estimate.fits(self.memory_bytes)
+            and not self.differ(chosen, estimate)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping: all candidates in microseconds and bytes, and which of them is chosen."""
@@ -73,7 +98,12 @@ class Decision:
             for estimate in self.estimates
         ]
         chosen = self.chosen
-        return {"chosen": None if chosen is None else self.estimates.index(chosen), "candidates": candidates}
+        return {
+            "chosen": None if chosen is None else self.estimates.index(chosen),
+            "as_good": [self.estimates.index(estimate) for estimate in self.as_good],
+            "communication_error": self.communication_error,
+            "candidates": candidates,
+        }
 
     @property
     def smallest(self) -> Estimate:
@@ -90,17 +120,21 @@ def decide(
     memory_bytes: float,
     computed_us: Sequence[tuple[float, float]] | None = None,
     among: Iterable[Candidate] | None = None,
+    communication_error: float = 0.0,
 ) -> Decision:
     """
     Price every candidate. The first unit is the root.
 
-    `computed_us`: measured times of each unit's forward and backward. `among`: other candidates than all. Of two that
-    take equally long, the one that needs less memory comes first. Raises ConfigError if there are not as many measured
-    times as units, and if there is no memory.
+    `computed_us`: measured times of each unit's forward and backward. `among`: other candidates than all.
+    `communication_error`: how far the times of collectives may be off, as a fraction of them, such as the
+    `relative_error` of a fit. Of two that take equally long, the one that needs less memory comes first. Raises
+    ConfigError if there are not as many measured times as units, and if there is no memory.
     """
     problems = []
     if computed_us is not None and len(computed_us) != len(units):
         problems.append(f"computed_us must have {len(units)} entries, one for each unit, got {len(computed_us)}")
+    if not communication_error >= 0:
+        problems.append(f"communication_error must be at least 0, got {communication_error}")
     if not memory_bytes > 0:
         problems.append(f"memory_bytes must be positive, got {memory_bytes}")
     if problems:
@@ -115,7 +149,7 @@ def decide(
         step = step_time(times, candidate, optimizer, overlaps=device.overlaps)
         estimates.append(Estimate(candidate, step, plan_memory(units, candidate, options), times))
     estimates.sort(key=lambda estimate: (estimate.time.step, estimate.memory.on_device))
-    return Decision(tuple(units), options, tuple(estimates), memory_bytes)
+    return Decision(tuple(units), options, tuple(estimates), memory_bytes, communication_error)
 
 
 def candidates(world_size: int) -> Iterator[Candidate]:

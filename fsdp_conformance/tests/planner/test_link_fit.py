@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.planner.link_spec import SIZES_BYTES, LinkSpec, Timing, fit_link
+from fsdp_conformance.planner.link_fit import SIZES_BYTES, Timing, fit_link, measure
+from fsdp_conformance.planner.link_spec import LinkSpec
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 
 
@@ -76,20 +77,42 @@ class Measurements(RankTestCase):
 
     @pytest.mark.slow
     def test_measure(self) -> None:
-        """Both ranks get the same link, of positive bandwidth, fitted to two timings of each size."""
-        fit = LinkSpec.measure(init_device_mesh("cpu", (2,)))
+        """Both ranks get the same links, of positive bandwidth, each fitted to one timing of each size."""
+        fit = measure((init_device_mesh("cpu", (2,)), 0))
         everyone: list[object] = [None, None]
         dist.all_gather_object(everyone, fit)
 
         self.assertEqual(everyone[0], everyone[1])
-        self.assertEqual(2 * len(SIZES_BYTES), len(fit.timings))
-        self.assertEqual({1, 2}, {timing.hops for timing in fit.timings})
-        self.assertGreater(fit.link.bandwidth_gb_per_s, 0)
-        self.assertGreaterEqual(min(fit.link.latency_us, fit.link.launch_us, fit.relative_error), 0)
+        for each, hops in ((fit.all_gather, 1), (fit.reduce_scatter, 1), (fit.all_reduce, 2)):
+            self.assertEqual([hops] * len(SIZES_BYTES), [timing.hops for timing in each.timings])
+            self.assertGreater(each.link.bandwidth_gb_per_s, 0)
+            self.assertGreaterEqual(min(each.link.latency_us, each.link.launch_us, each.relative_error), 0)
+        self.assertEqual(fit.links.reduce_scatter, fit.reduce_scatter.link)
 
     def test_one_rank_has_no_link(self) -> None:
-        """An axis of one rank is rejected, by name."""
+        """An axis of one rank is rejected, by name, and so is no axis."""
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
         with self.assertRaisesRegex(ConfigError, "axis 'shard' must have at least 2 ranks, got 1"):
-            LinkSpec.measure(mesh, "shard")
+            measure((mesh, "replicate"), (mesh, "shard"))
+        with self.assertRaisesRegex(ConfigError, "at least one axis is needed"):
+            measure()
         self.assertEqual(2, torch.distributed.get_world_size(mesh.get_group("replicate")))
+
+
+class FourRanks(RankTestCase):
+    """A mesh with two axes."""
+
+    @property
+    def world_size(self) -> int:
+        return 4
+
+    @pytest.mark.slow
+    def test_all_ranks_agree(self) -> None:
+        """Rows and columns have other timings; the slowest of all counts."""
+        mesh = init_device_mesh("cpu", (2, 2))
+        fit = measure((mesh, 0), (mesh, 1))
+        everyone: list[object] = [None] * 4
+        dist.all_gather_object(everyone, fit)
+
+        self.assertEqual([fit] * 4, everyone)
+        self.assertEqual(2 * len(SIZES_BYTES), len(fit.all_reduce.timings))

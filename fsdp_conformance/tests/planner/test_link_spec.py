@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.planner.device_spec import DEVICES, DeviceSpec
-from fsdp_conformance.planner.link_spec import LINKS, Cluster, LinkedAxis, LinkSpec
+from fsdp_conformance.planner.link_spec import LINKS, Cluster, CollectiveLinks, LinkedAxis, LinkSpec
 
 LINK = LinkSpec(launch_us=5.0, latency_us=2.0, bandwidth_gb_per_s=10.0)
 INNER = LinkSpec(launch_us=5.0, latency_us=1.0, bandwidth_gb_per_s=300.0)
@@ -30,6 +30,21 @@ def test_the_ring_formulas() -> None:
     assert axis.reduce_scatter_us(40_000) == axis.all_gather_us(40_000)
     assert axis.all_to_all_us(40_000) == axis.all_gather_us(40_000)
     assert axis.all_reduce_us(40_000) == 5 + 6 * 2 + 6
+
+
+def test_each_collective_may_have_a_link_of_its_own() -> None:
+    """Also on a ring that spans hosts, where one of the links has and the other has not."""
+    slow = LinkSpec(launch_us=100.0, latency_us=2.0, bandwidth_gb_per_s=5.0)
+    links = CollectiveLinks(all_gather=LINK, reduce_scatter=slow, all_reduce=INNER)
+    axis = LinkedAxis(4, links)
+    spanning = Cluster(world_size=4, ranks_per_host=2, inner=links, outer=OUTER).axis(4)
+
+    assert axis.all_gather_us(40_000) == axis.all_to_all_us(40_000) == LinkedAxis(4, LINK).all_gather_us(40_000)
+    assert axis.reduce_scatter_us(40_000) == 100 + 3 * 2 + 6
+    assert axis.all_reduce_us(40_000) == LinkedAxis(4, INNER).all_reduce_us(40_000)
+    joined = LinkSpec(launch_us=100.0, latency_us=(2.0 + 9.0) / 2, bandwidth_gb_per_s=5.0)
+    assert spanning.link.reduce_scatter == joined
+    assert spanning.link.all_reduce.launch_us == 7.0
 
 
 def test_one_rank_communicates_nothing() -> None:
@@ -73,7 +88,7 @@ def test_a_group_that_does_not_divide_a_host() -> None:
     threes, twelves = cluster(24).axis(3), cluster(24).axis(12)
 
     assert threes == LinkedAxis(3, OUTER)
-    assert twelves.link.bandwidth_gb_per_s == 4 * 50.0
+    assert twelves.link.all_gather.bandwidth_gb_per_s == 4 * 50.0
     assert cluster(6).axis(3) == LinkedAxis(3, INNER)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import pairwise
 
@@ -324,6 +325,27 @@ def test_the_text_of_a_choice() -> None:
     assert "  faster: " in text
     assert "blocks.0 to blocks.2 (3 units): 2 parameters, 2,000 elements each" in text
     assert "all-gather 8,000 B over 4 ranks in forward and backward: 8 us" in text
+
+
+def test_what_cannot_be_told_apart() -> None:
+    """
+    Two plans whose steps differ by less than their collectives may be off. Exact times tell all but equal ones apart;
+    times that may be wrong by anything tell none; offloaded plans that do not fit are not as good.
+    """
+    exact = decision(GIB)
+    vague = decide(UNITS, cluster(), DEVICE, OPTIONS, memory_bytes=GIB, communication_error=1e6)
+    rough = decide(UNITS, cluster(), DEVICE, OPTIONS, memory_bytes=GIB, communication_error=0.2)
+    first, second = rough.estimates[:2]
+    noise_us = 0.2 * math.hypot(first.time.communication, second.time.communication)
+
+    assert all(each.time.step == exact.estimates[0].time.step for each in exact.as_good)
+    assert len(vague.as_good) == len(vague.estimates) - 1
+    assert rough.differ(first, second) == (second.time.step - first.time.step > noise_us)
+    assert not rough.differ(first, first)
+    assert "  as good, if collectives may be off by 20%: " in decision_text(rough)
+    assert "as good" not in decision_text(replace(exact, estimates=exact.estimates[:1]))
+    assert decision(10.0).as_good == ()
+    assert vague.to_json()["as_good"] == list(range(1, len(vague.estimates)))
 
 
 def test_nothing_fits() -> None:
