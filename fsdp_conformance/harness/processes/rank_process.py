@@ -155,7 +155,8 @@ def leave(code: int, pipe: Connection) -> NoReturn:
     pipe.close()
     multiprocessing.util._exit_function()  # type: ignore[attr-defined]
     _flush()
-    os._exit(code)
+    with _removing:
+        os._exit(code)
 
 
 def _redirect(files: RankFiles) -> None:
@@ -183,6 +184,11 @@ def _flush() -> None:
             continue
 
 
+#: Held while the case's directory is removed. The thread that finds nothing left to remove must not end the process
+#: before the other one has finished.
+_removing = threading.Lock()
+
+
 def remove_directory(directory: Path) -> None:
     """
     Remove a case's directory, in which other ranks may be creating files at this moment.
@@ -190,11 +196,12 @@ def remove_directory(directory: Path) -> None:
     It gets another name first: a file created during `rmtree` would keep the directory in existence.
     """
     doomed = directory.with_name(f"{directory.name}-{os.getpid()}")
-    try:
-        directory.rename(doomed)
-    except OSError:  # another rank was quicker, or it is gone
-        return
-    shutil.rmtree(doomed, ignore_errors=True)
+    with _removing:
+        try:
+            directory.rename(doomed)
+        except OSError:  # another rank was quicker, or it is gone
+            return
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _end_with(sentinel: int, first: Path) -> None:

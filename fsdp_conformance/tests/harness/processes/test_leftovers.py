@@ -143,6 +143,46 @@ def test_killed_controller_takes_its_ranks_along(controller: tuple[str, dict[str
     assert [path.name for path in tmp_path.iterdir() if not path.name.startswith("pymp-")] == []
 
 
+#: A rank whose controller has ended: one thread removes the directory while another one leaves. The first goes on only
+#: once the second is about to end the process.
+LEAVING = """
+import multiprocessing.util, shutil, sys, threading
+from pathlib import Path
+from fsdp_conformance.harness.processes import rank_process
+
+started, leaving = threading.Event(), threading.Event()
+remove = shutil.rmtree
+
+def remove_late(path, **options):
+    started.set()
+    leaving.wait(60)
+    remove(path, **options)
+
+shutil.rmtree = remove_late
+multiprocessing.util._exit_function = leaving.set
+threading.Thread(target=rank_process.remove_directory, args=(Path(sys.argv[1]),), daemon=True).start()
+started.wait(60)
+if sys.argv[2] == "leaves":
+    rank_process.leave(0, multiprocessing.Pipe()[0])
+else:
+    threading.Timer(0.0, leaving.set).start()
+    rank_process.remove_directory(Path(sys.argv[1]))
+    rank_process.os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("other", ["leaves", "removes it, too"])
+def test_a_removal_is_finished_before_the_process_ends(other: str, tmp_path: Path) -> None:
+    """Both threads of a rank notice that the controller is gone, at about the same time."""
+    directory = tmp_path / "case"
+    directory.mkdir()
+    for number in range(500):
+        (directory / str(number)).touch()
+    subprocess.run([sys.executable, "-c", LEAVING, directory, other], timeout=PATIENCE_S, check=True)
+
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_rank_without_order_removes_the_directory(tmp_path: Path) -> None:
     """A controller may be killed between the fork of a rank and its order."""
     directory = tmp_path / "case"
