@@ -67,9 +67,12 @@ class Decision:
         """
         Whether the estimates can be told apart: their steps differ by more than their collectives may be off.
 
-        Computation counts as known: what is wrong about it is wrong for both.
+        A kind of collective is off by the same factor in both, so only its difference between them is uncertain.
+        Computation counts as known.
         """
-        noise_us = self.communication_error * math.hypot(one.time.communication, other.time.communication)
+        gather_us = one.time.gather - other.time.gather
+        reduce_us = one.time.reduce - other.time.reduce
+        noise_us = self.communication_error * math.hypot(gather_us, reduce_us)
         return abs(one.time.step - other.time.step) > noise_us
 
     @property
