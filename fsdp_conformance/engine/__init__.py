@@ -7,6 +7,7 @@ The reference sharding engine, built on torch alone: one storage, one schedule, 
     bucketing            small collectives coalesced into few large ones
     mesh                 collectives along one axis of a DeviceMesh
 
+    accelerator          the accelerator of this machine
     errors               the errors that the engine raises
     sharding_strategy    full shard, gradient shard, hybrid, none
     flat_collectives     all-gather, reduce-scatter and all-reduce of flat buffers, and the group they run on

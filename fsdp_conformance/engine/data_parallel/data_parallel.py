@@ -34,6 +34,7 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.nn import parameter as nn_parameter
 from torch.utils import _python_dispatch
 
+from fsdp_conformance.engine.accelerator import present_accelerator
 from fsdp_conformance.engine.bucketing.broadcast import broadcast
 from fsdp_conformance.engine.bucketing.bucket_assignment import DEFAULT_LIMITS, MIB
 from fsdp_conformance.engine.data_parallel.communication_hook import Hook
@@ -458,7 +459,7 @@ def _limits(bucket_cap_mb: float | Sequence[float] | None) -> tuple[int, ...]:
 def _device(device_id: int | torch.device) -> torch.device:
     """The device, with an index unless it is the CPU."""
     if isinstance(device_id, int):
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = present_accelerator()
         if accelerator is None:
             problem = f"device_id must be a torch.device on a machine without an accelerator, got {device_id}"
             raise ConfigError([problem], where=_WHERE)

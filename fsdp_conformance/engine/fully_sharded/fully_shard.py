@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from fsdp_conformance.engine.accelerator import present_accelerator
 from fsdp_conformance.engine.fully_sharded.buffers import UnitBuffers
 from fsdp_conformance.engine.fully_sharded.construction import (
     OwnedTensors,
@@ -310,7 +311,7 @@ def _check_modules(modules: Sequence[nn.Module]) -> None:
 def named_device(device_id: int | torch.device) -> torch.device:
     """`device_id` as a device, with an index if its type has several. Raises ConfigError if it does not exist."""
     if isinstance(device_id, int):
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = present_accelerator()
         if accelerator is None:
             raise ConfigError(
                 [f"device_id must be a torch.device without an accelerator, got {device_id}"], where=_WHERE

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
+from fsdp_conformance.engine.accelerator import present_accelerator
 from fsdp_conformance.errors import ConfigError
 
 
@@ -42,7 +43,7 @@ def materialise(
             ],
             where="meta-device initialisation",
         )
-    place = device or torch.accelerator.current_accelerator() or torch.device("cpu")
+    place = device or present_accelerator() or torch.device("cpu")
     tied: dict[int, nn.Parameter] = {}
     with torch.no_grad():
         for module in found:
