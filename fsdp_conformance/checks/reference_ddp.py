@@ -41,7 +41,7 @@ class DDP(Reference):
 
     def __init__(self, workload: Workload, regime: Regime, **rest: Any) -> None:
         super().__init__(workload, regime, **rest)
-        self.wrapped = self._wrap(first=True)
+        self.wrapped = self._wrap()
         self.scaler = torch.amp.GradScaler(
             self.device.type,
             init_scale=regime.init_scale or 1.0,
@@ -60,8 +60,14 @@ class DDP(Reference):
 
     def refrozen(self) -> None:
         # DDP records which parameters require a gradient at construction: its reducer would wait for any that is
-        # frozen later, and never reduce any that is unfrozen later.
-        self.wrapped = self._wrap(first=False)
+        # frozen later, and never reduce any that is unfrozen later. A new one broadcasts rank 0's parameters and buffers:
+        # wrong in mid-training, when buffers differ between ranks. torch 2.6 cannot be told not to.
+        buffers = list(self.replicas[0].module.buffers())
+        kept = [buffer.clone() for buffer in buffers]
+        self.wrapped = self._wrap()
+        with torch.no_grad():
+            for buffer, value in zip(buffers, kept, strict=True):
+                buffer.copy_(value)
 
     def clip(self, replica: Replica, max_norm: float) -> Tensor:
         params = list(replica.params.values())
@@ -87,7 +93,7 @@ class DDP(Reference):
         self.scaler.update()
         replica.scale = self.scaler.get_scale()
 
-    def _wrap(self, *, first: bool) -> DistributedDataParallel:
+    def _wrap(self) -> DistributedDataParallel:
         replica = self.replicas[0]
         if replica.local:
             ignore: Any = DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
@@ -96,8 +102,6 @@ class DDP(Reference):
             replica.module,
             **_KEEP_BUFFERS,
             find_unused_parameters=self.regime.unused_parameters or "unused" in self.workload.traits,
-            # Broadcasts rank 0's parameters and buffers: wrong in mid-training, when buffers differ between ranks.
-            init_sync=first,
         )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Mapping
@@ -21,6 +23,9 @@ from fsdp_conformance.report.certificate import Certificate, certify
 from fsdp_conformance.report.fingerprint import suite_sha256
 from fsdp_conformance.report.last_run import link_last
 from fsdp_conformance.report.runfile import RunFileWriter, read
+
+#: The line of torch/version.py.
+_STATED = re.compile(r"^__version__ = ['\"](.+)['\"]$", re.MULTILINE)
 
 
 class Recorder:
@@ -119,8 +124,27 @@ def usable_cores() -> int:
 
 
 def version_of(package: str) -> str:
-    """The installed version, or "absent"."""
+    """
+    The installed version, or "absent".
+
+    torch's is `torch.__version__`, which ranks report, but torch is not imported: a build from PyPI calls itself
+    2.13.0+cu130, and its metadata say 2.13.0.
+    """
     try:
+        if package == "torch":
+            return _version_of_torch() or metadata.version(package)
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return "absent"
+
+
+def _version_of_torch() -> str | None:
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return None
+    try:
+        text = Path(found.origin).with_name("version.py").read_text(encoding="utf-8")
+    except OSError:
+        return None
+    stated = _STATED.search(text)
+    return stated[1] if stated else None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import importlib.util
 import json
 import math
 import os
 from collections.abc import Callable
-from importlib import resources
+from importlib import metadata, resources
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -21,7 +23,7 @@ from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
 from fsdp_conformance.outcome import CaseRecord, Finding, RankExit
 from fsdp_conformance.report import last_run
 from fsdp_conformance.report.last_run import link_last, report_directory
-from fsdp_conformance.report.recorder import Recorder
+from fsdp_conformance.report.recorder import Recorder, version_of
 from fsdp_conformance.report.runfile import NAME, PREVIOUS, RunFileWriter, encode, read
 from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record, stuck
 from fsdp_conformance.verdict import Verdict
@@ -388,3 +390,23 @@ def test_the_schema_knows_every_field(name: str, words: Any) -> None:
 def test_the_schema_knows_every_verdict() -> None:
     """In their order."""
     assert schema()["$defs"]["case"]["properties"]["verdict"]["enum"] == [verdict.value for verdict in Verdict]
+
+
+def test_the_version_of_torch_is_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks report `torch.__version__`. A wheel from PyPI says less about itself in its metadata."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.13.0+cu130'\ndebug = False\n", encoding="utf-8")
+    spec = SimpleNamespace(origin=str(tmp_path / "torch/__init__.py"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "torch" else None)
+
+    assert version_of("torch") == "2.13.0+cu130"
+    (tmp_path / "torch/version.py").unlink()
+    assert version_of("torch") == metadata.version("torch")
+    assert version_of("no-such-package") == "absent"
+
+
+def test_the_header_and_ranks_agree_on_torch() -> None:
+    """Otherwise no run of that build could be certified."""
+    torch = importlib.import_module("torch")
+
+    assert version_of("torch") == torch.__version__
