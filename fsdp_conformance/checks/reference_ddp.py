@@ -60,8 +60,8 @@ class DDP(Reference):
 
     def refrozen(self) -> None:
         # DDP records which parameters require a gradient at construction: its reducer would wait for any that is
-        # frozen later, and never reduce any that is unfrozen later. A new one broadcasts rank 0's parameters and buffers:
-        # wrong in mid-training, when buffers differ between ranks. torch 2.6 cannot be told not to.
+        # frozen later, and never reduce any that is unfrozen later. A new one broadcasts rank 0's parameters and
+        # buffers, which is wrong in mid-training, when buffers differ between ranks. torch 2.6 cannot be told not to.
         buffers = list(self.replicas[0].module.buffers())
         kept = [buffer.clone() for buffer in buffers]
         self.wrapped = self._wrap()
