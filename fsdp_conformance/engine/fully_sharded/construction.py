@@ -48,7 +48,11 @@ def owned_tensors(
     is_owned: Callable[[nn.Parameter], bool],
     ignored: set[int],
 ) -> OwnedTensors:
-    """Parameters and buffers below `modules`, except those of inner units and of `ignored` modules, given by id."""
+    """
+    Parameters and buffers below `modules`, except those of inner units.
+
+    `ignored`: the ids of modules and parameters that are left out.
+    """
     found = OwnedTensors()
     members: dict[int, Member] = {}
     buffers: dict[int, Tensor] = {}
@@ -58,7 +62,7 @@ def owned_tensors(
             continue
         seen.add(id(module))
         for key, parameter in module._parameters.items():
-            if parameter is None:
+            if parameter is None or id(parameter) in ignored:
                 continue
             fqn = f"{name}.{key}" if name else key
             place = Place(module, key)

@@ -75,6 +75,22 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
 
     Parameters that are not in it end up without state. Raises StructureMismatch naming unknown parameters.
     """
+    optimizer.load_state_dict(loadable_optimizer_state(module, optimizer, state))
+
+
+@torch.no_grad()
+def loadable_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    This rank's part of a full or sharded state dict, as `optimizer.load_state_dict` takes it.
+
+    Raises StructureMismatch naming unknown parameters, or if it is not a state dict.
+    """
+    if "state" not in state:
+        raise StructureMismatch(
+            f"expected a state dict with 'state' and 'param_groups', got the keys {sorted(map(str, state))}",
+            where="load_optimizer_state",
+            hint="Pass it on every rank; with rank0_only only the first rank of a group has it.",
+        )
     names = original_names(module)
     by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names}
     unknown = sorted(set(state["state"]) - set(by_name))
@@ -93,7 +109,7 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
             key: _own_part(flat, index, value) if isinstance(value, Tensor) else value for key, value in entries.items()
         }
     groups = _loaded_groups(optimizer, state, by_name, positions)
-    optimizer.load_state_dict({"state": loaded, "param_groups": groups})
+    return {"state": loaded, "param_groups": groups}
 
 
 def _named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
