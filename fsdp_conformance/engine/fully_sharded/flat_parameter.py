@@ -413,8 +413,14 @@ class FlatParameter:
         return self._partial is not None
 
     def accumulate(self) -> None:
-        """Collect the leaves' gradients in the buffer, in the dtype of the reduction, to be reduced later."""
-        if not self._reduces_nothing and any(leaf.grad is not None for leaf in self.leaves):
+        """
+        Keep the leaves' gradients, in the dtype of the reduction, to be reduced later.
+
+        In the dtype of the leaves they stay where they are, and autograd adds the next ones in place: a buffer would be
+        one more copy of the unit while it is filled.
+        """
+        adds_in_place = self._reduces_nothing or self.storage.reduce_dtype is self.storage.compute_dtype
+        if not adds_in_place and any(leaf.grad is not None for leaf in self.leaves):
             tag: list[Tensor | None] = [] if self.tag is None else [None]
             self.storage.gradients.put_all([leaf.grad for leaf in self.leaves] + tag)
             self._drop_leaf_gradients()
