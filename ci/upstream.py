@@ -43,7 +43,7 @@ ADAPTATIONS = {
     "cpu": (
         "cuda is the CPU, nccl is gloo; memory statistics are 0, streams and events do nothing",
         "tests for CUDA alone are made for the CPU, with two devices",
-        "DDP ignores device_ids; an index as device_id means the CPU",
+        "DDP ignores device_ids; no device_id, or an index as one, means the CPU",
     ),
     "reference": (
         "use_orig_params=False is taken as True: the engine has nothing else",

@@ -210,13 +210,14 @@ def _replace_process_groups() -> None:
 
 
 def _without_index(kind: Any) -> Callable[..., None]:
-    """A constructor that takes an index as `device_id`, or CUDA's name, as the CPU."""
+    """A constructor that takes no `device_id`, an index, or CUDA's name as the CPU."""
     original = kind.__init__
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         device = kwargs.get("device_id")
-        if type(device) is int or _on_cpu(device) == "cpu":
+        # Without an accelerator torch's class wants to be told.
+        if device is None or type(device) is int or _on_cpu(device) == "cpu":
             kwargs["device_id"] = torch.device("cpu")
         original(self, *args, **kwargs)
 

@@ -19,7 +19,7 @@ from fsdp_conformance.engine.errors import StructureMismatch
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.fully_shard import units_below
 from fsdp_conformance.engine.fully_sharded.local_pieces import LocalPieces
-from fsdp_conformance.engine.fully_sharded.model_state import original_names, own_pieces
+from fsdp_conformance.engine.fully_sharded.model_state import original_names, own_pieces, settled
 from fsdp_conformance.engine.verification import agree_on_text
 
 
@@ -41,12 +41,14 @@ def full_optimizer_state(
 
     names = original_names(module)
     found: dict[str, dict[str, Any]] = {}
-    for flat in _flats(module):
+    flats = list(_flats(module))
+    for flat in flats:
         found |= _state_of(flat, optimizer, names, whole)
+    owned = {id(member.parameter) for flat in flats for member in flat.members}
     for parameter, entries in optimizer.state.items():
         # Parameters outside any unit are not sharded.
         name = names.get(id(parameter))
-        if name is not None and name not in found and id(parameter) not in _owned(module):
+        if name is not None and name not in found and id(parameter) not in owned:
             found[name] = dict(entries)
     state = {name: found[name] for name in names.values() if name in found}
     return {"state": state, "param_groups": _named_groups(optimizer, names)}
@@ -190,9 +192,5 @@ def _loaded_groups(
 
 
 def _flats(module: nn.Module) -> Iterator[FlatParameter]:
-    for unit in units_below(module):
-        yield from unit.flats
+    yield from settled(units_below(module))
 
-
-def _owned(module: nn.Module) -> set[int]:
-    return {id(member.parameter) for flat in _flats(module) for member in flat.members}

@@ -178,7 +178,9 @@ class TestPolicies(ShardedTestCase):
             wrap.CustomPolicy(lambda module: isinstance(module, Stage)),
         ]
         for policy in policies:
-            theirs = fsdp.FullyShardedDataParallel(Attending(), auto_wrap_policy=policy, use_orig_params=True)
+            theirs = fsdp.FullyShardedDataParallel(
+                Attending(), auto_wrap_policy=policy, use_orig_params=True, device_id=torch.device("cpu")
+            )
             names = {
                 name.replace("_fsdp_wrapped_module.", "")
                 for name, module in theirs.named_modules()
