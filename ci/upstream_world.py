@@ -3,8 +3,9 @@ What PyTorch's distributed tests find in place of torch's harness, of CUDA, and 
 
 ci/upstream puts an import of this module before the others of every test file. It then replaces, in torch's modules:
 
-- the base classes of tests, and `skip_if_lt_x_gpu`, by those of `harness.torch_compat`
-- on the CPU: what names "cuda" or "nccl" by its counterpart on the CPU, so that tests written for CUDA run
+- the base classes of tests by those of `harness.torch_compat`
+- on the CPU: what names "cuda" or "nccl" by its counterpart on the CPU, so that tests written for CUDA run, and
+  `skip_if_lt_x_gpu`, which then never skips
 - with the reference engine as subject: torch's FullyShardedDataParallel by the engine's
 
 ci/upstream prints what is adapted under its table: `ADAPTATIONS` there.
@@ -59,7 +60,7 @@ def _set(*owners: object, **values: Any) -> None:
 
 
 def _use_our_ranks() -> None:
-    names = ("MultiProcessTestCase", "DistributedTestBase", "skip_if_lt_x_gpu")
+    names = ("MultiProcessTestCase", "DistributedTestBase")
     ours = {name: getattr(torch_compat, name) for name in names}
     _set(common_distributed, common_fsdp, **ours)
     _set(common_fsdp, FSDPTest=torch_compat.FSDPTest)
@@ -146,7 +147,7 @@ def _take_cuda_as_cpu() -> None:
                 _set(module, **{name: _translated(value)})
     _set(torch, device=_DeviceClass("device", (), {}))
     same = {"cuda": lambda self, *_, **__: self}
-    _set(torch.Tensor, **same, to=_placed(torch.Tensor.to))
+    _set(torch.Tensor, **same, pin_memory=same["cuda"], to=_placed(torch.Tensor.to))
     for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"):
         _set(torch.Tensor, **{name: _translated(getattr(torch.Tensor, name))})
     _set(nn.Module, **same)
@@ -171,8 +172,8 @@ def _replace_cuda_module() -> None:
         **dict.fromkeys(zero, lambda *_, **__: 0),
         current_device=lambda: torch.device("cpu"),
         device_count=lambda: _DEVICES,
-        manual_seed=torch.manual_seed,
-        manual_seed_all=torch.manual_seed,
+        # Not torch.manual_seed, which calls this one.
+        manual_seed=torch.random.default_generator.manual_seed,
         Stream=_Nothing,
         Event=_Nothing,
         current_stream=_Nothing,
@@ -232,6 +233,11 @@ def _make_tests_for_cpu() -> None:
         original(generic, scope, except_for=None, only_for=("cpu",), **kwargs)
 
     _set(common_device_type, instantiate_device_type_tests=instantiate)
+
+    def never_skip(*_: Any, **__: Any) -> Callable[..., Any]:
+        return lambda function: function
+
+    _set(common_distributed, skip_if_lt_x_gpu=never_skip)
 
 
 # --- the engine is torch's class --------------------------------------------------------------------------------------

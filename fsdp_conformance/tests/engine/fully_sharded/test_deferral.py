@@ -87,7 +87,7 @@ class TestDeferral(ShardedTestCase):
         model = sharded(chain())
         with model.no_sync():
             self._backward(model)
-            with self.assertRaisesRegex(TrainingStateError, "0, 1, 2, the root have yet to be reduced"):
+            with self.assertRaisesRegex(TrainingStateError, "2, 1, 0, the root have yet to be reduced"):
                 model.clip_grad_norm_(1.0)
         with self.assertRaisesRegex(TrainingStateError, "outside of no_sync"):
             model.clip_grad_norm_(1.0)
