@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import fnmatch
 import json
 import os
@@ -18,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from xml.etree import ElementTree
+from xml.etree import ElementTree as ET
 
 from fsdp_conformance.cli import arguments
 from fsdp_conformance.cli.messages import complain
@@ -201,10 +202,8 @@ def _environment(tests: Path, subject: str, ranks: str) -> dict[str, str]:
 def _end(process: subprocess.Popen[str]) -> str:
     """Interrupt a pytest and its children, then kill what is left. Returns what it said."""
     for number in (signal.SIGINT, signal.SIGKILL):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
-        except ProcessLookupError:
-            pass
         try:
             return process.communicate(timeout=_GRACE_S)[0]
         except subprocess.TimeoutExpired:
@@ -226,7 +225,7 @@ def knows_simulated_cuda() -> bool:
 def read_report(path: Path, file: str) -> Outcome:
     """A JUnit file of pytest."""
     outcome = Outcome(file)
-    for case in ElementTree.parse(path).getroot().iter("testcase"):  # noqa: S314 - written by our own pytest
+    for case in ET.parse(path).getroot().iter("testcase"):  # noqa: S314 - written by our own pytest
         name = f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}"
         problem = next((each for each in case if each.tag in ("failure", "error")), None)
         skip = case.find("skipped")
@@ -239,22 +238,21 @@ def read_report(path: Path, file: str) -> Outcome:
     return outcome
 
 
-#: An exception as tracebacks end with it: its class, perhaps with a module, and its message.
-_EXCEPTION = re.compile(r"^(?:E\s+)?(?:[\w.]*\.)?([A-Z]\w+)(?:: (.*))?$")
-_ENDINGS = ("Error", "Exception", "Unsupported", "Mismatch", "Replaced", "Moved", "Refused", "Units", "Sharded")
-#: Ours, about ranks: what they raised themselves says more.
-_ABOUT_RANKS = ("RankRaised", "RankDied", "RankTimedOut", "RuntimeError: Process")
+#: How our harness begins, and how a traceback ends that is not a rank's.
+_RAISED = re.compile(r"\brank \d+ raised (.+)")
+_EXCEPTION = re.compile(r"^(?:E\s+)?(?:[\w.]*\.)?([A-Z]\w*(?:Error|Exception|Warning)(?:: .*)?)$")
+_IN_TEST = re.compile(r"\bline (\d+), in (_?test_\w+)")
 
 
 def reason_of(text: str) -> str:
-    """The last exception in a failure's text that is a rank's own, as `Class: first line`; otherwise its last line."""
-    found = ""
-    for line in text.splitlines():
-        match = _EXCEPTION.match(line.strip())
-        if match and match[1].endswith(_ENDINGS) and not line.strip().startswith(_ABOUT_RANKS):
-            found = f"{match[1]}: {match[2] or ''}".rstrip(": ")
+    """Why a test failed, in one line: what the first rank raised, or else the last exception, or the last line."""
+    raised = _RAISED.search(text)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return found or (lines[-1] if lines else "no message")
+    last = [match[1] for line in lines if (match := _EXCEPTION.match(line))]
+    reason = raised[1] if raised else last[-1] if last else lines[-1] if lines else "no message"
+    places = _IN_TEST.findall(text)
+    # A bare assert says nothing but where it is.
+    return f"{reason} at line {places[-1][0]} of {places[-1][1]}" if ": " not in reason and places else reason
 
 
 #: Numbers, addresses and quoted names differ from test to test.
@@ -279,7 +277,7 @@ _KINDS = (
     ("internals of torch's class", r"has no attribute '_|FlatParam|_handle|_fsdp_"),
     ("needs a GPU", r"(?i)\bcuda\b|nccl|accelerator"),
     ("did not end", r"RankTimedOut|HANG|deadline|timed out"),
-    ("another message", r"does not match \""),
+    ("another message", r"AssertionError: \".*\" does not match \""),
     ("other numbers", r"not close|not equal|AssertionError: (Tensor|Scalar)|is not true|!= "),
 )
 
@@ -298,9 +296,9 @@ def table(outcomes: Mapping[str, Sequence[Outcome]]) -> list[str]:
     for group, files in outcomes.items():
         lines += ["", f"{group}, why tests failed:", ""]
         reasons = grouped(reason for each in files for reason in each.failed.values())
-        lines += [f"- {number} × {kind}: {example[:240]}" for number, kind, example in reasons] or ["- none did"]
+        lines += [f"- {number}, {kind}: {example[:240]}" for number, kind, example in reasons] or ["- none did"]
         skips = grouped(reason for each in files for reason in each.skipped.values())
-        lines += [f"- {number} × skipped: {example[:160]}" for number, _, example in skips]
+        lines += [f"- {number}, skipped: {example[:160]}" for number, _, example in skips]
     return lines
 
 
@@ -359,9 +357,7 @@ def run(parsed: argparse.Namespace, directory: Path) -> int:
     outcomes: dict[str, list[Outcome]] = {}
     for group, files in found.items():
         for file in files:
-            outcome = run_file(
-                tests, file, subject=parsed.subject, ranks=ranks, limit_s=parsed.limit, options=options
-            )
+            outcome = run_file(tests, file, subject=parsed.subject, ranks=ranks, limit_s=parsed.limit, options=options)
             outcomes.setdefault(group, []).append(outcome)
             print(_row(file, [outcome], outcome.broken), flush=True)
     lines = [*table(outcomes), "", *notes(parsed.subject, ranks)]

@@ -193,4 +193,3 @@ def _loaded_groups(
 
 def _flats(module: nn.Module) -> Iterator[FlatParameter]:
     yield from settled(units_below(module))
-

@@ -1,5 +1,5 @@
 """
-State dicts by the calls of torch's FullyShardedDataParallel: `state_dict_type`, `optim_state_dict` and what surrounds them.
+State dicts by the calls of torch's FullyShardedDataParallel: `state_dict_type`, `optim_state_dict` and others.
 
     with FullyShardedDataParallel.state_dict_type(model, StateDictType.SHARDED_STATE_DICT):
         state = model.state_dict()
@@ -224,14 +224,15 @@ def _settings(kind: object, config: Any, optimizer_config: Any) -> StateDictSett
     names = _CONFIGS.get(kind.name)
     if names is None:
         raise Unsupported("sharded_state_dict", f"{kind.name}: use SHARDED_STATE_DICT, which also communicates nothing")
-    given = []
-    for value, name in zip((config, optimizer_config), names, strict=True):
-        value = getattr(fsdp, name)() if value is None else value
+    given: list[Any] = [
+        getattr(fsdp, name)() if value is None else value
+        for value, name in zip((config, optimizer_config), names, strict=True)
+    ]
+    for value, name in zip(given, names, strict=True):
         if not is_torchs(value, name):
             raise ConfigError([f"the configuration of {kind.name} must be a {name}, got {value!r}"], where=_WHERE)
         if getattr(value, "_use_dtensor", False):
             raise Unsupported("sharded_state_dict", "_use_dtensor=True: shards are ranges of elements, not of rows")
-        given.append(value)
     return fsdp.StateDictSettings(kind, *given)
 
 
@@ -258,7 +259,9 @@ def _is_first(model: nn.Module) -> bool:
 
 def _refuse_group(group: Any) -> None:
     if group is not None:
-        raise Unsupported("optim_state_dict", "group=...: each unit communicates over the group that it is sharded over")
+        raise Unsupported(
+            "optim_state_dict", "group=...: each unit communicates over the group that it is sharded over"
+        )
 
 
 def _refuse_optim_input(given: Any) -> None:

@@ -181,6 +181,10 @@ class FullyShardedDataParallel(TorchStateDicts):
         inner = {id(below) for each in found for below in each.modules() if below is not each}
         return [each for each in found if id(each) not in inner]
 
+    def check_is_root(self) -> bool:
+        """Whether it is the outermost wrapper, as far as is known: it is not before the wrapper around it is made."""
+        return len(schedule_of(self.unit).units) == len(self.units)
+
     @property
     def units(self) -> list[ShardedUnit]:
         """Its unit and those inside, inner ones first."""
@@ -295,7 +299,7 @@ class FullyShardedDataParallel(TorchStateDicts):
         self.unit.ahead_in_backward = [weakref.ref(wrapper.unit) for wrapper in wrappers]
 
     def _check_outermost(self, where: str) -> None:
-        if len(schedule_of(self.unit).units) > len(self.units):
+        if not self.check_is_root():
             raise TrainingStateError(
                 f"{self.unit.label} is inside another unit: call {where} on the outermost one", where=where
             )

@@ -40,7 +40,8 @@ class TestSharding(FSDPTest):
         self.assertTrue(torch.zeros(1, device="cuda:0").to(self.rank).is_cpu)
 
     def test_fails(self):
-        self.assertEqual(1, self.rank, "the first rank has another number")
+        if self.rank == 0:
+            raise ValueError("not on the first rank")
 
     def test_internals(self):
         self.assertTrue(FSDP(nn.Linear(4, 2))._handle.uses_sharded_strategy)
@@ -64,7 +65,13 @@ def script() -> dict[str, Any]:
 @pytest.fixture
 def tests(tmp_path: Path) -> Path:
     """A directory like test/distributed."""
-    for name in ("fsdp/test_a.py", "fsdp/common.py", "_composable/fsdp/test_b.py", "test_c10d_gloo.py", "fsdp/data.bin"):
+    for name in (
+        "fsdp/test_a.py",
+        "fsdp/common.py",
+        "_composable/fsdp/test_b.py",
+        "test_c10d_gloo.py",
+        "fsdp/data.bin",
+    ):
         path = tmp_path / "pytorch/test/distributed" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("import os\n", encoding="utf-8")
@@ -125,7 +132,7 @@ def test_preface(script: dict[str, Any]) -> None:
     ("text", "reason", "kind"),
     [
         (
-            "Traceback\n  File a\nfsdp_conformance.errors.Unsupported: comm_hook is not supported: why\nRankRaised: x",
+            "RuntimeError: rank 1 raised Unsupported: comm_hook is not supported: why\nProcess 0 exited\nValueError: x",
             "Unsupported: comm_hook is not supported: why",
             "refused by name",
         ),
@@ -134,7 +141,12 @@ def test_preface(script: dict[str, Any]) -> None:
             "AttributeError: 'Engine' object has no attribute '_handle'",
             "internals of torch's class",
         ),
-        ("E   AssertionError: Tensor-likes are not close!", "AssertionError: Tensor-likes are not close!", "other numbers"),
+        (
+            'File "test_a.py", line 3, in test_b\nE   AssertionError',
+            "AssertionError at line 3 of test_b",
+            "other",
+        ),
+        ("E   AssertionError: Tensors are not close!", "AssertionError: Tensors are not close!", "other numbers"),
         ("nothing\nthat looks like one\n", "that looks like one", "other"),
     ],
 )
@@ -151,6 +163,7 @@ def test_grouped(script: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("subject", ["torch", "reference"])
 def test_run(script: dict[str, Any], tests: Path, tmp_path: Path, subject: str) -> None:
     """Tests for two GPUs run on the CPU, on torch's class or on the engine; the table says what failed and why."""
@@ -164,7 +177,7 @@ def test_run(script: dict[str, Any], tests: Path, tmp_path: Path, subject: str) 
     (outcome,) = json.loads((tmp_path / "report/tests.json").read_text(encoding="utf-8"))["fsdp1"]
     of_subject = {"TestSharding.test_internals"} if subject == "reference" else set()
     assert {"TestSharding.test_fails", *of_subject} == set(outcome["failed"]), outcome
-    assert "the first rank has another number" in outcome["failed"]["TestSharding.test_fails"]
+    assert "ValueError: not on the first rank" == outcome["failed"]["TestSharding.test_fails"]
     assert 4 - len(outcome["failed"]) == outcome["passed"]
     table = (tmp_path / "report/table.md").read_text(encoding="utf-8")
     assert f"Subject: {subject}. Ranks: cpu." in table

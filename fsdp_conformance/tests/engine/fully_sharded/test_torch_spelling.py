@@ -62,9 +62,7 @@ class TestOptions(ShardedTestCase):
                     {"sharding_strategy": strategy}, {"sharding_strategy": ShardingStrategy[strategy.name]}
                 )
         for prefetch in fsdp.BackwardPrefetch:
-            self._assert_same(
-                {"backward_prefetch": prefetch}, {"backward_prefetch": BackwardPrefetch[prefetch.name]}
-            )
+            self._assert_same({"backward_prefetch": prefetch}, {"backward_prefetch": BackwardPrefetch[prefetch.name]})
         policy = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32, "cast_forward_inputs": True}
         self._assert_same(
             {
@@ -294,9 +292,7 @@ class TestStateDicts(CheckpointTestCase):
         with self.assertRaisesRegex(Unsupported, "LOCAL_STATE_DICT"):
             model.set_state_dict_type(model, kinds.LOCAL_STATE_DICT)
         with self.assertRaisesRegex(Unsupported, "_use_dtensor"):
-            model.set_state_dict_type(
-                model, kinds.SHARDED_STATE_DICT, fsdp.ShardedStateDictConfig(_use_dtensor=True)
-            )
+            model.set_state_dict_type(model, kinds.SHARDED_STATE_DICT, fsdp.ShardedStateDictConfig(_use_dtensor=True))
         with self.assertRaisesRegex(ConfigError, "must be a FullStateDictConfig, got ShardedStateDictConfig"):
             model.set_state_dict_type(model, kinds.FULL_STATE_DICT, fsdp.ShardedStateDictConfig())
         with self.assertRaisesRegex(ConfigError, "must be a StateDictType, got 'full'"):
