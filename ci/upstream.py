@@ -44,6 +44,7 @@ ADAPTATIONS = {
     "cpu": (
         "cuda is the CPU, nccl is gloo; memory statistics are 0, streams and events do nothing",
         "tests for CUDA alone are made for the CPU, with two devices",
+        "tests of parity leave out models that are offloaded and then moved, which must fail on a GPU",
         "DDP ignores device_ids; no device_id, or an index as one, means the CPU",
     ),
     "reference": (
