@@ -145,7 +145,7 @@ def _take_cuda_as_cpu() -> None:
         for name, value in list(vars(module).items()):
             if callable(value) and getattr(type(value), "__hash__", None) is not None and value in factories:
                 _set(module, **{name: _translated(value)})
-    _set(torch, device=_DeviceClass("device", (), {}))
+    _set(torch, device=_DeviceClass("device", (), {"__module__": "torch", "__qualname__": "device"}))
     same = {"cuda": lambda self, *_, **__: self}
     _set(torch.Tensor, **same, pin_memory=same["cuda"], to=_placed(torch.Tensor.to))
     for name in ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"):
@@ -173,7 +173,7 @@ def _replace_cuda_module() -> None:
         current_device=lambda: torch.device("cpu"),
         device_count=lambda: _DEVICES,
         # Not torch.manual_seed, which calls this one.
-        manual_seed=torch.random.default_generator.manual_seed,
+        manual_seed=torch.default_generator.manual_seed,
         Stream=_Nothing,
         Event=_Nothing,
         current_stream=_Nothing,

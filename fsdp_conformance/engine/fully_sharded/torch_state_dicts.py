@@ -175,7 +175,8 @@ class TorchStateDicts(nn.Module):
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> dict[str, Any]:
         """This rank's part of the optimizer's state, on the CPU."""
         _refuse_group(group)
-        return _on_cpu(sharded_optimizer_state(model, optim))
+        state: dict[str, Any] = _on_cpu(sharded_optimizer_state(model, optim))
+        return state
 
     @staticmethod
     def shard_full_optim_state_dict(

@@ -85,7 +85,7 @@ class TestOptions(ShardedTestCase):
         self.assertEqual(expected.unit.reshard_after_forward, found.unit.reshard_after_forward)
         self.assertEqual(expected.plan(), found.plan())
         losses = [self.train(model, step=lambda m, x: forward_sum(m, x).float()) for model in (expected, found)]
-        self.assertEqual(*losses)
+        self.assertEqual(losses[0], losses[1])
 
     def test_order_of_arguments(self) -> None:
         """Positional arguments are in torch's order."""
@@ -123,7 +123,7 @@ class TestOptions(ShardedTestCase):
             with self.assertRaisesRegex(Unsupported, message):
                 FullyShardedDataParallel(chain(), **options)
         model = chain()
-        mixed = [model[0], model[1].linear.weight]
+        mixed = [model[0], model.get_parameter("1.linear.weight")]
         wrong: list[tuple[str, dict[str, Any]]] = [
             ("device_id must be .* got 'nowhere'", {"device_id": "nowhere"}),
             ("device_id must be .* got 1.5", {"device_id": 1.5}),
@@ -140,7 +140,7 @@ class TestOptions(ShardedTestCase):
     def test_ignored_parameters(self) -> None:
         """An ignored parameter is left alone, and is in the full state dict; units beside it train as before."""
         model = chain()
-        ignored = model[1].linear.weight
+        ignored: Any = model.get_parameter("1.linear.weight")
         values = ignored.detach().clone()
         policy = functools.partial(wrap.size_based_auto_wrap_policy, min_num_params=WIDTH + 1)
         subject = FullyShardedDataParallel(copy.deepcopy(model), auto_wrap_policy=policy)
