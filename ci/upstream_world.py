@@ -22,6 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Compiles itself when it is imported, which needs torch's own factories.
+import torch.distributed.optim
 from torch import nn
 from torch.distributed import device_mesh, distributed_c10d, fsdp
 from torch.distributed.fsdp import fully_sharded_data_parallel

@@ -90,6 +90,11 @@ class ShardingOptions:
             problems.append(f"param_init_fn must be callable, got {init_fn!r}")
         if not all(isinstance(each, nn.Module) for each in self.ignored_modules or ()):
             problems.append(f"ignored_modules must be modules, got {self.ignored_modules!r}")
+        problems += [
+            f"ignored_modules must not be units, got a {type(each).__name__} that is one"
+            for each in self.ignored_modules or ()
+            if isinstance(each, nn.Module) and unit_of(each) is not None
+        ]
         if not all(isinstance(each, nn.Parameter) for each in self.ignored_parameters or ()):
             problems.append(f"ignored_parameters must be parameters, got {self.ignored_parameters!r}")
         device: object = self.device_id
@@ -163,7 +168,7 @@ def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> Sharded
         device = inner[-1].device
     tensors: list[Tensor] = [*(member.parameter for member in found.members), *found.buffers]
     place_tensors(tensors, device)
-    verify_unit(found.members, groups, device)
+    verify_unit(found.members, groups, device, ignores=bool(options.ignored_modules or options.ignored_parameters))
     if options.sync_module_states:
         synchronise(tensors, groups)
     spec = UnitSpec(

@@ -68,9 +68,10 @@ def _mixed_precision(value: Any) -> Any:
         )
     excepted = [each for each in value._module_classes_to_ignore if each is not nn.modules.batchnorm._BatchNorm]
     if excepted:
+        classes = ", ".join(each.__name__ for each in excepted)
         raise Unsupported(
             "mp_per_unit",
-            f"_module_classes_to_ignore={', '.join(each.__name__ for each in excepted)}: wrap these modules one by one, with another mixed_precision",
+            f"_module_classes_to_ignore={classes}: wrap these modules one by one, with another mixed_precision",
         )
     names = ("param_dtype", "reduce_dtype", "buffer_dtype", "cast_forward_inputs", "cast_root_forward_inputs")
     return MixedPrecision(**{name: getattr(value, name) for name in names})

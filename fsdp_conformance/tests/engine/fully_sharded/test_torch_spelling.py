@@ -130,12 +130,26 @@ class TestOptions(ShardedTestCase):
             ("sharding_strategy must be .* got 'full'", {"sharding_strategy": "full", "reshard_after_forward": 1}),
             ("auto_wrap_policy must be .* got 3", {"auto_wrap_policy": 3}),
             ("either all parameters or all modules", {"ignored_states": mixed}),
+            ("must not be units, got a FullySharded", {"ignored_modules": [FullyShardedDataParallel(Stage())]}),
             ("not both", {"ignored_states": [model[0]], "ignored_modules": [model[1]]}),
             ("either all parameters or all modules", {"ignored_states": 3}),
         ]
         for message, options in wrong:
             with self.assertRaisesRegex(ConfigError, message):
                 FullyShardedDataParallel(model, **options)
+
+    def test_ignored_on_some_ranks(self) -> None:
+        """What a rank ignores may shift the names of the rest; their shapes must still agree."""
+        for ignoring in ((0, 1), (1,)):
+            spare = [nn.Linear(2, 2) for _ in range(self.rank + 1)] if self.rank in ignoring else []
+            model = nn.Sequential(Stage(), *spare, Stage())
+            # The spare layers are left out of the forward, too.
+            model.forward = lambda x, model=model: model[-1](model[0](x))  # type: ignore[method-assign,misc]
+            subject = FullyShardedDataParallel(model, ignored_modules=spare)
+            forward_sum(subject, batch(self.rank)).backward()
+        other = nn.Sequential(nn.Linear(2, 3 + self.rank), nn.Linear(2, 2))
+        with self.assertRaisesRegex(StructureMismatch, "shape of parameter 0"):
+            FullyShardedDataParallel(other, ignored_modules=[other[1]])
 
     def test_ignored_parameters(self) -> None:
         """An ignored parameter is left alone, and is in the full state dict; units beside it train as before."""
