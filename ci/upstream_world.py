@@ -276,6 +276,10 @@ def _use_the_engine() -> None:
         make(self, module, options)
         names = {kind.name.lstrip("_"): kind for kind in fsdp.ShardingStrategy}
         self.sharding_strategy = names[options.sharding_strategy.name]
+        self.cpu_offload = fsdp.CPUOffload(offload_params=options.offload.offload_params)
+        self.backward_prefetch = options.backward_prefetch and fsdp.BackwardPrefetch[options.backward_prefetch.name]
+        self.forward_prefetch = options.forward_prefetch
+        self.compute_device = self.unit.device
         self.process_group = self.unit.spec.groups.shard
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
 
