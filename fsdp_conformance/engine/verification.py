@@ -34,12 +34,15 @@ class ParameterFacts(NamedTuple):
     requires_grad: bool
 
 
-def verify_parameters(named: Sequence[tuple[str, Tensor]], group: ProcessGroup, *, device: torch.device) -> None:
+def verify_parameters(
+    named: Sequence[tuple[str, Tensor]], group: ProcessGroup, *, device: torch.device, names_matter: bool = True
+) -> None:
     """
     Compare names, order, shapes, strides, dtypes and `requires_grad` of parameters over a group. Collective.
 
-    Sends nothing in a group of one. `device` is one that the group can communicate from. Raises StructureMismatch on
-    every rank if one of them differs from the first, naming ranks and parameters.
+    Sends nothing in a group of one. `device` is one that the group can communicate from. Where `names_matter` is False
+    on any rank, names are not compared, only positions. Raises StructureMismatch on every rank if one of them differs
+    from the first, naming ranks and parameters.
     """
     facts = [
         ParameterFacts(
@@ -51,16 +54,24 @@ def verify_parameters(named: Sequence[tuple[str, Tensor]], group: ProcessGroup, 
         )
         for name, tensor in named
     ]
-    texts = texts_unless_equal(json.dumps(facts), group, device=device)
+    texts = texts_unless_equal(json.dumps([names_matter, facts]), group, device=device)
     if texts is None:
         return
-    first, *others = ([ParameterFacts(*_tuples(entry)) for entry in json.loads(text)] for text in texts)
+    told = [json.loads(text) for text in texts]
+    by_rank = [[ParameterFacts(*_tuples(entry)) for entry in entries] for _, entries in told]
+    if not all(matter for matter, _ in told):
+        by_rank = [
+            [each._replace(name=f"parameter {place}") for place, each in enumerate(entries)] for entries in by_rank
+        ]
+    first, *others = by_rank
     ranks = dist.get_process_group_ranks(group)
     problems = [
         f"rank {rank}: {difference}"
         for rank, mine in zip(ranks[1:], others, strict=True)
         for difference in _differences(mine, first, f"as on rank {ranks[0]}")
     ]
+    if not problems:
+        return
     more = len(problems) - PROBLEMS_LISTED
     raise StructureMismatch(
         problems[:PROBLEMS_LISTED] + ([f"and {more} more"] if more > 0 else []),

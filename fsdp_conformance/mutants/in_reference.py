@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fsdp_conformance.config import Plan
 from fsdp_conformance.engine.chunks.streams import ChunkStreams
-from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter, ReductionHook
+from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.order_watch import OrderWatch
 from fsdp_conformance.engine.fully_sharded.schedule import UnitSchedule
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
@@ -20,17 +20,10 @@ from fsdp_conformance.mutants.mutant import known_wrong
 
 
 class _Overwriting(FlatParameter):
-    def accumulate(self) -> None:
-        self._forget_collected()
-        super().accumulate()
-
-    def start_reduction(self, hook: ReductionHook | None = None, *, all_reduce: bool = True) -> None:
-        self._forget_collected()
-        super().start_reduction(hook, all_reduce=all_reduce)
-
-    def _forget_collected(self) -> None:
-        if any(leaf.grad is not None for leaf in self.leaves):
-            self.storage.discard_gradients()
+    def note_forward(self) -> None:
+        self._drop_leaf_gradients()
+        self.storage.discard_gradients()
+        super().note_forward()
 
 
 @known_wrong("R093")

@@ -140,7 +140,9 @@ class DataParallel(nn.Module, Joinable):
             keeps_graph = torch.is_grad_enabled()
             self._before_forward(keeps_graph)
             if self._input_device is not None:
-                move = partial(Tensor.to, device=self._input_device, non_blocking=True)
+                # Streams order what follows a copy to a device; nothing orders the host after a copy to the CPU.
+                overlaps = self._input_device.type != "cpu"
+                move = partial(Tensor.to, device=self._input_device, non_blocking=overlaps)
                 args, kwargs = with_tensors((args, kwargs), move)
         output = self.module(*args, **kwargs)
         with record_function("DataParallel::after_forward"):

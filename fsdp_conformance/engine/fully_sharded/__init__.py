@@ -24,6 +24,8 @@ The fully sharded module: parameters, gradients and optimizer state of each unit
     gradient_norm        the norm of all gradients, and clipping by it
     gradient_scaler      a gradient scaler whose skipped steps agree across ranks
     model_state          state dicts of the module, full and sharded
+    torch_spelling       options in the spelling of torch's own class
+    torch_state_dicts    state dicts by the calls of torch's own class
     local_pieces         a rank's part of a tensor, as checkpoints have it
     optimizer_state      state dicts of the optimizer, full and sharded
     checkpoint           model and optimizer in a directory, for any number of ranks

@@ -48,7 +48,11 @@ def owned_tensors(
     is_owned: Callable[[nn.Parameter], bool],
     ignored: set[int],
 ) -> OwnedTensors:
-    """Parameters and buffers below `modules`, except those of inner units and of `ignored` modules, given by id."""
+    """
+    Parameters and buffers below `modules`, except those of inner units.
+
+    `ignored`: the ids of modules and parameters that are left out.
+    """
     found = OwnedTensors()
     members: dict[int, Member] = {}
     buffers: dict[int, Tensor] = {}
@@ -58,7 +62,7 @@ def owned_tensors(
             continue
         seen.add(id(module))
         for key, parameter in module._parameters.items():
-            if parameter is None:
+            if parameter is None or id(parameter) in ignored:
                 continue
             fqn = f"{name}.{key}" if name else key
             place = Place(module, key)
@@ -149,16 +153,17 @@ def synchronise(tensors: Sequence[Tensor], groups: ShardingGroups) -> None:
     broadcast(tensors, groups.shard)
 
 
-def verify_unit(members: Sequence[Member], groups: ShardingGroups, device: torch.device) -> None:
+def verify_unit(members: Sequence[Member], groups: ShardingGroups, device: torch.device, *, ignores: bool) -> None:
     """
     Raise StructureMismatch, on every rank, if ranks of a group would shard different parameters. Collective.
 
-    Skipped for a group that cannot communicate from the parameters' device, from which they are moved later.
+    Ranks that ignore different modules may have different names for what is left: `ignores` is whether this one ignores
+    any. Skipped for a group that cannot communicate from the parameters' device, from which they are moved later.
     """
     named = [(member.name, member.parameter) for member in members]
     for group in (groups.shard, groups.replica):
         if group is not None and group.size() > 1 and communicates_from(group, device):
-            verify_parameters(named, group, device=device)
+            verify_parameters(named, group, device=device, names_matter=not ignores)
 
 
 class OwnerRegistry:

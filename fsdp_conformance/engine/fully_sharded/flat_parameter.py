@@ -140,6 +140,8 @@ class FlatParameter:
         self.tag = tag
         self._places = [(place, index) for index, member in enumerate(members) for place in member.places]
         self.leaves: list[nn.Parameter] = []
+        # What the modules have, one for each member: originals, leaves, or whole copies.
+        self._shown: Sequence[nn.Parameter] = [member.parameter for member in members]
         self._checked: Gathering | None = None
         # Version counters of what was gathered, and at the last forward: that of `write`, and each parameter's.
         self._versions: list[int] = []
@@ -213,9 +215,15 @@ class FlatParameter:
     # --- what the modules see ----------------------------------------------------------------------------------------
 
     def register(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Register `parameters`, one for each member, with the modules."""
+        """
+        Register `parameters`, one for each member, with the modules.
+
+        What a user has registered in place of one of them stays there: `check_places` raises for it.
+        """
         for place, index in self._places:
-            place.register(parameters[index])
+            if place.registry.get(place.key) is self._shown[index]:
+                place.register(parameters[index])
+        self._shown = parameters
 
     def register_leaves(self) -> None:
         """Modules see whole parameters."""
@@ -244,20 +252,24 @@ class FlatParameter:
         That is: values assigned to `.data`, another device or dtype, and `requires_grad`. Raises ParameterReplaced for
         another object or shape, ParameterMoved for a device or dtype that is not supported.
         """
+        self.check_places()
+        if self._is_detached():
+            self._adopt()
+        self._follow_flags()
+
+    def check_places(self) -> None:
+        """Raise ParameterReplaced if a module no longer has the parameter that was registered with it last."""
         replaced = [
             self.members[index].name
             for place, index in self._places
-            if place.registry.get(place.key) is not self.members[index].parameter
+            if place.registry.get(place.key) is not self._shown[index]
         ]
         if replaced:
             raise ParameterReplaced(
                 f"{', '.join(replaced)} was replaced by another parameter object after wrapping",
                 where=self.name,
-                hint="Wrap the module again.",
+                hint="Wrap the module again, or write the new values into the parameter.",
             )
-        if self._is_detached():
-            self._adopt()
-        self._follow_flags()
 
     def _follow_flags(self) -> None:
         for member, leaf in zip(self.members, self.leaves, strict=True):
@@ -323,6 +335,13 @@ class FlatParameter:
 
     def check_unwritten(self) -> None:
         """Raise ParameterReplaced if a parameter was written since the forward: the backward would use new values."""
+        self.check_places()
+        if self._is_detached():
+            raise ParameterReplaced(
+                "the data of a parameter was replaced between forward and backward",
+                where=self.name,
+                hint="Assign to .data between two steps.",
+            )
         current = self._current_versions()
         if self._forward_versions and self._forward_versions != current:
             written = [
@@ -394,8 +413,14 @@ class FlatParameter:
         return self._partial is not None
 
     def accumulate(self) -> None:
-        """Collect the leaves' gradients in the buffer, in the dtype of the reduction, to be reduced later."""
-        if not self._reduces_nothing and any(leaf.grad is not None for leaf in self.leaves):
+        """
+        Keep the leaves' gradients, in the dtype of the reduction, to be reduced later.
+
+        In the dtype of the leaves they stay where they are, and autograd adds the next ones in place: a buffer would be
+        one more copy of the unit while it is filled.
+        """
+        adds_in_place = self._reduces_nothing or self.storage.reduce_dtype is self.storage.compute_dtype
+        if not adds_in_place and any(leaf.grad is not None for leaf in self.leaves):
             tag: list[Tensor | None] = [] if self.tag is None else [None]
             self.storage.gradients.put_all([leaf.grad for leaf in self.leaves] + tag)
             self._drop_leaf_gradients()

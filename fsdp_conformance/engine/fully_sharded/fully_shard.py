@@ -66,6 +66,7 @@ class ShardingOptions:
     forward_prefetch: bool = False
     mixed_precision: MixedPrecision | None = None
     ignored_modules: Iterable[nn.Module] | None = None
+    ignored_parameters: Iterable[nn.Parameter] | None = None
     param_init_fn: Callable[[nn.Module], None] | None = None
     device_id: int | torch.device | None = None
     sync_module_states: bool = False
@@ -90,17 +91,27 @@ class ShardingOptions:
             problems.append(f"param_init_fn must be callable, got {init_fn!r}")
         if not all(isinstance(each, nn.Module) for each in self.ignored_modules or ()):
             problems.append(f"ignored_modules must be modules, got {self.ignored_modules!r}")
+        problems += [
+            f"ignored_modules must not be units, got a {type(each).__name__} that is one"
+            for each in self.ignored_modules or ()
+            if isinstance(each, nn.Module) and unit_of(each) is not None
+        ]
+        if not all(isinstance(each, nn.Parameter) for each in self.ignored_parameters or ()):
+            problems.append(f"ignored_parameters must be parameters, got {self.ignored_parameters!r}")
+        device: object = self.device_id
+        if isinstance(device, bool) or not isinstance(device, (int, torch.device, type(None))):
+            problems.append(f"device_id must be a torch.device, an index or None, got {device!r}")
         size: object = self.reshard_after_forward
         if isinstance(size, bool) or not isinstance(size, (int, type(None))):
             problems.append(f"reshard_after_forward must be a number of ranks or None, got {size!r}")
-        elif size is not None and not self.sharding_strategy.reshards_after_forward:
+        elif size is not None and not getattr(self.sharding_strategy, "reshards_after_forward", True):
             problems.append(
                 f"reshard_after_forward must be None with {self.sharding_strategy.name}, which does not reshard after "
                 f"forward, got {size}"
             )
         if self.persist_numel < 0:
             problems.append(f"persist_numel must be at least 0, got {self.persist_numel}")
-        elif self.persist_numel and self.sharding_strategy.is_hybrid:
+        elif self.persist_numel and getattr(self.sharding_strategy, "is_hybrid", False):
             problems.append(f"persist_numel must be 0 with {self.sharding_strategy.name}, got {self.persist_numel}")
         if problems:
             raise ConfigError(problems, where=_WHERE)
@@ -148,7 +159,7 @@ def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> Sharded
         [(str(index) if index else "", one) for index, one in enumerate(modules)],
         is_unit=lambda child: unit_of(child) is not None,
         is_owned=lambda parameter: _owners.of(parameter) is not None,
-        ignored=ignored,
+        ignored=ignored | {id(each) for each in options.ignored_parameters or ()},
     )
     check_members(found.members)
     inner = _units_below(modules)
@@ -158,7 +169,7 @@ def make_unit(modules: Sequence[nn.Module], options: ShardingOptions) -> Sharded
         device = inner[-1].device
     tensors: list[Tensor] = [*(member.parameter for member in found.members), *found.buffers]
     place_tensors(tensors, device)
-    verify_unit(found.members, groups, device)
+    verify_unit(found.members, groups, device, ignores=bool(options.ignored_modules or options.ignored_parameters))
     if options.sync_module_states:
         synchronise(tensors, groups)
     spec = UnitSpec(

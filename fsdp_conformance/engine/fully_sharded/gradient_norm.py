@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from fsdp_conformance.engine.errors import TrainingStateError
 from fsdp_conformance.engine.flat_collectives import all_reduce, all_reduce_max
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
 from fsdp_conformance.errors import ConfigError
@@ -32,12 +33,20 @@ def clip_gradients(units: Sequence[ShardedUnit], module: nn.Module, max_norm: fl
 
     Collective: one all-reduce per shard group of more than one rank. Units on fewer ranks than the outermost one, such
     as experts, take one more per group of that: each expert counts once, whichever ranks have it. Ranks without
-    elements or without a gradient count as zero; parameters outside any unit count with this rank's gradients.
+    elements or without a gradient count as zero; parameters outside any unit count with this rank's gradients. Raises
+    TrainingStateError while gradients of `no_sync` or `no_all_reduce` have yet to be reduced.
     """
     if not (norm_type > 0 and max_norm >= 0):
         raise ConfigError(
             [f"max_norm must be at least 0 and norm_type positive, got {max_norm} and {norm_type}"],
             where="clip_grad_norm_",
+        )
+    waiting = [unit.label for unit in units if unit.has_gradients or unit.has_partial]
+    if waiting:
+        raise TrainingStateError(
+            f"gradients of {', '.join(waiting)} have yet to be reduced, so their norm is unknown",
+            where="clip_grad_norm_",
+            hint="Run the last micro-batch's backward outside of no_sync and no_all_reduce, then clip.",
         )
     by_group: dict[_Copies, list[Tensor]] = {}
     around = max((unit.spec.groups for unit in units), key=lambda groups: groups.size)

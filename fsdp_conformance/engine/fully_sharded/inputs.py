@@ -68,6 +68,8 @@ def watch_outputs(output: object, on_gradient: Callable[[], None]) -> bool:
 
 
 def _placed(tensor: Tensor, *, device: torch.device, dtype: torch.dtype | None) -> Tensor:
+    # A stream orders its work after a copy to the device. Nothing orders the host after a copy to the CPU.
+    overlaps = device.type != "cpu"
     if dtype is not None and tensor.dtype.is_floating_point:
-        return tensor.to(device, dtype, non_blocking=True)
-    return tensor.to(device, non_blocking=True)
+        return tensor.to(device, dtype, non_blocking=overlaps)
+    return tensor.to(device, non_blocking=overlaps)

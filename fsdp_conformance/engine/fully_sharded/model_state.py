@@ -32,7 +32,7 @@ def full_state_dict(module: nn.Module, *, rank0_only: bool = False, offload_to_c
     units = units_below(module)
     values = _restored_buffers(units, offload_to_cpu)
     keeps = True
-    for flat in _settled(units):
+    for flat in settled(units):
         payload = flat.storage.gathered()
         keeps = keeps and (not rank0_only or flat.storage.layout.rank == 0)
         if keeps:
@@ -54,7 +54,7 @@ def load_full_state_dict(
     Returns the missing and the unexpected names. Raises ParameterReplaced, before anything is written, naming every
     value of the wrong shape and, with `strict`, the missing and unexpected names.
     """
-    flats = list(_settled(units_below(module)))
+    flats = list(settled(units_below(module)))
     homes = {id(member.parameter): (flat, i) for flat in flats for i, member in enumerate(flat.members)}
     expected = dict(original_state(module))
     missing = [name for name in expected if name not in state]
@@ -91,7 +91,7 @@ def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
     """
     units = units_below(module)
     values = _restored_buffers(units, offload=False)
-    for flat in _settled(units):
+    for flat in settled(units):
         for index, member in enumerate(flat.members):
             values[id(member.parameter)] = own_pieces(flat, index, flat.parts[index])
     return {name: _value(value, values, offload=False) for name, value in original_state(module)}
@@ -104,7 +104,7 @@ def load_sharded_state_dict(module: nn.Module, state: Mapping[str, Any], *, stri
 
     Raises ParameterReplaced for names and shapes that do not fit, before anything is written.
     """
-    flats = list(_settled(units_below(module)))
+    flats = list(settled(units_below(module)))
     homes = {id(member.parameter): (flat, i) for flat in flats for i, member in enumerate(flat.members)}
     expected = dict(original_state(module))
     own: list[tuple[FlatParameter, int, Tensor]] = []
@@ -159,8 +159,8 @@ def original_names(module: nn.Module) -> dict[int, str]:
     return {id(parameter): clean_unit_name(name) for name, parameter in module.named_parameters()}
 
 
-def _settled(units: Sequence[ShardedUnit]) -> Iterator[FlatParameter]:
-    """The flat parameters of units, after adopting what users have changed."""
+def settled(units: Sequence[ShardedUnit]) -> Iterator[FlatParameter]:
+    """The flat parameters of units, after adopting what users have changed. Raises TrainingStateError in a step."""
     for unit in units:
         schedule_of(unit).check_idle(unit, "state dict")
         unit.follow_users()

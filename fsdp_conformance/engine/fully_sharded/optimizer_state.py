@@ -19,7 +19,7 @@ from fsdp_conformance.engine.errors import StructureMismatch
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.fully_shard import units_below
 from fsdp_conformance.engine.fully_sharded.local_pieces import LocalPieces
-from fsdp_conformance.engine.fully_sharded.model_state import original_names, own_pieces
+from fsdp_conformance.engine.fully_sharded.model_state import original_names, own_pieces, settled
 from fsdp_conformance.engine.verification import agree_on_text
 
 
@@ -41,12 +41,14 @@ def full_optimizer_state(
 
     names = original_names(module)
     found: dict[str, dict[str, Any]] = {}
-    for flat in _flats(module):
+    flats = list(_flats(module))
+    for flat in flats:
         found |= _state_of(flat, optimizer, names, whole)
+    owned = {id(member.parameter) for flat in flats for member in flat.members}
     for parameter, entries in optimizer.state.items():
         # Parameters outside any unit are not sharded.
         name = names.get(id(parameter))
-        if name is not None and name not in found and id(parameter) not in _owned(module):
+        if name is not None and name not in found and id(parameter) not in owned:
             found[name] = dict(entries)
     state = {name: found[name] for name in names.values() if name in found}
     return {"state": state, "param_groups": _named_groups(optimizer, names)}
@@ -75,6 +77,22 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
 
     Parameters that are not in it end up without state. Raises StructureMismatch naming unknown parameters.
     """
+    optimizer.load_state_dict(loadable_optimizer_state(module, optimizer, state))
+
+
+@torch.no_grad()
+def loadable_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    This rank's part of a full or sharded state dict, as `optimizer.load_state_dict` takes it.
+
+    Raises StructureMismatch naming unknown parameters, or if it is not a state dict.
+    """
+    if "state" not in state:
+        raise StructureMismatch(
+            f"expected a state dict with 'state' and 'param_groups', got the keys {sorted(map(str, state))}",
+            where="load_optimizer_state",
+            hint="Pass it on every rank; with rank0_only only the first rank of a group has it.",
+        )
     names = original_names(module)
     by_name = {names[id(p)]: p for group in optimizer.param_groups for p in group["params"] if id(p) in names}
     unknown = sorted(set(state["state"]) - set(by_name))
@@ -93,7 +111,7 @@ def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping
             key: _own_part(flat, index, value) if isinstance(value, Tensor) else value for key, value in entries.items()
         }
     groups = _loaded_groups(optimizer, state, by_name, positions)
-    optimizer.load_state_dict({"state": loaded, "param_groups": groups})
+    return {"state": loaded, "param_groups": groups}
 
 
 def _named_groups(optimizer: Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
@@ -174,9 +192,4 @@ def _loaded_groups(
 
 
 def _flats(module: nn.Module) -> Iterator[FlatParameter]:
-    for unit in units_below(module):
-        yield from unit.flats
-
-
-def _owned(module: nn.Module) -> set[int]:
-    return {id(member.parameter) for flat in _flats(module) for member in flat.members}
+    yield from settled(units_below(module))

@@ -17,6 +17,10 @@ def memory_report(units: Iterable[ShardedUnit]) -> str:
         for flat in unit.flats:
             for device, nbytes in flat.storage.memory_usage.items():
                 held[device] = held.get(device, 0) + nbytes
+            for leaf in flat.leaves:
+                # Gradients that have yet to be reduced.
+                if leaf.grad is not None:
+                    held[leaf.grad.device.type] = held.get(leaf.grad.device.type, 0) + leaf.grad.nbytes
             gradients += sum(m.parameter.grad.nbytes for m in flat.members if m.parameter.grad is not None)
         for device, nbytes in held.items():
             totals[device] = totals.get(device, 0) + nbytes

@@ -256,6 +256,8 @@ class ShardedUnit:
     def show_leaves(self) -> None:
         """Let modules see whole parameters."""
         if not self._sees_leaves:
+            for flat in self.flats:
+                flat.check_places()
             self._sees_leaves = True
             for flat in self.flats:
                 flat.register_leaves()

@@ -1,11 +1,16 @@
-"""Policies that choose which submodules become separate units."""
+"""Policies that choose which submodules become separate units: the engine's own, and torch's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from torch import nn
+
+from fsdp_conformance.engine.fully_sharded.torch_spelling import is_torchs
+from fsdp_conformance.errors import ConfigError
 
 #: Their parent uses their parameters without calling them, so a unit of one would never be gathered.
 _NO_FORWARD = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
@@ -37,43 +42,111 @@ class ClassPolicy:
         return isinstance(module, tuple(self.classes))
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What a policy chooses, whoever wrote it."""
+
+    selects: WrapPolicy
+    """Whether a submodule becomes a unit."""
+    descends: WrapPolicy | None = None
+    """Whether to look below a module; if not, it does not become a unit either. None: below every module."""
+    overrides: Mapping[nn.Module, Mapping[str, Any]] = field(default_factory=dict)
+    """Options of single units, in torch's spelling."""
+
+
+def choice_of(policy: Any, root: nn.Module, *, ignored: Iterable[nn.Module]) -> Choice:
+    """
+    A policy of this module, or one of `torch.distributed.fsdp.wrap`, as a choice.
+
+    Torch's are functions of `module`, `recurse` and `nonwrapped_numel`, and CustomPolicy, whose function may return
+    options for a unit. Raises ConfigError for anything else.
+    """
+    if is_torchs(policy, "CustomPolicy"):
+        targets = policy._run_policy(root, set(ignored), {})
+        return Choice(lambda module, numel: module in targets, overrides=targets)
+    if not callable(policy):
+        raise ConfigError(
+            [f"auto_wrap_policy must be a function, or a policy of torch.distributed.fsdp.wrap, got {policy!r}"],
+            where="FullyShardedDataParallel",
+        )
+    if not _takes_recurse(policy):
+        return Choice(policy)
+    return Choice(
+        lambda module, numel: bool(policy(module=module, recurse=False, nonwrapped_numel=numel)),
+        lambda module, numel: bool(policy(module=module, recurse=True, nonwrapped_numel=numel)),
+    )
+
+
+def _takes_recurse(policy: Callable[..., Any]) -> bool:
+    """Whether a function is called as torch calls its policies."""
+    try:
+        parameters = inspect.signature(policy).parameters
+    except (TypeError, ValueError):
+        return False
+    return "recurse" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
 def wrap_submodules(
     root: nn.Module,
-    policy: WrapPolicy,
+    choice: Choice,
     *,
-    wrap: Callable[[nn.Module], nn.Module],
+    wrap: Callable[[nn.Module, Mapping[str, Any]], nn.Module],
     is_unit: Callable[[nn.Module], bool],
-    ignored: Iterable[nn.Module],
+    ignored: Iterable[nn.Module] = (),
+    ignored_parameters: Iterable[nn.Parameter] = (),
 ) -> None:
     """
-    Replace the submodules that `policy` selects by `wrap` of them, everywhere they are registered; inner ones first.
+    Replace the chosen submodules by `wrap` of them and their own options, everywhere they are registered; inner first.
 
-    Containers without a forward, and the contents of MultiheadAttention, are never wrapped.
+    Containers without a forward, and the contents of MultiheadAttention, are never wrapped. `ignored` modules are left
+    alone, and `ignored_parameters` do not count as elements.
     """
     skipped = {id(below) for module in ignored for below in module.modules()}
+    uncounted = {id(parameter) for parameter in ignored_parameters}
     wrapped: dict[int, nn.Module] = {}
     left: dict[int, set[int]] = {}
     sizes: dict[int, int] = {}
+
+    def own(module: nn.Module) -> set[int]:
+        found = [each for each in module._parameters.values() if each is not None and id(each) not in uncounted]
+        sizes.update({id(each): each.numel() for each in found})
+        return {id(each) for each in found}
+
+    def below(module: nn.Module) -> set[int]:
+        """The ids of the parameters of a module and the modules below it that are in no unit."""
+        found = own(module)
+        for child in module._modules.values():
+            if child is not None and id(child) not in skipped and not is_unit(child):
+                found |= below(child)
+        return found
+
+    def numel(parameters: set[int]) -> int:
+        return sum(sizes[each] for each in parameters)
+
+    def descends(module: nn.Module) -> bool:
+        return choice.descends is None or choice.descends(module, numel(below(module)))
 
     def visit(module: nn.Module) -> set[int]:
         """Wrap below `module`. Returns the ids of the parameters there that are in no unit."""
         if id(module) in left:
             return left[id(module)]
-        free = {id(parameter) for parameter in module._parameters.values() if parameter is not None}
-        sizes.update({id(each): each.numel() for each in module._parameters.values() if each is not None})
-        left[id(module)] = free
+        free = left[id(module)] = own(module)
         for key, child in list(module._modules.items()):
             if child is None or id(child) in skipped or is_unit(child):
                 continue
             if id(child) in wrapped:
                 module._modules[key] = wrapped[id(child)]
                 continue
-            below = visit(child)
+            if not descends(child):
+                free |= below(child)
+                continue
+            inside = visit(child)
             asked = not isinstance(child, _NO_FORWARD) and not isinstance(module, _LEAVES)
-            if asked and policy(child, sum(sizes[each] for each in below)):
-                wrapped[id(child)] = module._modules[key] = wrap(child)
+            if asked and choice.selects(child, numel(inside)):
+                wrapped[id(child)] = module._modules[key] = wrap(child, choice.overrides.get(child, {}))
             else:
-                free |= below
+                free |= inside
         return free
 
-    visit(root)
+    if descends(root):
+        visit(root)

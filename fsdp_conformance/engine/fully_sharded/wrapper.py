@@ -20,8 +20,9 @@ import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,19 +45,31 @@ from fsdp_conformance.engine.fully_sharded.fully_shard import (
     units_below,
 )
 from fsdp_conformance.engine.fully_sharded.gradient_norm import clip_gradients
-from fsdp_conformance.engine.fully_sharded.model_state import full_state_dict, load_full_state_dict
 from fsdp_conformance.engine.fully_sharded.report import communication_plan, memory_report
 from fsdp_conformance.engine.fully_sharded.schedule import schedule_of
+from fsdp_conformance.engine.fully_sharded.torch_spelling import converted
+from fsdp_conformance.engine.fully_sharded.torch_state_dicts import TorchStateDicts
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit, TrainingState, UnshardHandle
-from fsdp_conformance.engine.fully_sharded.wrap_policy import WrapPolicy, wrap_submodules
+from fsdp_conformance.engine.fully_sharded.wrap_policy import WrapPolicy, choice_of, wrap_submodules
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 from fsdp_conformance.errors import ConfigError, Unsupported
+
+if TYPE_CHECKING:
+    from torch.distributed import fsdp as torch_fsdp
+    from torch.distributed.fsdp import wrap as torch_wrap
 
 _WHERE = "FullyShardedDataParallel"
 _INNER = "_fsdp_wrapped_module"
 
+#: The arguments of the constructor that become options of a unit.
+_OPTIONS = (
+    "process_group", "sharding_strategy", "cpu_offload", "backward_prefetch", "mixed_precision", "ignored_modules",
+    "param_init_fn", "device_id", "sync_module_states", "forward_prefetch", "limit_all_gathers", "use_orig_params",
+    "ignored_states", "device_mesh", "persist_numel", "reshard_after_forward",
+)  # fmt: skip
 
-class FullyShardedDataParallel(nn.Module):
+
+class FullyShardedDataParallel(TorchStateDicts):
     """
     A module that is one unit, with the units inside it. Construction is collective.
 
@@ -68,28 +81,32 @@ class FullyShardedDataParallel(nn.Module):
         self,
         module: nn.Module,
         process_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = None,
-        *,
-        device_mesh: DeviceMesh | None = None,
-        sharding_strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD,
-        cpu_offload: CPUOffload | bool | None = None,
-        auto_wrap_policy: WrapPolicy | None = None,
-        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
-        forward_prefetch: bool = False,
-        mixed_precision: MixedPrecision | None = None,
+        sharding_strategy: ShardingStrategy | torch_fsdp.ShardingStrategy | None = ShardingStrategy.FULL_SHARD,
+        cpu_offload: CPUOffload | torch_fsdp.CPUOffload | bool | None = None,
+        auto_wrap_policy: WrapPolicy | Callable[..., bool] | torch_wrap._Policy | None = None,
+        backward_prefetch: BackwardPrefetch | torch_fsdp.BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | torch_fsdp.MixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
-        device_id: int | torch.device | None = None,
+        device_id: int | str | torch.device | None = None,
         sync_module_states: bool = False,
-        persist_numel: int = 0,
-        reshard_after_forward: int | None = None,
+        forward_prefetch: bool = False,
         limit_all_gathers: bool = True,
         use_orig_params: bool = True,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+        *,
+        persist_numel: int = 0,
+        reshard_after_forward: int | None = None,
     ) -> None:
         """
+        The arguments of torch's class, in its order, then two more. Enums and dataclasses may be torch's as well.
+
         `process_group`: None for the default group; a shard group and a replica group for hybrid strategies.
         `device_mesh`: used instead of it, with one axis, or with a replica axis and a shard axis. `auto_wrap_policy`:
-        which submodules become separate units, with these options. `forward_prefetch`: whether to prefetch in
-        forward the unit that came next in the last iteration. `ignored_modules`: left alone on each rank.
+        which submodules become separate units, with these options: one of `wrap_policy`, or of torch's.
+        `forward_prefetch`: whether to prefetch in forward the unit that came next in the last iteration.
+        `ignored_modules`: left alone on each rank; `ignored_states`: the same for modules, or for single parameters.
         `param_init_fn`: initialises modules on the meta device; None: their `reset_parameters`. `device_id`: where the
         unit computes and its parameters and buffers are moved; None: where they are. `sync_module_states`: whether
         parameters and buffers are broadcast from the first rank of the group. `persist_numel`: parameters of at most
@@ -100,31 +117,21 @@ class FullyShardedDataParallel(nn.Module):
         gathers use, so the host is never blocked; and only original parameters are supported.
         """
         super().__init__()
-        if not use_orig_params:
-            raise Unsupported("orig_params", "use_orig_params=False: parameters always keep their objects here")
-        options = ShardingOptions(
-            process_group=process_group,
-            device_mesh=device_mesh,
-            sharding_strategy=sharding_strategy,
-            cpu_offload=cpu_offload,
-            backward_prefetch=backward_prefetch,
-            forward_prefetch=forward_prefetch,
-            mixed_precision=mixed_precision,
-            ignored_modules=None if ignored_modules is None else tuple(ignored_modules),
-            param_init_fn=param_init_fn,
-            device_id=device_id,
-            sync_module_states=sync_module_states,
-            persist_numel=persist_numel,
-            reshard_after_forward=reshard_after_forward,
-        )
+        given = locals()
+        options = ShardingOptions(**converted({name: given[name] for name in _OPTIONS}))
         if auto_wrap_policy is not None:
             wrap_submodules(
                 module,
-                auto_wrap_policy,
-                wrap=lambda child: _wrapped(child, options),
+                choice_of(auto_wrap_policy, module, ignored=options.ignored_modules or ()),
+                wrap=lambda child, own: _wrapped(child, replace(options, **converted(own))),
                 is_unit=lambda child: unit_of(child) is not None,
                 ignored=options.ignored_modules or (),
+                ignored_parameters=options.ignored_parameters or (),
             )
+        self._make(module, options)
+
+    def _make(self, module: nn.Module, options: ShardingOptions) -> None:
+        """Make the module a unit, which this wrapper runs."""
         self._forward_methods: set[str] = set()
         self.unit = make_unit([module], options)
         mark_unit(self, self.unit)
@@ -164,6 +171,19 @@ class FullyShardedDataParallel(nn.Module):
             raise
         schedule.after_forward(unit, output)
         return output
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The wrappers in a module, outermost first; with `root_only`, those that are in no other."""
+        found = [each for each in module.modules() if isinstance(each, FullyShardedDataParallel)]
+        if not root_only:
+            return found
+        inner = {id(below) for each in found for below in each.modules() if below is not each}
+        return [each for each in found if id(each) not in inner]
+
+    def check_is_root(self) -> bool:
+        """Whether it is the outermost wrapper, as far as is known: it is not before the wrapper around it is made."""
+        return len(schedule_of(self.unit).units) == len(self.units)
 
     @property
     def units(self) -> list[ShardedUnit]:
@@ -279,7 +299,7 @@ class FullyShardedDataParallel(nn.Module):
         self.unit.ahead_in_backward = [weakref.ref(wrapper.unit) for wrapper in wrappers]
 
     def _check_outermost(self, where: str) -> None:
-        if len(schedule_of(self.unit).units) > len(self.units):
+        if not self.check_is_root():
             raise TrainingStateError(
                 f"{self.unit.label} is inside another unit: call {where} on the outermost one", where=where
             )
@@ -288,8 +308,9 @@ class FullyShardedDataParallel(nn.Module):
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
         """
-        Every parameter and persistent buffer in full, under original names: `model_state.full_state_dict`. Collective.
+        Every parameter and persistent buffer, under original names. Collective.
 
+        In full, as `model_state.full_state_dict`, unless `set_state_dict_type` has chosen another kind.
         With `keep_vars`: the optimizer's parameters, under wrapped names. Raises Unsupported if the caller is a module
         around it, and this one holds shards: use `full_state_dict` or `sharded_state_dict` on that module.
         """
@@ -298,13 +319,13 @@ class FullyShardedDataParallel(nn.Module):
         if destination is not None or keep_vars:
             raw: dict[str, Any] = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
             return raw
-        return {f"{prefix}{name}": value for name, value in full_state_dict(self).items()}
+        return {f"{prefix}{name}": value for name, value in self._chosen_state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Write a full state dict: `model_state.load_full_state_dict`. Raises Unsupported for `assign`."""
+        """Write what `state_dict` returned: `model_state.load_full_state_dict`. Raises Unsupported for `assign`."""
         if assign:
             raise Unsupported("full_state_dict", "assign=True: parameters are views of shards")
-        missing, unexpected = load_full_state_dict(self, state_dict, strict=strict)
+        missing, unexpected = self._load_chosen_state_dict(state_dict, strict=strict)
         return _IncompatibleKeys(missing, unexpected)
 
     def memory_report(self) -> str:
@@ -404,5 +425,8 @@ def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:
 
 
 def _wrapped(module: nn.Module, options: ShardingOptions) -> FullyShardedDataParallel:
-    """A submodule in a wrapper with the options of the outer one."""
-    return FullyShardedDataParallel(module, **{name: getattr(options, name) for name in options.__dataclass_fields__})
+    """A submodule in a wrapper with these options."""
+    wrapper = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper._make(module, options)
+    return wrapper

@@ -197,6 +197,14 @@ class Simulated(SimulatedRanks):
                         _, found, _ = self.train(schedule, self.device)
                     self.assertNotEqual([], found, msg=name)
 
+    def test_inputs_to_the_cpu(self) -> None:
+        """Inputs from the device have arrived when a module on the CPU reads them."""
+        model = DataParallel(nn.Linear(WIDTH, 2), device_id=torch.device("cpu"))
+        inputs = torch.full((ROWS, WIDTH), 1.0 + self.rank)
+        got, expected = model(inputs.to(self.device)), model(inputs)
+        self.assertTrue(torch.equal(expected, got), msg=f"expected {expected}, got {got}")
+        self.assertEqual([], checker.hazards())
+
     def test_after_an_exception(self) -> None:
         """Raised in autograd's thread, on both ranks: the next iteration equals that of the CPU."""
         results = []

@@ -82,6 +82,18 @@ class TestDeferral(ShardedTestCase):
         optimizer.step()
         self.assertFalse(all(torch.equal(p, value) for p, value in zip(model.parameters(), before, strict=True)))
 
+    def test_clipping_is_refused(self) -> None:
+        """The norm of gradients that have yet to be reduced is unknown: neither 0 nor this rank's."""
+        model = sharded(chain())
+        with model.no_sync():
+            self._backward(model)
+            with self.assertRaisesRegex(TrainingStateError, "2, 1, 0, the root have yet to be reduced"):
+                model.clip_grad_norm_(1.0)
+        with self.assertRaisesRegex(TrainingStateError, "outside of no_sync"):
+            model.clip_grad_norm_(1.0)
+        self._backward(model, 1)
+        self.assertGreater(model.clip_grad_norm_(1.0).item(), 0.0)
+
     def test_kept_gathered(self) -> None:
         """Parameters are gathered once for several micro-batches, freed by the last, and gathered after a step."""
         model = sharded(chain(), sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
 from fsdp_conformance.engine.sharding_strategy import CPUOffload, MixedPrecision, ShardingStrategy
@@ -108,6 +108,25 @@ class TestOnTheDevice(OnSim):
 
     case_timeout_s = 300.0
 
+    def test_deferred_gradients(self) -> None:
+        """A second deferred micro-batch adds to the gradients in place: beside them there are two gathered units."""
+        device = torch.device(self.device)
+        memory: Any = torch.get_device_module("sim")
+        layers, width = 4, 64
+        model = nn.Sequential(*(nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))) for _ in range(3)))
+        subject = FullyShardedDataParallel(model, auto_wrap_policy=choose_sequential, device_id=device)
+        unit = 4 * layers * width * (width + 1)
+        inputs = torch.ones(1, width, device=device)
+        with subject.no_sync():
+            subject(inputs).sum().backward()
+            gc.collect()
+            before = memory.memory_allocated(device)
+            memory.reset_peak_memory_stats(device)
+            subject(inputs).sum().backward()
+        self.assertLess(memory.max_memory_allocated(device) - before, 2.6 * unit)
+        subject(inputs).sum().backward()
+        self.assertEqual([], self.found())
+
     @pytest.mark.slow
     @pytest.mark.nightly
     def test_two_hundred_steps(self) -> None:
@@ -127,6 +146,11 @@ class TestOnTheDevice(OnSim):
             self.assertEqual(counts[:2], counts[2:], msg=name)
             self.assertTrue(all(figures[0] > 0 for figures in counts), msg=name)
         self.assertEqual([], self.found())
+
+
+def choose_sequential(module: nn.Module, numel: int) -> bool:
+    """Each nn.Sequential is a unit."""
+    return isinstance(module, nn.Sequential)
 
 
 def _inputs(rank: int, device: torch.device | str) -> list[Tensor]:

@@ -110,6 +110,15 @@ class TestOnSim(OnSim):
         """A backward that raised leaves nothing behind."""
         self.assert_same(interrupted)
 
+    def test_inputs_to_the_cpu(self) -> None:
+        """A unit that computes on the CPU waits for inputs from the device, also in another dtype."""
+        for policy in (None, MixedPrecision(param_dtype=torch.float64)):
+            subject = sharded(chain(), device_id=torch.device("cpu"), mixed_precision=policy)
+            twin = sharded(chain(), device_id=torch.device("cpu"), mixed_precision=policy)
+            got, expected = subject(batch(self.rank).to(self.device)), twin(batch(self.rank))
+            self.assertTrue(torch.equal(expected, got), msg=f"expected {expected}, got {got}")
+        self.assertEqual([], self.found())
+
     def test_control(self) -> None:
         """The checker could have seen a hazard: without waits it sees one."""
         subject = sharded(chain(), device_id=torch.device(self.device))

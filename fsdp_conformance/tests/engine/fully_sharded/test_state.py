@@ -51,6 +51,39 @@ class WithSpare(nn.Module):
 class TestState(ShardedTestCase):
     """Values in, values out."""
 
+    def test_replaced_between_forward_and_backward(self) -> None:
+        """A parameter that is replaced while modules are in a step raises in the backward, and is not dropped."""
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
+            for assigns_data in (False, True):
+                subject = sharded(chain(), sharding_strategy=strategy)
+                loss = forward_sum(subject, batch(self.rank))
+                linear = subject.module[1].module.linear  # type: ignore[index]
+                if assigns_data:
+                    linear.weight.data = linear.weight.detach().clone()
+                else:
+                    linear.weight = nn.Parameter(linear.weight.detach().clone())
+                with self.assertRaisesRegex(ParameterReplaced, "replaced by another|replaced between forward and"):
+                    loss.backward()
+
+    def test_replaced_inside(self) -> None:
+        """A parameter that is replaced where it is whole, in a forward or in a context, raises at the next forward."""
+        subject = sharded(chain())
+        linear = subject.module[1].module.linear  # type: ignore[index]
+
+        def replace(module: nn.Module, _: Any) -> None:
+            module.weight = nn.Parameter(torch.zeros(WIDTH, WIDTH))
+
+        handle = linear.register_forward_pre_hook(replace)
+        loss = forward_sum(subject, batch(self.rank))
+        handle.remove()
+        with self.assertRaisesRegex(ParameterReplaced, "linear.weight was replaced"):
+            loss.backward()
+        subject = sharded(chain())
+        with subject.summon_full_params(subject):
+            replace(subject.module[1].module.linear, None)  # type: ignore[index]
+        with self.assertRaisesRegex(ParameterReplaced, "linear.weight was replaced"):
+            forward_sum(subject, batch(self.rank))
+
     def test_full_state_dict(self) -> None:
         """A full state dict has the names and values of the module, and loads into it and back."""
         model = chain()

@@ -1,0 +1,398 @@
+"""PyTorch's own distributed tests on our ranks: see ci/upstream."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fnmatch
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree as ET
+
+from fsdp_conformance.cli import arguments
+from fsdp_conformance.cli.messages import complain
+from fsdp_conformance.errors import ConformanceError, EnvironmentUnavailable, UsageError
+
+CI = Path(__file__).resolve().parent
+
+#: The files of each group, below test/distributed. The first group that has a file keeps it.
+GROUPS = {
+    "fsdp1": ("fsdp/test_*.py",),
+    "fsdp2": ("_composable/fsdp/test_*.py", "_composable/test_composability/test_*.py"),
+    "dtensor": ("tensor/test_*.py", "tensor/*/test_*.py", "_tensor/test_*.py", "test_device_mesh.py"),
+    "ddp": ("_composable/test_replicate*.py", "algorithms/*/test_*.py", "test_distributed_spawn.py"),
+    "c10d": ("test_c10d_*.py", "test_store.py", "test_pg_wrapper.py", "test_functional_api.py", "test_fake_pg.py"),
+}
+
+SUBJECTS = ("torch", "reference")
+RANKS = ("cpu", "simulated")
+
+#: What ci/upstream_world.py changes for the tests beside the harness, by kind of ranks and by subject.
+ADAPTATIONS = {
+    "cpu": (
+        "cuda is the CPU, nccl is gloo; memory statistics are 0, streams and events do nothing",
+        "tests for CUDA alone are made for the CPU, with two devices",
+        "tests of parity leave out models that are offloaded and then moved, which must fail on a GPU",
+        "DDP ignores device_ids; no device_id, or an index as one, means the CPU",
+    ),
+    "reference": (
+        "use_orig_params=False is taken as True: the engine has nothing else",
+        "attributes that tests read are added: sharding_strategy, cpu_offload, training_state, world_size and others",
+    ),
+}
+
+#: What a file imports first.
+_PREFACE = "import upstream_world  # noqa: the harness of ci/upstream\n"
+
+#: How long a file's tests may take to leave after they were interrupted.
+_GRACE_S = 20.0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The tests of one file."""
+
+    file: str
+    passed: int = 0
+    failed: dict[str, str] = field(default_factory=dict)
+    """The reason, in one line, by the name of the test."""
+    skipped: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    broken: str = ""
+    """Why the file did not run to its end; "" if it did."""
+
+
+# --- where the tests come from ----------------------------------------------------------------------------------------
+
+
+def copy_tests(source: Path, target: Path) -> None:
+    """Copy the Python files of a checkout's test/distributed. Raises UsageError if that is not what it is."""
+    if not (source / "fsdp").is_dir():
+        raise UsageError(f"--tests must be the directory test/distributed of a checkout of PyTorch, got {source}")
+    shutil.copytree(source, target, ignore=_only_python, dirs_exist_ok=True)
+
+
+def _only_python(directory: str, names: list[str]) -> list[str]:
+    return [name for name in names if not (name.endswith(".py") or (Path(directory) / name).is_dir())]
+
+
+def unpack_tests(archive: Path, target: Path) -> None:
+    """Take test/distributed out of a source archive. Raises UsageError if it has none, or is none."""
+    found = 0
+    try:
+        with tarfile.open(archive) as packed:
+            for member in packed:
+                _, inside, path = member.name.partition("/test/distributed/")
+                if inside and path.endswith(".py") and member.isfile():
+                    member.name = path
+                    packed.extract(member, target, filter="data")
+                    found += 1
+    except (OSError, tarfile.TarError) as error:
+        raise UsageError(f"--archive must be a source archive of PyTorch, got {archive}: {error}") from error
+    if not found:
+        raise UsageError(f"--archive must have a directory test/distributed, got {archive}, which has none")
+
+
+def download_tests(target: Path) -> None:
+    """Take them from Debian's source package. Raises EnvironmentUnavailable if it cannot be downloaded."""
+    with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as directory:
+        try:
+            done = subprocess.run(
+                ["apt-get", "source", "--download-only", "pytorch"],
+                cwd=directory, capture_output=True, text=True, timeout=600, check=False,
+            )  # fmt: skip
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise EnvironmentUnavailable(f"apt-get source pytorch did not work: {error}") from error
+        archives = list(Path(directory).glob("*.orig.tar.*"))
+        if done.returncode or not archives:
+            said = (done.stderr.strip().splitlines() or ["no archive"])[-1]
+            raise EnvironmentUnavailable(
+                f"apt-get source pytorch did not work: {said}. It needs a deb-src line in apt's sources; with a "
+                "checkout of PyTorch use --tests, with a source archive --archive"
+            )
+        unpack_tests(archives[0], target)
+
+
+def prefaced(text: str) -> str:
+    """A test file that imports our world before anything else."""
+    lines = text.splitlines(keepends=True)
+    for number, line in enumerate(lines):
+        if re.match(r"(import|from)\s", line) and not line.startswith("from __future__"):
+            return "".join([*lines[:number], _PREFACE, *lines[number:]])
+    return text
+
+
+def files_of(tests: Path, groups: Sequence[str], patterns: Sequence[str]) -> dict[str, list[str]]:
+    """The files of each group, below `tests`; only those that match one of `patterns`, if there are any."""
+    taken: set[str] = set()
+    found: dict[str, list[str]] = {}
+    for group in groups:
+        names = sorted(
+            {path.relative_to(tests).as_posix() for pattern in GROUPS[group] for path in tests.glob(pattern)} - taken
+        )
+        taken |= set(names)
+        found[group] = [
+            name for name in names if not patterns or any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+        ]
+    return found
+
+
+# --- running them -----------------------------------------------------------------------------------------------------
+
+
+def run_file(tests: Path, file: str, *, subject: str, ranks: str, limit_s: float, options: Sequence[str]) -> Outcome:
+    """Run the tests of one file in a pytest of its own, which is ended if it takes longer than `limit_s`."""
+    report = tests / f"{file}.xml"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *options]
+    command += ["--simulate-cuda=4"] if ranks == "simulated" else []
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [*command, str(tests / file)],
+        cwd=(tests / file).parent,
+        env=_environment(tests, subject, ranks),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        said, _ = process.communicate(timeout=limit_s)
+        broken = ""
+    except subprocess.TimeoutExpired:
+        said, broken = _end(process), f"did not end within {limit_s:g} s"
+    except BaseException:
+        _end(process)
+        raise
+    outcome = read_report(report, file) if report.is_file() else Outcome(file)
+    outcome.seconds = time.monotonic() - began
+    # 5: no test was collected, as in a file that is for other hardware.
+    if not broken and not report.is_file():
+        broken = next((line for line in reversed(said.splitlines()) if line.strip()), "no output")
+    outcome.broken = broken
+    return outcome
+
+
+def _environment(tests: Path, subject: str, ranks: str) -> dict[str, str]:
+    paths = [str(CI), str(tests), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "FSDP_CONFORMANCE_UPSTREAM_SUBJECT": subject,
+        "FSDP_CONFORMANCE_UPSTREAM_RANKS": ranks,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # Tests of DDP that want to be told, instead of asking.
+        "BACKEND": "gloo",
+        "WORLD_SIZE": "2",
+        "INIT_METHOD": "",
+        "TEMP_DIR": tempfile.gettempdir(),
+    }
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    """Interrupt a pytest and its children, then kill what is left. Returns what it said."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        try:
+            return process.communicate(timeout=_GRACE_S)[0]
+        except subprocess.TimeoutExpired:
+            continue
+    return ""
+
+
+def knows_simulated_cuda() -> bool:
+    """Whether this checkout's pytest plugin offers simulated GPUs to any test."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--help"], cwd=CI.parent, capture_output=True, text=True, check=False
+    )
+    return "--simulate-cuda" in done.stdout
+
+
+# --- what came out ----------------------------------------------------------------------------------------------------
+
+
+def read_report(path: Path, file: str) -> Outcome:
+    """A JUnit file of pytest."""
+    outcome = Outcome(file)
+    for case in ET.parse(path).getroot().iter("testcase"):  # noqa: S314 - written by our own pytest
+        name = f"{case.get('classname', '').rpartition('.')[2]}.{case.get('name')}"
+        problem = next((each for each in case if each.tag in ("failure", "error")), None)
+        skip = case.find("skipped")
+        if problem is not None:
+            outcome.failed[name] = reason_of(f"{problem.text or ''}\n{problem.get('message') or ''}")
+        elif skip is not None:
+            outcome.skipped[name] = (skip.get("message") or "").strip()
+        else:
+            outcome.passed += 1
+    return outcome
+
+
+#: How our harness begins, and how a traceback ends that is not a rank's.
+_RAISED = re.compile(r"\brank \d+ raised (.+)")
+_EXCEPTION = re.compile(r"^(?:E\s+)?(?:[\w.]*\.)?([A-Z]\w*(?:Error|Exception|Warning)(?:: .*)?)$")
+_IN_TEST = re.compile(r"\bline (\d+), in (_?test_\w+)")
+
+
+def reason_of(text: str) -> str:
+    """Why a test failed, in one line: what the first rank raised, or else the last exception, or the last line."""
+    raised = _RAISED.search(text)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    last = [match[1] for line in lines if (match := _EXCEPTION.match(line))]
+    reason = raised[1] if raised else last[-1] if last else lines[-1] if lines else "no message"
+    places = _IN_TEST.findall(text)
+    # A bare assert says nothing but where it is.
+    return f"{reason} at line {places[-1][0]} of {places[-1][1]}" if ": " not in reason and places else reason
+
+
+#: Numbers, addresses and quoted names differ from test to test.
+_DETAILS = ((re.compile(r"0x[0-9a-f]+|\d+(\.\d+)?(e[-+]\d+)?"), "N"), (re.compile(r"/\S+/"), "…/"))
+
+
+def grouped(reasons: Iterable[str]) -> list[tuple[int, str, str]]:
+    """How many failures have which reason, most frequent first: number, what it is, an example."""
+    counts: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for reason in reasons:
+        key = reason
+        for pattern, sign in _DETAILS:
+            key = pattern.sub(sign, key)
+        counts[key[:100]] += 1
+        examples.setdefault(key[:100], reason)
+    return [(number, kind_of(examples[key]), examples[key]) for key, number in counts.most_common()]
+
+
+_KINDS = (
+    ("refused by name", r"Unsupported|is not supported: "),
+    ("internals of torch's class", r"has no attribute '_|FlatParam|_handle|_fsdp_"),
+    ("needs a GPU", r"(?i)\bcuda\b|nccl|accelerator"),
+    ("did not end", r"RankTimedOut|HANG|deadline|timed out"),
+    ("another message", r"AssertionError: \".*\" does not match \""),
+    ("other numbers", r"not close|not equal|AssertionError: (Tensor|Scalar)|is not true|!= "),
+)
+
+
+def kind_of(reason: str) -> str:
+    """A word for what lies behind a failure."""
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, reason)), "other")
+
+
+def table(outcomes: Mapping[str, Sequence[Outcome]]) -> list[str]:
+    """Markdown: a line for each file, the sum of each group, then the reasons by group."""
+    lines = ["| file | passed | failed | skipped | seconds | |", "|---|--:|--:|--:|--:|---|"]
+    for group, files in outcomes.items():
+        lines += [_row(each.file, [each], each.broken) for each in files]
+        lines.append(_row(f"**{group}**", files))
+    for group, files in outcomes.items():
+        lines += ["", f"{group}, why tests failed:", ""]
+        reasons = grouped(reason for each in files for reason in each.failed.values())
+        lines += [f"- {number}, {kind}: {example[:240]}" for number, kind, example in reasons] or ["- none did"]
+        skips = grouped(reason for each in files for reason in each.skipped.values())
+        lines += [f"- {number}, skipped: {example[:160]}" for number, _, example in skips]
+    return lines
+
+
+def _row(name: str, files: Sequence[Outcome], note: str = "") -> str:
+    passed, failed = sum(each.passed for each in files), sum(len(each.failed) for each in files)
+    skipped, seconds = sum(len(each.skipped) for each in files), sum(each.seconds for each in files)
+    return f"| {name} | {passed} | {failed} | {skipped} | {seconds:.0f} | {note} |"
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The options. Raises UsageError for combinations that make no sense."""
+    parser = arguments.Parser(prog="ci/upstream", description="PyTorch's own distributed tests on our ranks.")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--tests", type=Path, metavar="DIR", help="test/distributed of a checkout of PyTorch")
+    source.add_argument("--archive", type=Path, metavar="FILE", help="a source archive of PyTorch")
+    source.add_argument("--debian", action="store_true", help="Debian's source package")
+    parser.add_argument("--group", default="", metavar="NAMES", help=f"some of {', '.join(GROUPS)}")
+    parser.add_argument("--file", action="append", default=[], metavar="PATTERN", help="only these files")
+    parser.add_argument("--subject", choices=SUBJECTS, default="torch")
+    parser.add_argument("--ranks", choices=("auto", *RANKS), default="auto")
+    parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for each file")
+    parser.add_argument("--report", type=Path, metavar="DIR", help="keep tests.json and table.md in DIR")
+    parser.add_argument("-k", dest="keyword", metavar="EXPRESSION", help="only tests that pytest's -k selects")
+    parsed = parser.parse_args(argv)
+    groups = [name for name in parsed.group.split(",") if name]
+    unknown = [name for name in groups if name not in GROUPS]
+    if unknown:
+        raise UsageError(f"--group must be some of {', '.join(GROUPS)}, got {', '.join(unknown)}")
+    if parsed.subject == "reference" and groups not in ([], ["fsdp1"]):
+        raise UsageError(f"--subject reference is for the group fsdp1, got --group {parsed.group}")
+    parsed.groups = groups or (["fsdp1"] if parsed.subject == "reference" else list(GROUPS))
+    return parsed
+
+
+def run(parsed: argparse.Namespace, directory: Path) -> int:
+    """Take the tests, run them, print and keep the table. Returns the exit status."""
+    tests = directory / "distributed"
+    if parsed.tests is not None:
+        copy_tests(parsed.tests, tests)
+    elif parsed.archive is not None:
+        unpack_tests(parsed.archive, tests)
+    else:
+        download_tests(tests)
+    for path in tests.rglob("test_*.py"):
+        path.write_text(prefaced(path.read_text(encoding="utf-8")), encoding="utf-8")
+    ranks = parsed.ranks
+    if ranks == "auto":
+        ranks = "simulated" if knows_simulated_cuda() else "cpu"
+    found = files_of(tests, parsed.groups, parsed.file)
+    if not any(found.values()):
+        raise UsageError("no file matches --group and --file")
+    options = ["-k", parsed.keyword] if parsed.keyword else []
+    outcomes: dict[str, list[Outcome]] = {}
+    for group, files in found.items():
+        for file in files:
+            outcome = run_file(tests, file, subject=parsed.subject, ranks=ranks, limit_s=parsed.limit, options=options)
+            outcomes.setdefault(group, []).append(outcome)
+            print(_row(file, [outcome], outcome.broken), flush=True)
+    lines = [*table(outcomes), "", *notes(parsed.subject, ranks)]
+    print("\n" + "\n".join(lines))
+    if parsed.report is not None:
+        keep(parsed.report, lines, outcomes)
+    return int(any(each.broken for files in outcomes.values() for each in files))
+
+
+def notes(subject: str, ranks: str) -> list[str]:
+    """What was adapted, so that the figures can be read."""
+    found = [line for name in (ranks, subject) for line in ADAPTATIONS.get(name, ())]
+    return [f"Subject: {subject}. Ranks: {ranks}.", *(f"- {line}" for line in found)]
+
+
+def keep(report: Path, lines: Sequence[str], outcomes: Mapping[str, Sequence[Outcome]]) -> None:
+    """Write the table and everything behind it."""
+    report.mkdir(parents=True, exist_ok=True)
+    (report / "table.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    plain = {group: [asdict(each) for each in files] for group, files in outcomes.items()}
+    (report / "tests.json").write_text(json.dumps(plain, indent=1) + "\n", encoding="utf-8")
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status."""
+    with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as directory:
+        try:
+            return run(parse(argv), Path(directory))
+        except ConformanceError as error:
+            complain(error)
+            return int(error.exit_status)
+        except KeyboardInterrupt:
+            return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,192 @@
+"""ci/upstream: where tests come from, what their reports say, and tests of our own that stand in for PyTorch's."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fsdp_conformance.errors import UsageError
+from fsdp_conformance.tests.guards import checkout
+from fsdp_conformance.tests.guards.checkout import ROOT
+
+pytestmark = checkout.required
+
+#: A file as PyTorch's are, with a test that passes on any implementation, one that cannot, and one for one of them.
+SHARDING_TESTS = '''"""Tests."""
+from __future__ import annotations
+
+import sys
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel as FSDP
+from torch.testing._internal.common_device_type import instantiate_device_type_tests
+from torch.testing._internal.common_distributed import skip_if_lt_x_gpu
+from torch.testing._internal.common_fsdp import FSDPTest
+
+
+class TestSharding(FSDPTest):
+    @skip_if_lt_x_gpu(2)
+    def test_trains(self):
+        device = torch.device("cuda", torch.cuda.current_device())
+        model = FSDP(nn.Linear(4, 2).cuda(), use_orig_params=True, device_id=self.rank)
+        model(torch.ones(1, 4, device=device)).sum().backward()
+        self.assertEqual(2, self.world_size)
+        self.assertTrue(torch.zeros(1, device="cuda:0").to(self.rank).is_cpu)
+
+    def test_fails(self):
+        if self.rank == 0:
+            raise ValueError("not on the first rank")
+
+    def test_internals(self):
+        self.assertTrue(FSDP(nn.Linear(4, 2))._handle.uses_sharded_strategy)
+
+
+class TestPerDevice(FSDPTest):
+    def test_device(self, device):
+        self.assertEqual("cpu", torch.device(device).type)
+
+
+instantiate_device_type_tests(TestPerDevice, globals(), only_for=("cuda", "hpu"))
+'''
+
+
+@pytest.fixture(scope="module")
+def script() -> dict[str, Any]:
+    """The names that the script defines."""
+    return runpy.run_path(str(ROOT / "ci/upstream.py"))
+
+
+@pytest.fixture
+def tests(tmp_path: Path) -> Path:
+    """A directory like test/distributed."""
+    for name in (
+        "fsdp/test_a.py",
+        "fsdp/common.py",
+        "_composable/fsdp/test_b.py",
+        "test_c10d_gloo.py",
+        "fsdp/data.bin",
+    ):
+        path = tmp_path / "pytorch/test/distributed" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("import os\n", encoding="utf-8")
+    return tmp_path / "pytorch/test/distributed"
+
+
+def test_sources(script: dict[str, Any], tests: Path, tmp_path: Path) -> None:
+    """A checkout and an archive of it give the same Python files; anything else is an error that says what it is."""
+    archive = tmp_path / "pytorch.tar.xz"
+    with tarfile.open(archive, "w:xz") as packed:
+        packed.add(tests.parents[1], "pytorch-9.9")
+    script["copy_tests"](tests, tmp_path / "copied")
+    script["unpack_tests"](archive, tmp_path / "unpacked")
+    for name in ("copied", "unpacked"):
+        found = sorted(path.relative_to(tmp_path / name).as_posix() for path in (tmp_path / name).rglob("*.*"))
+        assert ["_composable/fsdp/test_b.py", "fsdp/common.py", "fsdp/test_a.py", "test_c10d_gloo.py"] == found
+    with pytest.raises(UsageError, match="must be the directory test/distributed"):
+        script["copy_tests"](tests / "fsdp", tmp_path / "wrong")
+    with pytest.raises(UsageError, match="must be a source archive"):
+        script["unpack_tests"](tests / "fsdp/test_a.py", tmp_path / "wrong")
+    with tarfile.open(archive, "w:xz") as packed:
+        packed.add(tests / "fsdp", "pytorch-9.9/fsdp")
+    with pytest.raises(UsageError, match="which has none"):
+        script["unpack_tests"](archive, tmp_path / "wrong")
+
+
+def test_selection(script: dict[str, Any], tests: Path) -> None:
+    """A file belongs to one group; patterns select within it."""
+    groups = list(script["GROUPS"])
+    found = script["files_of"](tests, groups, [])
+    assert {"fsdp1": ["fsdp/test_a.py"], "fsdp2": ["_composable/fsdp/test_b.py"]} == dict(list(found.items())[:2])
+    assert ["test_c10d_gloo.py"] == found["c10d"]
+    assert [[]] == list(script["files_of"](tests, ["fsdp1"], ["fsdp/test_z*"]).values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tests", "x", "--group", "fsdp3"], "--group must be some of"),
+        (["--tests", "x", "--subject", "reference", "--group", "c10d"], "is for the group fsdp1"),
+    ],
+)
+def test_wrong_usage(script: dict[str, Any], options: list[str], message: str) -> None:
+    """Combinations that make no sense."""
+    with pytest.raises(UsageError, match=message):
+        script["parse"](options)
+
+
+def test_preface(script: dict[str, Any]) -> None:
+    """Our import comes before all others, but after those from the future, which Python wants first."""
+    lines = script["prefaced"](SHARDING_TESTS).splitlines()
+    assert lines.index("from __future__ import annotations") < lines.index("import sys")
+    assert lines[lines.index("import sys") - 1].startswith("import upstream_world")
+    assert "x = 1\n" == script["prefaced"]("x = 1\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "reason", "kind"),
+    [
+        (
+            "RuntimeError: rank 1 raised Unsupported: comm_hook is not supported: why\nProcess 0 exited\nValueError: x",
+            "Unsupported: comm_hook is not supported: why",
+            "refused by name",
+        ),
+        (
+            "AttributeError: 'Engine' object has no attribute '_handle'",
+            "AttributeError: 'Engine' object has no attribute '_handle'",
+            "internals of torch's class",
+        ),
+        (
+            'File "test_a.py", line 3, in test_b\nE   AssertionError',
+            "AssertionError at line 3 of test_b",
+            "other",
+        ),
+        ("E   AssertionError: Tensors are not close!", "AssertionError: Tensors are not close!", "other numbers"),
+        ("nothing\nthat looks like one\n", "that looks like one", "other"),
+    ],
+)
+def test_reasons(script: dict[str, Any], text: str, reason: str, kind: str) -> None:
+    """A failure is described by what a rank raised, and sorted by what lies behind it."""
+    assert reason == script["reason_of"](text)
+    assert kind == script["kind_of"](reason)
+
+
+def test_grouped(script: dict[str, Any]) -> None:
+    """Reasons that differ in a number are one."""
+    found = script["grouped"](["ValueError: got 3", "ValueError: got 4.5", "TypeError: no"])
+    assert [(2, "other", "ValueError: got 3"), (1, "other", "TypeError: no")] == found
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("subject", ["torch", "reference"])
+def test_run(script: dict[str, Any], tests: Path, tmp_path: Path, subject: str) -> None:
+    """Tests for two GPUs run on the CPU, on torch's class or on the engine; the table says what failed and why."""
+    for path in tests.rglob("test_*.py"):
+        path.unlink()
+    (tests / "fsdp/test_sharding.py").write_text(SHARDING_TESTS, encoding="utf-8")
+    options = ["--tests", str(tests), "--group", "fsdp1", "--subject", subject, "--ranks", "cpu"]
+
+    assert 0 == script["main"]([*options, "--report", str(tmp_path / "report"), "--limit", "120"])
+
+    (outcome,) = json.loads((tmp_path / "report/tests.json").read_text(encoding="utf-8"))["fsdp1"]
+    of_subject = {"TestSharding.test_internals"} if subject == "reference" else set()
+    assert {"TestSharding.test_fails", *of_subject} == set(outcome["failed"]), outcome
+    assert "ValueError: not on the first rank" == outcome["failed"]["TestSharding.test_fails"]
+    assert 4 - len(outcome["failed"]) == outcome["passed"]
+    table = (tmp_path / "report/table.md").read_text(encoding="utf-8")
+    assert f"Subject: {subject}. Ranks: cpu." in table
+    assert ("internals of torch's class" in table) == (subject == "reference")
+
+
+def test_time_limit(script: dict[str, Any], tests: Path) -> None:
+    """A file that does not end is ended, and the table says so."""
+    path = tests / "test_endless.py"
+    path.write_text("import time\n\n\ndef test_endless():\n    time.sleep(600)\n", encoding="utf-8")
+    outcome = script["run_file"](tests, path.name, subject="torch", ranks="cpu", limit_s=0.5, options=[])
+    assert "did not end within 0.5 s" == outcome.broken
