@@ -336,12 +336,6 @@ class FlatParameter:
     def check_unwritten(self) -> None:
         """Raise ParameterReplaced if a parameter was written since the forward: the backward would use new values."""
         self.check_places()
-        if self._is_detached():
-            raise ParameterReplaced(
-                "the data of a parameter was replaced between forward and backward",
-                where=self.name,
-                hint="Assign to .data between two steps.",
-            )
         current = self._current_versions()
         if self._forward_versions and self._forward_versions != current:
             written = [
