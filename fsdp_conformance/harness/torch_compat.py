@@ -60,7 +60,7 @@ class DistributedTestBase(MultiProcessTestCase, common_distributed.DistributedTe
     """torch.testing._internal.common_distributed.DistributedTestBase: starts the ranks, offers `create_pg`."""
 
 
-class DTensorTestBase(MultiProcessTestCase, common_dtensor.DTensorTestBase):  # type: ignore[misc]  # device_type
+class DTensorTestBase(MultiProcessTestCase, common_dtensor.DTensorTestBase):
     """
     torch.testing._internal.distributed._tensor.common_dtensor.DTensorTestBase: `with_comms` makes the process group.
 

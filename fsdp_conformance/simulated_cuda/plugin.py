@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -177,7 +177,7 @@ class Running:
         self._outside("while tests were collected")
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """Check each test on its own."""
         if self.session is None:
             return (yield)
@@ -189,17 +189,17 @@ class Running:
             self.session.begin_anew()
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None]:
+    def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """A hazard in a fixture."""
         return (yield from self._judged(item, "setup"))
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None]:
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """A hazard in the test."""
         return (yield from self._judged(item, "call"))
 
     @pytest.hookimpl(wrapper=True)
-    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None]:
+    def pytest_runtest_teardown(self, item: pytest.Item) -> Generator[None, Any, Any]:
         """A hazard in the end of a fixture."""
         return (yield from self._judged(item, "teardown"))
 

@@ -12,18 +12,16 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.frames import Owner, owner
+from fsdp_conformance.simulated_cuda.outbox import Outbox
 from fsdp_conformance.simulated_cuda.settings import CudaSettings
 from fsdp_conformance.simulator import activation, as_cuda, build, checker, labels
 from fsdp_conformance.simulator.cuda_names import Replacements
-
-if TYPE_CHECKING:
-    from fsdp_conformance.simulated_cuda.child import Outbox
 
 __all__ = ["Simulation", "begin", "current", "end", "extension_variables"]
 
@@ -36,12 +34,10 @@ _first_num_devices = 0
 class Simulation:
     """What `begin` has set up; `end` undoes it."""
 
-    def __init__(self, num_devices: int, *, checks: bool, outbox: Outbox | None = None) -> None:
+    def __init__(self, num_devices: int, *, checks: bool) -> None:
         self.num_devices = num_devices
         self.notes: dict[str, None] = {}
         """What this process did differently than a GPU would, as sentences."""
-        self._outbox = outbox
-        self._pid = os.getpid()
         self._replaced = Replacements()
         self._at_exit: list[Callable[[], object]] = []
         self._accesses = 0
@@ -52,7 +48,7 @@ class Simulation:
         self._labels = labels.install()
         self._names = as_cuda.install(self._labels)
         self._replaced.set(torch, compile=self._compile)
-        self._replaced.set(os, _exit=self._exit)
+        self._replaced.set(os, _exit=self._leave)
         atexit.register(self._finish)
 
     def end(self) -> None:
@@ -62,11 +58,6 @@ class Simulation:
         self._names.undo()
         self._labels.remove()
         checker.clear()
-
-    @property
-    def is_child(self) -> bool:
-        """Whether this process has a parent that judges its hazards."""
-        return self._outbox is not None
 
     def set_checks(self, checks: bool) -> None:
         """Turn the race checker on or off."""
@@ -101,20 +92,18 @@ class Simulation:
 
     def become_child(self, directory: Path) -> None:
         """This process was forked: from now on it reports for itself."""
-        from fsdp_conformance.simulated_cuda.child import Outbox
-
         self._at_exit.clear()
         self.forget()
-        self._outbox = Outbox(directory)
-        self._outbox.open(self)
+        Outbox(directory).open(self)
 
     def _finish(self) -> None:
         for action in self._at_exit:
             action()
 
-    def _exit(self, status: int, _exit: Callable[[int], NoReturn] = os._exit) -> NoReturn:
+    def _leave(self, status: int, leave: Callable[[int], NoReturn] = os._exit) -> NoReturn:
+        """Replaces os._exit."""
         self._finish()
-        _exit(status)
+        leave(status)
 
     def _compile(self, model: Any = None, **options: Any) -> Any:
         """Replaces torch.compile: returns the model or function unchanged."""
@@ -130,7 +119,7 @@ def _without_wrappers(hazard: dict[str, Any]) -> dict[str, Any]:
     return hazard
 
 
-def begin(num_devices: int, *, checks: bool, outbox: Outbox | None = None) -> Simulation:
+def begin(num_devices: int, *, checks: bool) -> Simulation:
     """
     Simulate `num_devices` GPUs in this process, until `end()` of the result. The caller has checked the number.
 
@@ -150,7 +139,7 @@ def begin(num_devices: int, *, checks: bool, outbox: Outbox | None = None) -> Si
         )
     if not build.is_built():
         print("compiling the simulated accelerator: about half a minute, once ...", file=sys.stderr, flush=True)
-    _current = Simulation(num_devices, checks=checks, outbox=outbox)
+    _current = Simulation(num_devices, checks=checks)
     _first_num_devices = _first_num_devices or num_devices
     return _current
 

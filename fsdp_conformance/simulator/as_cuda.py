@@ -103,20 +103,19 @@ def _install_device(replaced: Replacements) -> None:
     # The classes remain what they are, for isinstance, annotations and torch.jit.
     extension.translate_constructors([torch.device, torch.Generator, torch.Stream, torch.Event])
     replaced.on_undo(extension.leave_constructors)
-    kind, text, reduce = (vars(torch.device)[name] for name in ("type", "__repr__", "__reduce__"))
+    kind, long, short, reduce = (vars(torch.device)[name] for name in ("type", "__repr__", "__str__", "__reduce__"))
 
     def type_for_caller(device: torch.device) -> str:
         found: str = kind.__get__(device)
         return CUDA if found == SIMULATED and script_asks() else found
 
     def repr_for_caller(device: torch.device) -> str:
-        said: str = text(device)
+        said: str = long(device)
         return said.replace(f"'{SIMULATED}'", f"'{CUDA}'") if shown_to_script() else said
 
     def str_for_caller(device: torch.device) -> str:
-        name = kind.__get__(device)
-        name = CUDA if name == SIMULATED and shown_to_script() else name
-        return name if device.index is None else f"{name}:{device.index}"
+        said: str = short(device)
+        return CUDA + said.removeprefix(SIMULATED) if said.startswith(SIMULATED) and shown_to_script() else said
 
     def reduce_as_cuda(device: torch.device) -> Any:
         # A file is read where there may be GPUs, or where CUDA's names are translated.

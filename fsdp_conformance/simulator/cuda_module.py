@@ -100,7 +100,8 @@ def _install_for_tests(replaced: Replacements) -> None:
 
 def _answers(simulator: Any) -> dict[str, Any]:
     """The functions that torch.cuda has and torch.sim has not."""
-    available, initialized = torch.cuda.is_available, torch.cuda.is_initialized
+    available: Callable[[], bool] = torch.cuda.is_available
+    initialized: Callable[[], bool] = torch.cuda.is_initialized
 
     def is_initialized() -> bool:
         return bool(simulator.is_initialized()) if script_asks() else initialized()

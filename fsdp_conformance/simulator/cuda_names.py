@@ -186,10 +186,11 @@ class Replacements:
         """torch.jit knows its built-in functions by identity: make it compile the new one as the old one."""
         if not callable(before):
             return
-        name = _builtins._find_builtin(before)
-        if name is not None and _builtins._find_builtin(after) is None:
-            _builtins._register_builtin(after, name)
-            self._undo.append(functools.partial(_builtins._get_builtin_table().pop, id(after), None))
+        table: dict[int, str] = _builtins._get_builtin_table()  # type: ignore[no-untyped-call]
+        name = table.get(id(before))
+        if name is not None and id(after) not in table:
+            table[id(after)] = name
+            self._undo.append(functools.partial(table.pop, id(after), None))
 
 
 def stand_in(real: type) -> type:

@@ -6,9 +6,10 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
@@ -39,11 +40,12 @@ class Run:
         return found[1] if found else ""
 
 
-def run_pytest(directory: Path, *typed: str, files: tuple[str, ...] = (), **texts: str) -> Run:
+def run_pytest(
+    directory: Path, *typed: str, files: Iterable[str] = (), texts: Mapping[str, str] = MappingProxyType({})
+) -> Run:
     """Run pytest on copies of the project's `files` and on other files: `test_NAME.py` with each text."""
-    for name in files:
-        texts[name] = (PROJECT / f"{name}.py").read_text(encoding="utf-8")
-    for name, text in texts.items():
+    copies = {name: (PROJECT / f"{name}.py").read_text(encoding="utf-8") for name in files}
+    for name, text in {**copies, **texts}.items():
         (directory / f"test_{name}.py").write_text(text, encoding="utf-8")
     (directory / "pytest.ini").write_text("[pytest]\n", encoding="utf-8")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST", "COV_"))}

@@ -25,8 +25,8 @@ def test_the_page_says_what_happens(tmp_path: Path) -> None:
     (console,) = (block for block in blocks_of(_PAGE) if block.language == "console")
     quoted = [line for line in console.text.splitlines()[1:] if line and line != "..."]
 
-    run = run_pytest(tmp_path, "--simulate-cuda=1", "test_prefetch.py", **files)
-    marked = run_pytest(tmp_path, "--simulate-cuda=2", "test_marked.py", **files)
+    run = run_pytest(tmp_path, "--simulate-cuda=1", "test_prefetch.py", texts=files)
+    marked = run_pytest(tmp_path, "--simulate-cuda=2", "test_marked.py", texts=files)
 
     said = run.out.splitlines()
     assert [line for line in quoted if line not in said] == [], run.out

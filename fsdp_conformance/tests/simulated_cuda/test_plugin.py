@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_conformance.tests.simulated_cuda.runs import Run, compiled, run_pytest
+from fsdp_conformance.tests.simulated_cuda.runs import PROJECT, Run, compiled, run_pytest
 
 pytestmark = compiled
 
@@ -40,7 +40,7 @@ def test_fixture(simulated_cuda): raise RuntimeError
 
 def test_other(): assert "torch" not in sys.modules
 """
-    run = run_pytest(tmp_path, alone=text)
+    run = run_pytest(tmp_path, texts={"alone": text})
 
     assert run.outcomes == {"test_other": "PASSED"}, run.out
     assert run.out.count("needs --simulate-cuda") == 2
@@ -56,13 +56,16 @@ def test_other(): assert "torch" not in sys.modules
         (["--simulate-cuda=1", "--hazards=perhaps"], "invalid choice"),
     ],
 )
-def test_a_wrong_option_is_refused(typed: list[str], message: str, tmp_path: Path) -> None:
+def test_a_wrong_option_is_refused(
+    typed: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """In one line, before anything runs."""
-    run = run_pytest(tmp_path, *typed, empty="")
+    status = pytest.main(["--rootdir", str(tmp_path), str(tmp_path), *typed])
+    out, err = capsys.readouterr()
 
-    assert run.status == pytest.ExitCode.USAGE_ERROR
-    assert message in run.out
-    assert "Traceback" not in run.out
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert message in out + err
+    assert "Traceback" not in out + err
 
 
 @pytest.mark.parametrize(
@@ -74,14 +77,20 @@ def test_a_wrong_option_is_refused(typed: list[str], message: str, tmp_path: Pat
         ("1, 2", "the marker simulated_cuda takes devices and hazards, got 2 positional arguments"),
     ],
 )
-def test_a_wrong_marker_is_refused(arguments: str, message: str, tmp_path: Path) -> None:
+def test_a_wrong_marker_is_refused(
+    arguments: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """With the test that has it."""
-    text = f"import pytest\n@pytest.mark.simulated_cuda({arguments})\ndef test_marked(): pass\n"
-    run = run_pytest(tmp_path, wrong=text)
+    test = tmp_path / "test_wrong_marker.py"
+    test.write_text(
+        f"import pytest\n@pytest.mark.simulated_cuda({arguments})\ndef test_marked(): pass\n", encoding="utf-8"
+    )
+    status = pytest.main(["--rootdir", str(tmp_path), "-p", "no:cacheprovider", str(test)])
+    out, err = capsys.readouterr()
 
-    assert run.status == pytest.ExitCode.USAGE_ERROR
-    assert message in run.out
-    assert "test_wrong.py::test_marked" in run.out
+    assert status == pytest.ExitCode.USAGE_ERROR
+    assert message in out + err
+    assert "test_wrong_marker.py::test_marked" in out + err
 
 
 @pytest.mark.slow
@@ -132,8 +141,10 @@ def test_a_race_is_shown_with_both_lines(test: str, races: Run) -> None:
     said = races.section(test)
 
     assert "read after write on cuda:0" in said, races.out
-    assert "test_races.py:13 in race" in said  # torch.ones
-    assert "test_races.py:16 in race" in said  # data.mul_
+    source = (PROJECT / "races.py").read_text(encoding="utf-8").splitlines()
+    for code in ("data = torch.ones(4", "data.mul_(2)"):
+        line = next(number for number, text in enumerate(source, start=1) if code in text)
+        assert f"test_races.py:{line} in race" in said
     assert "wait_stream" in said
     assert "_pytest" not in said
     assert "pluggy" not in said

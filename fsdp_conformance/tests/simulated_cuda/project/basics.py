@@ -23,7 +23,7 @@ def test_constants() -> None:
     assert not common_utils.TEST_PRIVATEUSE1
     assert common_cuda.TEST_MULTIGPU
     assert torch.device("cuda:0") == common_cuda.CUDA_DEVICE
-    assert common_distributed.TEST_CUDA
+    assert common_distributed.TEST_CUDA  # type: ignore[attr-defined]
     assert ("cuda", 2) == (common_fsdp.DEVICE_TYPE, common_fsdp.DEVICE_COUNT)
     assert ("cuda", 2) == (common_dtensor.DEVICE_TYPE, common_dtensor.NUM_DEVICES)
     assert common_dtensor.PG_BACKEND == "nccl"

@@ -45,7 +45,7 @@ def train(rank: int, store: str, waits: bool) -> None:
 
 @pytest.mark.parametrize("waits", [True, False], ids=["right", "wrong"])
 def test_ddp(waits: bool, tmp_path: Path) -> None:
-    mp.spawn(train, args=(str(tmp_path / "store"), waits), nprocs=2)
+    mp.spawn(train, args=(str(tmp_path / "store"), waits), nprocs=2)  # type: ignore[attr-defined]
 
 
 def test_torchrun(tmp_path: Path) -> None:
