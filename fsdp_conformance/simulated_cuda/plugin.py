@@ -168,7 +168,11 @@ class Running:
 
     def pytest_report_header(self) -> str:
         """One line at the top."""
-        return f"simulated CUDA: {self.count} GPUs, hazards: {self._hazards}"
+        return f"simulated CUDA: {self._gpus}, hazards: {self._hazards}"
+
+    @property
+    def _gpus(self) -> str:
+        return "1 GPU" if self.count == 1 else f"{self.count} GPUs"
 
     # --- the process that runs the tests -----------------------------------------------------------------------------
 
@@ -285,8 +289,8 @@ class Running:
 
     def _summary(self) -> str:
         if self._hazards == "off":
-            return f"{self.count} GPUs, the race checker was off"
+            return f"{self._gpus}, the race checker was off"
         tests = "1 test" if self._num_failed == 1 else f"{self._num_failed} tests"
         reported = sum(map(len, self._reported.values()))
         more = f", {reported} reported" if reported else ""
-        return f"{self.count} GPUs, {self._accesses:,} accesses checked, {tests} failed with hazards{more}"
+        return f"{self._gpus}, {self._accesses:,} accesses checked, {tests} failed with hazards{more}"
