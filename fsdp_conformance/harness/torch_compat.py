@@ -69,7 +69,8 @@ class DTensorTestBase(MultiProcessTestCase, common_dtensor.DTensorTestBase):
 
     def setUp(self) -> None:
         enough = common_dtensor.DEVICE_TYPE == "cpu" or int(self.world_size) <= common_dtensor.DEVICE_COUNT
-        self.device_type = str(common_dtensor.DEVICE_TYPE) if enough else "cpu"
+        # With `pytest --simulate-cuda` torch's constant is "cuda", and this is what the ranks are started for.
+        self.device_type = torch.device(common_dtensor.DEVICE_TYPE).type if enough else "cpu"
         super().setUp()
 
 

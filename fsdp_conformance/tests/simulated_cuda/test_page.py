@@ -10,7 +10,7 @@ from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.simulated_cuda.runs import compiled, run_pytest
 from pages.blocks import blocks_of
 
-pytestmark = [compiled, checkout.required, pytest.mark.slow]
+pytestmark = [compiled, checkout.required, pytest.mark.nightly]
 
 _PAGE = "docs/simulated-cuda.md"
 

@@ -124,12 +124,14 @@ def test_a_race_fails_the_test_that_has_it(races: Run) -> None:
         "test_race_in_a_class": "FAILED",
         "test_race_in_a_fixture": "ERROR",
         "test_race_in_a_program": "FAILED",
+        "test_race_in_a_forked_process": "FAILED",
+        "test_race_in_a_process_that_is_killed": "PASSED",
         "test_race_that_is_reported": "PASSED",
         "test_race_that_is_not_looked_for": "PASSED",
         "test_race_that_is_expected": "PASSED",
         "test_race_that_is_known": "XFAIL",
     }
-    assert "5 tests failed with hazards, 2 reported" in races.out
+    assert "6 tests failed with hazards, 2 reported" in races.out
 
 
 @pytest.mark.slow
@@ -164,7 +166,7 @@ def test_a_race_beside_a_failure_is_shown_too(races: Run) -> None:
 @pytest.mark.parametrize("hazards", ["report", "off"])
 def test_hazards_can_be_reported_or_not_looked_for(hazards: str, tmp_path: Path) -> None:
     """The tests pass; with `report` the hazards are in the summary."""
-    chosen = "test_race and not is_reported and not is_expected"
+    chosen = "test_race and not is_reported and not is_expected and not is_killed"
     run = run_pytest(tmp_path, "--simulate-cuda=2", f"--hazards={hazards}", "-k", chosen, files=("races",))
     failed = {test for test, outcome in run.outcomes.items() if outcome in ("FAILED", "ERROR")}
 
@@ -180,7 +182,41 @@ def test_workers_find_the_same(races: Run, tmp_path: Path) -> None:
     run = run_pytest(tmp_path, "--simulate-cuda=2", "-n", "2", files=("races",))
 
     assert run.outcomes == races.outcomes, run.out
-    assert "5 tests failed with hazards, 2 reported" in run.out
+    assert "6 tests failed with hazards, 2 reported" in run.out
+
+
+@pytest.mark.nightly
+def test_ranks_of_ours_see_gpus(tmp_path: Path) -> None:
+    """Those that are forked from a warm process, for tests that import `harness.torch_compat`."""
+    text = """
+import torch, torch.distributed as dist
+from torch.distributed.tensor import Shard, distribute_tensor
+from fsdp_conformance.harness.torch_compat import DTensorTestBase, FSDPTest, skip_if_lt_x_gpu, with_comms
+
+class TestWarm(FSDPTest):
+    @property
+    def world_size(self): return min(2, torch.cuda.device_count())
+
+    @skip_if_lt_x_gpu(2)
+    def test_fsdp(self):
+        total = torch.ones(2, device="cuda")
+        dist.all_reduce(total)
+        self.assertEqual(total, torch.full((2,), 2.0, device="cuda"))
+
+class TestMesh(DTensorTestBase):
+    @property
+    def world_size(self): return 2
+
+    @with_comms
+    def test_dtensor(self):
+        whole = torch.arange(4.0, device="cuda")
+        sharded = distribute_tensor(whole, self.build_device_mesh(), [Shard(0)])
+        self.assertTrue(sharded.to_local().is_cuda)
+        self.assertEqual(sharded.full_tensor(), whole)
+"""
+    run = run_pytest(tmp_path, "--simulate-cuda=2", texts={"ours": text})
+
+    assert run.outcomes == {"test_fsdp": "PASSED", "test_dtensor": "PASSED"}, run.out
 
 
 @pytest.mark.nightly

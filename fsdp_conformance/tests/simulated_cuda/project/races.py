@@ -1,7 +1,9 @@
 """A race, in a test, in a fixture, and where it is expected."""
 
+import multiprocessing
 import subprocess
 import sys
+import time
 
 import pytest
 import torch
@@ -51,6 +53,24 @@ def test_race_in_a_fixture(racing: torch.Tensor) -> None:
 def test_race_in_a_program() -> None:
     program = f"import sys; sys.path[:0] = {sys.path!r}; import {__name__}; {__name__}.race()"
     subprocess.run([sys.executable, "-c", program], timeout=300, check=True)
+
+
+def test_race_in_a_forked_process() -> None:
+    process = multiprocessing.get_context("fork").Process(target=race)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_race_in_a_process_that_is_killed(simulated_cuda) -> None:  # type: ignore[no-untyped-def]
+    program = f"import sys; sys.path[:0] = {sys.path!r}; import {__name__}; {__name__}.race(); input()"
+    process = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE)
+    deadline = time.monotonic() + 300
+    while not simulated_cuda.hazards() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    assert len(simulated_cuda.take_hazards()) == 1
 
 
 @pytest.mark.simulated_cuda(hazards="report")
