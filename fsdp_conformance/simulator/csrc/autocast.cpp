@@ -1,8 +1,8 @@
-// torch.autocast("sim"): casts what torch.autocast("cpu") casts, so that results equal the CPU's under autocast too; or,
-// under CUDA's names (as_cuda.py), what torch.autocast("cuda") casts.
+// torch.autocast("sim"): casts what torch.autocast("cpu") casts, so that results equal the CPU's under autocast too;
+// or, under CUDA's names (as_cuda.py), what torch.autocast("cuda") casts.
 //
-// The operations are read from torch: they are those with a kernel for the autocast key of the CPU or of CUDA. The lists
-// here say which of them are special; all others cast to fp32. ATen/autocast_mode.h has CUDA's categories.
+// The operations are read from torch: they are those with a kernel for the autocast key of the CPU or of CUDA. The
+// lists here say which of them are special; all others cast to fp32. ATen/autocast_mode.h has CUDA's categories.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -217,7 +217,8 @@ class WithCast : public c10::OperatorKernel {
     }
     TORCH_CHECK(
         policy != Cast::Banned,
-        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast, because fp16 cannot hold "
+        "torch.nn.functional.binary_cross_entropy and torch.nn.BCELoss are unsafe to autocast, because fp16 cannot "
+        "hold "
         "their gradients. Use binary_cross_entropy_with_logits or torch.nn.BCEWithLogitsLoss, without the sigmoid "
         "before it.");
     const c10::impl::ExcludeDispatchKeyGuard once(c10::DispatchKey::AutocastPrivateUse1);
@@ -269,8 +270,7 @@ void register_autocast() {
     if (!name.overload_name.empty()) {
       text += "." + name.overload_name;
     }
-    library->impl(
-        text.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<WithCast>(on_cpu, on_cuda)));
+    library->impl(text.c_str(), torch::CppFunction::makeFromBoxedFunctor(std::make_unique<WithCast>(on_cpu, on_cuda)));
   }
   if (!dispatcher.hasBackendFallbackForDispatchKey(c10::DispatchKey::AutocastPrivateUse1)) {
     auto* all =

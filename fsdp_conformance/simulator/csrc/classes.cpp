@@ -17,9 +17,7 @@ namespace {
 /// Allows attributes of a class to be set, in its lifetime. Slots such as tp_repr follow the attributes.
 class Unlocked {
  public:
-  explicit Unlocked(PyTypeObject* type)
-      : type_(type),
-        locked_(type->tp_flags & Py_TPFLAGS_IMMUTABLETYPE) {
+  explicit Unlocked(PyTypeObject* type) : type_(type), locked_(type->tp_flags & Py_TPFLAGS_IMMUTABLETYPE) {
     type_->tp_flags &= ~static_cast<unsigned long>(Py_TPFLAGS_IMMUTABLETYPE);
   }
   ~Unlocked() {
@@ -71,7 +69,8 @@ PyObject* translated(PyObject* value) {
       PyErr_Clear();  // not text that names a device
     } else if (std::strncmp(text, "cuda", 4) == 0) {
       const char* rest = text + 4;
-      const bool numbered = rest[0] == ':' && rest[1] != '\0' && std::strspn(rest + 1, "0123456789") == std::strlen(rest + 1);
+      const bool numbered =
+          rest[0] == ':' && rest[1] != '\0' && std::strspn(rest + 1, "0123456789") == std::strlen(rest + 1);
       if (rest[0] == '\0' || numbered) {
         return PyUnicode_FromFormat("sim%s", rest);
       }
