@@ -93,7 +93,7 @@ def test_a_wrong_marker_is_refused(
     assert f"{test.name}::test_marked" in out + err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_tests_see_gpus(tmp_path: Path) -> None:
     """Constants, texts, device-type tests, child processes; and nothing is left behind."""
     before = left_behind()
