@@ -45,6 +45,8 @@ Cases and reports:
 Ways in:
     pytest_plugin  pytest
     own_tests      cases as tests of somebody's own test suite
+    simulated_cuda
+                   simulated GPUs for any tests, notebooks and functions
     cli            the command fsdp-conformance
 
 The cases themselves are in `fsdp_conformance.suites`, their models and batches in `fsdp_conformance.fixtures`; in a

@@ -25,13 +25,18 @@ class Owner(StrEnum):
     """Code without a file to point to: "<string>", "<frozen runpy>"."""
     MACHINERY = "machinery"
     """The part of this package that runs code for others: the harness and the simulator."""
+    RUNNER = "runner"
+    """pytest, its plugins for workers, and what these stand on."""
     USER = "user"
     """Everything else: scripts, engines, and other libraries; also the rest of this package."""
 
 
 #: Directory of this package, with a separator at the end, as the others here.
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_MACHINERY = tuple(f"{_PACKAGE}{part}{os.sep}" for part in ("harness", "simulator"))
+_MACHINERY = tuple(f"{_PACKAGE}{part}{os.sep}" for part in ("harness", "simulator", "simulated_cuda"))
+#: Directories of packages, and the programs that start pytest.
+_RUNNERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("_pytest", "pluggy", "pytest", "xdist", "execnet"))
+_RUNNER_PROGRAMS = tuple(f"{os.sep}bin{os.sep}{name}" for name in ("pytest", "py.test"))
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 
@@ -44,6 +49,8 @@ def owner(file: str) -> Owner:
         return Owner.MACHINERY
     if file.startswith("<"):
         return Owner.NO_FILE
+    if file.endswith(_RUNNER_PROGRAMS) or ("site-packages" in file and any(part in file for part in _RUNNERS)):
+        return Owner.RUNNER
     # site-packages may be inside the standard library's directory.
     in_stdlib = file.startswith(_STDLIB) and "site-packages" not in file
     return Owner.PYTHON if in_stdlib or os.path.basename(file) == "typing_extensions.py" else Owner.USER

@@ -28,6 +28,7 @@ import torch
 from torch import distributed
 
 from fsdp_conformance.config import TorchrunWorker
+from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.harness import context, devices
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
@@ -126,8 +127,13 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
         """
         Start the ranks.
 
-        Raises ConfigError for deadlines that do not nest, and EnvironmentUnavailable if there are too few devices.
+        Raises ConfigError for deadlines that do not nest and for a world without ranks, and EnvironmentUnavailable if
+        there are too few devices.
         """
+        if int(self.world_size) < 1:
+            raise ConfigError(
+                [f"world_size must be a positive integer, got {self.world_size}"], where=type(self).__qualname__
+            )
         self._move_store()
         owner = type(self)
         meeting = self._meet_workers()

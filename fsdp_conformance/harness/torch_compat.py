@@ -4,15 +4,21 @@ The base classes of PyTorch's own distributed tests, on our ranks: change only t
     from torch.testing._internal.common_fsdp import FSDPTest, MLP          # before
     from fsdp_conformance.harness.torch_compat import FSDPTest, MLP        # after
 
-Every name of torch.testing._internal.common_fsdp, common_distributed and common_utils can be imported from here; the
-base classes and `skip_if_lt_x_gpu` are ours. On a machine without accelerators torch's FSDPTest skips, because it wants
-a GPU for each rank. Ours runs on the CPU with gloo and `cpu_world_size` ranks, and inside a test's own `world_size`,
-`device_count()` returns that number, so that the usual `min(4, device_count())` works.
+Every name of torch.testing._internal.common_fsdp, common_distributed, common_utils and common_dtensor can be imported
+from here; the base classes and `skip_if_lt_x_gpu` are ours. What upstream skips is skipped here. FSDPTest wants a GPU
+for each rank, and so do tests with `skip_if_lt_x_gpu`; on a machine without accelerators, a class can ask for the CPU:
+
+    class TestTraining(FSDPTest):
+        cpu_world_size = 2
+
+It then uses gloo, and inside a test's own `world_size`, `device_count()` returns that number, so that the usual
+`min(4, device_count())` works.
 """
 
 from __future__ import annotations
 
 import functools
+import unittest
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -20,6 +26,7 @@ from unittest import mock
 
 import torch
 from torch import distributed
+from torch.testing._internal.distributed._tensor import common_dtensor
 
 from fsdp_conformance.harness import devices
 from fsdp_conformance.harness.environment import Determinism
@@ -27,7 +34,7 @@ from fsdp_conformance.harness.rank import destroy_process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.harness.torch_testing import common_distributed, common_fsdp, common_utils
 
-__all__ = ["DistributedTestBase", "FSDPTest", "MultiProcessTestCase", "skip_if_lt_x_gpu"]
+__all__ = ["DTensorTestBase", "DistributedTestBase", "FSDPTest", "MultiProcessTestCase", "skip_if_lt_x_gpu"]
 
 #: Exactly what torch's harness sets in a rank.
 _TORCH_SETTINGS = Determinism(seed=common_utils.SEED, algorithms="off")
@@ -37,6 +44,9 @@ class MultiProcessTestCase(ShardedTrainingTestCase):
     """torch.testing._internal.common_distributed.MultiProcessTestCase: the test makes its own process group."""
 
     determinism = _TORCH_SETTINGS
+
+    cpu_world_size: ClassVar[int | None] = None
+    """How many ranks run on the CPU, on a machine without accelerators, what needs one; None: it is skipped."""
 
     def setUp(self) -> None:
         self.case_timeout_s = float(common_distributed.get_timeout(self.id()))
@@ -50,11 +60,22 @@ class DistributedTestBase(MultiProcessTestCase, common_distributed.DistributedTe
     """torch.testing._internal.common_distributed.DistributedTestBase: starts the ranks, offers `create_pg`."""
 
 
+class DTensorTestBase(MultiProcessTestCase, common_dtensor.DTensorTestBase):
+    """
+    torch.testing._internal.distributed._tensor.common_dtensor.DTensorTestBase: `with_comms` makes the process group.
+
+    As upstream, it runs on the CPU where there are fewer accelerators than ranks.
+    """
+
+    def setUp(self) -> None:
+        enough = common_dtensor.DEVICE_TYPE == "cpu" or int(self.world_size) <= common_dtensor.DEVICE_COUNT
+        # With `pytest --simulate-cuda` torch's constant is "cuda", and this is what the ranks are started for.
+        self.device_type = torch.device(common_dtensor.DEVICE_TYPE).type if enough else "cpu"
+        super().setUp()
+
+
 class FSDPTest(MultiProcessTestCase, common_fsdp.FSDPTest):  # type: ignore[misc]  # torch's classes disagree on _run
     """torch.testing._internal.common_fsdp.FSDPTest: starts the ranks and makes the process group."""
-
-    cpu_world_size: ClassVar[int] = 2
-    """Ranks on a machine without accelerators."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -64,13 +85,17 @@ class FSDPTest(MultiProcessTestCase, common_fsdp.FSDPTest):  # type: ignore[misc
 
     @property
     def world_size(self) -> int:
-        """One rank per accelerator, at most 4; `cpu_world_size` without any."""
+        """torch's number, which is one rank per accelerator; `cpu_world_size` without any."""
         if self.device_type == "cpu":
-            return self.cpu_world_size
+            return self.cpu_world_size or 1
+        if self.device_type == common_fsdp.DEVICE_TYPE:
+            return int(common_fsdp.DEVICE_COUNT)
         return min(4, devices.device_count(self.device_type))
 
     def setUp(self) -> None:
         self.device_type = accelerator_or_cpu()
+        if self.device_type == "cpu" and self.cpu_world_size is None:
+            raise unittest.SkipTest(f"{common_distributed.TEST_SKIPS['multi-gpu-1'].message} (or set cpu_world_size)")
         super().setUp()
 
     def init_rank(self) -> None:
@@ -98,15 +123,19 @@ def accelerator_or_cpu() -> str:
     return built_for.type if built_for is not None and devices.device_count(built_for.type) else "cpu"
 
 
-def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Skip if there are accelerators, but fewer than `x`; if there are none, run on the CPU."""
+def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """
+    Skip with fewer than `x` accelerators. Without any, `allow_cpu` or the class's `cpu_world_size` make it run on the
+    CPU.
+    """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
         guarded = common_distributed.skip_if_lt_x_gpu(x)(function)  # type: ignore[no-untyped-call]
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            run = function if allow_cpu and accelerator_or_cpu() == "cpu" else guarded
+            asked = allow_cpu or getattr(args[0] if args else None, "cpu_world_size", None) is not None
+            run = function if asked and accelerator_or_cpu() == "cpu" else guarded
             return run(*args, **kwargs)
 
         return wrapper
@@ -115,13 +144,13 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = True) -> Callable[[Callable[..
 
 
 def _with_emulated_devices(getter: Callable[[Any], int]) -> Callable[[Any], int]:
-    """Wrap the getter of a test's own `world_size`, so that on the CPU it finds `cpu_world_size` devices."""
+    """Wrap the getter of a test's own `world_size`, so that on the CPU it finds `cpu_world_size` devices, or one."""
 
     @functools.wraps(getter)
     def emulating(self: FSDPTest) -> int:
         if accelerator_or_cpu() != "cpu":
             return getter(self)
-        with _device_count(self.cpu_world_size):
+        with _device_count(self.cpu_world_size or 1):
             return getter(self)
 
     return emulating
@@ -138,7 +167,7 @@ def _device_count(number: int) -> Iterator[None]:
 
 def __getattr__(name: str) -> Any:
     """All other names of torch's test modules."""
-    for module in (common_fsdp, common_distributed, common_utils):
+    for module in (common_fsdp, common_distributed, common_utils, common_dtensor):
         if hasattr(module, name):
             return getattr(module, name)
     raise AttributeError(f"neither module {__name__!r} nor torch's own test modules have an attribute {name!r}")

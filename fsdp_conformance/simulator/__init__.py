@@ -31,13 +31,18 @@ The checker:
     hazard            a finding, and its explanation
     sync_sites        the places in a program that make a stream or the host wait
 
+Under CUDA's names, for scripts and tests that say "cuda":
+
+    as_cuda           translates "cuda" for the program
+    cuda_module       torch.cuda as the program sees it
+    cuda_names        CUDA's names, who asks for them, and attributes that are replaced
+    attention         attention on DTensors
+    labels            names of modules and parameters in findings
+    on_import         does something once a module has been imported
+
 `fsdp-conformance sanitize`:
 
     launch            a training script on N ranks
     script            a rank that runs the script
     observe           what a rank observes while the script runs
-    labels            names of modules and parameters in findings
-    as_cuda           translates "cuda" for the script
-    cuda_module       torch.cuda as the script sees it
-    cuda_names        CUDA's names, and who asks for them
 """

@@ -7,40 +7,41 @@ device, `torch.device` itself, autocast, GradScaler, meshes, process groups, che
 the script's own threads run in others, and a mode would see every operation.
 
 For the script, a simulated device has `device.type == "cuda"` and `tensor.is_cuda`; for torch it is what it is
-(`cuda_names.script_asks`). Printed, it is "sim:0". Features without a counterpart raise NotSimulated.
+(`cuda_names.script_asks`). Printed from Python it is "cuda:0"; messages of torch's C++ say "sim:0". Features without a
+counterpart raise NotSimulated.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
-import gc
 import re
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.parallel.comm
-import torch.utils.cpp_extension
+from torch import _utils
 from torch.distributed import device_mesh, distributed_c10d
 from torch.utils import _device
 
 from fsdp_conformance.config import SIMULATED
-from fsdp_conformance.simulator import cuda_module
+from fsdp_conformance.simulator import attention, build, cuda_module
 from fsdp_conformance.simulator.cuda_names import (
     COLLECTIVES,
     CUDA,
     NotSimulated,
-    replace,
+    Replacements,
     script_asks,
+    shown_to_script,
     simulated,
     simulated_backend,
     simulated_map,
-    stand_in,
     translated,
 )
 from fsdp_conformance.simulator.labels import Labels
+from fsdp_conformance.simulator.on_import import when_imported
 
 #: Factories that are missing from torch's own list.
 _MORE_FACTORIES = (
@@ -75,84 +76,97 @@ _TENSOR_TYPES = {
 }
 
 
-def install(labels: Labels) -> list[str]:
+def install(labels: Labels) -> Replacements:
     """
-    Start translating, in this process. Returns a sentence for each thing that could not be done.
+    Start translating, in this process. The accelerator must be active.
 
-    There is no way back: a process that runs a script is not used for anything else.
+    `undo()` of the result stops it. What a program has taken meanwhile stays with it: tensors on the device, and
+    functions of torch's that it imported by name, which go on translating.
     """
+    replaced = Replacements()
     # torch's list of factories is for `set_default_device`, and must contain the originals, not the wrappers.
     factories = _device._device_constructors()
-    notes = _install_device()
-    cuda_module.install(labels)
-    _install_factories(factories)
-    _install_tensors()
-    _install_mixed_precision()
-    _install_distributed()
-    _install_checkpoints()
-    _install_refusals()
-    return notes
+    _install_device(replaced)
+    cuda_module.install(replaced, labels)
+    _install_factories(replaced, factories)
+    _install_tensors(replaced)
+    _install_mixed_precision(replaced)
+    _install_distributed(replaced)
+    _install_checkpoints(replaced)
+    _install_refusals(replaced)
+    return replaced
 
 
-def _install_device() -> list[str]:
-    """`torch.device`, the classes that take one, and `device.type` for the script."""
-    real = torch.device
-    notes = []
-    if not _patch_type_attribute(real):
-        notes.append("device.type is 'sim' for the script, because this Python does not let torch.device be patched")
-    replace(torch, **{kind.__name__: stand_in(kind) for kind in (real, torch.Generator, torch.Stream, torch.Event)})
-    return notes
-
-
-def _patch_type_attribute(real: type) -> bool:
-    """
-    Make `device.type` "cuda" for the script. Returns whether it worked.
-
-    C++ classes do not support `setattr`, but behind the view of the class dictionary is an ordinary one. CPython is
-    then told that the class has changed. The result is verified, because none of this is documented.
-    """
-    members = next((found for found in gc.get_referents(real.__dict__) if isinstance(found, dict)), None)
-    if members is None or "type" not in members:
-        return False
-    original = members["type"]
+def _install_device(replaced: Replacements) -> None:
+    """`torch.device`, the classes that take one, and what a device says of itself."""
+    extension = build.active()
+    # The classes remain what they are, for isinstance, annotations and torch.jit.
+    extension.translate_constructors([torch.device, torch.Generator, torch.Stream, torch.Event])
+    replaced.on_undo(extension.leave_constructors)
+    kind, long, short, reduce = (vars(torch.device)[name] for name in ("type", "__repr__", "__str__", "__reduce__"))
 
     def type_for_caller(device: torch.device) -> str:
-        kind: str = original.__get__(device)
-        return CUDA if kind == SIMULATED and script_asks() else kind
+        found: str = kind.__get__(device)
+        return CUDA if found == SIMULATED and script_asks() else found
 
-    members["type"] = property(type_for_caller)
-    ctypes.pythonapi.PyType_Modified(ctypes.py_object(real))
-    # Ask as a script would, from code that belongs to no known file.
-    answer = eval(compile("device.type", "<script>", "eval"), {"device": real(SIMULATED, 0)})  # noqa: S307 - ours
-    return bool(answer == CUDA and real(SIMULATED, 0).type == SIMULATED)
+    def repr_for_caller(device: torch.device) -> str:
+        said: str = long(device)
+        return said.replace(f"'{SIMULATED}'", f"'{CUDA}'") if shown_to_script() else said
+
+    def str_for_caller(device: torch.device) -> str:
+        said: str = short(device)
+        return CUDA + said.removeprefix(SIMULATED) if said.startswith(SIMULATED) and shown_to_script() else said
+
+    def reduce_as_cuda(device: torch.device) -> Any:
+        # A file is read where there may be GPUs, or where CUDA's names are translated.
+        made, words = reduce(device)
+        return made, tuple(CUDA if word == SIMULATED else word for word in words)
+
+    replaced.set_on_class(
+        torch.device,
+        type=property(type_for_caller),
+        __repr__=repr_for_caller,
+        __str__=str_for_caller,
+        __reduce__=reduce_as_cuda,
+    )
 
 
-def _install_factories(factories: set[Callable[..., Any]]) -> None:
+def _install_factories(replaced: Replacements, factories: set[Callable[..., Any]]) -> None:
     for module in (torch, torch.fft, torch.nested, torch.sparse):
         for name, value in list(vars(module).items()):
             is_one = _hashable(value) and value in factories
             if is_one or (module is torch and name in _MORE_FACTORIES):
-                replace(module, **{name: translated(value)})
+                replaced.set(module, **{name: translated(value)})
     for name in _ABOUT_DEVICES:
         if hasattr(torch, name):
-            replace(torch, **{name: translated(getattr(torch, name))})
-    asked = torch.is_autocast_enabled
-    replace(
+            replaced.set(torch, **{name: translated(getattr(torch, name))})
+    asked, of_type = torch.is_autocast_enabled, torch.get_device_module
+
+    def get_device_module(device: Any = None) -> Any:
+        found = of_type(device)
+        return torch.cuda if found is getattr(torch, SIMULATED) and script_asks() else found
+
+    replaced.set(
         torch,
         # Without an argument it means CUDA.
         is_autocast_enabled=lambda device_type=CUDA: asked(simulated(device_type)),
         get_autocast_gpu_dtype=functools.partial(torch.get_autocast_dtype, CUDA),
         set_default_tensor_type=_set_default_tensor_type,
+        get_device_module=get_device_module,
     )
+    other = getattr(_utils, "_is_privateuse1_backend_available", None)
+    if other is not None:
+        # torch.testing asks: its tests are to run once for each device, under the name of CUDA.
+        replaced.set(_utils, _is_privateuse1_backend_available=lambda: other() and not script_asks())
 
 
-def _install_tensors() -> None:
+def _install_tensors(replaced: Replacements) -> None:
     methods = {name: translated(getattr(torch.Tensor, name)) for name in _METHODS}
     typed = _tensor_type_method(torch.Tensor.type)
-    replace(torch.Tensor, **methods, cuda=_tensor_cuda, is_cuda=property(_is_cuda), type=typed)
-    replace(torch.UntypedStorage, cuda=_storage_cuda, to=translated(torch.UntypedStorage.to))
+    replaced.set(torch.Tensor, **methods, cuda=_tensor_cuda, is_cuda=property(_is_cuda), type=typed)
+    replaced.set(torch.UntypedStorage, cuda=_storage_cuda, to=translated(torch.UntypedStorage.to))
     # nn.Module.to parses its arguments with this.
-    replace(torch._C._nn, _parse_to=translated(torch._C._nn._parse_to))
+    replaced.set(torch._C._nn, _parse_to=translated(torch._C._nn._parse_to))
 
 
 def _tensor_cuda(
@@ -208,47 +222,96 @@ def _set_default_tensor_type(kind: Any, _original: Callable[..., Any] = torch.se
     torch.set_default_device(SIMULATED)
 
 
-def _install_mixed_precision() -> None:
+def _install_mixed_precision(replaced: Replacements) -> None:
+    extension = build.active()
+    extension.set_cuda_autocast(True)
+    replaced.on_undo(functools.partial(extension.set_cuda_autocast, False))
     mode, scaler = torch.amp.autocast_mode, torch.amp.grad_scaler
-    replace(mode.autocast, __init__=translated(mode.autocast.__init__))
+    replaced.set(mode.autocast, __init__=translated(mode.autocast.__init__))
     available = translated(mode.is_autocast_available)
     decorators = {name: translated(getattr(mode, name)) for name in ("custom_fwd", "custom_bwd")}
     for module in (mode, torch.amp):
-        replace(module, is_autocast_available=available, **decorators)
+        replaced.set(module, is_autocast_available=available, **decorators)
     # These were bound to "cuda" when torch was imported.
     bound = {name: functools.partial(decorator, device_type=CUDA) for name, decorator in decorators.items()}
     for module in (torch.cuda.amp, torch.cuda.amp.autocast_mode):
-        replace(module, **bound)
+        replaced.set(module, **bound)
     init = scaler.GradScaler.__init__
 
     @functools.wraps(init)
     def scaler_init(self: torch.amp.GradScaler, device: str = CUDA, *args: Any, **kwargs: Any) -> None:
         init(self, simulated(device), *args, **kwargs)
 
-    replace(scaler.GradScaler, __init__=scaler_init)
+    replaced.set(scaler.GradScaler, __init__=scaler_init)
 
 
-def _install_distributed() -> None:
+def _install_distributed(replaced: Replacements) -> None:
     for name in ("init_process_group", "new_group", "new_subgroups", "new_subgroups_by_enumeration"):
         wrapper = _with_backend(getattr(distributed_c10d, name))
         for module in (distributed_c10d, dist):
-            replace(module, **{name: wrapper})
+            replaced.set(module, **{name: wrapper})
     asked, said = distributed_c10d.is_nccl_available, distributed_c10d.get_backend
+    has_backend = distributed_c10d.is_backend_available
+    default_of = getattr(distributed_c10d, "get_default_backend_for_device", None)
 
     def is_nccl_available() -> bool:
         return True if script_asks() else asked()
+
+    def is_backend_available(backend: str) -> bool:
+        return True if backend.lower() == "nccl" and script_asks() else has_backend(backend)
 
     @functools.wraps(said)
     def get_backend(group: Any = None) -> Any:
         backend = said(group)
         return "nccl" if COLLECTIVES in str(backend) and script_asks() else backend
 
+    def get_default_backend_for_device(device: Any) -> Any:
+        backend = default_of(device)  # type: ignore[misc]
+        return "nccl" if backend == COLLECTIVES and script_asks() else backend
+
     for module in (distributed_c10d, dist):
-        replace(module, is_nccl_available=is_nccl_available, get_backend=get_backend)
+        replaced.set(
+            module,
+            is_nccl_available=is_nccl_available,
+            is_backend_available=is_backend_available,
+            get_backend=get_backend,
+        )
+        if default_of is not None:  # not in every version
+            replaced.set(module, get_default_backend_for_device=get_default_backend_for_device)
+        if not hasattr(module, "ProcessGroupNCCL"):  # a build for the CPU
+            replaced.set(module, ProcessGroupNCCL=_process_group_nccl())
+    _install_meshes(replaced)
+    attention.install(replaced)
+
+
+def _process_group_nccl() -> type:
+    """What programs use of ProcessGroupNCCL: its options."""
+
+    class Options(build.active().ProcessGroupOptions):  # type: ignore[misc]
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            super().__init__(distributed_c10d.default_pg_timeout.total_seconds())
+            self.is_high_priority_stream = is_high_priority_stream
+
+    return type("ProcessGroupNCCL", (), {"Options": Options})
+
+
+def _install_meshes(replaced: Replacements) -> None:
     make = translated(device_mesh.init_device_mesh)
     for module in (device_mesh, dist):
-        replace(module, init_device_mesh=make)
-    replace(device_mesh.DeviceMesh, __init__=translated(device_mesh.DeviceMesh.__init__))
+        replaced.set(module, init_device_mesh=make)
+    mesh = device_mesh.DeviceMesh
+    kind, text = vars(mesh).get("device_type"), mesh.__repr__
+
+    def type_for_caller(self: device_mesh.DeviceMesh) -> str:
+        found: str = kind.__get__(self)  # type: ignore[union-attr]
+        return CUDA if found == SIMULATED and script_asks() else found
+
+    def repr_for_caller(self: device_mesh.DeviceMesh) -> str:
+        return text(self).replace(f"'{SIMULATED}'", f"'{CUDA}'")
+
+    replaced.set(mesh, __init__=translated(mesh.__init__), __repr__=repr_for_caller)
+    if isinstance(kind, property):  # in older versions a mesh stores it
+        replaced.set(mesh, device_type=property(type_for_caller))
 
 
 def _with_backend(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -265,7 +328,7 @@ def _with_backend(function: Callable[..., Any]) -> Callable[..., Any]:
     return translating
 
 
-def _install_checkpoints() -> None:
+def _install_checkpoints(replaced: Replacements) -> None:
     """Storages on sim:0 are saved as "cuda:0", and "cuda:0" is loaded to sim:0."""
 
     def tag(storage: Any) -> str | None:
@@ -276,7 +339,11 @@ def _install_checkpoints() -> None:
         place = simulated(location)
         return None if place == location else storage.to(device=torch.device(place))
 
+    registered = torch.serialization._package_registry
+    before = list(registered)
     torch.serialization.register_package(_PRIORITY, tag, restore)
+    (entry,) = (entry for entry in registered if entry not in before)
+    replaced.on_undo(functools.partial(registered.remove, entry))
     load = torch.load
 
     @functools.wraps(load)
@@ -284,16 +351,20 @@ def _install_checkpoints() -> None:
         return load(f, simulated_map(map_location), *args, **kwargs)
 
     for module in (torch, torch.serialization):
-        replace(module, load=loading)
+        replaced.set(module, load=loading)
 
 
-def _install_refusals() -> None:
+def _install_refusals(replaced: Replacements) -> None:
     """Reject what would compile code for a GPU, or copy between the GPUs of one process."""
-    for name in ("load", "load_inline"):
-        refusing = _without_cuda(getattr(torch.utils.cpp_extension, name), name)
-        replace(torch.utils.cpp_extension, **{name: refusing})
+    replaced.on_undo(when_imported("torch.utils.cpp_extension", functools.partial(_refuse_kernels, replaced)))
     for name in ("broadcast", "broadcast_coalesced", "gather", "scatter"):
-        replace(torch.nn.parallel.comm, **{name: _without_data_parallel})
+        replaced.set(torch.nn.parallel.comm, **{name: _without_data_parallel})
+
+
+def _refuse_kernels(replaced: Replacements) -> None:
+    module = sys.modules["torch.utils.cpp_extension"]
+    for name in ("load", "load_inline"):
+        replaced.set(module, **{name: _without_cuda(getattr(module, name), name)})
 
 
 def _without_data_parallel(*args: Any, **kwargs: Any) -> Any:

@@ -1,5 +1,5 @@
 """
-`torch.cuda` as a script sees it with `--as-cuda`: its functions refer to the simulated accelerator.
+`torch.cuda` as a script sees it under CUDA's names: its functions refer to the simulated accelerator.
 
 Functions that `torch.sim` has under the same name are taken from there. Of the others, some are answered here, some do
 nothing, NVTX ranges become labels, and all remaining ones raise NotSimulated with the reason.
@@ -16,7 +16,8 @@ from typing import Any
 import torch
 
 from fsdp_conformance.config import SIMULATED
-from fsdp_conformance.simulator.cuda_names import NotSimulated, replace, script_asks, stand_in, translated
+from fsdp_conformance.simulator import build
+from fsdp_conformance.simulator.cuda_names import NotSimulated, Replacements, script_asks, stand_in, translated
 from fsdp_conformance.simulator.labels import Labels
 
 #: The device name that scripts read.
@@ -62,7 +63,7 @@ _REFUSED = {
 }
 
 
-def install(labels: Labels) -> None:
+def install(replaced: Replacements, labels: Labels) -> None:
     """Replace the functions of torch.cuda."""
     simulator = getattr(torch, SIMULATED)
     answers: dict[str, Any] = {}
@@ -78,15 +79,32 @@ def install(labels: Labels) -> None:
     for name, value in answers.items():
         for module in (torch.cuda, *(getattr(torch.cuda, part, None) for part in _PARTS)):
             if module is torch.cuda or hasattr(module, name):
-                replace(module, **{name: value})
-    replace(torch.cuda, _sleep=_nothing)
-    replace(torch.cuda.nccl, version=lambda: _NCCL_VERSION)
-    _install_ranges(labels)
+                replaced.set(module, **{name: value})
+    replaced.set(torch.cuda, _sleep=_nothing)
+    replaced.set(torch.cuda.nccl, version=lambda: _NCCL_VERSION)
+    _install_for_tests(replaced)
+    _install_ranges(replaced, labels)
+
+
+def _install_for_tests(replaced: Replacements) -> None:
+    """What torch.testing calls in torch._C, to run the tests of instantiate_device_type_tests on their own stream."""
+
+    def set_stream(stream_id: int, device_index: int, device_type: int) -> None:
+        # As on CUDA, this also makes the device the current one.
+        extension = build.active()
+        extension.set_current_device(device_index)
+        extension.set_current_stream(stream_id, device_index)
+
+    replaced.set(torch._C, _cuda_setStream=set_stream, _cuda_setDevice=getattr(torch, SIMULATED).set_device)
 
 
 def _answers(simulator: Any) -> dict[str, Any]:
     """The functions that torch.cuda has and torch.sim has not."""
-    available = torch.cuda.is_available
+    available: Callable[[], bool] = torch.cuda.is_available
+    initialized: Callable[[], bool] = torch.cuda.is_initialized
+
+    def is_initialized() -> bool:
+        return bool(simulator.is_initialized()) if script_asks() else initialized()
 
     def is_available() -> bool:
         # torch itself branches on it to handle CUDA tensors, which these are not.
@@ -103,8 +121,8 @@ def _answers(simulator: Any) -> dict[str, Any]:
     return {
         "device_of": device_of,
         "is_available": is_available,
-        "is_initialized": lambda: True,
-        "init": _nothing,
+        "is_initialized": is_initialized,
+        "init": simulator.init,
         "ipc_collect": _nothing,
         "set_sync_debug_mode": _nothing,
         "get_sync_debug_mode": lambda: 0,
@@ -178,7 +196,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     """For functions that only tune how a GPU works."""
 
 
-def _install_ranges(labels: Labels) -> None:
+def _install_ranges(replaced: Replacements, labels: Labels) -> None:
     """NVTX names what runs for a profiler; here the names appear in hazards."""
 
     @contextlib.contextmanager
@@ -197,4 +215,4 @@ def _install_ranges(labels: Labels) -> None:
         "mark": _nothing,
         "range": marked,
     }
-    replace(torch.cuda.nvtx, **answers)
+    replaced.set(torch.cuda.nvtx, **answers)

@@ -1,9 +1,9 @@
 """
 CUDA's names translated to those of the simulated accelerator, and whether the script is asking.
 
-With `--as-cuda`, a script that asks for "cuda" gets the device "sim": its arguments to torch are translated. Torch's
-answers are not, because torch needs them unchanged, with two exceptions that scripts branch on: for the script,
-`device.type` is "cuda" and `is_cuda` is True. So the answer to these depends on the caller.
+A script that asks for "cuda" gets the device "sim": its arguments to torch are translated. Torch's answers are not,
+because torch needs them unchanged, except where scripts branch on them: for the script, `device.type` is "cuda" and
+`is_cuda` is True. So the answer to these depends on the caller. Texts (`str(device)`) say "cuda" for everybody.
 """
 
 from __future__ import annotations
@@ -12,10 +12,15 @@ import functools
 import re
 import sys
 from collections.abc import Callable
+from functools import lru_cache
+from types import FrameType
 from typing import Any
 
+from torch.jit import _builtins
+
 from fsdp_conformance.config import SIMULATED
-from fsdp_conformance.frames import Owner, owner
+from fsdp_conformance.frames import Owner, below_torch, owner
+from fsdp_conformance.simulator import build
 
 CUDA = "cuda"
 
@@ -25,7 +30,10 @@ COLLECTIVES = "simccl"
 _WORD = re.compile(r"cuda(?::(\d+))?\Z")
 
 #: A script may also run code that has no file.
-_SCRIPT = frozenset({Owner.USER, Owner.NO_FILE})
+_SCRIPT = frozenset({Owner.USER, Owner.NO_FILE, Owner.RUNNER})
+
+#: The parts of torch that ask for tests and scripts: its test harness and torchrun. Below torch's directory.
+_ASKING = ("testing/", "distributed/run.py", "distributed/launcher/")
 
 
 class NotSimulated(NotImplementedError):
@@ -86,8 +94,32 @@ def translated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def script_asks(depth: int = 1) -> bool:
-    """Whether the caller's caller (at depth 1) is the script or a library that it uses, not torch or this package."""
-    return owner(sys._getframe(depth + 1).f_code.co_filename) in _SCRIPT
+    """
+    Whether the caller's caller (at depth 1) is the script or a library that it uses, not torch or this package.
+
+    torch.testing asks for the test that uses it, torchrun for the script, the standard library for its caller.
+    """
+    frame: FrameType | None = sys._getframe(depth + 1)
+    while frame is not None:
+        answer = _asks_for_script(frame.f_code.co_filename)
+        if answer is not None:
+            return answer
+        frame = frame.f_back
+    return True
+
+
+@lru_cache(maxsize=4096)
+def _asks_for_script(file: str) -> bool | None:
+    """Whether code in a file asks for the script; None if its caller decides."""
+    who = owner(file)
+    if who is Owner.TORCH:
+        return (below_torch(file) or "").startswith(_ASKING)
+    return None if who is Owner.PYTHON else who in _SCRIPT
+
+
+def shown_to_script(depth: int = 1) -> bool:
+    """Whether the caller's caller wants a text for people. All but this package do: torch puts it in messages."""
+    return owner(sys._getframe(depth + 1).f_code.co_filename) is not Owner.MACHINERY
 
 
 class _StandIn(type):
@@ -114,10 +146,51 @@ class _StandIn(type):
         return hash(cls._real)
 
 
-def replace(owner: object, **values: Any) -> None:
-    """Replace attributes."""
-    for name, value in values.items():
-        setattr(owner, name, value)
+class Replacements:
+    """Attributes that were replaced. `undo` puts back what was there before, the latest first."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], object]] = []
+
+    def set(self, owner: object, **values: Any) -> None:
+        """Replace attributes of a module or of a class written in Python."""
+        for name, value in values.items():
+            own = vars(owner)
+            if name in own:
+                self._undo.append(functools.partial(setattr, owner, name, own[name]))
+                self._tell_jit(own[name], value)
+            else:
+                self._undo.append(functools.partial(delattr, owner, name))
+            setattr(owner, name, value)
+
+    def set_on_class(self, kind: type, **values: Any) -> None:
+        """Replace attributes of a class written in C, which Python itself does not allow."""
+        extension = build.active()
+        for name, value in values.items():
+            if name in vars(kind):
+                self._undo.append(functools.partial(extension.set_class_attribute, kind, name, vars(kind)[name]))
+            else:
+                self._undo.append(functools.partial(extension.delete_class_attribute, kind, name))
+            extension.set_class_attribute(kind, name, value)
+
+    def on_undo(self, action: Callable[[], object]) -> None:
+        """Do something when `undo` comes to this point."""
+        self._undo.append(action)
+
+    def undo(self) -> None:
+        """Put everything back."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _tell_jit(self, before: Any, after: Any) -> None:
+        """torch.jit knows its built-in functions by identity: make it compile the new one as the old one."""
+        if not callable(before):
+            return
+        table: dict[int, str] = _builtins._get_builtin_table()  # type: ignore[no-untyped-call]
+        name = table.get(id(before))
+        if name is not None and id(after) not in table:
+            table[id(after)] = name
+            self._undo.append(functools.partial(table.pop, id(after), None))
 
 
 def stand_in(real: type) -> type:

@@ -17,12 +17,17 @@ __all__ = [
     "device_count",
     "device_of",
     "index_of",
+    "initialize",
     "is_active",
+    "is_initialized",
     "set_device",
 ]
 
 #: A device index has 8 bits.
 MAX_DEVICES: Final = 127
+
+#: Whether this process has used a device.
+_initialized = False
 
 
 def is_active() -> bool:
@@ -35,13 +40,30 @@ def device_count() -> int:
     return int(build.active().num_devices()) if is_active() else 0
 
 
+def is_initialized() -> bool:
+    """
+    Whether the program has used a device: made a tensor there, asked for the current device or set it.
+
+    As with CUDA, torch's DeviceMesh sets the device of a rank if the program has not.
+    """
+    return _initialized
+
+
+def initialize() -> None:
+    """Count the device as used. There is nothing else to initialize."""
+    global _initialized
+    _initialized = True
+
+
 def current_device() -> int:
     """The index of this thread's current device."""
+    initialize()
     return int(build.active().current_device())
 
 
 def set_device(device: Any) -> None:
     """Make a device (an index, "sim:3", a torch.device) this thread's current one."""
+    initialize()
     index = index_of(device)
     if index >= 0:
         build.active().set_current_device(index)

@@ -20,7 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.simulator import build, checker
-from fsdp_conformance.simulator.cuda_names import replace
+from fsdp_conformance.simulator.cuda_names import Replacements
 
 #: What DDP, FSDP1, activation checkpointing and torch.compile add to names.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?:\.|$)")
@@ -33,6 +33,21 @@ class Labels:
         self._names: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._local = threading.local()
         self._extension: Any = build.load()
+        self._replaced = Replacements()
+
+    def install(self) -> None:
+        """From now on track every module and every backward pass in this process."""
+        hooks = (
+            register_module_forward_pre_hook(self.before_forward),
+            register_module_forward_hook(self.after_forward, always_call=True),
+        )
+        for hook in hooks:
+            self._replaced.on_undo(hook.remove)
+        _follow_backward(self._replaced, self._extension)
+
+    def remove(self) -> None:
+        """Stop tracking."""
+        self._replaced.undo()
 
     def push(self, label: str) -> int:
         """Begin a range; returns how many were open."""
@@ -77,13 +92,11 @@ class Labels:
 def install() -> Labels:
     """From now on track every module and every backward pass in this process."""
     labels = Labels()
-    register_module_forward_pre_hook(labels.before_forward)
-    register_module_forward_hook(labels.after_forward, always_call=True)
-    _follow_backward(build.load())
+    labels.install()
     return labels
 
 
-def _follow_backward(extension: Any) -> None:
+def _follow_backward(replaced: Replacements, extension: Any) -> None:
     """
     Give operations in autograd's threads the stack of the call that they work for.
 
@@ -109,7 +122,7 @@ def _follow_backward(extension: Any) -> None:
                 local.runs = False
                 extension.end_backward()
 
-    replace(torch.autograd, _engine_run_backward=followed)
+    replaced.set(torch.autograd, _engine_run_backward=followed)
 
 
 def _has_memory(tensor: Tensor) -> bool:

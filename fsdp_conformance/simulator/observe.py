@@ -25,7 +25,7 @@ from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.frames import Owner, owner
 from fsdp_conformance.simulator import build, checker, labels
 from fsdp_conformance.simulator.activation import activate
-from fsdp_conformance.simulator.cuda_names import replace
+from fsdp_conformance.simulator.cuda_names import Replacements
 from fsdp_conformance.simulator.launch import ScriptOrder
 
 
@@ -51,13 +51,14 @@ class Observer:
         # Until the process ends.
         self._arranged.enter_context(checker.wait_filter(self._count))
         names = labels.install()
-        replace(torch, compile=self._compile)
+        replaced = Replacements()  # for good: this process runs nothing but the script
+        replaced.set(torch, compile=self._compile)
         for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
-            replace(module, spawn=self._spawn, start_processes=self._spawn)
+            replaced.set(module, spawn=self._spawn, start_processes=self._spawn)
         if self.order.as_cuda:
             from fsdp_conformance.simulator import as_cuda
 
-            self.notes.update(dict.fromkeys(as_cuda.install(names)))
+            as_cuda.install(names)
 
     def progress(self) -> int:
         """A number that changes when there is a new hazard."""

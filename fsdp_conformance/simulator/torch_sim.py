@@ -8,7 +8,16 @@ from typing import Any, NamedTuple
 import torch
 
 from fsdp_conformance.simulator import rng
-from fsdp_conformance.simulator.device import current_device, device, device_count, device_of, index_of, set_device
+from fsdp_conformance.simulator.device import (
+    current_device,
+    device,
+    device_count,
+    device_of,
+    index_of,
+    initialize,
+    is_initialized,
+    set_device,
+)
 from fsdp_conformance.simulator.memory import (
     empty_cache,
     host_memory_stats,
@@ -121,17 +130,14 @@ def is_available() -> bool:
     return True
 
 
-def is_initialized() -> bool:
-    """True: there is nothing to initialize."""
-    return True
-
-
 def init() -> None:
-    """Nothing to do."""
+    """Count the device as used; there is nothing else to do."""
+    initialize()
 
 
 def _lazy_init() -> None:
-    """Nothing to do."""
+    """Called by torch when a program first uses the device."""
+    initialize()
 
 
 def _is_in_bad_fork() -> bool:

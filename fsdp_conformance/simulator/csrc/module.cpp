@@ -20,6 +20,8 @@ void register_checker(py::module_& module);
 __attribute__((weak)) void register_collectives(py::module_& module);
 void register_device();
 void register_autocast();
+void set_cuda_autocast(bool on);
+void bind_classes(py::module_& module);
 void register_whole();
 
 namespace {
@@ -111,6 +113,7 @@ void bind_memory(py::module_& module) {
 }
 
 void bind_sites(py::module_& module) {
+  module.def("set_cuda_autocast", &set_cuda_autocast);
   module.def("set_tracing", &set_tracing);
   module.def("tracing", &tracing);
   module.def("set_label", &set_label);
@@ -139,6 +142,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   sim::bind_device(module);
   sim::bind_memory(module);
   sim::bind_sites(module);
+  sim::bind_classes(module);
   sim::register_checker(module);
   if (sim::register_collectives != nullptr) {
     sim::register_collectives(module);

@@ -1,6 +1,7 @@
 // One translation unit: torch's headers take most of the compiler's time, so they are read once for all of these.
 #include "allocator.cpp"
 #include "autocast.cpp"
+#include "classes.cpp"
 #include "device.cpp"
 #include "fallback.cpp"
 #include "generator.cpp"

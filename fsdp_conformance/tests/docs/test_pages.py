@@ -42,6 +42,7 @@ NOT_RUN = {
     "docs/reading-a-verdict.md": 3,
     "docs/running.md": 1,
     "docs/simulated-accelerator.md": 1,
+    "docs/simulated-cuda.md": 1,
     "docs/simulated-ranks.md": 2,
 }
 

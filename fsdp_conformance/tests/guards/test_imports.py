@@ -27,7 +27,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"history"}),
     frozenset({"harness"}),
     frozenset({"faults", "checks", "engine", "simulator", "planner"}),
-    frozenset({"adapters"}),
+    frozenset({"adapters", "simulated_cuda"}),
     frozenset({"mutants"}),
     frozenset({"report"}),
     frozenset({"case_checks", "case_references", "case_worlds"}),

@@ -2,8 +2,8 @@
 Tests written in the style of PyTorch's own, on our ranks: the import lines are all that differs.
 
 Each class is what one finds in pytorch/test/distributed: FSDP2 train parity with run_subtests, FSDP1 with FSDPTest's
-own helpers, a c10d test that makes its process group and carries skip decorators, and a test over `create_pg`. None
-of them skips on a machine without accelerators.
+own helpers, a c10d test that makes its process group and carries skip decorators, a test over `create_pg`, and one of
+DTensor. On a machine without accelerators they run on the CPU, because they ask to.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817 - as upstream writes it
 from torch.distributed.fsdp import ShardingStrategy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal import common_distributed
 
 from fsdp_conformance.harness import torch_compat
@@ -32,6 +32,7 @@ from fsdp_conformance.harness.torch_compat import (
     MLP,
     TEST_SKIPS,
     DistributedTestBase,
+    DTensorTestBase,
     FSDPTest,
     MultiProcessTestCase,
     check_sharded_parity,
@@ -40,6 +41,7 @@ from fsdp_conformance.harness.torch_compat import (
     requires_gloo,
     run_subtests,
     skip_if_lt_x_gpu,
+    with_comms,
 )
 
 device_type = torch.device(get_devtype())
@@ -47,6 +49,8 @@ device_type = torch.device(get_devtype())
 
 class TestFullyShard1DTrainingCore(FSDPTest):
     """FSDP2, after test_fully_shard_training.py."""
+
+    cpu_world_size = 2
 
     @property
     def world_size(self) -> int:
@@ -134,6 +138,8 @@ class TestThreeRanks(FSDPTest):
 
 class TestParityWithFSDP1(FSDPTest):
     """FSDP1, after test_fsdp_core.py, by the helpers of torch's class."""
+
+    cpu_world_size = 2
 
     @skip_if_lt_x_gpu(2)
     def test_sharding_strategies(self) -> None:
@@ -228,6 +234,72 @@ class TestOverCreatePG(DistributedTestBase):
         self.assertEqual(gathered, [{"rank": 0}, {"rank": 1}])
 
 
+class DistTensorTest(DTensorTestBase):
+    """After test_dtensor.py."""
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    @with_comms
+    def test_distribute_tensor(self) -> None:
+        mesh = self.build_device_mesh()
+        whole = torch.arange(6.0, device=self.device_type).reshape(3, 2)
+        sharded = distribute_tensor(whole, mesh, [Shard(0)])
+        self.assertEqual(sharded.to_local().shape[0], 2 if self.rank == 0 else 1)
+        self.assertEqual(sharded.full_tensor(), whole)
+
+
+class OnlyOnAccelerators(FSDPTest):
+    """Does not ask for the CPU."""
+
+    __test__ = False
+
+    def test_training(self) -> None:
+        self.fail("there is no accelerator")
+
+
+class OnlyWithTwo(MultiProcessTestCase):
+    """The same for a decorator; `Asks` asks for the CPU."""
+
+    __test__ = False
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_processes()
+
+    @property
+    def world_size(self) -> int:
+        return 1
+
+    @skip_if_lt_x_gpu(2)
+    def test_training(self) -> None:
+        if type(self).cpu_world_size is None:
+            self.fail("there are no two accelerators")
+
+
+class Asks(OnlyWithTwo):
+    __test__ = False
+    cpu_world_size = 1
+
+
+class NoRanks(MultiProcessTestCase):
+    """A world of none."""
+
+    __test__ = False
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_processes()
+
+    @property
+    def world_size(self) -> int:
+        return 0
+
+    def test_nothing(self) -> None:
+        self.fail("there is no rank")
+
+
 class Skips(MultiProcessTestCase):
     """The ways in which upstream's tests skip; the test below looks at what comes out."""
 
@@ -252,11 +324,30 @@ class Skips(MultiProcessTestCase):
         self.assertEqual(self.rank, 0)
 
 
-def outcome(method: str) -> unittest.TestResult:
-    """Run a method of Skips."""
+def outcome(method: str, case: type[unittest.TestCase] = Skips) -> unittest.TestResult:
+    """Run a method, of Skips or of another class."""
     result = unittest.TestResult()
-    Skips(method).run(result)
+    case(method).run(result)
     return result
+
+
+needs_no_accelerator = pytest.mark.skipif(torch.accelerator.is_available(), reason="upstream skips only without them")
+
+
+@needs_no_accelerator
+def test_what_upstream_skips_is_skipped() -> None:
+    """FSDPTest, and the decorator: a class has to ask for the CPU."""
+    assert "cpu_world_size" in outcome("test_training", OnlyOnAccelerators).skipped[0][1]
+    assert outcome("test_training", OnlyWithTwo).skipped
+    asked = outcome("test_training", Asks)
+    assert (asked.skipped, asked.errors, asked.failures) == ([], [], [])
+
+
+def test_a_world_without_ranks_is_refused_by_name() -> None:
+    """Before anything is started."""
+    ((_, text),) = outcome("test_nothing", NoRanks).errors
+
+    assert "world_size must be a positive integer, got 0 [NoRanks]" in text
 
 
 def test_skip_codes_are_skips_with_their_words() -> None:

@@ -1,0 +1,123 @@
+"""
+What a process is told about the simulated GPUs, in an environment variable that its children inherit.
+
+Standard library only: every Python process that is started meanwhile reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from fsdp_conformance.errors import ConfigError
+
+__all__ = ["HAZARDS", "MAX_DEVICES", "STARTUP", "VARIABLE", "Children", "CudaSettings"]
+
+#: What can be done about hazards.
+HAZARDS: Final = ("fail", "report", "off")
+
+#: A device index has 8 bits.
+MAX_DEVICES: Final = 127
+
+#: Holds the settings, as JSON.
+VARIABLE: Final = "FSDP_CONFORMANCE_SIMULATE_CUDA"
+
+#: The directory of the `sitecustomize` that Python runs at its start.
+STARTUP: Final = Path(__file__).parent / "startup"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CudaSettings:
+    """The simulated GPUs of a process."""
+
+    num_devices: int
+    checks: bool
+    """Whether the race checker is on."""
+    directory: str
+    """Where processes leave what they have observed."""
+    prefix: str
+    """`sys.prefix` of the environment that this is for: another one has another torch, or none."""
+
+    @staticmethod
+    def checked_count(value: object, *, where: str) -> int:
+        """The number of GPUs. Raises ConfigError for anything but an integer from 1 to MAX_DEVICES."""
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= MAX_DEVICES:
+            raise ConfigError(
+                [f"the number of GPUs must be an integer from 1 to {MAX_DEVICES}, got {value!r}"], where=where
+            )
+        return value
+
+    @staticmethod
+    def checked_hazards(value: object, *, where: str) -> str:
+        """What to do about hazards. Raises ConfigError for an unknown word."""
+        if value not in HAZARDS:
+            raise ConfigError([f"hazards must be one of {', '.join(HAZARDS)}, got {value!r}"], where=where)
+        return str(value)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> CudaSettings | None:
+        """The settings for this process; None if there are none, or they are for another Python."""
+        text = environment.get(VARIABLE)
+        if not text:
+            return None
+        try:
+            found = cls(**json.loads(text))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                [f"{VARIABLE} is set by pytest --simulate-cuda and simulated_cuda(), not by hand: {error}"],
+                where="the environment",
+            ) from error
+        return found if found.prefix == sys.prefix else None
+
+    def to_text(self) -> str:
+        """The value of the variable."""
+        return json.dumps(asdict(self))
+
+
+class Children:
+    """
+    Makes the Python processes that this one starts see the same GPUs, until `close`.
+
+    However they are started: they inherit two variables, one with the settings and PYTHONPATH, where Python finds our
+    `sitecustomize` (which then runs the environment's own). A process that ignores PYTHONPATH (`python -I`) or gets
+    another environment sees no GPUs.
+    """
+
+    def __init__(self, num_devices: int, *, checks: bool, variables: Mapping[str, str]) -> None:
+        """`variables` are set for children in addition."""
+        self._directory = tempfile.mkdtemp(prefix="fsdp-conformance-cuda-")
+        self.settings = CudaSettings(
+            num_devices=num_devices, checks=checks, directory=self._directory, prefix=sys.prefix
+        )
+        path = [str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
+        values = {**variables, VARIABLE: self.settings.to_text(), "PYTHONPATH": os.pathsep.join(path)}
+        self._before = {name: os.environ.get(name) for name in values}
+        self._pid = os.getpid()
+        os.environ.update(values)
+
+    @property
+    def directory(self) -> Path:
+        """Where children leave what they have observed."""
+        return Path(self._directory)
+
+    def set_checks(self, checks: bool) -> None:
+        """Whether the race checker is on in processes that are started from now on."""
+        self.settings = replace(self.settings, checks=checks)
+        os.environ[VARIABLE] = self.settings.to_text()
+
+    def close(self) -> None:
+        """Restore the environment and remove the files. A child that is still running has nowhere to report to."""
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if os.getpid() == self._pid:  # not in a process that was forked meanwhile
+            shutil.rmtree(self._directory, ignore_errors=True)

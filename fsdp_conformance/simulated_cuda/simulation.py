@@ -1,0 +1,171 @@
+"""
+Simulated GPUs in this process: there is at most one simulation at a time.
+
+torch is imported here, so import this module only once a program asks for the GPUs.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.frames import Owner, owner
+from fsdp_conformance.simulated_cuda.outbox import Outbox
+from fsdp_conformance.simulated_cuda.settings import CudaSettings
+from fsdp_conformance.simulator import activation, as_cuda, build, checker, labels
+from fsdp_conformance.simulator.cuda_names import Replacements
+
+__all__ = ["Simulation", "begin", "current", "end", "extension_variables"]
+
+_current: Simulation | None = None
+
+#: How many devices the first simulation of this process had.
+_first_num_devices = 0
+
+
+class Simulation:
+    """What `begin` has set up; `end` undoes it."""
+
+    def __init__(self, num_devices: int, *, checks: bool) -> None:
+        self.num_devices = num_devices
+        self.notes: dict[str, None] = {}
+        """What this process did differently than a GPU would, as sentences."""
+        self._replaced = Replacements()
+        self._at_exit: list[Callable[[], object]] = []
+        self._accesses = 0
+        activation.activate(num_devices)
+        self.set_checks(checks)
+        checker.clear()
+        self._accesses = checker.accesses()
+        self._labels = labels.install()
+        self._names = as_cuda.install(self._labels)
+        self._replaced.set(torch, compile=self._compile)
+        self._replaced.set(os, _exit=self._leave)
+        atexit.register(self._finish)
+
+    def end(self) -> None:
+        """Put torch back as it was. The device stays known to torch, as "sim"."""
+        atexit.unregister(self._finish)
+        self._replaced.undo()
+        self._names.undo()
+        self._labels.remove()
+        checker.clear()
+
+    def set_checks(self, checks: bool) -> None:
+        """Turn the race checker on or off."""
+        checker.set_mode(checker.Mode.RECORD if checks else checker.Mode.OFF)
+
+    def progress(self) -> tuple[int, int]:
+        """Numbers that change when there is something new: the hazards and the accesses so far."""
+        return checker.num_hazards(), checker.accesses()
+
+    def observed(self) -> dict[str, Any]:
+        """What was observed since the last `forget`; JSON-ready."""
+        return {
+            "hazards": [_without_wrappers(hazard.to_json()) for hazard in checker.hazards()],
+            "accesses": checker.accesses() - self._accesses,
+            "notes": list(self.notes),
+        }
+
+    def forget_hazards(self) -> None:
+        """Begin anew; accesses that are unfinished can still race with later ones."""
+        checker.clear_hazards()
+        self._accesses = checker.accesses()
+        self.notes.clear()
+
+    def forget(self) -> None:
+        """Begin anew, and forget unfinished accesses: the next test is not blamed for what this one has left."""
+        checker.clear()
+        self.forget_hazards()
+
+    def at_exit(self, action: Callable[[], object]) -> None:
+        """Do something when the process ends, by os._exit too."""
+        self._at_exit.append(action)
+
+    def become_child(self, directory: Path) -> None:
+        """This process was forked: from now on it reports for itself."""
+        self._at_exit.clear()
+        self.forget()
+        Outbox(directory).open(self)
+
+    def _finish(self) -> None:
+        for action in self._at_exit:
+            action()
+
+    def _leave(self, status: int, leave: Callable[[int], NoReturn] = os._exit) -> NoReturn:
+        """Replaces os._exit."""
+        self._finish()
+        leave(status)
+
+    def _compile(self, model: Any = None, **options: Any) -> Any:
+        """Replaces torch.compile: returns the model or function unchanged."""
+        self.notes["torch.compile is ignored: the model runs eagerly"] = None
+        return model if model is not None else functools.partial(self._compile, **options)
+
+
+def _without_wrappers(hazard: dict[str, Any]) -> dict[str, Any]:
+    """The hazard without the frames of our wrappers between the program and torch."""
+    for site in (hazard["then"]["site"], hazard["now"]["site"], hazard["allocated"], hazard["freed"]):
+        if site is not None:
+            site["stack"] = [frame for frame in site["stack"] if owner(frame["file"]) is not Owner.MACHINERY]
+    return hazard
+
+
+def begin(num_devices: int, *, checks: bool) -> Simulation:
+    """
+    Simulate `num_devices` GPUs in this process, until `end()` of the result. The caller has checked the number.
+
+    Raises EnvironmentUnavailable if the accelerator cannot be compiled, and ConfigError if there are simulated GPUs
+    already, or were fewer before.
+    """
+    global _current, _first_num_devices
+    if _current is not None:
+        raise ConfigError(
+            [f"this process has {_current.num_devices} simulated GPUs already"], where=f"{num_devices} simulated GPUs"
+        )
+    if _first_num_devices and num_devices > _first_num_devices:
+        # autograd has started its threads, one for each device.
+        raise ConfigError(
+            [f"a process cannot have more simulated GPUs than at first ({_first_num_devices}), got {num_devices}"],
+            where="simulated GPUs",
+        )
+    if not build.is_built():
+        print("compiling the simulated accelerator: about half a minute, once ...", file=sys.stderr, flush=True)
+    _current = Simulation(num_devices, checks=checks)
+    _first_num_devices = _first_num_devices or num_devices
+    return _current
+
+
+def end() -> None:
+    """End the simulation, if there is one."""
+    global _current
+    if _current is not None:
+        running, _current = _current, None
+        running.end()
+
+
+def current() -> Simulation | None:
+    """The simulation of this process."""
+    return _current
+
+
+def extension_variables() -> dict[str, str]:
+    """Variables with which children load the extension without looking for a compiler."""
+    return {build.EXTENSION: str(build.require())}
+
+
+def _after_fork() -> None:
+    settings = CudaSettings.from_environment(os.environ) if _current is not None else None
+    if _current is not None and settings is not None:
+        _current.become_child(Path(settings.directory))
+
+
+os.register_at_fork(after_in_child=_after_fork)
