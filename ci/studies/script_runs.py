@@ -9,7 +9,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from fsdp_conformance.cli.alerts import Alert, alerts_of
@@ -105,6 +105,16 @@ class Outcome:
         return f"{word:12}{self.script.name:34}{self.script.what}{said}"
 
 
+@dataclass(slots=True)
+class _Printed:
+    """What a script prints."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def add(self, rank: int, line: str) -> None:
+        self.lines.append(f"[rank {rank}] {line}")
+
+
 def run_scripts(scripts: Iterable[Script]) -> Iterator[Outcome]:
     """Run each script to its end."""
     server = warm_server(as_cuda=True)
@@ -126,8 +136,8 @@ def run_scripts(scripts: Iterable[Script]) -> Iterator[Outcome]:
                     memory=script.memory,
                 )
                 began = time.monotonic()
-                printed: list[str] = []
-                with ScriptLaunch(order, lambda rank, line: printed.append(f"[rank {rank}] {line}"), server) as launch:
+                printed = _Printed()
+                with ScriptLaunch(order, printed.add, server) as launch:
                     launch.start()
                     reports, exits = launch.wait()
                 seconds = time.monotonic() - began
@@ -144,7 +154,7 @@ def run_scripts(scripts: Iterable[Script]) -> Iterator[Outcome]:
                     status=report.status,
                     alerts=tuple(alerts_of(report)),
                     verdict=report.verdict(),
-                    text="\n".join([*printed, *(text for text, _ in report.paragraphs())]),
+                    text="\n".join([*printed.lines, *(text for text, _ in report.paragraphs())]),
                     seconds=seconds,
                 )
     finally:

@@ -84,12 +84,12 @@ def sarif(alerts: Sequence[Alert], report: ScriptReport) -> str:
     )
 
 
-def annotations(alerts: Sequence[Alert]) -> Iterator[str]:
+def workflow_commands(alerts: Sequence[Alert]) -> Iterator[str]:
     """Workflow commands that make GitHub show each finding at its line."""
     for alert in alerts:
         place = next(iter(_places(alert)), None)
-        where = f" file={_escaped(place[1], property=True)},line={place[2]}," if place is not None else " "
-        yield f"::error{where}title={_escaped(alert.rule, property=True)}::{_escaped(alert.text)}"
+        where = f" file={_escaped(place[1], is_property=True)},line={place[2]}," if place is not None else " "
+        yield f"::error{where}title={_escaped(alert.rule, is_property=True)}::{_escaped(alert.text)}"
 
 
 def _of_hazard(hazard: Hazard) -> Alert:
@@ -133,8 +133,8 @@ def _places(alert: Alert) -> list[tuple[str, str, int]]:
     return [(what, file, line) for what, file, line in found if file is not None]
 
 
-def _escaped(text: str, *, property: bool = False) -> str:
+def _escaped(text: str, *, is_property: bool = False) -> str:
     """Text in a workflow command."""
     for character, code in (("%", "%25"), ("\r", "%0D"), ("\n", "%0A")):
         text = text.replace(character, code)
-    return text.replace(":", "%3A").replace(",", "%2C") if property else text
+    return text.replace(":", "%3A").replace(",", "%2C") if is_property else text

@@ -80,7 +80,7 @@ def main(arguments: argparse.Namespace) -> int:
     if sarif is not None:
         sarif.write_text(alerts.sarif(found, report), encoding="utf-8")
     if os.environ.get("GITHUB_ACTIONS") == "true":
-        for line in alerts.annotations(found):
+        for line in alerts.workflow_commands(found):
             terminal.say(line)
     if interrupted is not None:
         raise interrupted

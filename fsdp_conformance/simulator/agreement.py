@@ -46,7 +46,8 @@ class CollectiveMismatch(DistBackendError):
 class _Match:
     """A collective that two ranks have both called."""
 
-    call: Call
+    my_call: Call
+    their_call: Call
     mine: int
     """Position among the calls of this rank."""
     theirs: int
@@ -102,7 +103,7 @@ class Agreement:
             self.checked += 1
             # First written, then read: of two ranks at least one sees the other's call.
             self._log.append(call)
-            problems = []
+            problems: list[Disagreement | None] = []
             for member in call.channel.members:
                 peer = self._peers.get(member)
                 if peer is None:
@@ -116,7 +117,7 @@ class Agreement:
                         problems.append(self._note(_missing(call, self._rank, peer.rank)))
                     continue
                 problems.append(self._compared(peer, call, position, known[1], known[0]))
-        problem = next((problem for problem in problems if problem is not None and problem.stops), None)
+        problem = next((problem for problem in problems if problem is not None), None)
         if problem is not None:
             raise CollectiveMismatch(problem.sentence())
 
@@ -132,6 +133,12 @@ class Agreement:
                     problems.append(self._note(_missing(first[1], peer.rank, self._rank)))
         if problems:
             raise CollectiveMismatch(problems[0].sentence())
+
+    def close(self) -> None:
+        """Close all files."""
+        self._log.close()
+        for peer in self._peers.values():
+            peer.reader.close()
 
     def _catch_up(self, peer: _Peer) -> None:
         """Read what the peer has called since the last time."""
@@ -150,7 +157,9 @@ class Agreement:
                 # The peer has seen this rank's call, and raises if they differ.
                 self._compared(peer, known[1], known[0], call, position)
 
-    def _compared(self, peer: _Peer, mine: Call, my_position: int, theirs: Call, their_position: int) -> Any:
+    def _compared(
+        self, peer: _Peer, mine: Call, my_position: int, theirs: Call, their_position: int
+    ) -> Disagreement | None:
         """Compare two calls of one collective; returns the problem that this rank should raise, if there is one."""
         parties = [Party.of(self._rank, mine), Party.of(peer.rank, theirs)]
         what = difference(mine, theirs, self._rank, peer.rank)
@@ -159,18 +168,17 @@ class Agreement:
         if mine.device_index is not None and mine.device_index == theirs.device_index:
             self._note(Disagreement.between(DisagreementKind.ONE_DEVICE, parties, str(mine.device_index)))
         if mine.orders:
-            self._compare_order(peer, _Match(mine, my_position, their_position))
+            self._compare_order(peer, _Match(mine, theirs, my_position, their_position))
         return None
 
     def _compare_order(self, peer: _Peer, now: _Match) -> None:
         """Report a communicator that the two ranks use before another one and after it."""
         for earlier in (peer.furthest_mine, peer.furthest_theirs):
             if earlier is not None and (earlier.mine < now.mine) != (earlier.theirs < now.theirs):
-                first, second = sorted((earlier, now), key=lambda match: match.mine)
-                low, high = (first, second) if self._rank < peer.rank else (second, first)
+                # What each of the two ranks calls first.
                 parties = [
-                    Party.of(min(self._rank, peer.rank), low.call),
-                    Party.of(max(self._rank, peer.rank), high.call),
+                    Party.of(self._rank, min(earlier, now, key=lambda match: match.mine).my_call),
+                    Party.of(peer.rank, min(earlier, now, key=lambda match: match.theirs).their_call),
                 ]
                 self._note(Disagreement.between(DisagreementKind.ORDER, parties, ""))
         if peer.furthest_mine is None or now.mine > peer.furthest_mine.mine:

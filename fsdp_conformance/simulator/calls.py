@@ -134,6 +134,11 @@ class CallLog:
         """The script has ended normally: no more calls will come."""
         os.write(self._entries, _ENTRY.pack(_ENDED))
 
+    def close(self) -> None:
+        """Close the files."""
+        os.close(self._descriptions)
+        os.close(self._entries)
+
 
 class CallReader:
     """The reading side of one rank's log: returns what is new."""
@@ -211,7 +216,7 @@ def unanswered(logs: Sequence[Sequence[Call]]) -> list[Unanswered]:
         for key, call in numbered(calls):
             seen.setdefault(key, {})[rank] = call
     found: dict[Hashable, Unanswered] = {}
-    for rank, calls in enumerate(logs):
+    for calls in logs:
         for key, call in numbered(calls):
             callers = sorted(seen[key])
             missing = [member for member in call.channel.members if member not in seen[key] and member < len(logs)]
@@ -236,6 +241,9 @@ def call_from_json(data: Mapping[str, Any]) -> Call:
     channel = dict(fields.pop("channel"))
     place = fields.pop("place")
     pair = channel.pop("pair")
+    others: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()
+    }
     return Call(
         channel=Channel(
             group=channel["group"],
@@ -244,7 +252,7 @@ def call_from_json(data: Mapping[str, Any]) -> Call:
             pair=(pair[0], pair[1]) if pair else None,
         ),
         place=Place(**place) if place else None,
-        **{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()},
+        **others,
     )
 
 

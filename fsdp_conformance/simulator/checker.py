@@ -17,8 +17,8 @@ A hazard is reported once, where the wait is missing; from then on the wait coun
 their tensors are folded into one, with a count.
 
 The checker does not see accesses to device memory that bypass torch's operations, nor races among the threads of the
-host. Accesses of NumPy to pinned memory are seen while a copy into it is in flight. As on CUDA, waiting for an event that was never recorded does nothing, and streams do not wait
-for the default stream unless told to.
+host. Accesses of NumPy to pinned memory are seen while a copy into it is in flight. As on CUDA, waiting for an event
+that was never recorded does nothing, and streams do not wait for the default stream unless told to.
 
 Nothing here compiles or loads the extension: without an active device, these functions raise EnvironmentUnavailable.
 """

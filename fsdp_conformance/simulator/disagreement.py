@@ -63,11 +63,6 @@ class Disagreement:
         return cls(kind=kind, what=what, parties=tuple(sorted(parties, key=lambda party: party.rank)))
 
     @property
-    def stops(self) -> bool:
-        """Whether the collective cannot be carried out."""
-        return self.kind in (DisagreementKind.DIFFERENT, DisagreementKind.MISSING)
-
-    @property
     def key(self) -> Hashable:
         """Findings with the same key are shown as one: the same lines, whichever ranks and sizes."""
         places = [(party.place, party.words.partition("(")[0]) for party in self.parties]
@@ -113,7 +108,9 @@ class Disagreement:
                     "between. With NCCL the ranks can deadlock"
                 )
             case DisagreementKind.ONE_DEVICE:
-                return "call torch.cuda.set_device(local_rank) before anything else, or pass device_ids. NCCL refuses this"
+                return (
+                    "call torch.cuda.set_device(local_rank) before anything else, or pass device_ids. NCCL refuses this"
+                )
         return "every rank of the group must call it, or none. With NCCL the callers hang"
 
     def explain(self) -> str:

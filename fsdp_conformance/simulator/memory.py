@@ -12,7 +12,7 @@ the cached blocks have been freed in vain.
 Pinned memory belongs to no device. A non-blocking copy into it completes when the host has waited for its stream; until
 then the host finds NaN. A copy from it reads the contents at the time of the call. While such copies are in flight,
 torch's operations on pinned memory are checked in every thread of the host. Accesses that bypass torch (NumPy, tolist)
-are noticed while a copy into the memory is in flight; writes into the source of a copy are detected when the host waits.
+are noticed while a copy into the memory is in flight; writes into the source of a copy are detected at the next wait.
 A system call that is given such memory (a file's write, for example) fails with EFAULT.
 """
 

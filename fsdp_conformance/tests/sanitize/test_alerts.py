@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fsdp_conformance.cli import alerts
-from fsdp_conformance.cli.alerts import alerts_of, annotations, sarif
+from fsdp_conformance.cli.alerts import alerts_of, sarif, workflow_commands
 from fsdp_conformance.history.hazard import HazardKind
 from fsdp_conformance.simulator.calls import Place
 from fsdp_conformance.simulator.disagreement import Disagreement, DisagreementKind, Party
@@ -63,7 +63,10 @@ class TestReport:
         """As for accesses: a number that is too small shows that little was checked."""
         found = report(with_collectives(), with_collectives())
 
-        assert found.verdict() == "clean: 200 accesses on 2 streams of 2 ranks, 10 collectives compared, 0 hazards [exit 0]"
+        assert (
+            found.verdict()
+            == "clean: 200 accesses on 2 streams of 2 ranks, 10 collectives compared, 0 hazards [exit 0]"
+        )
 
     def test_the_file_has_them(self) -> None:
         """As data and as text."""
@@ -98,9 +101,7 @@ class TestSarif:
     def test_freed_memory_is_placed_where_it_is_freed(self) -> None:
         """That is the line to change."""
         freed = Site(op="free", stack=(Frame(file="train.py", line=20, function="main"),))
-        found = report(
-            observed(replace(hazard(), kind=HazardKind.REUSE_IN_FLIGHT, freed=freed)), observed()
-        )
+        found = report(observed(replace(hazard(), kind=HazardKind.REUSE_IN_FLIGHT, freed=freed)), observed())
         (result,) = json.loads(sarif(alerts_of(found), found))["runs"][0]["results"]
 
         assert self.lines(result["locations"]) == [("train.py", 20)]
@@ -147,7 +148,7 @@ def test_annotations_are_workflow_commands(monkeypatch: pytest.MonkeyPatch, tmp_
     monkeypatch.chdir(tmp_path)
     odd = replace(hazard(), now=access("read", "aten::100%", 12, device=0, stream=0))
     found = report({**observed(odd), "collectives": {"found": [asdict(differing())], "checked": 1}}, observed())
-    first, second = annotations(alerts_of(found))
+    first, second = workflow_commands(alerts_of(found))
 
     assert first.startswith("::error file=train.py,line=12,title=read_after_write::read after write on sim:0: ")
     assert "aten::100%25" in first

@@ -64,7 +64,7 @@ def tainted(name: str) -> Tensor:
         "cat": lambda: torch.cat([ones(2), empty(2)])[2:],
         "foreach": lambda: torch._foreach_add([ones(2), empty(2)], 1.0)[1],
         "foreach_": lambda: _second(lambda pair: torch._foreach_mul_(pair, 2.0)),
-        "foreach_copy_": lambda: _copied(),
+        "foreach_copy_": _copied,
         "view": lambda: half().view(2, 4)[1],
         "linear": lambda: nn.functional.linear(empty(2, 3), ones(4, 3)),
         "index_select": lambda: empty(4).index_select(0, torch.tensor([1, 2], device="sim")),
@@ -105,20 +105,18 @@ class TestUses:
             assert uses() == 1, way
 
     @in_process_of_its_own
-    @pytest.mark.parametrize(
-        "use", ["item", "tolist", "cpu", "bool", "any", "nonzero", "equal", "mask", "isnan"]
-    )
+    @pytest.mark.parametrize("use", ["item", "tolist", "cpu", "bool", "any", "nonzero", "equal", "mask", "isnan"])
     def test_the_host_and_branches(self, use: str) -> None:
         """Each once: from then on the memory counts as written."""
         checker.set_uninitialized(True)
         value = empty(4)
         acts: dict[str, Callable[[], object]] = {
-            "item": lambda: value[0].item(),
-            "tolist": lambda: value.tolist(),
-            "cpu": lambda: value.cpu(),
+            "item": value[0].item,
+            "tolist": value.tolist,
+            "cpu": value.cpu,
             "bool": lambda: bool(value[0]),
             "any": lambda: bool((value > 0).any()),
-            "nonzero": lambda: value.nonzero(),
+            "nonzero": value.nonzero,
             "equal": lambda: torch.equal(value, ones(4)),
             "mask": lambda: ones(4)[value > 0],
             "isnan": lambda: bool(value.isnan().any()),
@@ -232,11 +230,13 @@ class TestNoUse:
         checker.set_uninitialized(True)
         torch.manual_seed(3)
         model = nn.Sequential(
-            nn.Linear(4, 8, device="meta"), nn.Dropout(0.5), nn.LayerNorm(8, device="meta"), nn.Linear(8, 2, device="meta")
+            nn.Linear(4, 8, device="meta"),
+            nn.Dropout(0.5),
+            nn.LayerNorm(8, device="meta"),
+            nn.Linear(8, 2, device="meta"),
         ).to_empty(device="sim")
-        for module in model:
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+        for index in (0, 2, 3):
+            model[index].reset_parameters()  # type: ignore[operator]  # a module's attribute
         norm = nn.BatchNorm1d(2).to("sim")
         recurrent = nn.LSTM(2, 3, batch_first=True).to("sim")
         parameters = [*model.parameters(), *norm.parameters(), *recurrent.parameters()]
