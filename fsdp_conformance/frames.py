@@ -20,7 +20,7 @@ class Owner(StrEnum):
 
     TORCH = "torch"
     PYTHON = "python"
-    """The standard library, and typing_extensions, whose wrappers call deprecated functions."""
+    """The standard library, typing_extensions, whose wrappers call deprecated functions, and NumPy's own files."""
     NO_FILE = "no file"
     """Code without a file to point to: "<string>", "<frozen runpy>"."""
     MACHINERY = "machinery"
@@ -37,6 +37,7 @@ _MACHINERY = tuple(f"{_PACKAGE}{part}{os.sep}" for part in ("harness", "simulato
 #: Directories of packages, and the programs that start pytest.
 _RUNNERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("_pytest", "pluggy", "pytest", "xdist", "execnet"))
 _RUNNER_PROGRAMS = tuple(f"{os.sep}bin{os.sep}{name}" for name in ("pytest", "py.test"))
+_NUMPY = f"{os.sep}site-packages{os.sep}numpy{os.sep}"
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 
@@ -53,6 +54,8 @@ def owner(file: str) -> Owner:
         return Owner.RUNNER
     # site-packages may be inside the standard library's directory.
     in_stdlib = file.startswith(_STDLIB) and "site-packages" not in file
+    if _NUMPY in file:
+        return Owner.PYTHON
     return Owner.PYTHON if in_stdlib or os.path.basename(file) == "typing_extensions.py" else Owner.USER
 
 

@@ -6,10 +6,10 @@ accelerator would run concurrently is tracked with vector clocks: an access that
 on is a hazard, whatever the timing. `activation.activate()` registers the device with torch; the first use needs a C++
 compiler.
 
-Not supported: sparse, nested and quantized tensors, CUDA graphs, memory shared between processes, a memory limit. Some
-of torch's composite operations choose by the type of the device and may choose differently than on the CPU;
-convolution, attention, dropout and recurrent networks are handled. torch has one slot for an external device, so the
-simulated one cannot be used beside another such backend.
+Not supported: sparse, nested and quantized tensors, CUDA graphs, memory shared between processes. Some of torch's
+composite operations choose by the type of the device and may choose differently than on the CPU; convolution,
+attention, dropout and recurrent networks are handled. torch has one slot for an external device, so the simulated one
+cannot be used beside another such backend.
 
 The device:
 
@@ -45,4 +45,7 @@ Under CUDA's names, for scripts and tests that say "cuda":
     launch            a training script on N ranks
     script            a rank that runs the script
     observe           what a rank observes while the script runs
+    agreement         compares the collectives of the ranks
+    calls             the collectives that each rank has called, in files
+    disagreement      a finding about the collectives of several ranks
 """
