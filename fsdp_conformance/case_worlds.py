@@ -90,7 +90,7 @@ class CaseWorlds:
                 store=PrefixStore(name, store),
                 rank=self.rank,
                 world_size=size,
-                timeout=timedelta(seconds=context.running().order.case.deadlines.collective_s),
+                timeout=timedelta(seconds=context.running().order.case.collective_timeout_s),
             )
             process_group.require_recording()
             self._meet(store, f"{name} begins", size)
