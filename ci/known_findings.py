@@ -57,8 +57,8 @@ def main(paths: Sequence[str]) -> int:
         if known and device not in {entry.device for entry in known}:
             # Lists are per device: what an engine does wrong on one, it may do right on another, and more besides.
             found.append(
-                f"{path}: {LIST.name} has no entry for device {device!r}. Once somebody has looked at what this first run "
-                f"found: fsdp-conformance update-expectations {path} --file ci/{LIST.name}"
+                f"{path}: {LIST.name} has no entry for device {device!r}. Once somebody has looked at what this "
+                f"first run found: fsdp-conformance update-expectations {path} --file ci/{LIST.name}"
             )
         judged = judge(run, known, profile_cases=known_cases(profile_of(run)), today=today)
         found += [f"{name}: {surprise.sentence()}" for surprise in judged.surprises]

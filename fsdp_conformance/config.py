@@ -327,7 +327,7 @@ class RunSettings:
     num_workers: int = 0
     """Number of torchrun's workers; 0 for other kinds of ranks."""
     backend: str = ""
-    """The only backend of process groups, for the device's tensors alone; empty: that and gloo, for those on the CPU."""
+    """The only backend of process groups, for the device's tensors alone; empty: that, and gloo for the CPU's."""
     share_devices: bool = False
     """Let the ranks of a case share the devices that there are, and communicate through gloo. Cannot certify."""
     reuse_ranks: bool = False

@@ -18,7 +18,6 @@ import torch
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.history.hazard import HazardRecord
 
-
 #: What cases compute in: the matrix products of each dtype may use handles of their own.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 

@@ -47,7 +47,8 @@ def try_backend(device: torch.device, *, timeout_s: float) -> None:
     expected = torch.full((_NUMEL,), float(size * (size + 1) // 2))
     if not torch.equal(got, expected):
         raise EnvironmentUnavailable(
-            f"{where} gave {got.tolist()}, expected {expected.tolist()}: this machine's communication is wrong. {_ADVICE}"
+            f"{where} gave {got.tolist()}, expected {expected.tolist()}: communication is wrong on this machine. "
+            + _ADVICE
         )
 
 

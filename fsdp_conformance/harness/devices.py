@@ -167,8 +167,9 @@ def slots(device_type: str, world_size: int, *, shared: bool = False) -> int:
     """
     How many cases of that world size fit at the same time, at least 1.
 
-    Cases divide an accelerator's devices; where ranks share them, there is one case for each device. On the CPU and the simulated accelerator ranks share the cores, and spend
-    most of a case waiting for each other: one case per core keeps the cores busy.
+    Cases divide an accelerator's devices; where ranks share them, there is one case for each device. On the CPU and the
+    simulated accelerator ranks share the cores, and spend most of a case waiting for each other: one case per core
+    keeps the cores busy.
     """
     if not is_scarce(device_type):
         return max(1, device_count("cpu"))

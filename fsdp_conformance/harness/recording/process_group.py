@@ -170,9 +170,9 @@ def register_recording_backend(device_type: str = "cpu", *, shared: bool = False
     """
     Record every process group that this process makes from now on, and make BACKEND mean the backends of `device_type`.
 
-    On an accelerator BACKEND serves CPU tensors too. With `shared`, it is one for ranks that share devices; with `only`, it is that one backend. It may be called again, also for another device. Raises
-    ConfigError if torch has no backend for the device type, and SuiteError if there already is a default process group
-    that is not recorded.
+    On an accelerator BACKEND serves CPU tensors too. With `shared`, it is one for ranks that share devices; with
+    `only`, it is that one backend. It may be called again, also for another device. Raises ConfigError if torch has no
+    backend for the device type, and SuiteError if there already is a default process group that is not recorded.
     """
     if dist.is_initialized():
         require_recording()

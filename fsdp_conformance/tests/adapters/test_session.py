@@ -182,7 +182,7 @@ def watched(moments: list[str]) -> Iterator[None]:
         return fetched(value)
 
     with (
-        unittest.mock.patch.object(session, "watch_for", lambda device: Accelerator(moments)),
+        unittest.mock.patch.object(session, "watch_for", return_value=Accelerator(moments)),
         unittest.mock.patch.object(session, "_fetched", fetch),
     ):
         yield

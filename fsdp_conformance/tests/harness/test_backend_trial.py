@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,13 +39,12 @@ class Collective:
 
 
 @pytest.fixture(autouse=True)
-def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 of 3, on a device of which each rank has its own."""
     monkeypatch.setattr(dist, "get_rank", lambda: 1)
     monkeypatch.setattr(dist, "get_world_size", lambda: 3)
     monkeypatch.setattr(devices, "is_scarce", lambda device_type: True)
     monkeypatch.setattr(backend_trial, "_LOOK_S", 0.0)
-    yield
 
 
 def tried(monkeypatch: pytest.MonkeyPatch, **how: Any) -> None:

@@ -134,7 +134,7 @@ def test_the_watchdog_of_nccl_judges_nothing(tmp_path: Path, monkeypatch: pytest
 
 
 def test_timeouts_of_process_groups(tmp_path: Path) -> None:
-    """That of a collective, except with NCCL, whose timeout strikes the ranks that wait: there the rank's comes first."""
+    """That of a collective, except with NCCL, whose timeout strikes the ranks that wait: the rank's comes first."""
     found = {
         name: orders(tmp_path, device, share_devices=shared).collective_timeout_s
         for name, device, shared in (("cpu", "cpu", False), ("shared", "cuda", True), ("nccl", "cuda", False))

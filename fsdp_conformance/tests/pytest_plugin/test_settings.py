@@ -89,8 +89,10 @@ def test_stress_has_a_seed() -> None:
         ),
         (
             {"ranks": "simulated", "device": "cuda"},
-            "device must be cpu or sim with simulated ranks, got 'cuda': copies between threads are not ordered by its "
-            "streams. Use --ranks processes; add --share-devices if there are fewer devices than ranks",
+            (
+                "device must be cpu or sim with simulated ranks, got 'cuda': copies between threads are not ordered by "
+                "its streams. Use --ranks processes; add --share-devices if there are fewer devices than ranks"
+            ),
         ),
         (
             {"share_devices": True},

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.harness.probe import Probe, call_in_ranks
 from fsdp_conformance.harness.processes import cuda_imports, forkserver, preload, rank_process
 from fsdp_conformance.harness.processes.cuda_imports import WITHOUT, server_without_cuda
-from fsdp_conformance.harness.probe import Probe, call_in_ranks
 from fsdp_conformance.tests.harness.test_torchrun_dealing import orders
 
 #: What such an engine does, as far as a process without a GPU can: the driver counts as started from here on.
