@@ -124,6 +124,7 @@ class CaseOrder:
                 files=RankFiles.under(self.directory, rank),
                 environment={
                     **rank_variables(rank, self.world_size, determinism=self.determinism, device_type=self.device_type),
+                    **({"LOCAL_RANK": str(rank % self._shared_devices)} if self.share_devices else {}),
                     **(hosts[rank] if hosts is not None else {}),
                     **(device_variables if devices.is_scarce(self.device_type) or not self.hides_gpus else _NO_GPUS),
                     **self.variables,
@@ -131,6 +132,11 @@ class CaseOrder:
             )
             for rank in range(self.world_size)
         ]
+
+    @property
+    def _shared_devices(self) -> int:
+        """How many devices ranks share. Engines call `set_device(LOCAL_RANK)`, so LOCAL_RANK is less than that."""
+        return max(1, devices.device_count(self.device_type))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -108,6 +108,18 @@ def test_ranks_know_their_place(tmp_path: Path, store: HashStore, monkeypatch: p
     assert "CUDA_VISIBLE_DEVICES" not in first.environment | second.environment
 
 
+@pytest.mark.parametrize(("count", "numbers"), [(1, "000"), (2, "010"), (0, "000")])
+def test_ranks_that_share_devices_are_numbered_by_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int, numbers: str
+) -> None:
+    """`set_device(LOCAL_RANK)` works on one GPU, and on the simulated one, which the controller does not have."""
+    monkeypatch.setattr(devices, "device_count", lambda device_type: count)
+    ranks = orders(tmp_path, "cuda", share_devices=True, world_size=3).for_ranks({})
+
+    assert "".join(order.environment["LOCAL_RANK"] for order in ranks) == numbers
+    assert [order.environment["RANK"] for order in ranks] == ["0", "1", "2"]
+
+
 def test_only_ranks_on_gpus_see_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The leased ones; ranks elsewhere would start the driver. A probe of an engine sees what its caller sees."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
