@@ -139,12 +139,10 @@ def warm_up(device: torch.device) -> None:
     """
     for dtype in _DTYPES:
         try:
-            # Parameters at constants, so that no random number is drawn.
-            layer = torch.nn.utils.skip_init(torch.nn.Linear, _WIDTH, _WIDTH, device=device, dtype=dtype)
-            for parameter in layer.parameters():
-                torch.nn.init.ones_(parameter)
-            inputs = torch.ones(_WIDTH, _WIDTH, device=device, dtype=dtype, requires_grad=True)
-            layer(inputs).sum().backward()
+            # Constants, so that no random number is drawn.
+            inputs, weight = (torch.ones(_WIDTH, _WIDTH, device=device, dtype=dtype, requires_grad=True) for _ in "xw")
+            bias = torch.ones(_WIDTH, device=device, dtype=dtype, requires_grad=True)
+            torch.nn.functional.linear(inputs, weight, bias).sum().backward()
         except (RuntimeError, TypeError):  # a device that lacks the dtype computes in it nowhere else either
             continue
 

@@ -56,7 +56,7 @@ def test_status(tmp_path: Path, judged: tuple[str, ...], certified: int, known: 
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         path.chmod(0o755)
-    words = ["--output", tmp_path / "results", "--without", "deepspeed", "--without", "tests", "--without", "studies"]
+    words = [f"--output={tmp_path}/results", "--without=deepspeed", "--without=tests", "--without=studies"]
     variables = {"JUDGED": " ".join(judged), "CERTIFY_STATUS": str(certified), "KNOWN_STATUS": str(known)}
     done = subprocess.run(
         [tmp_path / "ci/nightly", *words, "--device", "cuda"],

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from fsdp_conformance.config import TorchrunWorker
 from fsdp_conformance.errors import EnvironmentUnavailable

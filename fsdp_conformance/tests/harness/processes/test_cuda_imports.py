@@ -65,7 +65,7 @@ def test_what_every_rank_needs_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found(monkeypatch, servers, "suite", "engine") == ("suite", "engine")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_engine_that_starts_cuda(tmp_path: Path) -> None:
     """The new server has imported the rest. On the CPU the engine runs as it is."""
     engine = tmp_path / "starts_cuda.py"

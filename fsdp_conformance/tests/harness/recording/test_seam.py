@@ -349,14 +349,19 @@ class Registration(ShardedTrainingTestCase):
         register_recording_backend("cuda", only="nccl")
 
         self.assertEqual("nccl", distributed_c10d.Backend(BACKEND))
-        self.assertEqual({"cuda": "nccl"}, distributed_c10d.BackendConfig(BACKEND).device_backend_map)
+        self.assertEqual(
+            {"cuda": "nccl"}, distributed_c10d.BackendConfig(distributed_c10d.Backend(BACKEND)).device_backend_map
+        )
 
     def test_backend_string_of_ranks_that_share_gpus(self) -> None:
         """Plain gloo, which torch gives CUDA tensors too, and which engines recognise by its name."""
         register_recording_backend("cuda", shared=True)
 
         self.assertEqual("gloo", distributed_c10d.Backend(BACKEND))
-        self.assertEqual({"cpu": "gloo", "cuda": "gloo"}, distributed_c10d.BackendConfig(BACKEND).device_backend_map)
+        self.assertEqual(
+            {"cpu": "gloo", "cuda": "gloo"},
+            distributed_c10d.BackendConfig(distributed_c10d.Backend(BACKEND)).device_backend_map,
+        )
 
     def test_twice_and_out(self) -> None:
         """Registering twice is registering once; after unregistering, torch is as it was."""
