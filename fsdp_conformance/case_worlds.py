@@ -93,6 +93,7 @@ class CaseWorlds:
                 timeout=timedelta(seconds=context.running().order.case.collective_timeout_s),
             )
             process_group.require_recording()
+            process_group.ensure_cpu_backend(self._patience)
             self._meet(store, f"{name} begins", size)
 
     def _end_world(self, store: Store, name: str, size: int) -> None:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,7 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
         )
         self.start_process_group(process_group.BACKEND)
         process_group.require_recording()
+        process_group.ensure_cpu_backend(timedelta(seconds=self.deadlines.collective_s))
         # One collective before anything is judged: if ranks cannot communicate, the environment is to blame.
         torch.distributed.barrier()
         if self.device_type != "cpu":

@@ -174,7 +174,9 @@ def _announce(
     backend = machine.backend_of(settings)
     print(f"device {machine.device} · backend {backend} · torch {machine.torch}")
     if settings.share_devices:
-        print(f"ranks share {messages.plural(machine.num_devices, 'device')}, and nothing is certified")
+        # Each rank simulates the device that all share.
+        count = 1 if machine.device == SIMULATED else machine.num_devices
+        print(f"ranks share {messages.plural(count, 'device')}, and nothing is certified")
     if settings.stress_seed is not None:
         print(f"stress run with seed {settings.stress_seed}: every case is provoked, and nothing is certified")
     if settings.stress_failure:
@@ -188,8 +190,8 @@ def _announce(
         print(f"{not_run} cannot run here; for the reasons: fsdp-conformance list --not-run {options}")
     simulated = sum(device == SIMULATED for _, device in will_run)
     where = f", {simulated} of them on the simulated accelerator" if simulated and machine.device != SIMULATED else ""
-    count = _num_workers(workers, will_run, machine, sharing=settings.share_devices)
-    seconds, source = estimate.estimate(will_run, workers=count, last=last_run_of(settings))
+    num_workers = _num_workers(workers, will_run, machine, sharing=settings.share_devices)
+    seconds, source = estimate.estimate(will_run, workers=num_workers, last=last_run_of(settings))
     to_run = messages.plural(len(will_run), "case")
     print(f"running {to_run}{where}: {estimate.in_words(seconds)} ({source})" if will_run else "no case can run here")
     print(flush=True)

@@ -438,7 +438,7 @@ def _remarks(run: RunFile) -> list[str]:
     if settings.deadline_scale != 1.0:
         remarks.append(f"deadlines were multiplied by {settings.deadline_scale:g}")
     if settings.backend:
-        remarks.append(f"process groups had the backend {settings.backend} alone, which takes no tensors on the CPU")
+        remarks.append(f"process groups had the backend {settings.backend} alone (--backend)")
     if settings.stress_seed is not None:
         remarks.append(f"stress with seed {settings.stress_seed}: {stress.in_words(stress.strikes_of(run.records))}")
     if settings.stress_failure:

@@ -16,11 +16,12 @@ subclass as a process group.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup, Work, distributed_c10d
 
 from fsdp_conformance.config import SIMULATED
@@ -193,6 +194,25 @@ def unregister_recording_backend() -> None:
 def is_recording(group: ProcessGroup | None = None) -> bool:
     """Whether the collectives of a group (default: the default group) are recorded."""
     return type(group or dist.group.WORLD) is RecordingProcessGroup
+
+
+def ensure_cpu_backend(timeout: timedelta) -> None:
+    """
+    Let the default group take tensors on the CPU, with gloo, if it does not. Collective.
+
+    For the suite's own references and meetings in a run with one backend alone. The group's name, by which
+    implementations choose, stays, and groups that they make themselves have that backend only.
+    """
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    if group is None or cpu in group._device_types:
+        return
+    store = PrefixStore("cpu tensors", distributed_c10d._get_default_store())
+    gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+    name, description = group.group_name, group.group_desc
+    group._register_backend(cpu, ProcessGroup.BackendType.GLOO, gloo)
+    # A group asks its backends for them.
+    group._set_group_name(name)
+    group._set_group_desc(description)
 
 
 def require_recording(group: ProcessGroup | None = None) -> None:
