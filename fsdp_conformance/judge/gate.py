@@ -23,7 +23,8 @@ from fsdp_conformance.verdict import Verdict
 #: What the simulated accelerator stands in for. A case that needs the real thing names it ("cuda", "nccl").
 SIMULATED_ENVIRONMENTS = frozenset({"accelerator", "pinned_memory"})
 
-#: Any plan for an accelerator asks for one of these: the model is moved there before it is wrapped, or never.
+#: Any plan for an accelerator asks for one of these: the model is moved there before it is wrapped, or never. An engine
+#: that offers them, but not on this device, does not run on it (`adapters.base.CPU_ONLY`).
 _PLACED = frozenset({"init_before", "init_never"})
 
 #: Without this flag an implementation supports only the CPU and CUDA.
@@ -83,7 +84,7 @@ def gate(
     option = left_out_by(case, settings)
     if option:
         return Gated(device=device, record=decided(record, Verdict.DISABLED, f"left out by {option}"))
-    missing = declined_flags(case, declared=declared(device), device=device)
+    missing = declined_flags(case, declared=declared, device=device)
     if missing:
         record.measurements["undeclared"] = missing
         reason = f"{', '.join(missing)} not declared by {settings.implementation}"
@@ -91,13 +92,18 @@ def gate(
     return Gated(device=device, record=_not_run(case, record, settings, places))
 
 
-def declined_flags(case: Case, *, declared: frozenset[str], device: str) -> list[str]:
-    """The flags that the case cannot run without on that device and that are not declared there."""
-    missing = [flag for flag in case.needs if flag not in declared and not _asked_by_model(flag)]
-    if device == SIMULATED and ANY_ACCELERATOR not in declared:
+def declined_flags(case: Case, *, declared: Callable[[str], frozenset[str]], device: str) -> list[str]:
+    """
+    The flags that the case cannot run without on that device and that are not declared there.
+
+    `declared` returns the implementation's flags on a type of device.
+    """
+    here = declared(device)
+    missing = [flag for flag in case.needs if flag not in here and not _asked_by_model(flag)]
+    if device == SIMULATED and ANY_ACCELERATOR not in here:
         missing.append(ANY_ACCELERATOR)
-    if device not in ("cpu", SIMULATED) and "cpu_compute" in declared and not declared & _PLACED:
-        missing += sorted(_PLACED)
+    if not here & _PLACED:
+        missing += sorted(_PLACED & declared("cpu"))
     return missing
 
 

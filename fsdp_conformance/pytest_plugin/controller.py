@@ -219,7 +219,8 @@ def _check_devices(settings: RunSettings) -> None:
     here = place_of(settings.device)
     if here.problem:
         raise EnvironmentUnavailable(f"{here.problem} Use another --device.")
-    devices.backend_for(settings.device, shared=settings.share_devices)
+    if not settings.share_devices:
+        devices.backend_for(settings.device)
     asked = 1 if settings.share_devices else max(settings.world_sizes, default=1)
     count = here.num_ranks
     if count is not None and count < asked:

@@ -151,15 +151,22 @@ def test_the_line_to_run_a_case_again_shares_devices_too() -> None:
 def test_an_adapter_for_the_cpu_alone_is_unsupported_on_a_gpu(name: str) -> None:
     """It would refuse every plan, after its ranks had been started, with a flag that it declares on the CPU."""
     adapter = registry.load(name)
-    offered = {"cpu": adapter.declared(), "cuda": adapter.declared() - adapter.declines_on["cuda"]}
 
-    on_gpu = gated({}, device="cuda", devices=8, declared=" ".join(offered["cuda"]))
+    def decided_on(device: str) -> CaseRecord | None:
+        return gate(
+            a_case(),
+            declared=lambda kind: adapter.declared() - adapter.declines_on.get(kind, frozenset()),
+            settings=RunSettings(device=device),
+            places={device: place(device, num_ranks=None if device == "cpu" else 8), SIMULATED: place(SIMULATED)},
+        ).record
+
+    on_gpu = decided_on("cuda")
     assert on_gpu is not None
-    assert (on_gpu.verdict, on_gpu.measurements) == (Verdict.UNSUPPORTED, {"undeclared": ["init_before", "init_never"]})
-    assert gated({}, declared=" ".join(offered["cpu"])) is None
-    # An engine that can place a model, and a component, which places none.
-    assert gated({}, device="cuda", devices=8, declared="cpu_compute init_never") is None
-    assert gated({}, device="cuda", devices=8, declared="component_units") is None
+    assert on_gpu.verdict is Verdict.UNSUPPORTED
+    assert set(on_gpu.measurements["undeclared"]) == adapter.declared() & {"init_before", "init_never"}
+    assert decided_on("cpu") is None
+    # One that declares neither anywhere is asked as before: components place no model.
+    assert gated({}, device="cuda", devices=8, declared="cpu_compute zero3") is None
 
 
 def test_a_world_larger_than_torchruns_is_not_run() -> None:
