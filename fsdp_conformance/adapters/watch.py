@@ -142,7 +142,7 @@ def warm_up(device: torch.device) -> None:
             # Constants, so that no random number is drawn.
             inputs, weight = (torch.ones(_WIDTH, _WIDTH, device=device, dtype=dtype, requires_grad=True) for _ in "xw")
             bias = torch.ones(_WIDTH, device=device, dtype=dtype, requires_grad=True)
-            torch.nn.functional.linear(inputs, weight, bias).sum().backward()
+            torch.nn.functional.linear(inputs, weight, bias).sum().backward()  # type: ignore[no-untyped-call]
         except (RuntimeError, TypeError):  # a device that lacks the dtype computes in it nowhere else either
             continue
 
