@@ -53,6 +53,13 @@ def main(paths: Sequence[str]) -> int:
         name = (run.header.get("settings") or {}).get("implementation")
         if run.aborted or run.problems:
             found.append(f"{path}: {'; '.join(run.problems) or 'the run did not finish'}")
+        device = (run.header.get("settings") or {}).get("device")
+        if known and device not in {entry.device for entry in known}:
+            # Lists are per device: what an engine does wrong on one, it may do right on another, and more besides.
+            found.append(
+                f"{path}: {LIST.name} has no entry for device {device!r}. Once somebody has looked at what this "
+                f"first run found: fsdp-conformance update-expectations {path} --file ci/{LIST.name}"
+            )
         judged = judge(run, known, profile_cases=known_cases(profile_of(run)), today=today)
         found += [f"{name}: {surprise.sentence()}" for surprise in judged.surprises]
     print("\n".join(found) or f"nothing new: {len(paths)} runs found exactly what {LIST.name} lists")

@@ -90,9 +90,10 @@ class CaseWorlds:
                 store=PrefixStore(name, store),
                 rank=self.rank,
                 world_size=size,
-                timeout=timedelta(seconds=context.running().order.case.deadlines.collective_s),
+                timeout=timedelta(seconds=context.running().order.case.collective_timeout_s),
             )
             process_group.require_recording()
+            process_group.ensure_cpu_backend(self._patience)
             self._meet(store, f"{name} begins", size)
 
     def _end_world(self, store: Store, name: str, size: int) -> None:

@@ -73,6 +73,15 @@ RANKS = ("processes", "simulated", "torchrun")
 REFERENCES_STORE = "FSDP_CONFORMANCE_REFERENCES"
 REFERENCES_LIMIT = "FSDP_CONFORMANCE_REFERENCES_MB"
 
+#: What a record says of ranks that shared devices, in place of a member of RANKS.
+SHARED_DEVICES = "sharing devices"
+
+#: The types of devices that ranks can share: gloo communicates for them, or each rank simulates its own.
+SHAREABLE = ("cuda", SIMULATED)
+
+#: What `RunSettings.backend` may be, by device.
+DEVICE_BACKENDS = {"cuda": "nccl", SIMULATED: "simccl"}
+
 #: The capability flag that a sharding degree needs.
 SHARDING_CAPABILITY = {
     Sharding.FULL: "zero3",
@@ -261,6 +270,8 @@ class TorchrunWorker:
     port: int
     holds_store: bool
     """Whether this worker must create the store, because torchrun's agent has not."""
+    host_rank: int = 0
+    """Which agent started it (GROUP_RANK); 0 if the launcher does not say."""
 
     @classmethod
     def from_environment(cls, variables: Mapping[str, str]) -> TorchrunWorker:
@@ -280,6 +291,7 @@ class TorchrunWorker:
             host=variables["MASTER_ADDR"],
             port=int(numbers["MASTER_PORT"]),
             holds_store=rank == 0 and variables.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            host_rank=int(variables.get("GROUP_RANK") or 0),
         )
 
 
@@ -314,6 +326,10 @@ class RunSettings:
     """What a rank is: a member of RANKS."""
     num_workers: int = 0
     """Number of torchrun's workers; 0 for other kinds of ranks."""
+    backend: str = ""
+    """The only backend of process groups, for the device's tensors alone; empty: that, and gloo for the CPU's."""
+    share_devices: bool = False
+    """Let the ranks of a case share the devices that there are, and communicate through gloo. Cannot certify."""
     reuse_ranks: bool = False
     """Keep ranks alive from case to case: fast, but cannot certify."""
     deadline_scale: float = 1.0

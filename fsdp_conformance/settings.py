@@ -13,9 +13,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from fsdp_conformance.config import RANKS, RunSettings
+from fsdp_conformance.config import DEVICE_BACKENDS, RANKS, SHAREABLE, SIMULATED, RunSettings
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.stress import ANY, DEFAULT_SEED, Failure
+
+#: What settings are that nobody has chosen.
+DEFAULTS = RunSettings()
+
+#: Where ranks can be threads of one process: their copies go through memory, in the order of their turns.
+_SIMULATED_RANKS_DEVICES = ("cpu", SIMULATED)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,6 +96,8 @@ def from_words(
     no_simulator: bool | None = None,
     ranks: str | None = None,
     reuse_ranks: bool | None = None,
+    backend: str | None = None,
+    share_devices: bool | None = None,
     deadline_scale: str | None = None,
     stress: bool | None = None,
     stress_seed: str | None = None,
@@ -109,6 +117,8 @@ def from_words(
         "fail_fast": fail_fast,
         "ranks": ranks,
         "reuse_ranks": reuse_ranks,
+        "backend": backend,
+        "share_devices": share_devices,
     }
     problems = [
         f"{name} must not be blank, got {given[name]!r}"
@@ -121,6 +131,26 @@ def from_words(
         problems.append(f"ranks must be one of {', '.join(RANKS)}, got {ranks!r}")
     if reuse_ranks and ranks not in (None, RANKS[0]):
         problems.append(f"ranks must be {RANKS[0]!r} with reuse_ranks, got {ranks!r}")
+    if ranks == "simulated" and (device or DEFAULTS.device) not in _SIMULATED_RANKS_DEVICES:
+        problems.append(
+            f"device must be {' or '.join(_SIMULATED_RANKS_DEVICES)} with simulated ranks, got {device!r}: copies "
+            "between threads are not ordered by its streams. Use --ranks processes; add --share-devices if there are "
+            "fewer devices than ranks"
+        )
+    if backend is not None and backend != DEVICE_BACKENDS.get(device or DEFAULTS.device):
+        named = ", ".join(f"{name} with --device {kind}" for kind, name in DEVICE_BACKENDS.items())
+        problems.append(f"backend must be {named}, got {backend!r} with device {device or DEFAULTS.device!r}")
+    if backend is not None and share_devices:
+        problems.append(f"backend must be omitted with share_devices, which needs gloo, got {backend!r}")
+    if backend is not None and ranks == "simulated":
+        problems.append(f"backend must be omitted with simulated ranks, got {backend!r}")
+    if share_devices and (device or DEFAULTS.device) not in SHAREABLE:
+        problems.append(
+            f"device must be {' or '.join(SHAREABLE)} with share_devices, got {device or DEFAULTS.device!r}"
+            + (": on the CPU any number of ranks runs" if (device or DEFAULTS.device) == "cpu" else "")
+        )
+    if share_devices and ranks not in (None, RANKS[0]):
+        problems.append(f"ranks must be {RANKS[0]!r} with share_devices, got {ranks!r}")
     if stress and ranks == "simulated":
         problems.append("ranks must be processes with stress: simulated ranks take turns, and nothing is late")
     if stress_seed is not None and not stress:

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -36,13 +37,14 @@ from fsdp_conformance.case_checks import CaseChecks
 from fsdp_conformance.case_references import CaseReferences
 from fsdp_conformance.case_worlds import CaseWorlds
 from fsdp_conformance.checks.sharing import offered
-from fsdp_conformance.checks.streams import stream_control, stream_safety
-from fsdp_conformance.config import SIMULATED, InitMode, Plan, RunSettings, TorchrunWorker
+from fsdp_conformance.checks.streams import same_undisturbed, stream_control, stream_safety
+from fsdp_conformance.config import SHARED_DEVICES, SIMULATED, InitMode, Plan, RunSettings, TorchrunWorker
 from fsdp_conformance.errors import ConformanceError, RequirementFailed, SuiteError
 from fsdp_conformance.faults.failure import FailingRank
 from fsdp_conformance.faults.fault import Fault
 from fsdp_conformance.faults.provocation import Provoked
-from fsdp_conformance.harness import context
+from fsdp_conformance.harness import context, devices
+from fsdp_conformance.harness.backend_trial import try_backend
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
 from fsdp_conformance.harness.parts import Part
@@ -133,6 +135,7 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
         self.launch_payload = order.to_json()
         self._take_over_order()
         self.reuse_ranks = settings.reuse_ranks
+        self.share_devices = settings.share_devices
         self.simulated_ranks = settings.ranks == "simulated"
         self.torchrun_worker = worker
         self.determinism = Determinism(seed=settings.seed, num_threads=settings.num_threads)
@@ -183,7 +186,8 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
             exits=exits,
             implementation=settings.implementation,
             device=self.order.device,
-            ranks="reused" if settings.reuse_ranks else settings.ranks,
+            ranks=_ranks_of(settings),
+            backend=settings.backend,
             stress_seed=settings.stress_seed,
             stress_failure=settings.stress_failure,
             seconds=time.monotonic() - self._began,
@@ -232,11 +236,17 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
         self.subjects = []
         self.trained_references = {}
         super().init_rank()
-        process_group.register_recording_backend(self.device_type)
+        process_group.register_recording_backend(
+            self.device_type, shared=self.share_devices, only=self.order.settings.backend
+        )
         self.start_process_group(process_group.BACKEND)
         process_group.require_recording()
+        process_group.ensure_cpu_backend(timedelta(seconds=self.deadlines.collective_s))
         # One collective before anything is judged: if ranks cannot communicate, the environment is to blame.
         torch.distributed.barrier()
+        if self.device_type != "cpu":
+            # A barrier may take the backend of the CPU.
+            try_backend(self.device, timeout_s=self.deadlines.collective_s)
         process_group.log().clear()
         self._provoke()
 
@@ -402,7 +412,35 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
                     **{**kept, "observe": False},
                 )
             self.check(stream_control(control))
+        self.check_undisturbed(run, workload, plan, regime, **options)
         return run
+
+    def check_undisturbed(
+        self,
+        run: TrainingHistory,
+        workload: Workload,
+        plan: Plan | None = None,
+        regime: Regime | None = None,
+        **options: Any,
+    ) -> None:
+        """
+        On a real accelerator, train once more without waiting for the device until the end, and compare with `run`.
+
+        There the loop waits after each step to read what is judged, which orders whatever an engine forgot to order.
+        Elsewhere this does nothing: the CPU has no order to lose, and the simulated accelerator sees it in any run.
+        """
+        if not devices.is_scarce(self.device_type):
+            return
+        kept = {name: value for name, value in options.items() if name != "adapter"}
+        undisturbed = self.train(workload, plan, regime, undisturbed=True, **kept)
+        self.check(same_undisturbed(run, undisturbed, self.case.requirements[0]))
+
+
+def _ranks_of(settings: RunSettings) -> str:
+    """What a record says of its ranks."""
+    if settings.reuse_ranks:
+        return "reused"
+    return SHARED_DEVICES if settings.share_devices else settings.ranks
 
 
 class CaseFailed(RequirementFailed):

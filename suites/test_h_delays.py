@@ -190,7 +190,9 @@ class Delays(ConformanceTestCase):
         ]
         if degree == "no-shard":
             del faults[0]
-        run = self.train(workload, self.plan(workload, sharding=_DEGREES.get(degree, Sharding.DEFAULT)), faults=faults)
+        plan = self.plan(workload, sharding=_DEGREES.get(degree, Sharding.DEFAULT))
+        run = self.train(workload, plan, faults=faults)
+        self.check_undisturbed(run, workload, plan, faults=faults)
         self.check_parity(run, workload, requirement="R073")
 
     def _fault(self, delay: str) -> Fault | None:

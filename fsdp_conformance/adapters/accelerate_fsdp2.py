@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_conformance.adapters.base import OptimFn
+from fsdp_conformance.adapters.base import CPU_ONLY, OptimFn
 from fsdp_conformance.adapters.torch_like import TorchAdapter, unit_classes
 from fsdp_conformance.config import Plan, Sharding
 
@@ -23,6 +23,7 @@ class AccelerateFSDP2(TorchAdapter):
         "zero3", "zero2", "reshard_after_forward", "init_never", "zero_size_shard", "clip_norm_type",
     })  # fmt: skip
     declines: ClassVar[frozenset[str]] = frozenset({"wrap_again"})
+    declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY
     environment: ClassVar[Mapping[str, str]] = {"ACCELERATE_USE_CPU": "true"}
     shims: ClassVar[tuple[str, ...]] = (
         "Accelerate's distributed type is set to FSDP: on the CPU it would use DistributedDataParallel, without a word",

@@ -65,6 +65,10 @@ class PendingSave(Protocol):
 MAX_PADDING = 0.25
 
 
+#: `declines_on` of an adapter that supports its engine on the CPU only: no model can be placed on a GPU.
+CPU_ONLY: Mapping[str, frozenset[str]] = {"cuda": frozenset({"init_before", "init_never"})}
+
+
 class Adapter(ABC):
     """
     An implementation of sharded data-parallel training, as the suite sees it.

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_conformance.adapters.base import Adapter, LoadedKeys, ModelFn, OptimFn
+from fsdp_conformance.adapters.base import CPU_ONLY, Adapter, LoadedKeys, ModelFn, OptimFn
 from fsdp_conformance.adapters.names import OriginalNames
 from fsdp_conformance.adapters.optimizers import Several
 from fsdp_conformance.adapters.sharded import full_copy, state_tensors
@@ -44,6 +44,7 @@ class DeepSpeedZeRO(Adapter):
         "cpu_compute", "init_before", "init_never", "clip_grad_norm", "orig_params", "shared_params",
         "shared_across_units", "shared_module", "frozen_mixed", "zero_size_shard",
     })  # fmt: skip
+    declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY
     environment: ClassVar[Mapping[str, str]] = {
         # DeepSpeed chooses its accelerator at import, depending on the machine.
         "DS_ACCELERATOR": "cpu",

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_conformance.adapters import stub_cuda
-from fsdp_conformance.adapters.base import LoadedKeys
+from fsdp_conformance.adapters.base import CPU_ONLY, LoadedKeys
 from fsdp_conformance.adapters.torch_like import TorchAdapter, replace_submodule, submodules
 from fsdp_conformance.config import Plan, Sharding
 
@@ -38,6 +38,7 @@ class FairScaleFSDP(TorchAdapter):
         "FullyShardedDataParallel._setup_streams uses such streams, which it otherwise makes only where CUDA is",
         "ENABLE_NCCL_BASE_COLLECTIVES=0, FairScale's own option: gloo refuses the shapes of its base collectives",
     )
+    declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY
     environment: ClassVar[Mapping[str, str]] = {"ENABLE_NCCL_BASE_COLLECTIVES": "0"}
 
     @classmethod

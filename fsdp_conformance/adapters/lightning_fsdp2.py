@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
 
@@ -12,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim import Optimizer
 
-from fsdp_conformance.adapters.base import OptimFn
-from fsdp_conformance.adapters.torch_fsdp2 import reshard_after_forward
+from fsdp_conformance.adapters.base import CPU_ONLY, OptimFn
+from fsdp_conformance.adapters.torch_fsdp2 import reshard_option
 from fsdp_conformance.adapters.torch_like import TorchAdapter, submodules
 from fsdp_conformance.config import Plan
 
@@ -27,6 +28,7 @@ class LightningFSDP2(TorchAdapter):
         "zero_size_shard",
     })  # fmt: skip
     declines: ClassVar[frozenset[str]] = frozenset({"wrap_again"})
+    declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY
 
     @classmethod
     def version(cls) -> str:
@@ -38,9 +40,7 @@ class LightningFSDP2(TorchAdapter):
         from lightning_fabric.strategies import ModelParallelStrategy
 
         def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
-            options: dict[str, Any] = {
-                "mesh": mesh["data_parallel"], "reshard_after_forward": reshard_after_forward(plan)
-            }  # fmt: skip
+            options: dict[str, Any] = {"mesh": mesh["data_parallel"], **reshard_option(plan)}
             for unit in plan.units:
                 modules = submodules(model, unit.split("+"))
                 target: Any = modules if len(modules) > 1 else modules[0]

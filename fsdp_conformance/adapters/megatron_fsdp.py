@@ -8,7 +8,7 @@ The user's loop is the documented one: the model is synchronised with the last m
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from fsdp_conformance.adapters import stub_cuda
-from fsdp_conformance.adapters.base import OptimFn
+from fsdp_conformance.adapters.base import CPU_ONLY, OptimFn
 from fsdp_conformance.adapters.sharded import anywhere, full_copies, full_copy
 from fsdp_conformance.adapters.torch_like import TorchAdapter, unit_classes
 from fsdp_conformance.config import Plan
@@ -37,6 +37,7 @@ class MegatronFSDPZeRO3(TorchAdapter):
         stub_cuda.SHIM,
         "ddp_config.gradient_reduce_div_fusion is off: it needs ReduceOp.PREMUL_SUM, which gloo lacks",
     )
+    declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY
     grad_reduction_of_accumulation: ClassVar[str] = "reduced"
 
     @classmethod

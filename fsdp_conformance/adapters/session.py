@@ -24,7 +24,8 @@ The collectives of an event are labelled "eval", "forward" or "observe", or "eve
 
 On an accelerator nothing within a step makes the host wait: inputs are on the device before setup, and losses and
 outputs stay there until the step's observation. A wait orders everything before it, so a loop that waits would hide
-races. On the simulated accelerator, observations are suspended: they order nothing.
+races. On the simulated accelerator, observations are suspended: they order nothing. On a real one an observation waits,
+and hides the races between steps; there an `undisturbed` run, which observes only its end, shows what they do.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def train(
     world_size: int,
     faults: Sequence[Fault] = (),
     observe: bool = True,
+    undisturbed: bool = False,
     on_setup: Callable[[Adapter], object] | None = None,
     on_loss: Callable[[Adapter, int], object] | None = None,
     on_gradients: Callable[[Adapter, int], object] | None = None,
@@ -123,7 +125,9 @@ def train(
 
     The regime's micro-batches, clipping and deferred reduction go into the plan; losses are scaled if it says so. The
     adapter must be new; it stays open, so that the caller can inspect it. Faults are prepared with the model, installed
-    after setup and removed at the end. With `observe=False`, only losses and the final parameters are read. `on_setup`
+    after setup and removed at the end. With `observe=False`, only losses and the final parameters are read; with
+    `undisturbed` these too are read at the end, and from the first forward on the loop itself neither waits for the
+    device, nor reads from it, nor collects garbage. `on_setup`
     is called after setup and before initial values are recorded; `on_loss`, with the step, between a loss and its
     backward, like a user's own code; `on_gradients` after a step's gradients are complete, as an observer; `on_step`
     with each step whose optimizer step has returned, and `after_step` then with the adapter too, like a user's own
@@ -149,7 +153,8 @@ def train(
         device=compute_device(plan),
         faults=tuple(faults),
         history=TrainingHistory(source=adapter.display_name(), rank=rank, world_size=world_size),
-        observe=observe,
+        observe=observe and not undisturbed,
+        undisturbed=undisturbed,
         input_device=torch.device("cpu") if inputs_on_cpu else compute_device(plan),
         on_loss=on_loss,
         on_gradients=on_gradients,
@@ -188,6 +193,7 @@ class _Run:
     faults: tuple[Fault, ...]
     history: TrainingHistory
     observe: bool
+    undisturbed: bool
     input_device: torch.device
     on_loss: Callable[[Adapter, int], object] | None
     on_gradients: Callable[[Adapter, int], object] | None
@@ -206,6 +212,8 @@ class _Run:
         self._built: dict[str, nn.Parameter] = {}
         """The parameters of the newly built model by name, if an optimizer needs their names."""
         self._kept: list[Tensor] = []
+        self._unread: list[tuple[StepRecord, list[Tensor]]] = []
+        """Of an undisturbed run: the steps so far, and their losses on the device."""
         self._evaluated: list[Any] = []
         self._fuse: Fuse | None = None
         self._units: tuple[str, ...] = ()
@@ -279,7 +287,7 @@ class _Run:
                 record.grads = self.adapter.full_grads()
             if self.on_gradients is not None:
                 self.on_gradients(self.adapter, step)
-            if step == self.regime.steps - 1:
+            if step == self.regime.steps - 1 and not self.undisturbed:
                 self._weigh(lambda kind: kind in _BEFORE_STEP)
         norm = None
         with self._timed(step):
@@ -293,6 +301,10 @@ class _Run:
         self._mark(Point.STEP, step)
         with self._timed(step):
             self._happen(Moment.END, step)
+        if self.undisturbed:
+            self._leave_unread(record)
+            if step < self.regime.steps - 1:
+                return
         with self._observing(step):
             self._fetch(record)
             record.grad_norm = None if norm is None else materialise_norm(torch.as_tensor(norm))
@@ -305,7 +317,8 @@ class _Run:
     def finish(self) -> None:
         """Count the bytes this rank holds, and those that an unsharded run would hold."""
         with self._observing():
-            self._weigh(lambda kind: kind not in _BEFORE_STEP)
+            if not self.undisturbed:
+                self._weigh(lambda kind: kind not in _BEFORE_STEP)
         self.history.final_requires_grad = self._requires_grad()
         with context.working(Part.SUITE):
             self.history.full_bytes = self._unsharded_bytes()
@@ -483,12 +496,19 @@ class _Run:
         updates = self.history.steps[-1].updates
         updates[name] = updates.get(name, 0) + 1
 
+    def _leave_unread(self, record: StepRecord) -> None:
+        """Keep a step's losses on the device until the end of the run."""
+        self._unread.append((record, self._kept))
+        self._kept = []
+
     def _fetch(self, record: StepRecord) -> None:
         """Copy losses and outputs from the device to the host."""
         record.losses = _fetched(self._kept)
+        for earlier, losses in self._unread:
+            earlier.losses, earlier.outputs = _fetched(losses), _fetched(earlier.outputs)
         record.outputs = _fetched(record.outputs)
         self.history.eval_outputs += _fetched(self._evaluated)
-        self._kept, self._evaluated = [], []
+        self._kept, self._evaluated, self._unread = [], [], []
 
     def _place_batches(self) -> None:
         """Put the whole run's inputs on the device in advance: copying pageable memory makes the host wait."""
@@ -537,7 +557,7 @@ class _Run:
         try:
             yield
         finally:
-            if self.observe or step == self.regime.steps - 1:
+            if not self.undisturbed and (self.observe or step == self.regime.steps - 1):
                 # The observation that follows waits anyway.
                 self.watch.synchronise()
             self.history.seconds += time.perf_counter() - begin
@@ -553,11 +573,11 @@ class _Run:
         """Reads inside are for the history only: they neither count as training nor order it."""
         with self.log.phase("observe", step), self.watch.suspended():
             yield
-        if self.watch.counts_bytes:
+        if self.watch.counts_bytes and not self.undisturbed:
             self.watch.reset_peak()
 
     def _mark(self, point: Point, step: int | None = None) -> None:
-        if not self.watch.counts_bytes:
+        if not self.watch.counts_bytes or self.undisturbed:
             return
         gc.collect()  # Otherwise the count would depend on when Python happened to collect garbage last.
         allocated, peak = self.watch.allocated_bytes(), self.watch.peak_bytes()

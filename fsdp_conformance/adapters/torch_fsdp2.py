@@ -141,7 +141,7 @@ class TorchFSDP2(TorchCheckpoints):
         return self.device.type == "cpu"
 
     def _options(self, model: nn.Module, plan: Plan) -> dict[str, Any]:
-        options: dict[str, Any] = {"mesh": self._mesh(plan), "reshard_after_forward": reshard_after_forward(plan)}
+        options: dict[str, Any] = {"mesh": self._mesh(plan), **reshard_option(plan)}
         if plan.offload is not Offload.OFF:
             options["offload_policy"] = CPUOffloadPolicy(pin_memory=plan.offload is Offload.CPU_PINNED)
         if plan.shard_dim:
@@ -189,6 +189,16 @@ def reshard_after_forward(plan: Plan) -> bool | int | None:
     if plan.reshard_after_forward is not None:
         return plan.reshard_after_forward
     return {Sharding.FULL: True, Sharding.GRAD_OPTIM: False}.get(plan.sharding)
+
+
+def reshard_option(plan: Plan) -> dict[str, bool | int]:
+    """
+    The same as a keyword argument, left out where it is None.
+
+    None is the default since torch 2.8; in 2.6 and 2.7 the default is True, and None is refused.
+    """
+    chosen = reshard_after_forward(plan)
+    return {} if chosen is None else {"reshard_after_forward": chosen}
 
 
 @contextmanager

@@ -7,7 +7,12 @@ checked, so that a clean run differs from a run in which nothing was checked.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from fsdp_conformance.checks.result import CheckResult, Tally
 from fsdp_conformance.errors import NothingCompared, SuiteError
@@ -82,6 +87,53 @@ def stream_control(history: TrainingHistory) -> CheckResult:
     tally = Tally("positive control", "R075", rank=history.rank)
     tally.expect(True, "", elements=_accesses(history))
     return tally.result(measurements={"hazards without waits": len(history.hazards)})
+
+
+def same_undisturbed(observed: TrainingHistory, undisturbed: TrainingHistory, requirement: str) -> CheckResult:
+    """
+    A run in which the loop never waited for the device has the losses and the final parameters of the observed one.
+
+    Bit for bit: the same ranks compute the same on the same device, so only the order of its streams can differ. One
+    finding, for the first value that differs.
+    """
+    tally = Tally("undisturbed run", requirement, rank=observed.rank)
+    differs = None
+    for label, where, usual, found in _ends_of(observed, undisturbed):
+        equal = found is not None and torch.equal(usual, found)
+        tally.expect(True, "", elements=usual.numel())
+        if not equal and differs is None:
+            differs = label, where, usual, found
+    if differs is not None:
+        label, where, usual, found = differs
+        tally.expect(
+            False,
+            f"{label} of a run that never waits for the device: expected that of the observed run, "
+            + (
+                "got none"
+                if found is None
+                else f"got others in {int((usual != found).sum())} of {usual.numel()} elements"
+            ),
+            likely="a wait is missing: the loop's own waits, to read results, had hidden it",
+            **where,
+        )
+    return tally.result()
+
+
+def _ends_of(
+    observed: TrainingHistory, undisturbed: TrainingHistory
+) -> Iterator[tuple[str, dict[str, Any], Tensor, Tensor | None]]:
+    """What is compared: a label, the place, the observed value, and the other one."""
+    for before, after in zip(observed.steps, undisturbed.steps, strict=True):
+        for usual, found in zip_longest(before.losses, after.losses):
+            yield "loss", {"step": before.step, "phase": "forward"}, usual, found
+    last = observed.steps[-1]
+    for name, value in last.params.items():
+        yield (
+            "parameter",
+            {"step": last.step, "phase": "step", "fqn": name},
+            value,
+            undisturbed.steps[-1].params.get(name),
+        )
 
 
 def requirement_of(hazard: HazardRecord, names: Mapping[str, str] = REQUIREMENTS) -> str:

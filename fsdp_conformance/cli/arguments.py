@@ -132,6 +132,8 @@ def settings_of(parsed: argparse.Namespace) -> RunSettings:
         report_dir=getattr(parsed, "report", None),
         ranks=getattr(parsed, "ranks", None),
         reuse_ranks=getattr(parsed, "reuse_ranks", None),
+        backend=getattr(parsed, "backend", None),
+        share_devices=parsed.share_devices,
         deadline_scale=getattr(parsed, "deadline_scale", None),
         stress=getattr(parsed, "stress", None),
         stress_seed=getattr(parsed, "stress_seed", None),
@@ -145,6 +147,7 @@ def selection_words(chosen: RunSettings) -> list[str]:
     words = [] if chosen.profile == DEFAULTS.profile else ["--profile", chosen.profile]
     words += [] if chosen.device == DEFAULTS.device else ["--device", chosen.device]
     words += [] if chosen.simulator else ["--no-simulator"]
+    words += ["--share-devices"] if chosen.share_devices else []
     for option in selection_options(chosen):
         values = getattr(chosen, OPTIONS[option])
         words += [option] if option == "--last-failed" else [option, ",".join(map(str, values))]
@@ -328,6 +331,11 @@ def _add_run(parser: Parser) -> None:
         help="what a rank is: a fresh process, a thread (simulated: fast for large worlds, cannot certify), or a "
         "worker of torchrun (default: processes)",
     )
+    parser.add_argument(
+        "--backend",
+        metavar="NAME",
+        help="make process groups with nccl alone, as `init_process_group('nccl')` does (default: cpu:gloo,cuda:nccl)",
+    )
     parser.add_argument("--reuse-ranks", action="store_true", help="keep ranks from case to case: fast, cannot certify")
     parser.add_argument(
         "--stress",
@@ -494,6 +502,11 @@ def _add_selection(parser: Parser) -> None:
         "--no-simulator",
         action="store_true",
         help="on the CPU, leave out the cases that need an accelerator instead of simulating one",
+    )
+    parser.add_argument(
+        "--share-devices",
+        action="store_true",
+        help="let the ranks of a case share the GPUs that there are, over gloo; cannot certify",
     )
     group = parser.add_argument_group("selection")
 

@@ -130,7 +130,8 @@ def _check_adapter(
     device = settings.device
     fits = found.machine.num_ranks is None or found.machine.num_ranks >= _SMOKE_RANKS
     computes = device != "cpu" or "cpu_compute" in found.description.declared(device)
-    if settings.ranks != "processes" or device == SIMULATED or not (fits and computes and will_run):
+    usual = settings.ranks == "processes" and not settings.share_devices
+    if not usual or device == SIMULATED or not (fits and computes and will_run):
         return
     told = pytest.smoke(device, settings.implementation, signals)
     if "problem" in told:
@@ -170,7 +171,12 @@ def _announce(
     print(f"implementation {name} ({settings.implementation})")
     for shim in description.shims:
         print(f"  shim: {shim}")
-    print(f"device {machine.device} · backend {machine.backend} · torch {machine.torch}")
+    backend = machine.backend_of(settings)
+    print(f"device {machine.device} · backend {backend} · torch {machine.torch}")
+    if settings.share_devices:
+        # Each rank simulates the device that all share.
+        count = 1 if machine.device == SIMULATED else machine.num_devices
+        print(f"ranks share {messages.plural(count, 'device')}, and nothing is certified")
     if settings.stress_seed is not None:
         print(f"stress run with seed {settings.stress_seed}: every case is provoked, and nothing is certified")
     if settings.stress_failure:
@@ -184,18 +190,18 @@ def _announce(
         print(f"{not_run} cannot run here; for the reasons: fsdp-conformance list --not-run {options}")
     simulated = sum(device == SIMULATED for _, device in will_run)
     where = f", {simulated} of them on the simulated accelerator" if simulated and machine.device != SIMULATED else ""
-    seconds, source = estimate.estimate(will_run, workers=_num_workers(workers, will_run, machine),
-                                        last=last_run_of(settings))  # fmt: skip
+    num_workers = _num_workers(workers, will_run, machine, sharing=settings.share_devices)
+    seconds, source = estimate.estimate(will_run, workers=num_workers, last=last_run_of(settings))
     to_run = messages.plural(len(will_run), "case")
     print(f"running {to_run}{where}: {estimate.in_words(seconds)} ({source})" if will_run else "no case can run here")
     print(flush=True)
 
 
-def _num_workers(workers: str | None, cases: Sequence[tuple[Case, str]], machine: Machine) -> int:
-    """As many as `-n` makes."""
+def _num_workers(workers: str | None, cases: Sequence[tuple[Case, str]], machine: Machine, *, sharing: bool) -> int:
+    """As many as `-n` makes; `sharing` if ranks share devices."""
     if workers != "auto":
         return int(workers or 1)
-    if machine.num_ranks is None or machine.device == SIMULATED:
+    if machine.num_ranks is None or machine.device == SIMULATED or sharing:
         return machine.num_devices
     return machine.num_ranks // min((case.world_size for case, _ in cases if case.world_size > 1), default=1)
 

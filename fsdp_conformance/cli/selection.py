@@ -8,7 +8,7 @@ from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.case import Case
 from fsdp_conformance.cli import messages
 from fsdp_conformance.cli.survey import Machine, Survey
-from fsdp_conformance.config import RunSettings
+from fsdp_conformance.config import SHAREABLE, RunSettings
 from fsdp_conformance.contract import selection
 from fsdp_conformance.contract.profile import Profile
 from fsdp_conformance.errors import EnvironmentUnavailable
@@ -53,17 +53,24 @@ def check_device(machine: Machine) -> None:
 def check_machine(machine: Machine, chosen: Sequence[Case], settings: RunSettings) -> None:
     """Raise EnvironmentUnavailable if there is no device or backend, or too few devices for a world size."""
     check_device(machine)
-    if machine.num_ranks is None:
+    if machine.num_ranks is None or settings.share_devices:
         return
     found = f"found {messages.plural(machine.num_ranks, 'device')} of type {machine.device!r}"
     too_large = [size for size in settings.world_sizes if size > machine.num_ranks]
     if too_large:
         raise EnvironmentUnavailable(
             f"--world-size {too_large[0]} needs {too_large[0]} devices, one for each rank, but {found}. "
-            "Choose a smaller world size, or --device cpu."
+            f"Choose a smaller world size, {_instead(machine)}."
         )
     smallest = min(case.world_size for case in chosen)
     if smallest > machine.num_ranks:
         raise EnvironmentUnavailable(
-            f"every selected case needs at least {smallest} devices, one for each rank, but {found}. Use --device cpu."
+            f"every selected case needs at least {smallest} devices, one for each rank, but {found}. "
+            f"Use {_instead(machine)}."
         )
+
+
+def _instead(machine: Machine) -> str:
+    """What to try on a machine with too few devices."""
+    sharing = "--share-devices (no certificate), " if machine.device in SHAREABLE else ""
+    return f"{sharing}or --device cpu" if sharing else "--device cpu"

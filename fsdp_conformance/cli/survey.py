@@ -19,7 +19,7 @@ from typing import Any
 
 from fsdp_conformance.adapters.registry import AdapterDescription, description_from_answer
 from fsdp_conformance.cli.processes import run_family
-from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.config import SIMULATED, RunSettings
 from fsdp_conformance.errors import AdapterNotFound, EnvironmentUnavailable
 from fsdp_conformance.judge import Place
 
@@ -55,6 +55,14 @@ class Machine:
         """Where cases can run, for `judge.gate`."""
         here = Place(device=self.device, present=self.present, num_ranks=self.num_ranks, problem=self.problem)
         return {SIMULATED: self.simulated, self.device: here}
+
+    def backend_of(self, settings: RunSettings) -> str:
+        """The backends of a case's process group, as `harness.recording.process_group.backends_of` has them."""
+        if self.device == "cpu" or (self.device == SIMULATED and not settings.backend):
+            return self.backend
+        if settings.backend or settings.share_devices:
+            return settings.backend or "gloo"
+        return f"cpu:gloo,{self.device}:{self.backend}"
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping; `from_json` is its inverse."""

@@ -22,6 +22,7 @@ Ranks: starting them, watching them, ending them.
     parts                whose code a rank runs, so that the suite's own work counts against nobody else
     devices              the devices of this machine, and how many cases fit on them
     leases               keeps two cases off one GPU
+    backend_trial        tries an accelerator's backend before anything is judged
 
 Which rank failed first is decided in `judge.endings`. This file imports nothing, so that `processes.preload` and
 `deadlines` stay free of torch.

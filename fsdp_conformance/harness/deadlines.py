@@ -23,7 +23,7 @@ class Deadlines:
     """How long each part of a case may take, in seconds."""
 
     collective_s: float
-    """One collective; passed to init_process_group."""
+    """One collective; passed to init_process_group, but not for NCCL (`order.CaseOrder.collective_timeout_s`)."""
     rank_s: float
     """From the start of the ranks to the report of each, without the suite's own work."""
     case_s: float

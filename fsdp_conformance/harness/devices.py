@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import distributed
@@ -22,6 +23,12 @@ _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "hpu": "hccl", "mps":
 
 #: The backend of the simulated accelerator, which torch knows only where the device is active.
 SIMULATED_BACKEND = "cpu:gloo,sim:simccl"
+
+#: The backend of ranks that share devices: NCCL wants one device for each rank, gloo copies through host memory.
+SHARED_BACKEND = "gloo"
+
+#: How many devices simulated by each rank there are (`simulator.activation.NUM_DEVICES`).
+_SIMULATED_DEVICES = "FSDP_CONFORMANCE_SIM_DEVICES"
 
 #: What a warm process imports first, so that the ranks forked from it know the device type. Given by name, because the
 #: simulator imports this package. CPU ranks have a warm process without it: a device type cannot be unloaded.
@@ -56,14 +63,16 @@ def is_scarce(device_type: str) -> bool:
     return device_type not in ("cpu", SIMULATED)
 
 
-def backend_for(device_type: str) -> str:
+def backend_for(device_type: str, *, shared: bool = False) -> str:
     """
-    The communication backend of that device type, as torch names it.
+    The communication backend of that device type, as torch names it; with `shared`, for ranks that share devices.
 
     Raises EnvironmentUnavailable if torch knows none or was built without it.
     """
     if device_type == SIMULATED:
         return SIMULATED_BACKEND
+    if shared:
+        return SHARED_BACKEND
     ask = getattr(distributed, "get_default_backend_for_device", None)
     backend = str(ask(device_type)) if ask is not None else _BACKENDS.get(device_type, "")
     if not backend or not distributed.is_backend_available(backend):
@@ -89,9 +98,15 @@ def preload(device_type: str) -> tuple[str, ...]:
     return _PRELOAD.get(device_type, ())
 
 
-def preload_environment(device_type: str) -> Mapping[str, str]:
-    """Variables that select a separate warm process for ranks on that device type; empty if they need none."""
-    return {"FSDP_CONFORMANCE_WARM_DEVICE": device_type} if device_type in _PRELOAD else {}
+def preload_environment(device_type: str, *, shared: bool = False) -> Mapping[str, str]:
+    """
+    Variables that select a separate warm process for ranks on that device type; empty if they need none.
+
+    With `shared`, each rank simulates a machine with one device, as all of them share it.
+    """
+    if device_type not in _PRELOAD:
+        return {}
+    return {"FSDP_CONFORMANCE_WARM_DEVICE": device_type, **({_SIMULATED_DEVICES: "1"} if shared else {})}
 
 
 def activate(device_type: str) -> None:
@@ -102,6 +117,23 @@ def activate(device_type: str) -> None:
     """
     for name in preload(device_type):
         importlib.import_module(name)
+
+
+def marker(device_type: str) -> Callable[[], Any] | None:
+    """
+    What records an event in the calling thread's current stream, on devices where a collective's wait is one of the
+    stream; None on others.
+    """
+    make = getattr(getattr(torch, device_type, None), "Event", None) if is_scarce(device_type) else None
+    if make is None:
+        return None
+
+    def mark() -> Any:
+        event = make()
+        event.record()
+        return event
+
+    return mark
 
 
 def use_device(device: torch.device) -> None:
@@ -131,13 +163,14 @@ def present_environments(device_type: str) -> tuple[frozenset[str], int | None]:
     return frozenset(present), count
 
 
-def slots(device_type: str, world_size: int) -> int:
+def slots(device_type: str, world_size: int, *, shared: bool = False) -> int:
     """
     How many cases of that world size fit at the same time, at least 1.
 
-    Cases divide an accelerator's devices. On the CPU and the simulated accelerator ranks share the cores, and spend
-    most of a case waiting for each other: one case per core keeps the cores busy.
+    Cases divide an accelerator's devices; where ranks share them, there is one case for each device. On the CPU and the
+    simulated accelerator ranks share the cores, and spend most of a case waiting for each other: one case per core
+    keeps the cores busy.
     """
     if not is_scarce(device_type):
         return max(1, device_count("cpu"))
-    return max(1, device_count(device_type) // max(1, world_size))
+    return max(1, device_count(device_type) // (1 if shared else max(1, world_size)))

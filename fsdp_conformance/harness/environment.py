@@ -23,6 +23,18 @@ from fsdp_conformance.errors import ConfigError
 #: cuBLAS is deterministic only with a fixed workspace size (docs of torch.use_deterministic_algorithms).
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 
+#: The smallest workspace with which cuBLAS is deterministic, in its own notation, and the same for cuBLASLt in KiB.
+#: They come from torch's caching allocator, one for each handle and stream, and count as the engine's memory.
+_CUBLAS = {CUBLAS_VARIABLE: ":16:8", "CUBLASLT_WORKSPACE_SIZE": "128"}
+
+#: Keeps NCCL's watchdog from judging a hang. It would abort the ranks that wait, and leave the one that they wait for.
+#: The deadlines of the case end all of them, with their stacks and their last collectives.
+NCCL_VARIABLES = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
 #: Prefixes of the variables that a report records.
 _QUOTED = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_", "MKL_", "CUDA", "CUBLAS", "NCCL_", "GLOO_", "TORCH", "PYTORCH", "FSDP_"
@@ -56,8 +68,8 @@ class Determinism:
     def variables(self) -> dict[str, str]:
         """Environment variables for these settings."""
         variables = {"OMP_NUM_THREADS": str(self.num_threads)}
-        if self.algorithms != "off" and CUBLAS_VARIABLE not in os.environ:
-            variables[CUBLAS_VARIABLE] = ":4096:8"
+        if self.algorithms != "off":
+            variables |= {name: value for name, value in _CUBLAS.items() if name not in os.environ}
         return variables
 
     def apply(self) -> dict[str, Any]:
@@ -74,6 +86,8 @@ class Determinism:
         torch.backends.cudnn.allow_tf32 = self.tf32
         if self.algorithms != "off":
             torch.backends.cudnn.benchmark = False
+            # The only attention whose backward adds in no fixed order whatever is asked for; it is one of CUDA alone.
+            torch.backends.cuda.enable_mem_efficient_sdp(False)
         return {
             "seed": self.seed,
             "num_threads": torch.get_num_threads(),
@@ -83,13 +97,14 @@ class Determinism:
         }
 
 
-def rank_variables(rank: int, world_size: int, *, determinism: Determinism) -> dict[str, str]:
+def rank_variables(rank: int, world_size: int, *, determinism: Determinism, device_type: str = "cpu") -> dict[str, str]:
     """
-    The environment of a rank: the controller's, and what launchers set.
+    The environment of a rank: the controller's, and what launchers set. The user's own settings of NCCL stay.
 
     Some engines read MASTER_ADDR and MASTER_PORT, but nothing listens there: the rendezvous is a file.
     """
     return {
+        **(NCCL_VARIABLES if device_type == "cuda" else {}),
         **os.environ,
         **determinism.variables(),
         "RANK": str(rank),

@@ -54,26 +54,15 @@ class Lease:
     """Environment variables that make a rank see only these devices."""
 
 
-def own_device(device_type: str, local_rank: int) -> Lease:
-    """The device of one of several ranks on this host, if their launcher made sure that each has one."""
-    hides = _VISIBLE.get(device_type)
-    if hides is None:
-        return Lease()
-    listed = os.environ.get(hides, "")
-    names = listed.split(",") if listed else [str(number) for number in range(devices.device_count(device_type))]
-    name = names[local_rank % len(names)]
-    return Lease(devices=(name,), variables={hides: name})
-
-
 @contextmanager
 def lease(device_type: str, count: int, *, timeout_s: float = WAIT_S) -> Iterator[Lease]:
     """
-    Hold `count` devices of that type.
+    Hold `count` devices of that type; 0 for ranks that share all of them.
 
     If the devices of a type cannot be hidden, all of them are leased together. Raises EnvironmentUnavailable if fewer
     than `count` devices are visible, or if others hold them for longer than `timeout_s`.
     """
-    if not devices.is_scarce(device_type):
+    if count == 0 or not devices.is_scarce(device_type):
         yield Lease()
         return
     names = visible_devices(device_type)

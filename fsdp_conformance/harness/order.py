@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_conformance.config import TorchrunWorker
+from fsdp_conformance.harness import devices
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism, rank_variables
 from fsdp_conformance.harness.parts import Part
@@ -23,6 +24,13 @@ from fsdp_conformance.harness.parts import Part
 #: How much longer than the case a rank waits for the controller's goodbye, which is missing only if the controller
 #: hangs.
 _GOODBYE_SLACK_S = 60.0
+
+
+#: Otherwise each such rank would start the driver, and a device mesh would give it a group for NCCL, about a second.
+_NO_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+
+#: Longer than any case.
+_NEVER_S = 24 * 3600.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +74,10 @@ class CaseOrder:
     """Accept ranks that have run other cases. Only for ranks that are processes of one host."""
     simulated: bool = False
     """Run the ranks as threads of one process."""
+    hides_gpus: bool = True
+    """Show no GPU to ranks that compute on the CPU, or on the simulated accelerator."""
+    share_devices: bool = False
+    """Hold no devices: all ranks see all of them, and share them."""
     debugged: Debugged | None = None
     """One rank has the terminal, and nobody is in a hurry."""
     first_part: Part = Part.ENGINE
@@ -80,27 +92,51 @@ class CaseOrder:
         return self.debugged is not None and self.debugged.rank == rank
 
     @property
+    def collective_timeout_s(self) -> float:
+        """
+        The timeout of process groups.
+
+        NCCL's would strike the ranks that wait, not the one that does not come, and at a moment when the host is
+        elsewhere. There the deadlines of the rank and of the case are all.
+        """
+        if devices.is_scarce(self.device_type) and not self.share_devices:
+            return _NEVER_S
+        return self.deadlines.collective_s
+
+    @property
     def goodbye_timeout_s(self) -> float:
         """How long a rank waits for the controller's goodbye."""
         return self.deadlines.case_s + self.deadlines.suite_s + _GOODBYE_SLACK_S
 
-    def for_ranks(self, device_variables: Mapping[str, str]) -> list[RankOrder]:
-        """The order of each rank, in rank order, with its files made. `device_variables` select the leased devices."""
-        local_rank = {"LOCAL_RANK": str(self.worker.local_rank)} if self.worker is not None else {}
+    def for_ranks(
+        self, device_variables: Mapping[str, str], hosts: Sequence[Mapping[str, str]] | None = None
+    ) -> list[RankOrder]:
+        """
+        The order of each rank, in rank order, with its files made.
+
+        `device_variables` select the leased devices. `hosts` has the variables that place each rank on its host, if not
+        all are on this one.
+        """
         return [
             RankOrder(
                 case=self,
                 rank=rank,
                 files=RankFiles.under(self.directory, rank),
                 environment={
-                    **rank_variables(rank, self.world_size, determinism=self.determinism),
-                    **local_rank,
-                    **device_variables,
+                    **rank_variables(rank, self.world_size, determinism=self.determinism, device_type=self.device_type),
+                    **({"LOCAL_RANK": str(rank % self._shared_devices)} if self.share_devices else {}),
+                    **(hosts[rank] if hosts is not None else {}),
+                    **(device_variables if devices.is_scarce(self.device_type) or not self.hides_gpus else _NO_GPUS),
                     **self.variables,
                 },
             )
             for rank in range(self.world_size)
         ]
+
+    @property
+    def _shared_devices(self) -> int:
+        """How many devices ranks share. Engines call `set_device(LOCAL_RANK)`, so LOCAL_RANK is less than that."""
+        return max(1, devices.device_count(self.device_type))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

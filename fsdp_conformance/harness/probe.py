@@ -42,7 +42,15 @@ def run_in_child(
     stack.
     """
     reports, exits = call_in_ranks(
-        Probe, function, args, world_size=1, timeout_s=timeout_s, environment=environment, preload=preload
+        Probe,
+        function,
+        args,
+        world_size=1,
+        timeout_s=timeout_s,
+        environment=environment,
+        preload=preload,
+        # Engines are imported here that may look for a GPU.
+        hides_gpus=False,
     )
     what = f"{function.__module__}.{function.__qualname__} in a separate process"
     report, end = reports[0], exits[0]
@@ -69,6 +77,7 @@ def call_in_ranks(
     environment: Mapping[str, str] | None = None,
     preload: tuple[str, ...] = (),
     preload_environment: Mapping[str, str] | None = None,
+    hides_gpus: bool = True,
 ) -> tuple[list[RankReport | None], list[RankExit]]:
     """
     Start fresh ranks whose entry point is `entry._run` and whose payload is `(function, args)`, and wait for their end.
@@ -91,6 +100,7 @@ def call_in_ranks(
             preload_environment=dict(preload_environment or {}),
             payload=packed((function, args)),
             imports_main=function.__module__ == "__main__",
+            hides_gpus=hides_gpus,
         )
         launched = launch(order)
         try:

@@ -71,6 +71,8 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     """Variables that must be set when the modules of `preload` are imported. Each set gets its own server."""
     reuse_ranks: bool = False
     """Reuse the ranks of the last case of this world size, if it ended well, instead of starting fresh ones."""
+    share_devices: bool = False
+    """Let ranks share the devices that there are, without a lease, and communicate through gloo."""
     simulated_ranks: bool = False
     """Run the ranks as threads of one process, which take turns (`harness.simulated_ranks`)."""
     debugged: Debugged | None = None
@@ -94,6 +96,7 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
             self.launch_payload = run.payload
             self.launch_options = run.order.case.options
             self.device_type = run.order.case.device_type
+            self.share_devices = run.order.case.share_devices
 
     # --- the controller ----------------------------------------------------------------------------------------------
 
@@ -152,12 +155,16 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
                 determinism=self.determinism,
                 variables={**self.preload_environment, **self.rank_environment},
                 preload=(*devices.preload(self.device_type), owner.__module__, *self.preload),
-                preload_environment={**self.preload_environment, **devices.preload_environment(self.device_type)},
+                preload_environment={
+                    **self.preload_environment,
+                    **devices.preload_environment(self.device_type, shared=self.share_devices),
+                },
                 payload=packed(self.launch_payload),
                 options={"fake_pg": getattr(self, "fake_pg", False)},
                 imports_main=owner.__module__ == "__main__",
                 reuse=self.reuse_ranks and not self.simulated_ranks and self.torchrun_worker is None,
                 simulated=self.simulated_ranks,
+                share_devices=self.share_devices,
                 name=meeting.name if meeting is not None else "",
                 worker=self.torchrun_worker,
                 debugged=self.debugged,
@@ -260,8 +267,10 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
 
     @property
     def device(self) -> torch.device:
-        """The device that this rank computes on."""
-        return devices.device_of(self.device_type, self.rank)
+        """The device that this rank computes on: the one with its number on this host."""
+        run = context.current().run
+        local_rank = run.order.environment["LOCAL_RANK"] if run is not None and run.order.case.worker else self.rank
+        return devices.device_of(self.device_type, int(local_rank))
 
     @property
     def init_method(self) -> str:
@@ -271,11 +280,11 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     def start_process_group(self, backend: str | None = None) -> None:
         """Make the default process group with the collective deadline; the default backend is the device's."""
         distributed.init_process_group(
-            backend or devices.backend_for(self.device_type),
+            backend or devices.backend_for(self.device_type, shared=self.share_devices),
             init_method=self.init_method,
             rank=self.rank,
             world_size=int(self.world_size),
-            timeout=timedelta(seconds=context.running().order.case.deadlines.collective_s),
+            timeout=timedelta(seconds=context.running().order.case.collective_timeout_s),
         )
 
 

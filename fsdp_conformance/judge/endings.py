@@ -209,6 +209,9 @@ def _order(item: RankEnding) -> tuple[int, float, int]:
 def _end_without_report(end: RankExit) -> tuple[Ending, str]:
     if end.exitcode is not None and not end.ended_by_controller:
         kind = Ending.DIED if end.exitcode < 0 else Ending.EXITED
+        if end.exitcode == -signal.SIGABRT and _WATCHDOG.search(end.output):
+            # The rank that did not come is the one to look at.
+            return Ending.TIMED_OUT, "was aborted by NCCL's watchdog, whose collective had passed its deadline"
         return kind, f"{_exit_phrase(end.exitcode)} before it reported"
     if end.stack is not None and end.stack.startswith(STOPPED):
         return Ending.STOPPED, "was stopped by a signal and never reported"
@@ -240,6 +243,9 @@ _LOST_PEER = re.compile(
     r"|ncclRemoteError|communicator was aborted|recvValue failed|sendBytes failed|connection was likely closed",
     re.IGNORECASE,
 )
+
+#: What the watchdog of NCCL leaves in the output of a rank that it aborts because a collective takes too long.
+_WATCHDOG = re.compile(r"watchdog caught collective operation timeout", re.IGNORECASE)
 
 #: A peer did not come.
 _TIMED_OUT = re.compile(

@@ -51,17 +51,17 @@ def contradictions(
         problems.append(f"{record.verdict} with {found} finding{'s' if found > 1 else ''}")
     device = device_for(case, settings)
     if record.evidence:
-        return problems + _of_ranks(record, case, device, declared(device))
+        return problems + _of_ranks(record, case, device, declared)
     if record.verdict is Verdict.PASS:
         problems.append("PASS without the reports of its ranks")
     elif record.verdict is Verdict.UNSUPPORTED:
-        missing = declined_flags(case, declared=declared(device), device=device)
+        missing = declined_flags(case, declared=declared, device=device)
         if not missing:
             problems.append("UNSUPPORTED, but every flag that the case needs is declared")
     return problems
 
 
-def _of_ranks(record: CaseRecord, case: Case, device: str, declared: frozenset[str]) -> list[str]:
+def _of_ranks(record: CaseRecord, case: Case, device: str, declared: Callable[[str], frozenset[str]]) -> list[str]:
     """Contradictions between a record and the reports of its ranks."""
     problems = []
     if record.device != device:
@@ -72,7 +72,7 @@ def _of_ranks(record: CaseRecord, case: Case, device: str, declared: frozenset[s
     by_rank = {report.rank: report for report in record.evidence}
     again = judge(
         case,
-        declared=declared,
+        declared=declared(device),
         reports=[by_rank.get(rank) for rank in range(case.world_size)],
         exits=record.exits,
     )

@@ -11,17 +11,21 @@ What the implementation declines is UNSUPPORTED. NOT_RUN_ENV describes the machi
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from fsdp_conformance.capability import CAPABILITIES, Asked
 from fsdp_conformance.case import Case
-from fsdp_conformance.config import SIMULATED, RunSettings
+from fsdp_conformance.config import SHAREABLE, SHARED_DEVICES, SIMULATED, RunSettings
 from fsdp_conformance.contract.selection import left_out_by
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.verdict import Verdict
 
 #: What the simulated accelerator stands in for. A case that needs the real thing names it ("cuda", "nccl").
 SIMULATED_ENVIRONMENTS = frozenset({"accelerator", "pinned_memory"})
+
+#: Any plan for an accelerator asks for one of these: the model is moved there before it is wrapped, or never. An engine
+#: that offers them, but not on this device, does not run on it (`adapters.base.CPU_ONLY`).
+_PLACED = frozenset({"init_before", "init_never"})
 
 #: Without this flag an implementation supports only the CPU and CUDA.
 ANY_ACCELERATOR = "any_accelerator"
@@ -38,6 +42,10 @@ class Place:
     """How many ranks its devices can hold; None: any number."""
     problem: str = ""
     """Why it cannot be used, or ""."""
+
+    def shared(self) -> Place:
+        """This place where ranks share devices: one is enough for any number of ranks, and they cannot use NCCL."""
+        return replace(self, present=self.present - {"nccl"}, num_ranks=None if self.num_ranks else self.num_ranks)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +84,7 @@ def gate(
     option = left_out_by(case, settings)
     if option:
         return Gated(device=device, record=decided(record, Verdict.DISABLED, f"left out by {option}"))
-    missing = declined_flags(case, declared=declared(device), device=device)
+    missing = declined_flags(case, declared=declared, device=device)
     if missing:
         record.measurements["undeclared"] = missing
         reason = f"{', '.join(missing)} not declared by {settings.implementation}"
@@ -84,11 +92,18 @@ def gate(
     return Gated(device=device, record=_not_run(case, record, settings, places))
 
 
-def declined_flags(case: Case, *, declared: frozenset[str], device: str) -> list[str]:
-    """The flags that the case cannot run without on that device and that are not declared there."""
-    missing = [flag for flag in case.needs if flag not in declared and not _asked_by_model(flag)]
-    if device == SIMULATED and ANY_ACCELERATOR not in declared:
+def declined_flags(case: Case, *, declared: Callable[[str], frozenset[str]], device: str) -> list[str]:
+    """
+    The flags that the case cannot run without on that device and that are not declared there.
+
+    `declared` returns the implementation's flags on a type of device.
+    """
+    here = declared(device)
+    missing = [flag for flag in case.needs if flag not in here and not _asked_by_model(flag)]
+    if device == SIMULATED and ANY_ACCELERATOR not in here:
         missing.append(ANY_ACCELERATOR)
+    if not here & _PLACED:
+        missing += sorted(_PLACED & declared("cpu"))
     return missing
 
 
@@ -98,7 +113,7 @@ def _not_run(case: Case, record: CaseRecord, settings: RunSettings, places: Mapp
     if record.device != settings.device and places[SIMULATED].problem:
         lacking += f"; the simulated accelerator cannot be built: {places[SIMULATED].problem}"
         record = empty_record(case, settings.implementation, settings.device)
-    place = places[record.device]
+    place = places[record.device].shared() if settings.share_devices else places[record.device]
     if settings.num_workers and case.world_size > settings.num_workers:
         record.measurements["absent"] = ["workers"]
         reason = f"needs {case.world_size} ranks, but torchrun has started {settings.num_workers} workers"
@@ -114,6 +129,8 @@ def _not_run(case: Case, record: CaseRecord, settings: RunSettings, places: Mapp
     elif place.num_ranks is not None and case.world_size > place.num_ranks:
         absent = ["devices"]
         reason = f"needs {case.world_size} devices of type {place.device}, but {place.num_ranks} are present"
+        if place.device in SHAREABLE and place.num_ranks:
+            reason += "; --share-devices runs it without a certificate"
     else:
         return None
     record.measurements["absent"] = absent
@@ -126,6 +143,7 @@ def empty_record(
     device: str,
     *,
     ranks: str = "processes",
+    backend: str = "",
     stress_seed: int | None = None,
     stress_failure: str = "",
     seconds: float = 0.0,
@@ -138,6 +156,10 @@ def empty_record(
         words.append(f"--device {device}")
     if ranks == "simulated":
         words.append("--ranks simulated")
+    if backend:
+        words.append(f"--backend {backend}")
+    if ranks == SHARED_DEVICES:
+        words.append("--share-devices")
     if stress_seed is not None:
         words.append(f"--stress --stress-seed {stress_seed}")
     if stress_failure:

@@ -53,4 +53,5 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
         entries = options.selected_entries(config)
         # More workers than fit for the largest world wait for a lease; fewer would leave devices idle.
         smallest = min((entry.world_size for entry in entries if entry.world_size > 1), default=1)
-        return devices.slots(options.settings_of(config).device, smallest)
+        settings = options.settings_of(config)
+        return devices.slots(settings.device, smallest, shared=settings.share_devices)

@@ -219,8 +219,10 @@ def _check_devices(settings: RunSettings) -> None:
     here = place_of(settings.device)
     if here.problem:
         raise EnvironmentUnavailable(f"{here.problem} Use another --device.")
-    devices.backend_for(settings.device)
-    count, asked = here.num_ranks, max(settings.world_sizes, default=1)
+    if not settings.share_devices:
+        devices.backend_for(settings.device)
+    asked = 1 if settings.share_devices else max(settings.world_sizes, default=1)
+    count = here.num_ranks
     if count is not None and count < asked:
         raise EnvironmentUnavailable(
             f"expected at least {asked} devices of type {settings.device!r}, found {count}. "

@@ -52,6 +52,8 @@ _OPTIONS = {
     "report_dir": "conformance_report",
     "ranks": "ranks",
     "reuse_ranks": "reuse_ranks",
+    "backend": "conformance_backend",
+    "share_devices": "share_devices",
     "deadline_scale": "conformance_deadline_scale",
     "stress": "conformance_stress",
     "stress_seed": "conformance_stress_seed",
@@ -87,6 +89,8 @@ def add(parser: pytest.Parser) -> None:
     option("--conformance-deadline-scale", "multiply every deadline by X", metavar="X")
     option("--ranks", "processes, or simulated: threads of one process, fast for large worlds", metavar="KIND")
     option("--reuse-ranks", "keep ranks alive from case to case; such a run cannot certify", action="store_true")
+    option("--conformance-backend", "make process groups with nccl alone, without gloo for the CPU", metavar="NAME")
+    option("--share-devices", "let ranks share GPUs, over gloo; such a run cannot certify", action="store_true")
     option("--conformance-stress", "provoke races in every case; such a run cannot certify", action="store_true")
     option("--conformance-stress-seed", "draw the provocations from this seed", metavar="N")
     option("--conformance-stress-failure", "make one rank of each case fail", metavar="HOW")

@@ -19,7 +19,7 @@ from typing import Any
 
 from fsdp_conformance import stress
 from fsdp_conformance.capability import CAPABILITIES, Asked
-from fsdp_conformance.config import SIMULATED, RunSettings
+from fsdp_conformance.config import SHARED_DEVICES, SIMULATED, RunSettings
 from fsdp_conformance.contract import Contract, Level, load
 from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS, INTERPRETATION, Entry, Profile, shipped
 from fsdp_conformance.contract.scopes import ADVICE, BASE, title
@@ -112,6 +112,11 @@ class Certificate:
         if self.private:
             return "PRIVATE RUN"
         return "CERTIFIED" if self.certified else "NOT CERTIFIED"
+
+    @property
+    def on_shared_devices(self) -> bool:
+        """Whether ranks shared devices."""
+        return any(reason.startswith(_SHARING) for reason in self.reasons)
 
     @property
     def extensions(self) -> list[Scope]:
@@ -334,6 +339,10 @@ _NAMED_IN_HEADER = {
 }
 
 
+#: How the reason begins that a run with --share-devices certifies nothing.
+_SHARING = "incomplete: --share-devices, so ranks shared devices and communicated over gloo:"
+
+
 def _run_problems(run: RunFile) -> list[str]:
     """Why the run as a whole proves nothing, whatever its verdicts are."""
     settings: Mapping[str, Any] = run.header.get("settings") or {}
@@ -345,6 +354,8 @@ def _run_problems(run: RunFile) -> list[str]:
             problems.append(f"incomplete: {option} left cases out")
     if settings.get("reuse_ranks") or any(record.ranks == "reused" for record in run.records):
         problems.append("incomplete: --reuse-ranks, and a certificate needs fresh ranks for every case")
+    if settings.get("share_devices") or any(record.ranks == SHARED_DEVICES for record in run.records):
+        problems.append(f"{_SHARING} nothing is shown of one device per rank, nor of their backend")
     if settings.get("ranks") == "simulated":
         problems.append("incomplete: simulated ranks do not exercise a real backend")
     if settings.get("stress_seed") is not None or any(stress.MEASUREMENT in item.measurements for item in run.records):
@@ -426,6 +437,8 @@ def _remarks(run: RunFile) -> list[str]:
     settings = settings_from_json(run.header.get("settings") or {})
     if settings.deadline_scale != 1.0:
         remarks.append(f"deadlines were multiplied by {settings.deadline_scale:g}")
+    if settings.backend:
+        remarks.append(f"process groups had the backend {settings.backend} alone (--backend)")
     if settings.stress_seed is not None:
         remarks.append(f"stress with seed {settings.stress_seed}: {stress.in_words(stress.strikes_of(run.records))}")
     if settings.stress_failure:

@@ -209,7 +209,7 @@ def _runnable(entries: Iterable[Entry], declared: Declared) -> Iterator[str]:
     for entry in entries:
         case = entry.case()
         device = device_for(case, settings)
-        if not declined_flags(case, declared=declared(device), device=device):
+        if not declined_flags(case, declared=declared, device=device):
             yield entry.id
 
 

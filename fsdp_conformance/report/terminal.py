@@ -161,7 +161,7 @@ def summary_line(certificate: Certificate, *, seconds: float) -> str:
 def verdict_words(certificate: Certificate) -> str:
     """ "CERTIFIED base + offload (1 of 44 extensions)", or the word alone without a certificate."""
     if not certificate.certified:
-        return certificate.word
+        return certificate.word + (" (ranks shared devices)" if certificate.on_shared_devices else "")
     granted = [scope.title for scope in certificate.extensions if scope.state is State.PASSED]
     bases = [scope.title for scope in certificate.scopes if scope.names == BASE]
     count = f"{len(granted)} of {len(certificate.extensions)} {'extensions' if bases else 'components'}"

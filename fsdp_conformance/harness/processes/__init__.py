@@ -6,6 +6,7 @@ Ranks that are processes: forked from a warm server, supervised, ended by pid.
     rank_process         a rank's process, from its first line to its last
     forkserver           the warm server that ranks are forked from
     preload              what the server imports before the first fork
+    cuda_imports         a server without the modules that start CUDA when they are imported
     mailbox              messages between the controller and a rank
     foreground           the terminal, for one rank that is debugged
     stacks               the stacks, last collectives and state of a stuck rank, read from outside

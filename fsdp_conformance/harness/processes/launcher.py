@@ -23,6 +23,7 @@ from fsdp_conformance.harness import leases
 from fsdp_conformance.harness.leases import Lease
 from fsdp_conformance.harness.order import CaseOrder, RankOrder, encode
 from fsdp_conformance.harness.processes import rank_process
+from fsdp_conformance.harness.processes.cuda_imports import server_without_cuda
 from fsdp_conformance.harness.processes.foreground import send_terminal
 from fsdp_conformance.harness.processes.forkserver import WarmProcess, WarmServer, server_for, start_process
 from fsdp_conformance.harness.processes.leftovers import remove_orphans, shared_memory
@@ -138,7 +139,7 @@ class Launch:
         if self._meeting is None:
             return reports, exits
         self._meeting.publish(reports[0], exits[0])
-        return self._meeting.collect(self._supervisor.last_word) if self._meeting.worker.rank == 0 else (reports, exits)
+        return self._meeting.collect(self._supervisor.last_word) if self._meeting.rank == 0 else (reports, exits)
 
     def close(self) -> None:
         """End what still runs and give back the devices, or keep reusable ranks. Calling it again does nothing."""
@@ -163,7 +164,8 @@ def launch(case: CaseOrder, meeting: CaseMeeting | None = None) -> Launch:
     shared_before = shared_memory()  # before the first rank can make any
     key = (case.world_size, case.device_type, frozenset(case.preload_environment.items()))
     ranks = (pool.take(key) if case.reuse else None) or _start(case, key, meeting)
-    orders = case.for_ranks(ranks.lease.variables)
+    hosts = meeting.hosts() if meeting is not None else None
+    orders = case.for_ranks(ranks.lease.variables, hosts)
     if case.simulated:
         ((process, connection),) = ranks.members
         send_orders(connection, orders)
@@ -172,18 +174,21 @@ def launch(case: CaseOrder, meeting: CaseMeeting | None = None) -> Launch:
             rank_host.HostSeat(0, process, Mailbox(connection), files[0], rank_files=files, part=case.first_part)
         ]
     else:
-        seats = take_seats([orders[meeting.worker.rank]] if meeting is not None else orders, ranks.members)
+        seats = take_seats([orders[meeting.rank]] if meeting is not None else orders, ranks.members)
     return Launch(case, seats, ranks, shared_before=shared_before, meeting=meeting)
 
 
 def _start(case: CaseOrder, key: tuple[Any, ...], meeting: CaseMeeting | None) -> RankSet:
     """Processes that wait for their orders."""
-    server = server_for(case.preload, case.preload_environment)
+    find = server_without_cuda if case.device_type == "cuda" else server_for
+    server = find(case.preload, case.preload_environment)
     with ExitStack() as resources:
         if meeting is not None:
-            lease = leases.own_device(case.device_type, meeting.worker.local_rank)
+            # Their launcher has given each worker a device, the one numbered by LOCAL_RANK, and engines rely on that.
+            lease = Lease()
         else:
-            lease = resources.enter_context(leases.lease(case.device_type, case.world_size))
+            num_devices = 0 if case.share_devices else case.world_size
+            lease = resources.enter_context(leases.lease(case.device_type, num_devices))
         main = rank_host.main if case.simulated else rank_process.main
         count = 1 if case.simulated or meeting is not None else case.world_size
         members = fork_ranks(main, count, server, case.directory, case.imports_main)

@@ -35,7 +35,7 @@ from typing import Any, NoReturn
 import torch
 
 from fsdp_conformance.errors import EnvironmentUnavailable
-from fsdp_conformance.harness import context
+from fsdp_conformance.harness import context, devices
 from fsdp_conformance.harness.context import RankContext
 from fsdp_conformance.harness.environment import apply_collective_timeout, apply_variables
 from fsdp_conformance.harness.order import RankFiles, RankOrder, decode
@@ -61,7 +61,7 @@ class _ProcessRun(RankRun):
             foreground.announce_prompts(self.tell_prompt)
         elif self.order.case.debugged is not None:
             foreground.ignore_breakpoints()
-        context.log().trace_to(self.order.files.collectives)
+        context.log().trace_to(self.order.files.collectives, devices.marker(self.order.case.device_type))
 
     def examine(self, error: BaseException) -> None:
         """Open pdb, if that was asked for."""
@@ -108,17 +108,17 @@ def prepare_process(order: RankOrder) -> None:
     """
     Take over streams, environment and deadlines.
 
-    Raises EnvironmentUnavailable if the warm process has touched CUDA.
+    Raises EnvironmentUnavailable for a rank on a GPU if the warm process has touched CUDA.
     """
     _redirect(order.files)
     apply_variables(order.environment)
-    if preload.cuda_initialised_by is not None:
+    if preload.cuda_initialised_by is not None and order.case.device_type == "cuda":
         raise EnvironmentUnavailable(
             f"importing {preload.cuda_initialised_by} initialised CUDA in the warm process, so no rank can use "
             "a GPU. Move the call that touches the GPU out of the module's top level, into a function."
         )
     case = order.case
-    apply_collective_timeout(case.deadlines.collective_s)
+    apply_collective_timeout(case.collective_timeout_s)
     if case.worker is not None:
         torchrun.meet_peers(case.worker, case.name, order.rank, case.world_size)
 

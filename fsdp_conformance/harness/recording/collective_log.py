@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from fsdp_conformance.harness.recording.call_site import call_site
-from fsdp_conformance.harness.recording.collective_trace import CollectiveTrace
+from fsdp_conformance.harness.recording.collective_trace import CollectiveTrace, Mark
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 
 
@@ -127,11 +127,11 @@ class CollectiveLog:
         """Drop the records. Observers stay, and numbering continues."""
         self.records.clear()
 
-    def trace_to(self, path: str | os.PathLike[str] | None) -> None:
-        """Write the last collectives to a file from now on; None stops that."""
+    def trace_to(self, path: str | os.PathLike[str] | None, mark: Callable[[], Mark] | None = None) -> None:
+        """Write the last collectives to a file from now on; None stops that. For `mark` see `CollectiveTrace`."""
         if self._trace is not None:
             self._trace.close()
-        self._trace = CollectiveTrace(path) if path is not None else None
+        self._trace = CollectiveTrace(path, mark) if path is not None else None
 
     def note(
         self, name: str, group: tuple[int, ...], traffic: Traffic, label: tuple[str, int | None] | None = None

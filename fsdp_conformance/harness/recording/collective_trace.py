@@ -7,7 +7,8 @@ caller releases the Work:
     #14 issued all_gather 29184B float32 [0,1] at unit.py:212 in unshard (forward, step 0)
 
 "issued" means that the call, or a wait for it, has not returned. "closed" means that the caller is done with the Work:
-it waited, or (DDP's reducer) it kept only the Work's future.
+it waited, or (DDP's reducer) it kept only the Work's future. On a GPU a wait returns at once, so there a line is closed
+when the device has passed the point at which the caller was done.
 
 The file stays small: when it has twice KEPT_LINES lines, the newer half is written over the older one. Its end is
 valid at every moment, so it can be read while the rank runs and after it was killed.
@@ -18,10 +19,12 @@ Standard library only: the controller reads these files.
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.history.collective import CollectiveRecord
@@ -34,10 +37,26 @@ LINE_BYTES = 256
 _ISSUED, _CLOSED = "issued", "closed"
 
 
-class CollectiveTrace:
-    """The writing side. Nothing is buffered, so a SIGKILL loses nothing."""
+#: Between two looks at which marks the device has passed.
+_LOOK_S = 0.05
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+
+class Mark(Protocol):
+    """A point in the work of a device, such as an event that has been recorded."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+        ...
+
+
+class CollectiveTrace:
+    """
+    The writing side. Nothing is buffered, so a SIGKILL loses nothing.
+
+    `mark` makes a mark in what the calling thread has issued to a device; None where a wait is one of the host.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], mark: Callable[[], Mark] | None = None) -> None:
         try:
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -49,33 +68,70 @@ class CollectiveTrace:
         self._offsets: dict[int, int] = {}  # seq to the line's place in the file
         self._end = 0
         self._followed: dict[int, weakref.ref[Any]] = {}
+        self._mark = mark
+        self._pending: dict[int, Mark] = {}
+        # A Work may be released while this thread writes.
+        self._lock = threading.RLock()
+        self._closed = threading.Event()
+        self._watcher: threading.Thread | None = None
 
     def issued(self, record: CollectiveRecord) -> None:
         """Record that a collective is about to be issued."""
         if self._file < 0:
             return
-        if len(self._lines) == 2 * KEPT_LINES:
-            self._compact()
-        self._append(record.seq, trace_line(record).encode()[: LINE_BYTES - 1] + b"\n")
+        with self._lock:
+            if len(self._lines) == 2 * KEPT_LINES:
+                self._compact()
+            self._append(record.seq, trace_line(record).encode()[: LINE_BYTES - 1] + b"\n")
 
     def follow(self, record: CollectiveRecord, work: object | None) -> None:
         """Record when `work` is released. The trace keeps no Work alive, and so no tensor."""
         if work is None:
-            self._close(record.seq)
+            self._release(record.seq)
             return
 
         def released(_: weakref.ref[Any]) -> None:
             self._followed.pop(record.seq, None)
-            self._close(record.seq)
+            self._release(record.seq)
 
         self._followed[record.seq] = weakref.ref(work, released)
 
     def close(self) -> None:
         """Close the file; later events are dropped."""
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1
-        self._followed.clear()
+        self._closed.set()
+        with self._lock:
+            if self._file >= 0:
+                os.close(self._file)
+            self._file = -1
+            self._followed.clear()
+            self._pending.clear()
+
+    def _release(self, seq: int) -> None:
+        """The caller is done with the Work: close the line, or have it closed when the device has come so far."""
+        if self._mark is None or self._file < 0:
+            self._close(seq)
+            return
+        try:
+            mark = self._mark()
+        except RuntimeError:  # the device has failed, which its caller will hear
+            return
+        with self._lock:
+            self._pending[seq] = mark
+            if self._watcher is None:
+                self._watcher = threading.Thread(target=self._watch, name="collective trace", daemon=True)
+                self._watcher.start()
+
+    def _watch(self) -> None:
+        """Close the lines whose marks the device passes. The rank's own threads may be blocked meanwhile."""
+        while not self._closed.wait(_LOOK_S):
+            with self._lock:
+                try:
+                    passed = [seq for seq, mark in self._pending.items() if mark.query()]
+                except RuntimeError:  # the device has failed
+                    return
+                for seq in passed:
+                    del self._pending[seq]
+                    self._close(seq)
 
     def _append(self, seq: int, line: bytes) -> None:
         os.pwrite(self._file, line, self._end)
@@ -84,8 +140,9 @@ class CollectiveTrace:
         self._end += len(line)
 
     def _close(self, seq: int) -> None:
-        if self._file >= 0 and seq in self._offsets:
-            os.pwrite(self._file, _CLOSED.encode(), self._offsets[seq] + len(f"#{seq} "))
+        with self._lock:
+            if self._file >= 0 and seq in self._offsets:
+                os.pwrite(self._file, _CLOSED.encode(), self._offsets[seq] + len(f"#{seq} "))
 
     def _compact(self) -> None:
         """Keep the newer half. If interrupted at any point, the file still ends with the newest line."""

@@ -16,15 +16,18 @@ subclass as a process group.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup, Work, distributed_c10d
 
+from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError, SuiteError
 from fsdp_conformance.harness.context import log
+from fsdp_conformance.harness.devices import SHARED_BACKEND
 from fsdp_conformance.harness.recording.collective_calls import METHODS, traffic_of
 from fsdp_conformance.harness.recording.collective_log import CollectiveLog, CollectiveObserver
 
@@ -86,6 +89,8 @@ class TwinnedProcessGroup(ProcessGroup):
 
     def _register_backend(self, device: torch.device, backend_type: Any, backend: Any) -> None:
         super()._register_backend(device, backend_type, backend)
+        # A group that registers a backend makes it forget any other device than its own (`new_group(device_id=)`).
+        self._twin.bound_device_id = self.bound_device_id
         self._twin._register_backend(device, backend_type, backend)
 
     def _set_default_backend(self, backend_type: Any) -> None:
@@ -151,6 +156,7 @@ for _name in METHODS:
 def _recorded_group(group: ProcessGroup) -> RecordingProcessGroup:
     """A recording group on the backends of a group that C++ has made."""
     recording = RecordingProcessGroup(group.get_group_store(), group.rank(), group.size())
+    recording.bound_device_id = group.bound_device_id
     for device in group._device_types:
         backend = group._get_backend(device)
         backend_type = distributed_c10d.Backend.backend_type_map.get(backend.name(), ProcessGroup.BackendType.CUSTOM)
@@ -158,21 +164,20 @@ def _recorded_group(group: ProcessGroup) -> RecordingProcessGroup:
         recording._set_default_backend(backend_type)
     recording._set_group_name(group.group_name)
     recording._set_group_desc(group.group_desc)
-    recording.bound_device_id = group.bound_device_id
     return recording
 
 
-def register_recording_backend(device_type: str = "cpu") -> None:
+def register_recording_backend(device_type: str = "cpu", *, shared: bool = False, only: str = "") -> None:
     """
     Record every process group that this process makes from now on, and make BACKEND mean the backends of `device_type`.
 
-    On an accelerator BACKEND serves CPU tensors too. It may be called again, also for another device. Raises
-    ConfigError if torch has no backend for the device type, and SuiteError if there already is a default process group
-    that is not recorded.
+    On an accelerator BACKEND serves CPU tensors too. With `shared`, it is one for ranks that share devices; with
+    `only`, it is that one backend. It may be called again, also for another device. Raises ConfigError if torch has no
+    backend for the device type, and SuiteError if there already is a default process group that is not recorded.
     """
     if dist.is_initialized():
         require_recording()
-    setattr(distributed_c10d.Backend, BACKEND.upper(), _backends(device_type))
+    setattr(distributed_c10d.Backend, BACKEND.upper(), only or backends_of(device_type, shared=shared))
     if BACKEND not in distributed_c10d.Backend.backend_list:
         distributed_c10d.Backend.backend_list.append(BACKEND)
     distributed_c10d.ProcessGroup = RecordingProcessGroup  # type: ignore[misc]
@@ -191,6 +196,25 @@ def is_recording(group: ProcessGroup | None = None) -> bool:
     return type(group or dist.group.WORLD) is RecordingProcessGroup
 
 
+def ensure_cpu_backend(timeout: timedelta) -> None:
+    """
+    Let the default group take tensors on the CPU, with gloo, if it does not. Collective.
+
+    For the suite's own references and meetings in a run with one backend alone. The group's name, by which
+    implementations choose, stays, and groups that they make themselves have that backend only.
+    """
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    if group is None or cpu in group._device_types:
+        return
+    store = PrefixStore("cpu tensors", distributed_c10d._get_default_store())
+    gloo = dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
+    name, description = group.group_name, group.group_desc
+    group._register_backend(cpu, ProcessGroup.BackendType.GLOO, gloo)
+    # A group asks its backends for them.
+    group._set_group_name(name)
+    group._set_group_desc(description)
+
+
 def require_recording(group: ProcessGroup | None = None) -> None:
     """
     Raise SuiteError unless the group (default: the default group) is recorded.
@@ -205,12 +229,18 @@ def require_recording(group: ProcessGroup | None = None) -> None:
         )
 
 
-def _backends(device_type: str) -> str:
-    """The backend string for a device: "gloo", or "cpu:gloo,cuda:nccl"."""
+def backends_of(device_type: str, *, shared: bool = False) -> str:
+    """
+    The backends that BACKEND stands for: "gloo", or "cpu:gloo,cuda:nccl".
+
+    Ranks that share GPUs have "gloo", as `init_process_group("gloo")` makes it, which takes CUDA tensors, too.
+    """
     known = distributed_c10d.Backend.default_device_backend_map
     if device_type not in known:
         raise ConfigError(
             [f"device_type must have a backend in torch ({', '.join(sorted(known))}), got {device_type!r}"],
             where="register_recording_backend",
         )
+    if shared and device_type != SIMULATED:
+        return SHARED_BACKEND
     return known["cpu"] if device_type == "cpu" else f"cpu:{known['cpu']},{device_type}:{known[device_type]}"

@@ -2,6 +2,9 @@
 How the workers of a torchrun job meet: torchrun starts one worker per rank, and all run the same cases in the same
 order.
 
+The ranks of a case are dealt to hosts in turn: rank 0 to the first worker of the first host, rank 1 to the first of the
+second, and so on. So a case of two ranks already crosses hosts. The first worker is always rank 0.
+
 For each case a worker starts one fresh rank, with the same files and deadlines as on one host. The workers meet at the
 store of torchrun's agent: when a case begins, when every rank has spoken, and when the first worker collects the
 reports and exits. Only the first worker judges and reports. A worker that is not heard from before the case's deadline
@@ -13,6 +16,7 @@ from __future__ import annotations
 import functools
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -31,6 +35,9 @@ _LOOK_S = 0.02
 #: How long the connection to the store may take.
 _CONNECT_S = 60.0
 
+#: How long workers wait for the last of them at their first case: each has imported torch and the engine by then.
+_ARRIVAL_S = 300.0
+
 #: Ranks whose workers missed a case.
 _lost: set[int] = set()
 
@@ -46,10 +53,32 @@ class CaseMeeting:
         self.world_size = world_size
         self._store = PrefixStore(f"{name}/workers", _store(worker))
 
+    @functools.cached_property
+    def _workers(self) -> tuple[tuple[int, int, int], ...]:
+        """Local rank, rank and host of every worker of the job, in the order in which cases take them."""
+        found, problem = _dealt(self.worker)
+        if problem:
+            raise EnvironmentUnavailable(problem)
+        return found
+
+    @functools.cached_property
+    def rank(self) -> int:
+        """This worker's rank in a case that is large enough. It is the same in all of them."""
+        return [rank for _, rank, _ in self._workers].index(self.worker.rank)
+
     @property
     def takes_part(self) -> bool:
         """Whether this worker has a rank in the case."""
-        return self.worker.rank < self.world_size
+        return self.rank < self.world_size
+
+    def hosts(self) -> list[dict[str, str]]:
+        """The variables that place each rank of the case on its host, as torchrun sets them."""
+        members = self._workers[: self.world_size]
+        count = Counter(host for _, _, host in members)
+        return [
+            {"LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host), "LOCAL_WORLD_SIZE": str(count[host])}
+            for local_rank, _, host in members
+        ]
 
     def begin(self, timeout_s: float) -> None:
         """
@@ -68,13 +97,13 @@ class CaseMeeting:
 
     def meet(self, point: str, until: float) -> list[int]:
         """Announce that this worker has reached `point`, and wait for the others. Returns the missing ranks."""
-        self._store.set(f"{point}/{self.worker.rank}", "here")
+        self._store.set(f"{point}/{self.rank}", "here")
         return self._absent(point, until)
 
     def publish(self, report: RankReport | None, end: RankExit) -> None:
         """Send the first worker the report and the exit of this worker's rank."""
         said = {"report": report.to_json() if report is not None else None, "end": asdict(end)}
-        self._store.set(f"end/{self.worker.rank}", json.dumps(said, default=repr))
+        self._store.set(f"end/{self.rank}", json.dumps(said, default=repr))
 
     def collect(self, until: float) -> tuple[list[RankReport | None], list[RankExit]]:
         """The report and the exit of every rank, in rank order."""
@@ -126,6 +155,25 @@ def _store(worker: TorchrunWorker) -> Store:
         raise EnvironmentUnavailable(
             f"cannot reach torchrun's store at {worker.host}:{worker.port}: {error}"
         ) from error
+
+
+@functools.cache
+def _dealt(worker: TorchrunWorker) -> tuple[tuple[tuple[int, int, int], ...], str]:
+    """
+    Local rank, rank and host of every worker, sorted, so that hosts take turns; or why that is unknown.
+
+    Collective, once in a job: a worker that does not come is waited for once.
+    """
+    store = PrefixStore("workers", _store(worker))
+    store.set(str(worker.rank), json.dumps([worker.local_rank, worker.rank, worker.host_rank]))
+    names = [str(rank) for rank in range(worker.world_size)]
+    try:
+        store.wait(names, timedelta(seconds=_ARRIVAL_S))
+    except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
+        problem = f"not all {worker.world_size} workers came to torchrun's store at {worker.host}:{worker.port} within "
+        return (), f"{problem}{_ARRIVAL_S:.0f} s: {error}"
+    said = (json.loads(store.get(name)) for name in names)
+    return tuple(sorted((local, rank, host) for local, rank, host in said)), ""
 
 
 def _never_heard_of(rank: int) -> RankExit:

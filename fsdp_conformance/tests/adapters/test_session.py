@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import unittest
+import unittest.mock
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -16,6 +17,8 @@ from fsdp_conformance.adapters import session
 from fsdp_conformance.adapters.session import plan_for, storage_bytes
 from fsdp_conformance.adapters.sharded import full_copy, local_part
 from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
+from fsdp_conformance.adapters.watch import Watch
+from fsdp_conformance.checks.streams import same_undisturbed
 from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import ConfigError, Unsupported
 from fsdp_conformance.faults.delay import CollectiveDelay, PointDelay
@@ -139,6 +142,50 @@ class Failing(TorchFSDP2):
         if self.steps == 2:
             raise RuntimeError("tired")
         return super().step(max_norm, norm_type=norm_type)
+
+
+class UnderWatch(TorchFSDP2):
+    """FSDP2 that writes down when its parameters are read."""
+
+    def __init__(self, moments: list[str]) -> None:
+        self.moments = moments
+
+    def full_params(self) -> dict[str, Tensor]:
+        self.moments.append("full_params")
+        return super().full_params()
+
+
+class Accelerator(Watch):
+    """An accelerator, as far as the loop can tell."""
+
+    counts_bytes = True
+
+    def __init__(self, moments: list[str]) -> None:
+        self.moments = moments
+
+    def synchronise(self) -> None:
+        self.moments.append("synchronised")
+
+    def allocated_bytes(self) -> int:
+        self.moments.append("counted")
+        return 0
+
+
+@contextlib.contextmanager
+def watched(moments: list[str]) -> Iterator[None]:
+    """A loop that writes down when it waits for the device, and when it reads from it."""
+    fetched = session._fetched
+
+    def fetch(value: Any) -> Any:
+        if value and moments[-1:] != ["fetched"]:
+            moments.append("fetched")
+        return fetched(value)
+
+    with (
+        unittest.mock.patch.object(session, "watch_for", return_value=Accelerator(moments)),
+        unittest.mock.patch.object(session, "_fetched", fetch),
+    ):
+        yield
 
 
 class Loop(RankTestCase):
@@ -279,6 +326,28 @@ class Loop(RankTestCase):
         self.assertEqual([True, True, False], [record.params == {} for record in history.steps])
         self.assertEqual(2, len([entry for entry in adapter.entries if entry.startswith("full_params")]))
         self.assertEqual([], [entry for entry in adapter.entries if entry.startswith("full_grads")])
+
+    def test_undisturbed(self) -> None:
+        """Nothing waits for the device, reads from it or counts on it before the end; the numbers are the same."""
+        regime = Regime(micro_batches=2, max_norm=0.5)
+        usual = self.run_training(TorchFSDP2, RICH, regime)
+        moments: list[str] = []
+        with watched(moments):
+            plan = plan_for(RICH, regime, Plan())
+            found = session.train(
+                UnderWatch(moments), RICH, plan, regime, rank=self.rank, world_size=self.world_size, undisturbed=True,
+                on_step=lambda step: moments.append(f"step {step}"),
+            )  # fmt: skip
+        self.assertEqual(["full_params", "step 0", "step 1", "fetched", "full_params", "step 2"], moments)
+        self.assertEqual([[2, 2, 2]] * 2, [[len(record.losses) for record in run.steps] for run in (usual, found)])
+        result = same_undisturbed(usual, found, "R075")
+        self.assertEqual([], result.findings)
+        self.assertEqual(6 + len(usual.steps[-1].params), result.count.comparisons)
+        self.assertEqual([], found.memory)
+        # It does wait, read and count where it is not told to leave the device alone.
+        with watched(moments):
+            self.run_training(TorchFSDP2, RICH, regime)
+        self.assertLessEqual({"synchronised", "counted", "fetched"}, set(moments))
 
     def test_an_exception_passes_and_faults_are_taken_out(self) -> None:
         """What the implementation raises reaches the case; nothing stays installed."""

@@ -13,7 +13,7 @@ from torch import nn
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.torch_fsdp1 import default_replicas
-from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2, reshard_after_forward
+from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2, reshard_after_forward, reshard_option
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
 from fsdp_conformance.errors import AdapterError, ConfigError, Unsupported
 from fsdp_conformance.history.collective import Op
@@ -322,6 +322,11 @@ class Declarations(unittest.TestCase):
         self.assertIs(reshard_after_forward(Plan(sharding=Sharding.GRAD_OPTIM)), False)
         self.assertIsNone(reshard_after_forward(Plan(sharding=Sharding.HYBRID)))
         self.assertEqual(2, reshard_after_forward(Plan(sharding=Sharding.FULL, reshard_after_forward=2)))
+
+    def test_no_reshard_after_forward_is_no_argument(self) -> None:
+        """torch 2.6 and 2.7 refuse None, which is the default since."""
+        self.assertEqual({}, reshard_option(Plan()))
+        self.assertEqual({"reshard_after_forward": False}, reshard_option(Plan(sharding=Sharding.GRAD_OPTIM)))
 
     def test_default_replicas(self) -> None:
         """Two replica groups where shard groups of two remain."""

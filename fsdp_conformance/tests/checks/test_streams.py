@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
+import torch
 
-from fsdp_conformance.checks.streams import requirement_of, stream_control, stream_safety
+from fsdp_conformance.checks.streams import requirement_of, same_undisturbed, stream_control, stream_safety
 from fsdp_conformance.errors import NothingCompared, SuiteError
 from fsdp_conformance.history.hazard import HazardKind, HazardRecord
-from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.history.training import StepRecord, TrainingHistory
 
 
 def hazard(kind: HazardKind = HazardKind.READ_AFTER_WRITE, **changes: Any) -> HazardRecord:
@@ -28,6 +30,36 @@ def hazard(kind: HazardKind = HazardKind.READ_AFTER_WRITE, **changes: Any) -> Ha
 def run(*hazards: HazardRecord, accesses: int | None = 1000) -> TrainingHistory:
     """A run in which these were seen."""
     return TrainingHistory(source="mine", rank=1, world_size=2, hazards=list(hazards), checked_accesses=accesses)
+
+
+def ending(losses: list[float], **params: list[float]) -> TrainingHistory:
+    """A run of one step for each loss, with these parameters in the end."""
+    steps = [StepRecord(step=number, losses=[torch.tensor(loss)]) for number, loss in enumerate(losses)]
+    steps[-1].params = {name: torch.tensor(values) for name, values in params.items()}
+    return TrainingHistory(source="mine", rank=1, world_size=2, steps=steps)
+
+
+def test_an_undisturbed_run_ends_as_the_observed_one() -> None:
+    """Every loss and every final parameter is compared."""
+    result = same_undisturbed(ending([1.0, 2.0], w=[1.0, 2.0, 3.0]), ending([1.0, 2.0], w=[1.0, 2.0, 3.0]), "R073")
+
+    assert (result.findings, result.count.comparisons, result.count.elements) == ([], 3, 5)
+
+
+@pytest.mark.parametrize(
+    ("other", "where", "seen"),
+    [
+        (ending([1.0, 2.5], w=[9.0, 2.0, 3.0]), (1, None), "loss .* got others in 1 of 1"),
+        (ending([1.0, 2.0], w=[1.0, 0.0, 0.0]), (1, "w"), "parameter .* got others in 2 of 3"),
+        (ending([1.0, 2.0]), (1, "w"), "parameter .* got none"),
+    ],
+)
+def test_a_race_that_the_observation_hid(other: TrainingHistory, where: tuple[int, Any], seen: str) -> None:
+    """One finding, where the runs first part."""
+    (found,) = same_undisturbed(ending([1.0, 2.0], w=[1.0, 2.0, 3.0]), other, "R073").findings
+
+    assert (found.requirement, found.rank, (found.step, found.fqn)) == ("R073", 1, where)
+    assert re.search(seen, found.message)
 
 
 def test_a_clean_run_has_looked_at_something() -> None:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,35 @@ def test_slots_divide_an_accelerators_devices(monkeypatch: pytest.MonkeyPatch) -
     assert [devices.slots("cuda", size) for size in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
     # ranks share cores
     assert devices.slots("cpu", 4) == 8
+    # and GPUs if they are told to: a case for each
+    assert [devices.slots("cuda", size, shared=True) for size in (2, 16)] == [8, 8]
+
+
+def test_ranks_that_share_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold none, see all, speak gloo, and are dealt to what there is; on the simulated one there is one device."""
+    monkeypatch.setenv(leases.DIRECTORY_VARIABLE, str(tmp_path / "leases"))
+    monkeypatch.setattr(devices, "device_count", lambda device_type: 2)
+    with leases.lease("cuda", 0) as held:
+        assert (held.variables, held.devices) == ({}, ())
+
+    assert not (tmp_path / "leases").exists()
+    assert devices.backend_for("cuda", shared=True) == "gloo"
+    assert [devices.device_of("cuda", rank).index for rank in range(4)] == [0, 1, 0, 1]
+    alone, shared = devices.preload_environment("sim"), devices.preload_environment("sim", shared=True)
+    assert {**alone, "FSDP_CONFORMANCE_SIM_DEVICES": "1"} == shared
+    assert devices.preload_environment("cuda", shared=True) == {}
+
+
+def test_what_marks_the_work_of_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded event where a wait is one of the stream; nothing where the host itself waits."""
+    recorded: list[str] = []
+    event = types.SimpleNamespace(record=lambda: recorded.append("here"))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    mark = devices.marker("cuda")
+
+    assert mark is not None
+    assert (mark(), recorded) == (event, ["here"])
+    assert [devices.marker(name) for name in ("cpu", "sim", "nosuchdevice")] == [None] * 3
 
 
 def test_cpu_needs_no_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,6 +49,18 @@ def well(rank: int) -> tuple[RankReport, RankExit]:
     return a_report(rank), an_exit(rank)
 
 
+def test_a_rank_that_the_watchdog_of_nccl_aborted_is_not_the_culprit() -> None:
+    """HANG, and the headline is the rank that did not come. A rank that aborted for another reason is a crash."""
+    said = "[rank0]: [E ProcessGroupNCCL.cpp:629] [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(...)"
+    aborted = an_exit(0, code=-6, reported=False, output=said)
+    record = judged((None, aborted), (None, stuck(1)))
+
+    assert (record.verdict, record.findings[0].rank) == (Verdict.HANG, 1)
+    assert record.consequences == ["rank 0 was aborted by NCCL's watchdog, whose collective had passed its deadline"]
+    other = judged((None, an_exit(0, code=-6, reported=False, output="std::bad_alloc")), (None, stuck(1)))
+    assert (other.verdict, other.findings[0].rank) == (Verdict.CRASH, 0)
+
+
 # An exception of the implementation.
 
 

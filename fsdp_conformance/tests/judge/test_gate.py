@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.config import SIMULATED, RunSettings
+from fsdp_conformance.adapters import registry
+from fsdp_conformance.config import SHARED_DEVICES, SIMULATED, RunSettings
 from fsdp_conformance.judge import Gated, Place, gate
 from fsdp_conformance.judge.gate import SIMULATED_ENVIRONMENTS, empty_record
 from fsdp_conformance.outcome import CaseRecord
@@ -115,8 +116,57 @@ def test_a_world_that_does_not_fit_is_not_run() -> None:
 
     assert record is not None
     assert (record.verdict, record.measurements) == (Verdict.NOT_RUN_ENV, {"absent": ["devices"]})
-    assert record.reason == "needs 2 devices of type cuda, but 1 are present"
+    assert record.reason == (
+        "needs 2 devices of type cuda, but 1 are present; --share-devices runs it without a certificate"
+    )
     assert gated({}, devices=2, device="cuda") is None
+    other = gated({}, devices=1, device="xpu")
+    assert other is not None
+    assert other.reason == "needs 2 devices of type xpu, but 1 are present"
+
+
+def test_any_world_fits_where_ranks_share_devices() -> None:
+    """One device is enough, none is not; and NCCL is not there, because it wants a device for each rank."""
+    sharing: dict[str, Any] = {"device": "cuda", "share_devices": True}
+    assert gated({"world_size": 8}, devices=1, **sharing) is None
+
+    none = gated({}, devices=0, **sharing)
+    assert none is not None
+    assert none.measurements == {"absent": ["devices"]}
+    shared = Place(device="cuda", present=frozenset({"gloo", "nccl", "cuda"}), num_ranks=1).shared()
+    assert (set(shared.present), shared.num_ranks) == ({"gloo", "cuda"}, None)
+
+
+def test_the_line_to_run_a_case_again_shares_devices_too() -> None:
+    """Otherwise it would not run here."""
+    record = empty_record(a_case(), "mine.py:Mine", "cuda", ranks=SHARED_DEVICES)
+
+    assert record.ranks == "sharing devices"
+    assert record.repro.endswith("--device cuda --share-devices --case R001/probe-ws2")
+
+
+@pytest.mark.parametrize(
+    "name", ["deepspeed-zero3", "fairscale-fsdp", "megatron-fsdp-zero3", "lightning-fsdp2", "accelerate-fsdp2"]
+)
+def test_an_adapter_for_the_cpu_alone_is_unsupported_on_a_gpu(name: str) -> None:
+    """It would refuse every plan, after its ranks had been started, with a flag that it declares on the CPU."""
+    adapter = registry.load(name)
+
+    def decided_on(device: str) -> CaseRecord | None:
+        return gate(
+            a_case(),
+            declared=lambda kind: adapter.declared() - adapter.declines_on.get(kind, frozenset()),
+            settings=RunSettings(device=device),
+            places={device: place(device, num_ranks=None if device == "cpu" else 8), SIMULATED: place(SIMULATED)},
+        ).record
+
+    on_gpu = decided_on("cuda")
+    assert on_gpu is not None
+    assert on_gpu.verdict is Verdict.UNSUPPORTED
+    assert set(on_gpu.measurements["undeclared"]) == adapter.declared() & {"init_before", "init_never"}
+    assert decided_on("cpu") is None
+    # One that declares neither anywhere is asked as before: components place no model.
+    assert gated({}, device="cuda", devices=8, declared="cpu_compute zero3") is None
 
 
 def test_a_world_larger_than_torchruns_is_not_run() -> None:

@@ -87,6 +87,38 @@ def test_stress_has_a_seed() -> None:
             {"stress": True, "ranks": "simulated"},
             "ranks must be processes with stress: simulated ranks take turns, and nothing is late",
         ),
+        (
+            {"ranks": "simulated", "device": "cuda"},
+            (
+                "device must be cpu or sim with simulated ranks, got 'cuda': copies between threads are not ordered by "
+                "its streams. Use --ranks processes; add --share-devices if there are fewer devices than ranks"
+            ),
+        ),
+        (
+            {"share_devices": True},
+            "device must be cuda or sim with share_devices, got 'cpu': on the CPU any number of ranks runs",
+        ),
+        (
+            {"backend": "nccl"},
+            "backend must be nccl with --device cuda, simccl with --device sim, got 'nccl' with device 'cpu'",
+        ),
+        (
+            {"backend": "nccl", "device": "cuda", "share_devices": True},
+            "backend must be omitted with share_devices, which needs gloo, got 'nccl'",
+        ),
+        (
+            {"backend": "simccl", "device": "sim", "ranks": "simulated"},
+            "backend must be omitted with simulated ranks, got 'simccl'",
+        ),
+        ({"share_devices": True, "device": "xpu"}, "device must be cuda or sim with share_devices, got 'xpu'"),
+        (
+            {"share_devices": True, "device": "sim", "ranks": "simulated"},
+            "ranks must be 'processes' with share_devices, got 'simulated'",
+        ),
+        (
+            {"share_devices": True, "device": "cuda", "ranks": "torchrun"},
+            "ranks must be 'processes' with share_devices, got 'torchrun'",
+        ),
         ({"deadline_scale": "fast"}, "deadline_scale must be a positive number, got 'fast'"),
         ({"deadline_scale": "inf"}, "deadline_scale must be a positive number, got 'inf'"),
         ({"deadline_scale": "nan"}, "deadline_scale must be a positive number, got 'nan'"),
@@ -98,6 +130,15 @@ def test_what_cannot_be_is_refused(words: dict[str, Any], problem: str) -> None:
         settings.from_words(**words)
 
     assert raised.value.problems == (problem,)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [{"ranks": "simulated", "device": "sim"}, {"ranks": "simulated"}, {"share_devices": True, "device": "cuda"}],
+)
+def test_what_can_be_is_not(words: dict[str, Any]) -> None:
+    """Threads on the simulated accelerator and on the CPU, and processes that share a GPU."""
+    assert settings.from_words(**words).share_devices is ("share_devices" in words)
 
 
 def test_all_problems_come_at_once() -> None:

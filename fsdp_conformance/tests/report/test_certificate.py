@@ -14,10 +14,16 @@ from fsdp_conformance.judge import judge, keep_evidence
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report.certificate import Certificate, Scope, State, certify
 from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.terminal import verdict_words
 from fsdp_conformance.tests.report.evidence import LOADED, a_case, a_finding, a_record, a_report, exits
 from fsdp_conformance.verdict import Verdict
 
 PARITY, SHARDS = "R001/probe-ws2", "R188/probe-ws2"
+
+SHARED = (
+    "incomplete: --share-devices, so ranks shared devices and communicated over gloo: nothing is shown of one device "
+    "per rank, nor of their backend"
+)
 
 #: R001 and R188 are mandatory and need nothing: the base. R093 is of level C: an extension. R070 is of level S.
 CASES = (
@@ -173,6 +179,7 @@ def test_a_selection_certifies_nobody() -> None:
         ({"world_sizes": [2]}, "incomplete: --world-size left cases out"),
         ({"reuse_ranks": True}, "incomplete: --reuse-ranks, and a certificate needs fresh ranks for every case"),
         ({"ranks": "simulated"}, "incomplete: simulated ranks do not exercise a real backend"),
+        ({"share_devices": True}, SHARED),
         ({"stress_seed": 0}, "incomplete: --stress, and a certificate needs ranks that nothing disturbs"),
     ],
 )
@@ -188,6 +195,15 @@ def test_ranks_that_were_reused_are_a_reason() -> None:
     reason = only_reason(certified(a_record(PARITY, requirements=["R001"], ranks="reused")))
 
     assert reason == "incomplete: --reuse-ranks, and a certificate needs fresh ranks for every case"
+
+
+def test_ranks_that_shared_devices_are_a_reason() -> None:
+    """Also where the settings do not say so; and the line with the verdict does."""
+    certificate = certified(a_record(PARITY, requirements=["R001"], ranks="sharing devices"))
+
+    assert only_reason(certificate) == SHARED
+    assert verdict_words(certificate) == "NOT CERTIFIED (ranks shared devices)"
+    assert verdict_words(certified(settings={"ranks": "simulated"})) == "NOT CERTIFIED"
 
 
 def test_ranks_that_were_provoked_are_a_reason() -> None:

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from torch import nn
 
 from fsdp_conformance.adapters.torch_ddp import TorchDDP
 from fsdp_conformance.adapters.torch_fsdp1 import TorchFSDP1
@@ -17,7 +18,7 @@ from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.adapters.watch import AcceleratorWatch, SimulatedWatch, Watch, watch_for
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.checks.streams import stream_control, stream_safety
-from fsdp_conformance.config import SIMULATED, InitMode, RunSettings
+from fsdp_conformance.config import SIMULATED, InitMode, Plan, RunSettings
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.fixtures import deep
 from fsdp_conformance.harness import devices
@@ -222,6 +223,25 @@ class OnTheSimulatedAccelerator(RankTestCase):
         self.assertEqual(before, watch.peak_bytes())
 
 
+class OneBackend(TorchFSDP2):
+    """An engine that takes another path where the backend is not the one that it knows."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        if torch.distributed.get_backend() != "simccl":
+            raise RuntimeError(f"expected simccl, got {torch.distributed.get_backend()}")
+        return super().wrap(model, plan)
+
+
+class OneDevice(TorchFSDP2):
+    """An engine that counts the devices of its rank."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        count = torch.get_device_module(plan.device).device_count()
+        if (count, self.device.index) != (1, 0):
+            raise RuntimeError(f"expected one device with number 0, got {count} devices and {self.device}")
+        return super().wrap(model, plan)
+
+
 @needs_compiler
 class Cases(unittest.TestCase):
     """Real cases, as a run would run them."""
@@ -234,6 +254,25 @@ class Cases(unittest.TestCase):
         self.assertEqual((Verdict.PASS, "sim"), (record.verdict, record.device), record.reason)
         self.assertIn("--device sim --case R012/before-ws2", record.repro)
         self.assertIn("stream safety", record.measurements)
+
+    @pytest.mark.nightly
+    def test_ranks_that_share_the_device(self) -> None:
+        """All of them compute on the one that there is, and the record says so."""
+        base = RunSettings(device=SIMULATED, share_devices=True)
+        record = run_case(bound_case("R075/stream-safety-plain-ws4"), f"{__name__}:{OneDevice.__name__}", base=base)
+
+        self.assertEqual((Verdict.PASS, "sharing devices"), (record.verdict, record.ranks), record.reason)
+        self.assertIn("--device sim --share-devices --case", record.repro)
+        self.assertEqual("0", record.environment["variables"]["LOCAL_RANK"])
+
+    def test_one_backend_alone(self) -> None:
+        """Its name is what engines read, and the suite's own references still train on the CPU."""
+        base = RunSettings(device=SIMULATED, backend="simccl")
+        case = bound_case("R003/every-rank-contributes-once-ws2")
+        record = run_case(case, f"{__name__}:{OneBackend.__name__}", base=base)
+
+        self.assertEqual(Verdict.PASS, record.verdict, record.reason)
+        self.assertIn("--backend simccl", record.repro)
 
     @pytest.mark.slow
     def test_a_case_without_wish_stays_on_the_cpu(self) -> None:

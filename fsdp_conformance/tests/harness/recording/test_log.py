@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -25,6 +27,9 @@ from fsdp_conformance.harness.recording.process_group import BACKEND, register_r
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.outcome import RankExit, RankReport
+
+#: For waits that end by themselves; nothing is judged by it.
+PATIENCE_S = 240.0
 
 
 def _traffic(op: Op = Op.ALL_GATHER) -> Traffic:
@@ -120,6 +125,64 @@ def test_trace_tells_issued_from_closed(tmp_path: Path) -> None:
     trace.issued(_record(5))
 
     assert len(read_trace(tmp_path / "trace")) == 5
+
+
+class _Mark:
+    """An event that the device passes when the test says so."""
+
+    def __init__(self) -> None:
+        self.passed = False
+
+    def query(self) -> bool:
+        return self.passed
+
+
+def test_trace_is_closed_by_the_device(tmp_path: Path) -> None:
+    """Where a wait returns at once, a line is closed when the device has come so far, whichever came first."""
+    marks: list[_Mark] = []
+
+    def mark() -> _Mark:
+        marks.append(_Mark())
+        return marks[-1]
+
+    trace = CollectiveTrace(tmp_path / "trace", mark)
+    for seq in range(3):
+        trace.issued(_record(seq))
+        trace.follow(_record(seq), _Work())
+    states = [line.split()[1] for line in read_trace(tmp_path / "trace")]
+    # Released, like a Work of NCCL after its wait: the device is not there yet.
+    assert (states, len(marks)) == (["issued"] * 3, 3)
+
+    marks[1].passed = True
+    until = time.monotonic() + PATIENCE_S
+    while "closed" not in states and time.monotonic() < until:
+        states = [line.split()[1] for line in read_trace(tmp_path / "trace")]
+    trace.close()
+
+    assert states == ["issued", "closed", "issued"]
+    assert "collective trace" not in {thread.name for thread in _ended(until)}
+
+
+def test_trace_of_a_device_that_failed(tmp_path: Path) -> None:
+    """What cannot be marked stays issued: the caller hears of the failure."""
+
+    def fail() -> _Mark:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    trace = CollectiveTrace(tmp_path / "trace", fail)
+    trace.issued(_record(0))
+    trace.follow(_record(0), None)
+    trace.close()
+
+    assert [line.split()[1] for line in read_trace(tmp_path / "trace")] == ["issued"]
+
+
+def _ended(until: float) -> list[threading.Thread]:
+    """The threads that live once those of traces have ended."""
+    for thread in threading.enumerate():
+        if thread.name == "collective trace":
+            thread.join(max(0.0, until - time.monotonic()))
+    return threading.enumerate()
 
 
 def test_trace_stays_small_and_whole(tmp_path: Path) -> None:

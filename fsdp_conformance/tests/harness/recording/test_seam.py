@@ -334,6 +334,35 @@ class Registration(ShardedTrainingTestCase):
 
         self.assertEqual("cpu:gloo,cuda:nccl", distributed_c10d.Backend(BACKEND))
 
+    def test_bound_device(self) -> None:
+        """A group that is bound to a device tells its twin, which would let their backend forget it."""
+        device, store = torch.device("cuda", 0), HashStore()
+        group = RecordingProcessGroup(store, 0, 1)
+        group.bound_device_id = device
+        gloo = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=60))
+        group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+
+        self.assertEqual([device, device], [group.bound_device_id, group._twin.bound_device_id])
+
+    def test_one_backend_alone(self) -> None:
+        """As `init_process_group("nccl")`: no group for tensors on the CPU."""
+        register_recording_backend("cuda", only="nccl")
+
+        self.assertEqual("nccl", distributed_c10d.Backend(BACKEND))
+        self.assertEqual(
+            {"cuda": "nccl"}, distributed_c10d.BackendConfig(distributed_c10d.Backend(BACKEND)).device_backend_map
+        )
+
+    def test_backend_string_of_ranks_that_share_gpus(self) -> None:
+        """Plain gloo, which torch gives CUDA tensors too, and which engines recognise by its name."""
+        register_recording_backend("cuda", shared=True)
+
+        self.assertEqual("gloo", distributed_c10d.Backend(BACKEND))
+        self.assertEqual(
+            {"cpu": "gloo", "cuda": "gloo"},
+            distributed_c10d.BackendConfig(distributed_c10d.Backend(BACKEND)).device_backend_map,
+        )
+
     def test_twice_and_out(self) -> None:
         """Registering twice is registering once; after unregistering, torch is as it was."""
         known = list(distributed_c10d.Backend.backend_list)

@@ -1,0 +1,58 @@
+"""
+Modules that start the CUDA driver when they are imported: ranks on GPUs must import them by themselves.
+
+A child forked from a process that has started the driver cannot use a GPU. Some engines start it at import, so a warm
+server that has imported one is replaced by a server without it, and each rank pays for the import.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+
+from fsdp_conformance.harness.processes import preload
+from fsdp_conformance.harness.processes.forkserver import WarmServer, server_for, start_process
+
+#: Selects a server of its own: one that has imported a module cannot be without it.
+WITHOUT = "FSDP_CONFORMANCE_WARM_WITHOUT"
+
+#: What servers have said, by their modules and variables.
+_known: dict[tuple[tuple[str, ...], frozenset[tuple[str, str]]], str | None] = {}
+
+
+def server_without_cuda(modules: tuple[str, ...], variables: Mapping[str, str]) -> WarmServer:
+    """
+    A server that has imported `modules`, except those that start CUDA.
+
+    What every rank needs is not left out: if torch itself starts the driver, the ranks say so.
+    """
+    kept, left_out = modules, ""
+    while True:
+        server = server_for(kept, {**variables, WITHOUT: left_out} if left_out else variables)
+        key = (kept, frozenset(variables.items()))
+        if key not in _known:
+            _known[key] = _ask(server)
+        culprit = _known[key]
+        if culprit is None or culprit not in kept:
+            return server
+        kept = tuple(name for name in kept if name != culprit)
+        left_out = ",".join(name for name in modules if name not in kept)
+
+
+def _ask(server: WarmServer) -> str | None:
+    """The module whose import has started CUDA in the server, as a fork of it finds."""
+    ours, theirs = Pipe()
+    try:
+        process = start_process(_tell, theirs, server=server, name="cuda imports")
+    finally:
+        theirs.close()
+    with ours:
+        told: str | None = json.loads(ours.recv_bytes())
+    process.join()
+    return told
+
+
+def _tell(pipe: Connection) -> None:
+    pipe.send_bytes(json.dumps(preload.cuda_initialised_by).encode())
