@@ -22,7 +22,7 @@ def main(arguments: argparse.Namespace) -> int:
         messages.say_json({"trends": [each.to_json() for each in found]})
     elif arguments.annotations:
         for each in found:
-            print(*trend.annotations(each), sep="\n", end="\n" if each.new else "")
+            print(*trend.as_annotations(each), sep="\n", end="\n" if each.new else "")
     else:
         print("\n\n".join(map(trend.text, found)))
     return Status.NOT_CERTIFIED if any(each.new for each in found) else Status.CERTIFIED

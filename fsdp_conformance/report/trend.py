@@ -266,7 +266,7 @@ def _failing_lines(failing: Failing) -> list[str]:
     return [*lines, f"  changed between them: {changed}"]
 
 
-def annotations(found: Trend) -> list[str]:
+def as_annotations(found: Trend) -> list[str]:
     """A line for each new failure, in the form that GitHub's runner shows as an error annotation."""
     return [
         f"::error title={_property(f'{found.implementation}: {new.case}')}::{_data(f'{new.verdict}: {new.happened}')}"

@@ -27,7 +27,7 @@ def a_run(night: int, *records: CaseRecord, finished: bool = True, torch: str = 
         "suite_sha256": "5" * 64,
         "started": f"2026-11-{night:02}T02:00:00+00:00",
     }
-    path, footer = f"night{night}/run.jsonl", {} if finished else None
+    path, footer = f"night{night}/run.jsonl", dict[str, Any]() if finished else None
     return RunFile(path=path, header=header, records=list(records), footer=footer)
 
 
@@ -155,7 +155,7 @@ def test_annotations_are_one_line_each() -> None:
         a_record(OTHER, Verdict.FAIL, a_finding()),
     ]
     (found,) = trend.trends([a_run(1, a_record(PROBE), records[1]), a_run(2, *records)])
-    (line,) = trend.annotations(found)
+    (line,) = trend.as_annotations(found)
 
     assert line.startswith("::error title=mine%3A R001/probe-ws2::FAIL: ")
     assert "50 %25 off,%0Asee: below" in line
