@@ -82,12 +82,12 @@ _OF_COMMAND: dict[str, dict[Status, str]] = {
         Status.ENVIRONMENT: "no case can run on this machine",
     },
     "sanitize": {
-        Status.CERTIFIED: "clean: memory accesses were checked, and no hazard was found",
-        Status.NOT_CERTIFIED: "hazards were found (even if the script failed afterwards)",
+        Status.CERTIFIED: "clean: memory accesses were checked, and nothing was found",
+        Status.NOT_CERTIFIED: "something was found (even if the script failed afterwards)",
         Status.USAGE: "usage error: a wrong option, a missing script, or a script that never used the device",
         Status.ENVIRONMENT: "this machine has no C++ compiler",
         Status.SCRIPT_FAILED: "the script failed: it raised, died, or timed out",
-        Status.INTERRUPTED: "interrupted by Ctrl-C; hazards found so far are printed",
+        Status.INTERRUPTED: "interrupted by Ctrl-C; what was found so far is printed",
     },
 }
 

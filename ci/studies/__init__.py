@@ -14,6 +14,12 @@ What the race checker of the simulated accelerator finds, and what it does not:
     stream_ranks       a function on freshly forked ranks
     stream_study       trainings under the checker, each without some of its waits
 
+What `fsdp-conformance sanitize` finds in scripts, and what it leaves alone:
+
+    script_defects     scripts with one mistake each, and the line of it
+    script_controls    correct scripts that do unusual things
+    script_runs        runs such scripts, and compares what was found
+
 Which cases kill which known-wrong engines, and which cases kill too few:
 
     kill_matrix        a case against engines beyond those that it names
@@ -25,10 +31,11 @@ Whether a report names the right cause:
     small_engine       a sharded engine in a few functions
     small_defects      that engine with one defect each
 
-Five scripts run them:
+Six scripts run them:
 
 - `ci/race-freedom`: no hazard in any training, and the CPU's results bit for bit.
 - `ci/sync-sites`: each synchronisation dropped on its own; the results are in `ci/sync-sites.toml`.
+- `ci/sanitize-power`: mistakes found and missed in scripts, and false alarms.
 - `ci/causes`: the first cause of each known defect is right, one of several, unknown or wrong.
 - `ci/kill-matrix`: cases and known-wrong engines.
 - `ci/bench/run simulator`: a training step on the simulated accelerator compared with the CPU.

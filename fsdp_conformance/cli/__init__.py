@@ -60,6 +60,7 @@ What the commands about one case share:
 
 What `sanitize` prints:
     sanitize_report  hazards, folded over ranks
+    alerts          its findings as code-scanning alerts and annotations
 """
 
 from fsdp_conformance.cli.command import main

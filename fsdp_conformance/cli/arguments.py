@@ -377,8 +377,22 @@ def _add_sanitize(parser: Parser) -> None:
     parser.add_argument(
         "--as-cuda", action="store_true", help='let "cuda" in the script mean the simulated accelerator'
     )
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="the memory of each device, such as 80GiB: beyond it torch.cuda.OutOfMemoryError is raised "
+        "(default: no limit)",
+    )
+    parser.add_argument(
+        "--reuse",
+        choices=("exact", "worst-case"),
+        default="exact",
+        help="what memory a new tensor may get: the one that it gets in this run, or any freed memory that a caching "
+        "allocator could choose; worst-case finds tensors that are freed too early (default: exact)",
+    )
     parser.add_argument("--timeout", metavar="S", default="600", help="end the ranks after S seconds (default: 600)")
     parser.add_argument("--json", metavar="FILE", help="also write the findings to a file")
+    parser.add_argument("--sarif", metavar="FILE", help="also write them as code-scanning alerts (SARIF)")
     parser.add_argument(
         "-m",
         dest="module_words",

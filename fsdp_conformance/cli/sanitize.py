@@ -11,20 +11,26 @@ import argparse
 import importlib.machinery
 import importlib.util
 import json
+import os
+import re
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from fsdp_conformance import __version__
-from fsdp_conformance.cli import messages
+from fsdp_conformance.cli import alerts, messages
 from fsdp_conformance.cli.sanitize_report import ScriptReport
 from fsdp_conformance.errors import ConfigError, EnvironmentUnavailable, UsageError
 from fsdp_conformance.simulator.launch import ScriptLaunch, ScriptOrder
 
 MODES = ("record", "raise", "poison")
+
+#: A size in bytes: "80GiB", "512 MB", "1.5g". Without "i" the units are powers of 1000, as usual.
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?(?:([kmgt])(i?)b?|b)?", re.IGNORECASE)
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
 
 #: More processes than this on one machine are a typing error.
 _MAX_RANKS = 127
@@ -34,7 +40,8 @@ def main(arguments: argparse.Namespace) -> int:
     """Run the script and print what was found. Returns the exit status."""
     order = order_of(arguments)
     output = Path(arguments.json) if arguments.json else None
-    _check(order, output)
+    sarif = Path(arguments.sarif) if arguments.sarif else None
+    _check(order, {"--json": output, "--sarif": sarif})
     from fsdp_conformance.simulator import build
 
     reason = build.unavailable()
@@ -62,12 +69,19 @@ def main(arguments: argparse.Namespace) -> int:
         reports=reports,
         exits=exits,
         seconds=time.monotonic() - began,
+        calls=launch.calls,
         interrupted=interrupted is not None,
     )
     for text, style in report.paragraphs():
         terminal.say(text, style)
     if output is not None:
         output.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+    found = alerts.alerts_of(report)
+    if sarif is not None:
+        sarif.write_text(alerts.sarif(found, report), encoding="utf-8")
+    if os.environ.get("GITHUB_ACTIONS") == "true":
+        for line in alerts.workflow_commands(found):
+            terminal.say(line)
     if interrupted is not None:
         raise interrupted
     return report.status
@@ -87,6 +101,7 @@ def order_of(arguments: argparse.Namespace) -> ScriptOrder:
     timeout_s = _number(arguments.timeout, "--timeout", float, problems)
     if not 0 < timeout_s < float("inf"):
         problems.append(f"--timeout must be a positive number of seconds, got {arguments.timeout}")
+    memory = _bytes(arguments.memory, problems) if arguments.memory is not None else None
     if problems:
         raise ConfigError(problems, where="sanitize")
     return ScriptOrder(
@@ -97,10 +112,12 @@ def order_of(arguments: argparse.Namespace) -> ScriptOrder:
         mode=arguments.mode,
         as_cuda=arguments.as_cuda,
         timeout_s=timeout_s,
+        reuse=arguments.reuse.replace("-", "_"),
+        memory=memory,
     )
 
 
-def _check(order: ScriptOrder, output: Path | None) -> None:
+def _check(order: ScriptOrder, outputs: Mapping[str, Path | None]) -> None:
     """Raises UsageError for a script that cannot be run, and a file that cannot be written."""
     if order.is_module:
         # Check only the first name: finding a submodule would import its package.
@@ -109,10 +126,21 @@ def _check(order: ScriptOrder, output: Path | None) -> None:
             raise UsageError(f"Python finds no module {order.target!r} from this directory")
     elif not Path(order.target).exists():
         raise UsageError(f"no such script: {order.target!r}")
-    if output is not None:
-        if not output.absolute().parent.is_dir():
-            raise UsageError(f"--json must be a file in an existing directory, got {str(output)!r}")
-        output.touch()
+    for option, output in outputs.items():
+        if output is not None:
+            if not output.absolute().parent.is_dir():
+                raise UsageError(f"{option} must be a file in an existing directory, got {str(output)!r}")
+            output.touch()
+
+
+def _bytes(word: str, problems: list[str]) -> int:
+    """The number of bytes in "80GiB"."""
+    found = _SIZE.fullmatch(word.strip())
+    if found is None or float(found[1]) == 0:
+        problems.append(f"--memory must be a positive size such as 80GiB, got {word!r}")
+        return 1
+    base = 1024 if found[3] else 1000
+    return int(float(found[1]) * base ** _POWERS.get((found[2] or "").lower(), 0))
 
 
 def _number(word: str, name: str, kind: type, problems: list[str]) -> Any:
@@ -127,6 +155,10 @@ def _announcement(order: ScriptOrder) -> str:
     script = f"-m {order.target}" if order.is_module else order.target
     parts = [f"{messages.PROGRAM} {__version__}", f"sanitize {script}", messages.plural(order.world_size, "rank")]
     parts += [f"mode {order.mode}"] + (["cuda simulated"] if order.as_cuda else [])
+    if order.memory is not None:
+        parts.append(f"{order.memory / 2**30:.4g} GiB per device")
+    if order.reuse != "exact":
+        parts.append("worst-case reuse of memory")
     return " · ".join(parts)
 
 

@@ -1,16 +1,20 @@
-"""The report of `sanitize`: hazards merged over ranks, how much was checked, the verdict, the exit status."""
+"""The report of `sanitize`: findings merged over ranks, how much was checked, the verdict, the exit status."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fsdp_conformance.cli import messages
+from fsdp_conformance.frames import Owner, owner
 from fsdp_conformance.judge.endings import Attribution, Ending, attribute
 from fsdp_conformance.outcome import RankExit, RankReport
+from fsdp_conformance.report.frames import frames_of_stack
 from fsdp_conformance.report.terminal import duration
+from fsdp_conformance.simulator.calls import Call, unanswered
+from fsdp_conformance.simulator.disagreement import Disagreement, disagreement_from_json
 from fsdp_conformance.simulator.hazard import Access, Hazard, hazard_from_json
 from fsdp_conformance.simulator.launch import ScriptOrder
 from fsdp_conformance.status import Status
@@ -49,6 +53,15 @@ class FoldedHazard:
     """How often it was found, over all places and ranks."""
 
 
+@dataclass(slots=True)
+class FoldedDisagreement:
+    """A finding about collectives, merged over the ranks that noticed it."""
+
+    found: Disagreement
+    ranks: set[int] = field(default_factory=set)
+    """The ranks that it is about."""
+
+
 class ScriptReport:
     """One run of a script, judged."""
 
@@ -60,6 +73,7 @@ class ScriptReport:
         reports: Sequence[RankReport | None],
         exits: Sequence[RankExit],
         seconds: float,
+        calls: Sequence[Sequence[Call]] = (),
         interrupted: bool = False,
     ) -> None:
         self.order = order
@@ -68,7 +82,9 @@ class ScriptReport:
         self.exits = exits
         self.seconds = seconds
         self.interrupted = interrupted
+        self.calls = calls
         self.hazards = folded(observed)
+        self.disagreements = folded_disagreements(observed)
         self.found: Attribution | None = attribute(reports, exits) if exits else None
 
     @property
@@ -80,6 +96,14 @@ class ScriptReport:
     def failed(self) -> bool:
         """Whether the script failed to complete on some rank."""
         return self.found is not None and self.found.first is not None
+
+    @property
+    def failed_by_finding(self) -> bool:
+        """Whether the script failed because this program stopped it at a finding about collectives."""
+        error = self.found.first.error if self.found is not None and self.found.first is not None else None
+        # Raised in autograd's C++, it arrives as a RuntimeError with its name in the text.
+        is_ours = error is not None and "CollectiveMismatch" in error.kind + error.message
+        return is_ours and bool(self.disagreements)
 
     @property
     def missing(self) -> str:
@@ -101,7 +125,7 @@ class ScriptReport:
             return Status.ENVIRONMENT
         if self.own_mistake:
             return Status.SUITE
-        if self.hazards:
+        if self.hazards or self.disagreements:
             return Status.NOT_CERTIFIED
         if self.failed:
             return Status.SCRIPT_FAILED
@@ -117,7 +141,11 @@ class ScriptReport:
             yield f"✗ hazard {number}: {head}", "bold red"
             places = f" in {len(one.places)} places" if len(one.places) > 1 else ""
             yield f"{rest}\n  seen: {_times(one.count)}{places}, on {_ranks(one.ranks)}\n", ""
-        if self.failed:
+        for number, of_ranks in enumerate(self.disagreements, 1):
+            head, _, rest = of_ranks.found.explain().partition("\n")
+            yield f"✗ collectives {number}: {head}", "bold red"
+            yield f"{rest}\n", ""
+        if self.failed and not self.failed_by_finding:
             yield from self._failure()
         checked = self._checked()
         if checked:
@@ -127,18 +155,14 @@ class ScriptReport:
     def verdict(self) -> str:
         """The last line."""
         if self.interrupted:
-            return f"interrupted after {messages.plural(len(self.hazards), 'hazard')}"
+            return f"interrupted after {self._number_of_findings()}"
         exit_words = f"[exit {int(self.status)}]"
         if self.missing:
             return f"not run: {self.missing} {exit_words}"
         failure = f"{self._who_failed}: {self.found.headline}" if self.failed and self.found is not None else ""
-        if self.hazards and not self.own_mistake:
-            total = sum(one.count for one in self.hazards)
-            places = sum(len(one.places) for one in self.hazards)
-            ranks = sorted({rank for one in self.hazards for rank in one.ranks})
-            words = f"{messages.plural(len(self.hazards), 'hazard')} in {messages.plural(places, 'place')}"
-            words += f", seen {_times(total)} on {_ranks(ranks)}"
-            return f"{words}{'; the script failed' if failure else ''} {exit_words}"
+        if self.status is Status.NOT_CERTIFIED:
+            has_failed = failure and not self.failed_by_finding
+            return f"{self._found_words()}{'; the script failed' if has_failed else ''} {exit_words}"
         if failure:
             return f"{failure} {exit_words}"
         if not self.accesses:
@@ -147,6 +171,29 @@ class ScriptReport:
                 f"of torch.accelerator; if the script uses 'cuda', pass --as-cuda {exit_words}"
             )
         return f"clean: {self._amount()}, 0 hazards {exit_words}"
+
+    def _number_of_findings(self) -> str:
+        words = messages.plural(len(self.hazards), "hazard")
+        if self.disagreements:
+            words += f" and {messages.plural(len(self.disagreements), 'finding')} about collectives"
+        return words
+
+    def _found_words(self) -> str:
+        """The findings in numbers."""
+        parts = []
+        if self.hazards:
+            total = sum(one.count for one in self.hazards)
+            places = sum(len(one.places) for one in self.hazards)
+            ranks = sorted({rank for one in self.hazards for rank in one.ranks})
+            parts.append(
+                f"{messages.plural(len(self.hazards), 'hazard')} in {messages.plural(places, 'place')}, "
+                f"seen {_times(total)} on {_ranks(ranks)}"
+            )
+        if self.disagreements:
+            ranks = sorted({rank for one in self.disagreements for rank in one.ranks})
+            number = messages.plural(len(self.disagreements), "finding")
+            parts.append(f"{number} about collectives of {_ranks(ranks)}")
+        return "; ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
         """The run as data."""
@@ -173,6 +220,16 @@ class ScriptReport:
                 }
                 for one in self.hazards
             ],
+            "collectives": [
+                {
+                    **asdict(one.found),
+                    "ranks": sorted(one.ranks),
+                    "sentence": one.found.sentence(),
+                    "text": one.found.explain(),
+                }
+                for one in self.disagreements
+            ],
+            "unanswered": list(self._unanswered()),
             "failure": self.found.headline if self.found is not None else "",
             "traceback": self._traceback(),
             "ranks": [
@@ -202,7 +259,9 @@ class ScriptReport:
 
     def _amount(self) -> str:
         streams = max((one["streams"] for one in self.observed if one), default=0)
-        return f"{self.accesses:,} accesses on {messages.plural(streams, 'stream')} of {_ranks_count(self.observed)}"
+        words = f"{self.accesses:,} accesses on {messages.plural(streams, 'stream')} of {_ranks_count(self.observed)}"
+        compared = sum((one or {}).get("collectives", {}).get("checked", 0) for one in self.observed)
+        return words + (f", {compared:,} collectives compared" if compared and len(self.observed) > 1 else "")
 
     def _traceback(self) -> str:
         if self.found is None or self.found.first is None:
@@ -223,10 +282,30 @@ class ScriptReport:
             evidence = self._evidence(rank, is_first=rank == first)
             if evidence:
                 yield "\n".join(f"  {line}" for line in evidence), ""
+        for line in self._unanswered():
+            yield f"  {line}", ""
         hint = self._hint()
         if hint:
             yield f"  hint: {hint}", "yellow"
         yield "", ""
+
+    def _unanswered(self) -> Iterator[str]:
+        """For a run that hung: the collectives that not all ranks have called, and where the others are."""
+        if self.found is None or not self.found.is_hang:
+            return
+        for one in unanswered(self.calls):
+            where = "; ".join(f"rank {rank} {self._whereabouts(rank)}" for rank in one.missing)
+            yield f"only {_ranks(one.callers)} called {one.call}; {where}"
+
+    def _whereabouts(self, rank: int) -> str:
+        """Where a rank is, or how it ended."""
+        assert self.found is not None, "asked for runs that ended"
+        ending = self.found.endings[rank]
+        frames = frames_of_stack(_of_script(self.exits[rank].stack or ""))
+        frame = next((frame for frame in frames if owner(frame.file) is Owner.USER), None)
+        last = self.calls[rank][-1] if self.calls[rank] else None
+        where = f"is at {frame}" if frame is not None else ending.sentence.removeprefix(f"rank {rank} ")
+        return where + (f", after {last}" if last is not None else ", before any collective")
 
     def _evidence(self, rank: int, *, is_first: bool) -> list[str]:
         report, end = self.reports[rank], self.exits[rank]
@@ -262,6 +341,17 @@ def folded(observed: Sequence[Mapping[str, Any] | None]) -> list[FoldedHazard]:
             same.count += hazard.count
             if rank not in same.ranks:
                 same.ranks.append(rank)
+    return list(found.values())
+
+
+def folded_disagreements(observed: Sequence[Mapping[str, Any] | None]) -> list[FoldedDisagreement]:
+    """The findings about collectives, each once: usually both ranks notice, and later steps repeat them."""
+    found: dict[Hashable, FoldedDisagreement] = {}
+    for one in observed:
+        for data in (one or {}).get("collectives", {}).get("found", ()):
+            disagreement = disagreement_from_json(data)
+            same = found.setdefault(disagreement.key, FoldedDisagreement(disagreement))
+            same.ranks |= {party.rank for party in disagreement.parties}
     return list(found.values())
 
 

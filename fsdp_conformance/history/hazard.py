@@ -18,11 +18,13 @@ class HazardKind(StrEnum):
     """The host wrote into pinned memory that a copy was still using."""
     HOST_READ_IN_FLIGHT = "host_read_in_flight"
     """The host read pinned memory before the copy into it was done."""
+    UNINITIALIZED_READ = "uninitialized_read"
+    """A value that nothing has written reached a collective, the host or a branch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HazardRecord:
-    """One race: `then` comes first in the program, and `now` does not wait for it."""
+    """One race: `then` comes first in the program, and `now` does not wait for it, or uses what it did not write."""
 
     kind: HazardKind
     then_op: str

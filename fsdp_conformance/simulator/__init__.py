@@ -6,10 +6,10 @@ accelerator would run concurrently is tracked with vector clocks: an access that
 on is a hazard, whatever the timing. `activation.activate()` registers the device with torch; the first use needs a C++
 compiler.
 
-Not supported: sparse, nested and quantized tensors, CUDA graphs, memory shared between processes, a memory limit. Some
-of torch's composite operations choose by the type of the device and may choose differently than on the CPU;
-convolution, attention, dropout and recurrent networks are handled. torch has one slot for an external device, so the
-simulated one cannot be used beside another such backend.
+Not supported: sparse, nested and quantized tensors, CUDA graphs, memory shared between processes. Some of torch's
+composite operations choose by the type of the device and may choose differently than on the CPU; convolution,
+attention, dropout and recurrent networks are handled. torch has one slot for an external device, so the simulated one
+cannot be used beside another such backend.
 
 The device:
 
@@ -36,6 +36,9 @@ The checker:
     launch            a training script on N ranks
     script            a rank that runs the script
     observe           what a rank observes while the script runs
+    agreement         compares the collectives of the ranks
+    calls             the collectives that each rank has called, in files
+    disagreement      a finding about the collectives of several ranks
     labels            names of modules and parameters in findings
     as_cuda           translates "cuda" for the script
     cuda_module       torch.cuda as the script sees it

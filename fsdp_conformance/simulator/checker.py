@@ -16,9 +16,9 @@ host is such a wait, as on a real accelerator: do it in `suspended()`, or it hid
 A hazard is reported once, where the wait is missing; from then on the wait counts as made. Hazards that differ only in
 their tensors are folded into one, with a count.
 
-The checker does not see accesses that bypass torch's operations (by address, or through a NumPy array), nor races among
-the threads of the host. As on CUDA, waiting for an event that was never recorded does nothing, and streams do not wait
-for the default stream unless told to.
+The checker does not see accesses to device memory that bypass torch's operations, nor races among the threads of the
+host. Accesses of NumPy to pinned memory are seen while a copy into it is in flight. As on CUDA, waiting for an event
+that was never recorded does nothing, and streams do not wait for the default stream unless told to.
 
 Nothing here compiles or loads the extension: without an active device, these functions raise EnvironmentUnavailable.
 """
@@ -51,7 +51,9 @@ __all__ = [
     "reuse",
     "set_mode",
     "set_reuse",
+    "set_uninitialized",
     "suspended",
+    "uninitialized",
     "wait_filter",
     "without_waits",
 ]
@@ -140,18 +142,44 @@ def reuse(reuse: Reuse | str) -> Iterator[None]:
         set_reuse(before)
 
 
+def set_uninitialized(on: bool) -> bool:
+    """
+    Set whether uses of uninitialized memory are hazards too; returns the previous setting. Off at first.
+
+    Copying uninitialized memory, and computing with it, is none: the result counts as uninitialized. A use is what the
+    host reads or decides by, or what a collective reduces, broadcasts or sends. Memory that was allocated before is not
+    tracked.
+    """
+    checker = _checker()
+    before = bool(checker.tracks_unwritten)
+    checker.tracks_unwritten = on
+    return before
+
+
+@contextmanager
+def uninitialized(on: bool = True) -> Iterator[None]:
+    """A context with this setting."""
+    before = set_uninitialized(on)
+    try:
+        yield
+    finally:
+        set_uninitialized(before)
+
+
 def hazards(device: int | None = None) -> tuple[Hazard, ...]:
     """
     The hazards found since the last `clear`, on one device or on all: by device, then in program order.
 
     Converting stacks to text takes time: use `num_hazards()` to see whether there is anything new.
     """
+    build.active().note_touches()
     found = (hazard_from_json(described) for described in _checker().hazards())
     return tuple(hazard for hazard in found if device in (None, hazard.device))
 
 
 def num_hazards() -> int:
     """The number of hazards; equal ones count once."""
+    build.active().note_touches()
     return int(_checker().num_hazards())
 
 

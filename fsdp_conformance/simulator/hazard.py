@@ -1,5 +1,5 @@
 """
-A hazard found by the checker: two accesses to the same memory that nothing orders.
+A hazard found by the checker: two accesses to the same memory that nothing orders, or a use of uninitialized memory.
 
 `sentence()` states it in one line. `explain()` gives the evidence: both accesses with their stacks, the memory, and the
 missing wait as code. The texts are the same in every run of a program: they contain no addresses, and streams and
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from math import prod
@@ -46,6 +46,7 @@ _KINDS: Mapping[HazardKind, str] = {
     HazardKind.REUSE_IN_FLIGHT: "reuse of memory in flight",
     HazardKind.HOST_WRITE_IN_FLIGHT: "host write in flight",
     HazardKind.HOST_READ_IN_FLIGHT: "host read in flight",
+    HazardKind.UNINITIALIZED_READ: "use of uninitialized memory",
 }
 
 _ING = {"read": "reading", "write": "writing"}
@@ -152,8 +153,25 @@ class Access:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class UselessWait:
+    """A wait between two accesses for an event that does not cover the first one."""
+
+    too_early: bool
+    """The event was recorded on the right stream, but before the access; else it was recorded on another stream."""
+    stream: Stream
+    """The stream that it was recorded on."""
+    waiter: Stream
+    """The stream that waits for it, or the host."""
+    recorded: Site | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Hazard:
-    """One race: `now` should have waited for `then`, which comes first in the program."""
+    """
+    One race: `now` should have waited for `then`, which comes first in the program.
+
+    For uninitialized memory, `then` is its allocation, which wrote nothing, and `now` is the use.
+    """
 
     kind: HazardKind
     then: Access
@@ -175,6 +193,8 @@ class Hazard:
     then_block: int
     """The block that `then` touches; differs from `block` only under worst-case reuse."""
     then_nbytes: int
+    useless_wait: UselessWait | None = None
+    """The wait that was meant to order the two, if there is one."""
     count: int
     """How often it was found: hazards with equal kind, operations, labels, streams and stacks are one."""
 
@@ -182,6 +202,11 @@ class Hazard:
     def is_worst_case(self) -> bool:
         """Whether the two had different memory in this run, but could share it in another."""
         return self.kind is HazardKind.REUSE_IN_FLIGHT and self.then_block != self.block
+
+    @property
+    def is_derived(self) -> bool:
+        """Whether it is not the uninitialized memory itself that is used, but what was made from it."""
+        return self.kind is HazardKind.UNINITIALIZED_READ and self.then_block != self.block
 
     def sentence(self) -> str:
         """The two accesses and what is wrong, in one line."""
@@ -199,6 +224,8 @@ class Hazard:
         lines = textwrap.wrap(
             self.sentence() + times, _WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
         )
+        if self.kind is HazardKind.UNINITIALIZED_READ:
+            return "\n".join([*lines, *self._explained_use(stack)])
         for title, access in (("first", self.then), ("then", self.now)):
             lines.append(f"  {title}: {self._op(access)} {access.kind}s {access.extent()}")
             lines += _belongs(access.site) + stack(access.site.stack)
@@ -215,6 +242,7 @@ class Hazard:
         if self.kind is HazardKind.REUSE_IN_FLIGHT:
             lines.append(f"  its previous tenant, allocated on {self._name(self.tenant_stream)}, was {self._freed()}")
             lines += _belongs(self.freed) + stack(self.freed.stack) if self.freed is not None else []
+        lines += self._explained_wait()
         lines.append("  missing:")
         lines += [f"    {line}" for line in self.missing()]
         return "\n".join(lines)
@@ -224,6 +252,11 @@ class Hazard:
         first, second = self.then.stream, self.now.stream
         if self.kind is HazardKind.REUSE_IN_FLIGHT:
             return self._missing_for_reuse()
+        if self.kind is HazardKind.UNINITIALIZED_READ:
+            return [
+                f"# after {self._at(self.then.site)}, before {self._at(self.now.site)}",
+                "tensor.zero_()  # or write every element of it",
+            ]
         if second.is_host:
             verb = "writes" if self.kind is HazardKind.HOST_WRITE_IN_FLIGHT else "reads"
             return [
@@ -254,6 +287,28 @@ class Hazard:
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping; `hazard_from_json` is the inverse."""
         return asdict(self)
+
+    def _explained_use(self, stack: Callable[[Sequence[Frame]], list[str]]) -> list[str]:
+        """The allocation and the use of uninitialized memory."""
+        lines = [f"  allocated by {self.then.site.op}, {self.then_nbytes} bytes"]
+        lines += _belongs(self.then.site) + stack(self.then.site.stack)
+        lines.append(f"  used: {self._op(self.now)} reads {self.now.extent()}")
+        lines += _belongs(self.now.site) + stack(self.now.site.stack)
+        lines.append("  missing:")
+        return lines + [f"    {line}" for line in self.missing()]
+
+    def _explained_wait(self) -> list[str]:
+        """Why the wait between the two does not order them."""
+        wait = self.useless_wait
+        if wait is None:
+            return []
+        frame = wait.recorded.innermost() if wait.recorded is not None else None
+        at = f" at {frame}" if frame is not None else ""
+        if wait.too_early:
+            why = f"was recorded{at}, before {self._op(self.then)}: record it after that"
+        else:
+            why = f"was recorded{at}, on {self._name(wait.stream)}: record it on {self._name(self.then.stream)}"
+        return [f"  useless: {self._name(wait.waiter)} waits in between, but the event {why}"]
 
     def _place(self) -> str:
         return "pinned memory" if self.pinned else f"{_DEVICE}:{self.device}"
@@ -290,6 +345,11 @@ class Hazard:
                 return f"{second} overwrites what {first} {self.then.kind}s, without having waited for it"
             case HazardKind.HOST_READ_IN_FLIGHT:
                 return f"{second} reads what {first} writes, without having waited for it"
+            case HazardKind.UNINITIALIZED_READ:
+                what = "a value that nothing has written"
+                if self.is_derived:
+                    what = "a value computed or copied from memory that nothing has written"
+                return f"{second} uses {what}"
         given = "may be given" if self.is_worst_case else "uses"
         return f"{second} {given} memory that was freed while {first} was still {_ING[self.then.kind]} it"
 
@@ -325,7 +385,19 @@ def hazard_from_json(data: Mapping[str, Any]) -> Hazard:
         allocated=_site(data["allocated"]),
         freed=_site(data["freed"]),
         tenant_stream=Stream(**data["tenant_stream"]),
+        useless_wait=_useless_wait(data.get("useless_wait")),
         **{name: data[name] for name in ("device", "pinned", "block", "nbytes", "then_block", "then_nbytes", "count")},
+    )
+
+
+def _useless_wait(data: Mapping[str, Any] | None) -> UselessWait | None:
+    if data is None:
+        return None
+    return UselessWait(
+        too_early=data["too_early"],
+        stream=Stream(**data["stream"]),
+        waiter=Stream(**data["waiter"]),
+        recorded=_site(data["recorded"]),
     )
 
 

@@ -19,11 +19,16 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.harness.recording.call_site import Calling, calling_frame
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.cuda_names import replace
 
 #: What DDP, FSDP1, activation checkpointing and torch.compile add to names.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?:\.|$)")
+
+
+#: Where the backward pass that runs now was called.
+_backward: Calling | None = None
 
 
 class Labels:
@@ -83,6 +88,11 @@ def install() -> Labels:
     return labels
 
 
+def caller_of_backward() -> Calling | None:
+    """The line of the script that called the backward pass which runs now; None if none does."""
+    return _backward
+
+
 def _follow_backward(extension: Any) -> None:
     """
     Give operations in autograd's threads the stack of the call that they work for.
@@ -97,16 +107,19 @@ def _follow_backward(extension: Any) -> None:
 
     @functools.wraps(run)
     def followed(*args: Any, **kwargs: Any) -> Any:
+        global _backward
         # Activation checkpointing calls it again from inside.
         is_outermost = not getattr(local, "runs", False)
         if is_outermost:
             local.runs = True
+            _backward = calling_frame()
             extension.begin_backward()
         try:
             return run(*args, **kwargs)
         finally:
             if is_outermost:
                 local.runs = False
+                _backward = None
                 extension.end_backward()
 
     replace(torch.autograd, _engine_run_backward=followed)

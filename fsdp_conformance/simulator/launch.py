@@ -27,6 +27,7 @@ from typing import IO, Any
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.processes.forkserver import STOP_TIMEOUT_S, WarmServer
+from fsdp_conformance.simulator.calls import Call, logs_of
 
 #: The modules that the warm process imports for the ranks: those that training scripts use, and those that torch
 #: imports lazily (dynamo, at the first optimizer step). Not torch's test harness, which changes the process's settings.
@@ -74,6 +75,10 @@ class ScriptOrder:
     as_cuda: bool
     timeout_s: float
     """Seconds from the start of the ranks until the script has ended on all of them."""
+    reuse: str = "exact"
+    """Which memory the checker lets new tensors share: `checker.Reuse`."""
+    memory: int | None = None
+    """The memory of each device in bytes; None for no limit."""
 
     def deadlines(self) -> Deadlines:
         """A stuck collective times out before its rank is ended, so that it is reported."""
@@ -97,22 +102,27 @@ class ScriptLaunch:
     The ranks of a script. A context manager: when the block ends, so have all ranks.
 
     `start` and `wait` are separate so that the warm process and the controller import torch at the same time. An
-    exception in the block (Ctrl-C) ends every rank.
+    exception in the block (Ctrl-C) ends every rank. `server` is a warm process that several launches share; without one
+    the launch has its own.
     """
 
-    def __init__(self, order: ScriptOrder, say: Say) -> None:
+    def __init__(self, order: ScriptOrder, say: Say, server: WarmServer | None = None) -> None:
         self.order = order
         self.observed: list[dict[str, Any] | None] = [None] * order.world_size
         """What each rank observed: from its report, or from what it had saved when it ended."""
+        self.calls: list[list[Call]] = [[] for _ in range(order.world_size)]
+        """The collectives that each rank has called."""
         self._say = say
-        self._server = WarmServer((*PRELOAD, *([_PRELOAD_AS_CUDA] if order.as_cuda else [])), {})
+        self._owns_server = server is None
+        self._server = server or warm_server(as_cuda=order.as_cuda)
         self._resources = contextlib.ExitStack()
         self._followers: list[_Follower] = []
         self._supervisor: Any = None
         self._orders: list[Any] = []
 
     def __enter__(self) -> ScriptLaunch:
-        self._resources.callback(_end_server, self._server)
+        if self._owns_server:
+            self._resources.callback(end_server, self._server)
         try:
             self._server.ensure_running()
         except BaseException:
@@ -162,6 +172,8 @@ class ScriptLaunch:
         for index, (order, report) in enumerate(zip(self._orders, self._supervisor.reports(), strict=True)):
             said = report.measurements.get("observed") if report is not None else None
             self.observed[index] = said or _written(Path(order.files.output).with_suffix(OBSERVED_SUFFIX))
+        if self._orders:
+            self.calls = logs_of(self._orders[0].case.directory, self.order.world_size)
 
 
 @contextlib.contextmanager
@@ -246,7 +258,13 @@ def _written(path: Path) -> dict[str, Any] | None:
     return found
 
 
-def _end_server(server: WarmServer) -> None:
+def warm_server(*, as_cuda: bool) -> WarmServer:
+    """A warm process for scripts. `end_server` ends it."""
+    return WarmServer((*PRELOAD, *([_PRELOAD_AS_CUDA] if as_cuda else [])), {})
+
+
+def end_server(server: WarmServer) -> None:
+    """End a warm process: at once if it has no ranks, else when they have ended."""
     server.retire()
     deadline = time.monotonic() + STOP_TIMEOUT_S
     while not server.reap():

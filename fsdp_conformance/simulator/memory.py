@@ -5,12 +5,15 @@ Bytes are exact: a storage of n bytes counts as n from its allocation until it i
 it rounds up to 512 bytes and splits larger blocks. Allocations of a thread in `checker.suspended()` are not counted.
 
 Freed blocks are cached by device, stream and exact size, last in, first out, and keep their history for the checker.
-Uninitialized memory is NaN, whether new or reused.
+Uninitialized memory is NaN, whether new or reused. Blocks of 64 MiB and more take up memory of the host only where
+they are written. With a limit (`set_memory_limit`), an allocation that does not fit raises torch.OutOfMemoryError, once
+the cached blocks have been freed in vain.
 
 Pinned memory belongs to no device. A non-blocking copy into it completes when the host has waited for its stream; until
 then the host finds NaN. A copy from it reads the contents at the time of the call. While such copies are in flight,
-torch's operations on pinned memory are checked in every thread of the host. Accesses that bypass torch (NumPy, tolist,
-a process group for CPU tensors) are not: reads find NaN, and writes are detected when the host waits.
+torch's operations on pinned memory are checked in every thread of the host. Accesses that bypass torch (NumPy, tolist)
+are noticed while a copy into the memory is in flight; writes into the source of a copy are detected at the next wait.
+A system call that is given such memory (a file's write, for example) fails with EFAULT.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.simulator import build
 from fsdp_conformance.simulator.device import index_of
 
@@ -33,6 +37,7 @@ __all__ = [
     "reset_accumulated_memory_stats",
     "reset_max_memory_allocated",
     "reset_peak_memory_stats",
+    "set_memory_limit",
 ]
 
 
@@ -95,8 +100,8 @@ def memory_stats(device: Any = None) -> dict[str, int]:
         },
         "reserved_bytes.all.current": stats["reserved"],
         "reserved_bytes.all.peak": stats["peak_reserved"],
-        "num_alloc_retries": 0,
-        "num_ooms": 0,
+        "num_alloc_retries": stats["num_alloc_retries"],
+        "num_ooms": stats["num_ooms"],
     }
     return OrderedDict(sorted(named.items()))
 
@@ -107,9 +112,16 @@ def host_memory_stats() -> dict[str, int]:
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Free and total bytes. Each device claims to have as much memory as the machine."""
+    """Free and total bytes. Without a limit, each device claims to have as much memory as the machine."""
     free, total = build.load().memory_info(index_of(device))
     return free, total
+
+
+def set_memory_limit(nbytes: int | None) -> None:
+    """From now on each device has this many bytes; None for no limit. Raises ConfigError unless it is positive."""
+    if nbytes is not None and nbytes <= 0:
+        raise ConfigError([f"nbytes must be positive, or None for no limit, got {nbytes}"], where="set_memory_limit")
+    build.load().set_memory_limit(nbytes or 0)
 
 
 def empty_cache() -> None:

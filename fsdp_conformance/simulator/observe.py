@@ -23,8 +23,9 @@ from torch._C._distributed_c10d import FileStore
 
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.frames import Owner, owner
-from fsdp_conformance.simulator import build, checker, labels
+from fsdp_conformance.simulator import build, checker, labels, memory
 from fsdp_conformance.simulator.activation import activate
+from fsdp_conformance.simulator.agreement import Agreement
 from fsdp_conformance.simulator.cuda_names import replace
 from fsdp_conformance.simulator.launch import ScriptOrder
 
@@ -32,8 +33,10 @@ from fsdp_conformance.simulator.launch import ScriptOrder
 class Observer:
     """What this process has observed so far."""
 
-    def __init__(self, order: ScriptOrder, directory: Path) -> None:
+    def __init__(self, order: ScriptOrder, directory: Path, agreement: Agreement) -> None:
         self.order = order
+        self.agreement = agreement
+        """Compares the collectives of the ranks."""
         self.notes: dict[str, None] = {}
         """Sentences for the report, in order, without duplicates."""
         self.waits: Counter[str] = Counter()
@@ -47,6 +50,10 @@ class Observer:
         """Activate the accelerator and start observing. Raises EnvironmentUnavailable without a compiler."""
         activate(self.order.world_size)
         checker.set_mode(self.order.mode)
+        checker.set_reuse(self.order.reuse)
+        checker.set_uninitialized(True)
+        if self.order.memory is not None:
+            memory.set_memory_limit(self.order.memory)
         checker.clear()
         # Until the process ends.
         self._arranged.enter_context(checker.wait_filter(self._count))
@@ -58,10 +65,12 @@ class Observer:
             from fsdp_conformance.simulator import as_cuda
 
             self.notes.update(dict.fromkeys(as_cuda.install(names)))
+            if self.order.memory is not None:
+                _set_total_memory(self.order.memory)
 
     def progress(self) -> int:
-        """A number that changes when there is a new hazard."""
-        return checker.num_hazards()
+        """A number that changes when there is a new finding."""
+        return checker.num_hazards() + len(self.agreement.found)
 
     def observed(self) -> dict[str, Any]:
         """The hazards, and how much was checked; JSON-ready."""
@@ -71,6 +80,7 @@ class Observer:
             "waits": dict(self.waits),
             "streams": build.load().Checker.get().num_lanes() - 1,  # lane 0 is the host
             "notes": list(self.notes),
+            "collectives": self.agreement.observed(),
         }
 
     def _count(self, kind: str, stream: int, index: int) -> bool:
@@ -107,9 +117,23 @@ class Observer:
         return None if (more[0] if more else options.get("join", True)) else _Spawned()
 
 
+def _set_total_memory(nbytes: int) -> None:
+    """Scripts also read the size of the memory in the properties of the device."""
+    properties = torch.cuda.get_device_properties
+
+    def with_total(device: Any = None) -> Any:
+        found = properties(device)
+        found.total_memory = nbytes
+        return found
+
+    replace(torch.cuda, get_device_properties=with_total)
+
+
 def _of_script(hazard: dict[str, Any]) -> dict[str, Any]:
     """The hazard without the frames that started the script, and those of wrappers between the script and torch."""
-    for site in (hazard["then"]["site"], hazard["now"]["site"], hazard["allocated"], hazard["freed"]):
+    event = hazard["useless_wait"] or {"recorded": None}
+    sites = (hazard["then"]["site"], hazard["now"]["site"], hazard["allocated"], hazard["freed"], event["recorded"])
+    for site in sites:
         if site is not None:
             stack = itertools.takewhile(lambda frame: frame["file"] != "<frozen runpy>", site["stack"])
             site["stack"] = [frame for frame in stack if owner(frame["file"]) is not Owner.MACHINERY]
@@ -124,8 +148,8 @@ class _Spawned:
         return True
 
 
-def begin(order: ScriptOrder, directory: Path) -> Observer:
+def begin(order: ScriptOrder, directory: Path, agreement: Agreement) -> Observer:
     """Prepare this process for a script."""
-    observer = Observer(order, directory)
+    observer = Observer(order, directory, agreement)
     observer.begin()
     return observer

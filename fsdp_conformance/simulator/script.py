@@ -30,6 +30,8 @@ from fsdp_conformance.harness.recording.collective_log import CollectiveObserver
 from fsdp_conformance.harness.recording.process_group import register_recording_backend
 from fsdp_conformance.outcome import RankError
 from fsdp_conformance.simulator import observe
+from fsdp_conformance.simulator.agreement import Agreement
+from fsdp_conformance.simulator.labels import caller_of_backward
 from fsdp_conformance.simulator.launch import OBSERVED_SUFFIX, ScriptOrder, ScriptPayload, torchrun_variables
 
 #: Seconds between two saves of the observations, for a rank that never gets to report.
@@ -66,9 +68,12 @@ class ScriptRank:
         os.environ.update(
             torchrun_variables(self.run.order.rank, case.world_size, port=self.payload.port, run_id=self.payload.run_id)
         )
-        self._observer = observe.begin(self.order, case.directory)
+        rank = self.run.order.rank
+        agreement = Agreement(case.directory, rank, case.world_size, caller_of_backward)
+        self._observer = observe.begin(self.order, case.directory, agreement)
         register_recording_backend(case.device_type)
         log().observers.append(_Forgetful())
+        log().issuer = agreement.issue
 
     def run_script(self) -> None:
         """Run the script; the observations go into the report, however it ends."""
@@ -82,10 +87,12 @@ class ScriptRank:
                 self._has_begun = True
                 self._execute()
                 _finish()
+                observer.agreement.end()
             except SystemExit as leaving:
                 _finish()
                 if leaving.code not in (None, 0):
                     raise ScriptExited(f"the script ended with sys.exit({leaving.code!r})") from None
+                observer.agreement.end()
             finally:
                 self.run.report.measurements["observed"] = observer.observed()
 

@@ -5,29 +5,44 @@ from __future__ import annotations
 import os
 import sys
 from types import FrameType
+from typing import NamedTuple
 
 from fsdp_conformance.frames import Owner, owner
 
 
-def call_site() -> str:
+class Calling(NamedTuple):
+    """The place of a call."""
+
+    file: str
+    """As in `co_filename`."""
+    line: int
+    function: str
+
+
+def calling_frame() -> Calling | None:
     """
-    "file.py:123 in function": the innermost frame outside torch, the standard library and this package's machinery.
+    The innermost frame outside torch, the standard library and this package's machinery.
 
     A thread started by C++ (autograd's, on an accelerator) may have no such frame: then the innermost frame of torch,
-    or "".
+    or None.
     """
     frame: FrameType | None = sys._getframe(1)
     inner: FrameType | None = None
     while frame is not None:
         of = owner(frame.f_code.co_filename)
         if of is Owner.USER:
-            return _describe(frame)
+            return _place(frame)
         if of is Owner.TORCH:
             inner = inner or frame
         frame = frame.f_back
-    return _describe(inner) if inner is not None else ""
+    return _place(inner) if inner is not None else None
 
 
-def _describe(frame: FrameType) -> str:
-    code = frame.f_code
-    return f"{os.path.basename(code.co_filename)}:{frame.f_lineno} in {code.co_name}"
+def call_site() -> str:
+    """The same as text: "file.py:123 in function"; "" if there is none."""
+    place = calling_frame()
+    return f"{os.path.basename(place.file)}:{place.line} in {place.function}" if place is not None else ""
+
+
+def _place(frame: FrameType) -> Calling:
+    return Calling(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)

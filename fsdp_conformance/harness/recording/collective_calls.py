@@ -9,7 +9,7 @@ collectives. torch has several methods for one collective, and renames them (2.1
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -111,6 +111,34 @@ def reduce_op_name(value: Any) -> str:
         return value.upper()
     name: str = getattr(value, "op", value).name
     return name
+
+
+def root_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """The root, as a rank of the group, from an options struct or a separate argument; 0 if there is none."""
+    options = [*args, *kwargs.values()]
+    for option in options:
+        if hasattr(option, "rootRank"):
+            return int(option.rootRank)
+    numbers = [option for option in options if type(option) is int]
+    return int(kwargs.get("root", numbers[0] if numbers else 0))
+
+
+def input_splits_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """How an all-to-all of single tensors splits its input; empty for equal parts, None for other collectives."""
+    return _splits_of(name, args, kwargs, position=3, keyword="input_split_sizes")
+
+
+def output_splits_of(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """How an all-to-all of single tensors splits its output; empty for equal parts, None for other collectives."""
+    return _splits_of(name, args, kwargs, position=2, keyword="output_split_sizes")
+
+
+def _splits_of(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any], *, position: int, keyword: str
+) -> tuple[int, ...] | None:
+    if name not in ("alltoall_base", "all_to_all_single"):
+        return None
+    return tuple(args[position] if len(args) > position else kwargs.get(keyword, ()))
 
 
 def _argument(

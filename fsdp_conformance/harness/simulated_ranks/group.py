@@ -12,7 +12,7 @@ import contextlib
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -25,7 +25,7 @@ from torch.distributed import DistBackendError, ProcessGroup, Work, distributed_
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.recording.call_site import call_site
-from fsdp_conformance.harness.recording.collective_calls import METHODS, traffic_of
+from fsdp_conformance.harness.recording.collective_calls import METHODS, input_splits_of, root_of, traffic_of
 from fsdp_conformance.harness.recording.collective_log import Traffic
 from fsdp_conformance.harness.recording.process_group import TwinnedProcessGroup
 from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
@@ -236,7 +236,7 @@ def _method(name: str) -> Callable[..., Work | None]:
         if traffic.op in (Op.SEND, Op.RECV):
             peer, tag = (self.sender(args[-1]), args[-1]) if name == "recv_anysource" else args[1:3]
             return self.pass_on(traffic, peer, tag)
-        work = self.meet(traffic, root=_root(options, kwargs), sizes=_split_sizes(name, args, kwargs))
+        work = self.meet(traffic, root=root_of(args, kwargs), sizes=input_splits_of(name, args, kwargs))
         if name == "monitored_barrier":
             work.wait()
             return None
@@ -258,23 +258,6 @@ def _is_on_cpu(traffic: Traffic, options: Sequence[Any]) -> bool:
     # A barrier belongs to the device that it names, if it names one.
     devices = [getattr(option, "device", None) for option in options]
     return all(device is None or torch.device(device).type == "cpu" for device in devices)
-
-
-def _root(options: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """The root, from an options struct or a separate argument; 0 if there is none."""
-    for option in options:
-        if hasattr(option, "rootRank"):
-            return int(option.rootRank)
-    numbers = [option for option in options if type(option) is int]
-    return int(kwargs.get("root", numbers[0] if numbers else 0))
-
-
-def _split_sizes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """How an all-to-all of single tensors splits its input; empty for equal parts, None for other collectives."""
-    if name not in ("alltoall_base", "all_to_all_single"):
-        return None
-    given = args[3] if len(args) > 3 else kwargs.get("input_split_sizes", ())
-    return tuple(given)
 
 
 class _Groups:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +29,38 @@ _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 def text(run: RunFile, certificate: Certificate) -> str:
     """The whole file. The verdict of the run is among its properties."""
     groups = grouped(run.records)
-    driver = {
-        "name": "fsdp-conformance",
-        "version": str(run.header.get("suite", "")),
-        "rules": [_rule(id_) for id_ in sorted({requirement_of(group.first) for group in groups})],
-    }
-    content = {
-        "$schema": _SCHEMA,
-        "version": "2.1.0",
-        "runs": [
-            {
-                "tool": {"driver": driver},
-                "results": [_result(group, run) for group in groups],
-                "properties": {"verdict": certificate.word, "profile": certificate.profile},
-            }
-        ],
-    }
-    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+    return document(
+        version=str(run.header.get("suite", "")),
+        rules=[_rule(id_) for id_ in sorted({requirement_of(group.first) for group in groups})],
+        results=[_result(group, run) for group in groups],
+        properties={"verdict": certificate.word, "profile": certificate.profile},
+    )
+
+
+def document(
+    *,
+    version: str,
+    rules: Sequence[Mapping[str, Any]],
+    results: Sequence[Mapping[str, Any]],
+    properties: Mapping[str, Any],
+) -> str:
+    """A SARIF file with one run of this program."""
+    driver = {"name": "fsdp-conformance", "version": version, "rules": rules}
+    run = {"tool": {"driver": driver}, "results": results, "properties": properties}
+    return json.dumps({"$schema": _SCHEMA, "version": "2.1.0", "runs": [run]}, indent=1, ensure_ascii=False) + "\n"
+
+
+def location(file: str, line: int, message: str = "") -> dict[str, Any]:
+    """A place in a file of the working directory; line 0 is the whole file."""
+    physical: dict[str, Any] = {"artifactLocation": {"uri": file}}
+    if line:
+        physical["region"] = {"startLine": line}
+    return {"physicalLocation": physical, **({"message": {"text": message}} if message else {})}
+
+
+def fingerprint(parts: Iterable[str]) -> dict[str, str]:
+    """What makes an alert the same one from run to run."""
+    return {"fsdpConformance/v1": hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]}
 
 
 def _rule(id_: str) -> dict[str, Any]:
@@ -62,29 +78,27 @@ def _result(group: Group, run: RunFile) -> dict[str, Any]:
         "ruleId": requirement_of(record),
         "level": "error" if record.verdict in ACCUSING else "warning",
         "message": {"text": render_record(record, others=group.others)},
-        "partialFingerprints": {"fsdpConformance/v1": hashlib.sha256("\n".join(key).encode()).hexdigest()[:16]},
+        "partialFingerprints": fingerprint(key),
         "properties": {"cases": [one.case for one in group.cases], "verdict": record.verdict},
     }
     place = _place(record, run)
     if place is not None:
-        file, line = place
-        region = {"region": {"startLine": line}} if line else {}
-        result["locations"] = [{"physicalLocation": {"artifactLocation": {"uri": file}, **region}}]
+        result["locations"] = [location(*place)]
     return result
 
 
 def _place(record: CaseRecord, run: RunFile) -> tuple[str, int] | None:
     """A file of this repository, and a line if one is known. Installed packages are not part of it."""
     for frame in engine_frames(frames_of_traceback(record.traceback)):
-        file = _relative(frame.file)
+        file = relative(frame.file)
         if file is not None:
             return file, int(frame.line)
     spec = str((run.header.get("implementation") or {}).get("spec") or "")
-    file = _relative(spec.rpartition(":")[0]) if ".py:" in spec else None
+    file = relative(spec.rpartition(":")[0]) if ".py:" in spec else None
     return (file, 1) if file is not None else None
 
 
-def _relative(file: str) -> str | None:
+def relative(file: str) -> str | None:
     """The path below the working directory, with slashes; None for any other file."""
     path = Path(file)
     if path.is_absolute():

@@ -6,10 +6,13 @@
 
 #include <atomic>
 #include <cstring>
+#include <iomanip>
 #include <map>
 #include <mutex>
+#include <sstream>
 #include <unordered_map>
 
+#include "pages.h"
 #include "pinned.h"
 #include "runtime.h"
 #include "settle.h"
@@ -48,6 +51,7 @@ struct Memory {
   std::unordered_map<BlockId, std::string> names;
   std::atomic<size_t> num_names{0};
   std::map<c10::DeviceIndex, MemoryStats> stats;
+  std::atomic<size_t> limit{0};
 };
 
 Memory& memory() {
@@ -83,6 +87,71 @@ SitePtr site_of_allocation() {
 
 void give_back(void* context);
 
+/// "80.00 GiB"
+std::string size_text(size_t nbytes) {
+  const char* const units[] = {" bytes", " KiB", " MiB", " GiB", " TiB"};
+  auto size = static_cast<double>(nbytes);
+  size_t unit = 0;
+  for (; size >= 1024 && unit < 4; ++unit) {
+    size /= 1024;
+  }
+  std::ostringstream text;
+  text << std::fixed << std::setprecision(unit == 0 ? 0 : 2) << size << units[unit];
+  return text.str();
+}
+
+/// Raise if a new block does not fit into the device, even after its cached blocks are freed.
+void make_room(c10::DeviceIndex device, size_t nbytes) {
+  Memory& all = memory();
+  const size_t limit = all.limit.load(std::memory_order_relaxed);
+  if (limit == 0) {
+    return;
+  }
+  std::vector<Block*> dropped;
+  size_t held = 0;
+  {
+    std::lock_guard<std::mutex> lock(all.mutex);
+    auto& stats = all.stats[device];
+    if (static_cast<size_t>(stats.reserved) + nbytes <= limit) {
+      return;
+    }
+    for (auto& [pool, sizes] : all.cached) {
+      if (pool.first != device) {
+        continue;
+      }
+      for (auto& [size, blocks] : sizes) {
+        stats.reserved -= static_cast<int64_t>(size * blocks.size());
+        dropped.insert(dropped.end(), blocks.begin(), blocks.end());
+      }
+      sizes.clear();
+    }
+    stats.num_alloc_retries += 1;
+    held = static_cast<size_t>(stats.reserved);
+    stats.num_ooms += held + nbytes > limit ? 1 : 0;
+  }
+  for (auto* block : dropped) {
+    Checker::get().remove_block(block->id);
+    delete block;
+  }
+  // As on CUDA: programs look for "CUDA out of memory." in the text.
+  TORCH_CHECK_WITH(
+      OutOfMemoryError, held + nbytes <= limit, "CUDA out of memory. Tried to allocate ", size_text(nbytes), ". GPU ",
+      static_cast<int>(device), " has a total capacity of ", size_text(limit), " of which ", size_text(limit - held),
+      " is free (simulated: --memory sets the capacity).");
+}
+
+/// Memory of a new block, full of NaN, which is what a read of uninitialized memory finds.
+c10::DataPtr nan_memory(size_t nbytes) {
+  if (nbytes >= kLazyBytes) {
+    if (auto lazy = lazy_pages(nbytes)) {
+      return lazy;
+    }
+  }
+  auto made = c10::GetCPUAllocator()->allocate(nbytes);
+  std::memset(made.get(), 0xFF, nbytes);
+  return made;
+}
+
 /// A block for `nbytes` on the device's current stream: over `fresh` if that is memory, else over cached or new memory.
 c10::DataPtr hand_out(c10::DeviceIndex device, size_t nbytes, c10::DataPtr fresh) {
   Memory& all = memory();
@@ -100,7 +169,11 @@ c10::DataPtr hand_out(c10::DeviceIndex device, size_t nbytes, c10::DataPtr fresh
     }
   }
   const bool cached = block != nullptr;
+  const bool written = static_cast<bool>(fresh);
   if (!cached) {
+    if (counted) {
+      make_room(device, nbytes);
+    }
     block = new Block();
     block->nbytes = nbytes;
     block->device = device;
@@ -111,16 +184,22 @@ c10::DataPtr hand_out(c10::DeviceIndex device, size_t nbytes, c10::DataPtr fresh
   if (fresh) {
     replaced = std::move(block->memory);
     block->memory = std::move(fresh);
-  } else {
-    if (!cached) {
-      block->memory = c10::GetCPUAllocator()->allocate(nbytes);
+  } else if (!cached) {
+    try {
+      block->memory = nan_memory(nbytes);
+    } catch (...) {
+      delete block;
+      throw;
     }
-    std::memset(block->memory.get(), 0xFF, nbytes);  // NaN, which is what a read of uninitialized memory finds
+  } else if (nbytes < kLazyBytes) {
+    std::memset(block->memory.get(), 0xFF, nbytes);
+  } else if (!renew(block->memory, nbytes)) {
+    replaced = std::exchange(block->memory, nan_memory(nbytes));
   }
   if (!cached) {
     block->id = Checker::get().add_block(nbytes, device, /*pinned=*/false);
   }
-  Checker::get().allocated(block->id, lane, std::move(site));
+  Checker::get().allocated(block->id, lane, std::move(site), written);
   {
     std::lock_guard<std::mutex> lock(all.mutex);
     all.by_address[static_cast<const char*>(block->memory.get())] = block;
@@ -266,8 +345,14 @@ struct PinnedMemory final : HostAllocatorBase {
     block->nbytes = nbytes;
     block->device = current_device();
     block->pinned = true;
-    block->memory = c10::GetCPUAllocator()->allocate(nbytes);
-    std::memset(block->memory.get(), 0xFF, nbytes);
+    // Pages of its own, so that they can be guarded.
+    block->memory = nbytes >= kLazyBytes ? lazy_pages(nbytes) : own_pages(nbytes);
+    if (!block->memory) {
+      block->memory = own_pages(nbytes);
+    }
+    if (nbytes < kLazyBytes) {
+      std::memset(block->memory.get(), 0xFF, nbytes);
+    }
     block->id = Checker::get().add_block(nbytes, block->device, /*pinned=*/true);
     Checker::get().allocated(block->id, kHost, site_of_allocation());
     Memory& all = memory();
@@ -345,8 +430,15 @@ void register_allocators() {
 #endif
 }
 
+void set_memory_limit(size_t nbytes) {
+  memory().limit.store(nbytes);
+}
+
 std::pair<size_t, size_t> memory_info(c10::DeviceIndex device) {
-  static const auto total = static_cast<size_t>(sysconf(_SC_PAGE_SIZE)) * static_cast<size_t>(sysconf(_SC_PHYS_PAGES));
+  static const auto machine =
+      static_cast<size_t>(sysconf(_SC_PAGE_SIZE)) * static_cast<size_t>(sysconf(_SC_PHYS_PAGES));
+  const size_t limit = memory().limit.load();
+  const size_t total = limit > 0 ? limit : machine;
   const auto reserved = static_cast<size_t>(memory_stats(device).reserved);
   return {total > reserved ? total - reserved : 0, total};
 }
@@ -443,6 +535,23 @@ std::string name_of(BlockId block) {
   return found == all.names.end() ? std::string() : found->second;
 }
 
+namespace {
+
+/// The first bytes of one block have been copied to another.
+void hand_on_unwritten(const c10::DataPtr& from, const c10::DataPtr& to, size_t nbytes) {
+  const auto source = locate(from);
+  const auto target = locate(to);
+  if (!Checker::get().any_unwritten() || !source || !target) {
+    return;
+  }
+  const Extent extent{0, static_cast<int64_t>(nbytes), {}};
+  auto bytes = Checker::get().unwritten(source->block, extent);
+  Checker::get().written(target->block, extent);
+  Checker::get().spoil(target->block, std::move(bytes));
+}
+
+}  // namespace
+
 void resize_bytes(c10::StorageImpl* storage, size_t nbytes) {
   TORCH_CHECK(storage->resizable(), "Trying to resize storage that is not resizable");
   const auto before = storage->nbytes();
@@ -459,6 +568,7 @@ void resize_bytes(c10::StorageImpl* storage, size_t nbytes) {
     // A copy on the current stream, as on CUDA.
     settle(storage->data(), kept);
     std::memcpy(fresh.get(), storage->data(), kept);
+    hand_on_unwritten(storage->data_ptr(), fresh, kept);
     if (checking()) {
       const Lane lane = lane_of(current_stream(device));
       const SitePtr site = here("resize_");

@@ -46,12 +46,16 @@ struct MemoryStats {
   int64_t peak_num_allocations = 0;
   int64_t total_num_allocations = 0;
   int64_t total_num_frees = 0;
+  int64_t num_alloc_retries = 0;  // the cache was emptied to make room
+  int64_t num_ooms = 0;
 };
 /// For a device, or for pinned memory (-1).
 MemoryStats memory_stats(c10::DeviceIndex device);
 void reset_peak_memory_stats(c10::DeviceIndex device);
 void reset_accumulated_memory_stats(c10::DeviceIndex device);
-/// Free and total bytes of a device. Each device claims as much memory as the machine has.
+/// The memory of each device; 0 for no limit.
+void set_memory_limit(size_t nbytes);
+/// Free and total bytes of a device. Without a limit, each device claims as much memory as the machine has.
 std::pair<size_t, size_t> memory_info(c10::DeviceIndex device);
 /// Free the cached blocks of all devices.
 void empty_cache();

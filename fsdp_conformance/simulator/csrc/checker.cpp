@@ -9,6 +9,9 @@ namespace {
 
 thread_local int suspensions = 0;
 
+/// How many waits of a lane are remembered, to explain hazards.
+constexpr size_t kKeptWaits = 32;
+
 /// Returns whether `into` learned anything.
 bool join(Clock& into, const Clock& from) {
   if (into.size() < from.size()) {
@@ -41,7 +44,7 @@ Checker& Checker::get() {
 }
 
 Checker::Checker() : state_(std::make_unique<State>()) {
-  state_->lanes.push_back({"host", -1, 0, {1}, 0, 0});
+  state_->lanes.push_back({"host", -1, 0, {1}, {}, 0, 0});
   state_->lanes_of_device[-1] = 1;
 }
 
@@ -69,7 +72,7 @@ void Checker::set_reuse(Reuse reuse) {
 
 Lane Checker::add_lane(std::string name, int32_t device) {
   const std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->lanes.push_back({std::move(name), device, state_->lanes_of_device[device]++, {}, 0, 0});
+  state_->lanes.push_back({std::move(name), device, state_->lanes_of_device[device]++, {}, {}, 0, 0});
   return static_cast<Lane>(state_->lanes.size() - 1);
 }
 
@@ -159,6 +162,29 @@ bool Checker::host_knows(const Clock& clock) const {
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
+// Events
+// ---------------------------------------------------------------------------------------------------------------------
+
+EventMark Checker::mark(Lane lane, SitePtr site) {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  return {lane, ++state_->order, std::move(site)};
+}
+
+void Checker::note_wait(Lane lane, const Clock& clock, EventMark event) {
+  if (suspended() || event.site == nullptr) {
+    return;
+  }
+  State::Trash trash;
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  auto& waits = state_->lane(lane).waits;
+  waits.push_back({std::move(event), clock, ++state_->order});
+  if (waits.size() > kKeptWaits) {
+    trash.waits.push_back(std::move(waits.front()));
+    waits.pop_front();
+  }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
 // Memory
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -184,12 +210,16 @@ void Checker::remove_block(BlockId id) {
     return;
   }
   state_->take_from_pool(id, found->second);
+  if (!found->second.unwritten.empty()) {
+    --state_->num_unwritten;
+  }
   removed = std::move(found->second);
   state_->blocks.erase(found);
 }
 
-void Checker::allocated(BlockId id, Lane lane, SitePtr site) {
+void Checker::allocated(BlockId id, Lane lane, SitePtr site, bool written) {
   auto tenant = std::make_shared<Tenant>();
+  auto origin = std::make_shared<Origin>();
   State::Trash trash;
   const std::lock_guard<std::mutex> lock(state_->mutex);
   Block& block = state_->block(id);
@@ -199,6 +229,12 @@ void Checker::allocated(BlockId id, Lane lane, SitePtr site) {
   tenant->block_number = block.number;
   tenant->bytes = block.bytes;
   tenant->allocated = std::move(site);
+  std::vector<Unwritten> bytes;
+  if (!written && state_->tracks_unwritten && !suspended() && state_->mode.load() != Mode::Off) {
+    *origin = {tenant->allocated, lane, block.number, block.bytes, tenant->allocation};
+    bytes.push_back({0, static_cast<int64_t>(block.bytes), std::move(origin)});
+  }
+  state_->set_unwritten(block, std::move(bytes), trash);
   trash.tenants.push_back(std::move(block.tenant));
   block.tenant = std::move(tenant);
   block.live = true;
@@ -219,6 +255,7 @@ void Checker::freed(BlockId id, SitePtr site) {
   block.live = false;
   state_->take_from_pool(id, block);  // only if freed twice, which our allocators never do
   State::throw_away(block.unfinished, trash);
+  state_->set_unwritten(block, {}, trash);
   trash.sites.push_back(std::move(block.tenant->freed));
   block.tenant->freed = std::move(site);
   // An event is recorded on each of these streams now, and the memory is not reused until all of them are complete.
@@ -267,6 +304,7 @@ bool Checker::suspended() {
 }
 
 std::vector<Hazard> Checker::hazards() const {
+  fold_deferred();
   const std::lock_guard<std::mutex> lock(state_->mutex);
   std::vector<Hazard> result = state_->hazards;
   std::stable_sort(result.begin(), result.end(), [](const Hazard& a, const Hazard& b) { return a.device < b.device; });
@@ -274,12 +312,14 @@ std::vector<Hazard> Checker::hazards() const {
 }
 
 size_t Checker::num_hazards() const {
+  fold_deferred();
   const std::lock_guard<std::mutex> lock(state_->mutex);
   return state_->hazards.size();
 }
 
 void Checker::clear_hazards(std::optional<int32_t> device) {
   std::vector<Hazard> cleared;  // destroyed after the lock
+  fold_deferred();
   const std::lock_guard<std::mutex> lock(state_->mutex);
   cleared.swap(state_->hazards);
   std::map<std::string, size_t> folded;

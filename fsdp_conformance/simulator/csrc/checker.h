@@ -70,6 +70,39 @@ enum class HazardKind : uint8_t {
                       // early
   HostWriteInFlight,  // the host wrote into pinned memory that a copy was still using
   HostReadInFlight,   // the host read pinned memory before the copy into it had finished
+  UninitializedRead,  // a value that nothing has written, or that was computed from one, is used
+};
+
+/// Where a value that nothing has written comes from.
+struct Origin {
+  SitePtr allocated;
+  Lane lane = kHost;
+  BlockId block = 0;  // counted from 1 within its device
+  uint64_t bytes = 0;
+  uint64_t allocation = 0;
+};
+using OriginPtr = std::shared_ptr<const Origin>;
+
+/// Bytes that nothing has written, from `begin` to before `end`.
+struct Unwritten {
+  int64_t begin = 0;
+  int64_t end = 0;
+  OriginPtr origin;
+};
+
+/// An event as it was recorded, to explain a wait that does not help.
+struct EventMark {
+  Lane lane = kHost;   // that it was recorded on
+  uint64_t order = 0;  // when, in the order of the program
+  SitePtr site;
+};
+
+/// A wait between two racing accesses, for an event that does not cover the first.
+struct UselessWait {
+  bool too_early = false;  // recorded on the right stream, but before the access; else on another stream
+  Lane lane = kHost;       // that it was recorded on
+  Lane waiter = kHost;
+  SitePtr recorded;
 };
 
 struct Hazard {
@@ -85,6 +118,7 @@ struct Hazard {
   Lane tenant_lane = kHost;  // the lane that the memory of `then` was allocated on
   BlockId then_block = 0;    // differs from `block` only under Reuse::WorstCase
   uint64_t then_bytes = 0;
+  std::optional<UselessWait> useless_wait;
   uint64_t count = 0;  // equal hazards are folded: same kind, device, ops, labels, lanes and stacks
 };
 
@@ -126,6 +160,10 @@ class Checker {
   bool host_wait(const Clock& clock);
   bool host_wait_lane(Lane lane);
   bool host_wait_device(int32_t device);
+  /// An event is recorded on the lane now, by `site`.
+  EventMark mark(Lane lane, SitePtr site);
+  /// The lane has waited for an event with this clock.
+  void note_wait(Lane lane, const Clock& clock, EventMark event);
   /// Whether the host knows that everything in the clock has finished.
   bool host_knows(const Clock& clock) const;
 
@@ -135,7 +173,8 @@ class Checker {
   /// The memory returns to the system, which waits for all uses of it.
   void remove_block(BlockId block);
   /// A new tenant. `lane` is the stream that it was allocated on, kHost for pinned memory. This is not an access.
-  void allocated(BlockId block, Lane lane, SitePtr site);
+  /// `written`: the memory already holds a result.
+  void allocated(BlockId block, Lane lane, SitePtr site, bool written = true);
   void freed(BlockId block, SitePtr site);
   /// `Tensor.record_stream`: when the block is freed, it is not reused until the work submitted to the lane has
   /// finished.
@@ -148,6 +187,25 @@ class Checker {
   /// From then on the missing wait counts as made, so that it is reported where it belongs and not again with every
   /// later operation. Of the accesses of one other lane only the last is reported: a wait for it covers the others.
   std::optional<Hazard> access(BlockId block, Kind kind, const Extent& extent, Lane lane, const SitePtr& site);
+  /// The same for a caller that must not wait for the interpreter's lock: a hazard is entered later, by `hazards`.
+  std::optional<Hazard> access_without_waiting(BlockId block, Kind kind, const Extent& extent, Lane lane, const SitePtr& site);
+
+  // Memory that nothing has written. It may be copied and computed with: what is computed from it counts as unwritten
+  // too (uninitialized.h decides which bytes). Only using it is a hazard. Off by default.
+  bool tracks_unwritten() const;
+  /// From the next allocation on.
+  void track_unwritten(bool on);
+  /// Whether any live memory is unwritten. If not, nothing has to be asked.
+  bool any_unwritten() const;
+  /// The unwritten bytes among those of an extent, in order, relative to the block.
+  std::vector<Unwritten> unwritten(BlockId block, const Extent& extent) const;
+  /// The bytes hold values now.
+  void written(BlockId block, const Extent& extent);
+  /// The bytes hold values that nothing has written, copied or computed from others.
+  void spoil(BlockId block, std::vector<Unwritten> bytes);
+  /// The current operation of a lane uses values that nothing has written. They count as written from then on.
+  std::optional<Hazard> use_unwritten(
+      BlockId block, const Extent& extent, Lane lane, const SitePtr& site, const Unwritten& first);
 
   /// While this thread is suspended, nothing it does is checked, noted or counted as a synchronisation. An event that
   /// it records during a suspension holds the clock from before. Suspensions nest.
@@ -175,6 +233,9 @@ class Checker {
   size_t history_size() const;
 
  private:
+  std::vector<Hazard> compare(BlockId block, Kind kind, const Extent& extent, Lane lane, const SitePtr& site);
+  void fold_deferred() const;
+
   struct State;
   std::unique_ptr<State> state_;
 };

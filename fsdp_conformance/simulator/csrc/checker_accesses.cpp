@@ -74,12 +74,42 @@ std::string text_of(const SitePtr& site) {
 }  // namespace
 
 std::optional<Hazard> Checker::access(BlockId id, Kind kind, const Extent& extent, Lane lane, const SitePtr& site) {
-  if (suspended() || state_->mode.load() == Mode::Off) {
+  auto found = compare(id, kind, extent, lane, site);
+  if (found.empty()) {
     return std::nullopt;
   }
-  Entry now{0, 0, 0, lane, kind, normalized(extent), site, nullptr};
-  if (now.extent.run <= 0) {
+  state_->fold(found);
+  return found.front();
+}
+
+std::optional<Hazard> Checker::access_without_waiting(
+    BlockId id, Kind kind, const Extent& extent, Lane lane, const SitePtr& site) {
+  const auto found = compare(id, kind, extent, lane, site);
+  if (found.empty()) {
     return std::nullopt;
+  }
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  std::copy(found.begin(), found.end(), std::back_inserter(state_->deferred));
+  return found.front();
+}
+
+void Checker::fold_deferred() const {
+  std::vector<Hazard> found;
+  {
+    const std::lock_guard<std::mutex> lock(state_->mutex);
+    found = std::exchange(state_->deferred, {});
+  }
+  state_->fold(found);
+}
+
+/// The hazards of an access, one for each stream that it does not wait for.
+std::vector<Hazard> Checker::compare(BlockId id, Kind kind, const Extent& extent, Lane lane, const SitePtr& site) {
+  if (suspended() || state_->mode.load() == Mode::Off) {
+    return {};
+  }
+  Entry now{0, 0, 0, lane, kind, normalized(extent), site, nullptr, 0};
+  if (now.extent.run <= 0) {
+    return {};
   }
   now.begin = now.extent.offset;
   now.end = end_of(now.extent);
@@ -96,6 +126,7 @@ std::optional<Hazard> Checker::access(BlockId id, Kind kind, const Extent& exten
     }
     for (const Entry* then : state_->racing(block, now)) {
       found.push_back(hazard_of(block, *then, now));
+      found.back().useless_wait = state_->useless_wait(*then, now);
       state_->assume_ordered(*then, now);
     }
     state_->prune(block, now, trash);
@@ -104,16 +135,13 @@ std::optional<Hazard> Checker::access(BlockId id, Kind kind, const Extent& exten
       block.history.push_back(std::move(now));
     }
   }
-  if (found.empty()) {
-    return std::nullopt;
-  }
-  state_->fold(found);
-  return found.front();
+  return found;
 }
 
 void Checker::State::stamp(Entry& now, const Block& block) {
   now.tick = time_of(lane(now.lane).clock, now.lane);
   now.tenant = block.tenant;
+  now.order = ++order;
   if (now.tick == 0) {
     throw std::logic_error("access on lane " + std::to_string(now.lane) + " before any submit()");
   }
@@ -155,6 +183,36 @@ std::vector<const Entry*> Checker::State::racing(const Block& block, const Entry
   }
   std::sort(found.begin(), found.end(), [](const Entry* a, const Entry* b) { return a->lane < b->lane; });
   return found;
+}
+
+std::optional<UselessWait> Checker::State::useless_wait(const Entry& then, const Entry& now) {
+  const EventWait* early = nullptr;
+  const EventWait* elsewhere = nullptr;
+  Lane waiting = now.lane;
+  const auto later = [](const EventWait* one, const EventWait& other) {
+    return one == nullptr || one->order < other.order;
+  };
+  // What the host has waited for, the lane knows too.
+  for (const Lane waiter : {now.lane, kHost}) {
+    for (const EventWait& wait : lane(waiter).waits) {
+      if (wait.order < then.order || wait.order > now.order || time_of(wait.clock, then.lane) >= then.tick) {
+        continue;
+      }
+      if (wait.event.lane == then.lane && wait.event.order < then.order && later(early, wait)) {
+        early = &wait;
+        waiting = waiter;
+      }
+      if (wait.event.lane != then.lane && wait.event.order > then.order && later(elsewhere, wait)) {
+        elsewhere = &wait;
+        waiting = early == nullptr ? waiter : waiting;
+      }
+    }
+  }
+  const EventWait* found = early != nullptr ? early : elsewhere;
+  if (found == nullptr) {
+    return std::nullopt;
+  }
+  return UselessWait{early != nullptr, found->event.lane, waiting, found->event.site};
 }
 
 void Checker::State::assume_ordered(const Entry& then, const Entry& now) {

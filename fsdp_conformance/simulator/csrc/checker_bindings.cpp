@@ -24,7 +24,8 @@ constexpr std::pair<const char*, Kind> kKinds[] = {{"read", Kind::Read}, {"write
 constexpr std::pair<const char*, HazardKind> kHazardKinds[] = {
     {"read_after_write", HazardKind::ReadAfterWrite},        {"write_after_read", HazardKind::WriteAfterRead},
     {"write_after_write", HazardKind::WriteAfterWrite},      {"reuse_in_flight", HazardKind::ReuseInFlight},
-    {"host_write_in_flight", HazardKind::HostWriteInFlight}, {"host_read_in_flight", HazardKind::HostReadInFlight}};
+    {"host_write_in_flight", HazardKind::HostWriteInFlight}, {"host_read_in_flight", HazardKind::HostReadInFlight},
+    {"uninitialized_read", HazardKind::UninitializedRead}};
 
 template <class Value, size_t N>
 Value value_of(const std::pair<const char*, Value> (&table)[N], const std::string& name, const char* what) {
@@ -119,6 +120,18 @@ py::dict describe(const Checker& checker, const Access& access) {
   return result;
 }
 
+py::object describe(const Checker& checker, const std::optional<UselessWait>& wait) {
+  if (!wait) {
+    return py::none();
+  }
+  py::dict result;
+  result["too_early"] = wait->too_early;
+  result["stream"] = describe(checker, wait->lane);
+  result["waiter"] = describe(checker, wait->waiter);
+  result["recorded"] = describe(wait->recorded);
+  return std::move(result);
+}
+
 py::dict describe(const Checker& checker, const Hazard& hazard) {
   py::dict result;
   result["kind"] = name_of(kHazardKinds, hazard.kind);
@@ -133,6 +146,7 @@ py::dict describe(const Checker& checker, const Hazard& hazard) {
   result["tenant_stream"] = describe(checker, hazard.tenant_lane);
   result["then_block"] = hazard.then_block;
   result["then_nbytes"] = hazard.then_bytes;
+  result["useless_wait"] = describe(checker, hazard.useless_wait);
   result["count"] = hazard.count;
   return result;
 }
@@ -183,6 +197,7 @@ void register_checker(py::module_& module) {
       .def_property(
           "reuse", [](const Checker& self) { return name_of(kReuses, self.reuse()); },
           [](Checker& self, const std::string& reuse) { self.set_reuse(value_of(kReuses, reuse, "reuse")); })
+      .def_property("tracks_unwritten", &Checker::tracks_unwritten, &Checker::track_unwritten)
       .def("add_lane", &Checker::add_lane, py::arg("name"), py::arg("device") = 0)
       .def("lane_name", &Checker::lane_name)
       .def("lane_device", &Checker::lane_device)
@@ -200,10 +215,10 @@ void register_checker(py::module_& module) {
       .def("remove_block", &Checker::remove_block)
       .def(
           "allocated",
-          [](Checker& self, BlockId block, Lane lane, const std::shared_ptr<Site>& site) {
-            self.allocated(block, lane, site);
+          [](Checker& self, BlockId block, Lane lane, const std::shared_ptr<Site>& site, bool written) {
+            self.allocated(block, lane, site, written);
           },
-          py::arg("block"), py::arg("lane"), py::arg("site") = nullptr)
+          py::arg("block"), py::arg("lane"), py::arg("site") = nullptr, py::arg("written") = true)
       .def(
           "freed", [](Checker& self, BlockId block, const std::shared_ptr<Site>& site) { self.freed(block, site); },
           py::arg("block"), py::arg("site") = nullptr)

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <deque>
 #include <map>
 #include <mutex>
 #include <set>
@@ -66,6 +67,7 @@ struct Entry {
   Extent extent;  // normalized
   SitePtr site;
   std::shared_ptr<Tenant> tenant;
+  uint64_t order = 0;  // in the order of the program, over all lanes
 
   Access access() const {
     return {kind, lane, tick, extent, site, tenant->allocation};
@@ -87,6 +89,14 @@ struct Block {
   std::vector<Entry> inherited;
   /// ... and, while the block is free, to its own memory.
   std::vector<Entry> unfinished;
+  std::vector<Unwritten> unwritten;  // by address, without overlaps
+};
+
+/// A wait of a lane for an event.
+struct EventWait {
+  EventMark event;
+  Clock clock;
+  uint64_t order = 0;
 };
 
 struct LaneState {
@@ -94,6 +104,7 @@ struct LaneState {
   int32_t device = 0;
   int32_t number = 0;
   Clock clock;
+  std::deque<EventWait> waits;  // the last ones
   // Since the order digest was started:
   uint64_t ticks_before = 0;
   uint64_t digest_number = 0;  // in the order of first access, from 1; 0 before that
@@ -127,6 +138,9 @@ struct Checker::State {
   std::atomic<Mode> mode{Mode::Off};
   std::atomic<Reuse> reuse{Reuse::Exact};
   std::atomic<uint64_t> accesses{0};
+  std::atomic<bool> tracks_unwritten{false};
+  std::atomic<size_t> num_unwritten{0};  // blocks with unwritten bytes
+  uint64_t order = 0;                    // of accesses, events and waits
 
   std::vector<LaneState> lanes;
   std::map<int32_t, int32_t> lanes_of_device;
@@ -137,6 +151,7 @@ struct Checker::State {
   BlockId last_block = 0;
   std::map<PoolKey, std::map<uint64_t, SizeClass>> pools;  // by rounded size
 
+  std::vector<Hazard> deferred;  // not in `hazards` yet
   std::vector<Hazard> hazards;
   std::map<std::string, size_t> folded;  // what makes two hazards equal -> index in `hazards`
 
@@ -145,6 +160,8 @@ struct Checker::State {
     std::vector<Entry> entries;
     std::vector<std::shared_ptr<Tenant>> tenants;
     std::vector<SitePtr> sites;
+    std::vector<Unwritten> unwritten;
+    std::deque<EventWait> waits;
   };
 
   LaneState& lane(Lane lane) {
@@ -207,6 +224,10 @@ struct Checker::State {
   void digest(const Entry& now, int32_t device);
   /// The accesses that conflict with `now` and are not ordered before it: the last of each lane, by lane.
   std::vector<const Entry*> racing(const Block& block, const Entry& now);
+  /// The last wait between the two that was meant to order them, if there is one.
+  std::optional<UselessWait> useless_wait(const Entry& then, const Entry& now);
+  /// Replace the unwritten bytes of a block.
+  void set_unwritten(Block& block, std::vector<Unwritten> bytes, Trash& trash);
   /// From now on the missing wait counts as made.
   void assume_ordered(const Entry& then, const Entry& now);
   /// Drop the accesses that no later access has to be compared with, now that `now` has happened.

@@ -29,6 +29,7 @@ namespace {
 struct Event {
   std::mutex mutex;
   Clock clock;
+  EventMark mark;
   c10::Stream stream = c10::Stream(c10::Stream::DEFAULT, c10::Device(kSim, 0));
   std::chrono::steady_clock::time_point time;
   bool timed = false;
@@ -36,13 +37,14 @@ struct Event {
 
 struct Recorded {
   Clock clock;
+  EventMark mark;
   c10::Stream stream;
 };
 
 Recorded recorded(void* event) {
   auto& known = *static_cast<Event*>(event);
   std::lock_guard<std::mutex> lock(known.mutex);
-  return {known.clock, known.stream};
+  return {known.clock, known.mark, known.stream};
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -115,15 +117,21 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     }
     auto& known = *static_cast<Event*>(*event);
     Clock clock = Checker::get().snapshot(lane_of(stream));
+    EventMark mark;
+    if (checking()) {
+      mark = Checker::get().mark(lane_of(stream), here_without_waiting("event"));
+    }
     std::lock_guard<std::mutex> lock(known.mutex);
     known.clock = std::move(clock);
+    std::swap(known.mark, mark);  // the earlier one is destroyed without the lock
     known.stream = stream;
     known.time = std::chrono::steady_clock::now();
     known.timed = flag == c10::EventFlag::BACKEND_DEFAULT;
   }
   void block(void* event, const c10::Stream& stream) const override {
     if (event != nullptr) {
-      stream_waits(stream, recorded(event).clock, Wait::StreamWaitsEvent);
+      const Recorded known = recorded(event);
+      stream_waits(stream, known.clock, Wait::StreamWaitsEvent, known.mark);
     }
   }
   bool queryEvent(void* event) const override {
@@ -138,7 +146,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
       return;
     }
     const Recorded known = recorded(event);
-    host_waits(known.clock, known.stream);
+    host_waits(known.clock, known.stream, known.mark);
   }
   void destroyEvent(void* event, const c10::DeviceIndex /*device*/) const noexcept override {
     delete static_cast<Event*>(event);

@@ -17,6 +17,7 @@
 #include "runtime.h"
 #include "settle.h"
 #include "traits.h"
+#include "uninitialized.h"
 
 namespace sim {
 
@@ -117,6 +118,9 @@ class Call {
     }
     const Operation operation(checked ? &site : nullptr);
     if (checked) {
+      if (Checker::get().any_unwritten()) {
+        take_unset(stream, site);
+      }
       note_arguments(stream, site);
     }
     {
@@ -130,6 +134,15 @@ class Call {
       }
     }
     give_results(checked, stream, site);
+    if (checked) {
+      spread_unset();
+    } else if (!traits_.returns_view) {
+      for (const auto& entry : entries_) {
+        if (entry.written) {
+          mark_written(*entry.tensor);
+        }
+      }
+    }
     if (spoilt_) {
       for (auto& entry : entries_) {
         if (entry.written) {
@@ -151,6 +164,11 @@ class Call {
     at::Tensor host;
     bool read;
     bool written;
+  };
+  struct Input {
+    size_t place;   // in its list
+    int64_t shift;  // bytes of the tensors before it in its list
+    Unset unset;
   };
   struct Storages {
     const c10::StorageImpl* host;
@@ -322,10 +340,68 @@ class Call {
     for (const auto& value : arguments_) {
       each_tensor(value, [&](const at::Tensor& tensor) {
         if (tensor.is_cpu()) {
+          expose_pinned(tensor);
           spoilt_ |= note_access(tensor, Kind::Read, kHost, site);
         }
       });
     }
+  }
+
+  /// What the inputs have that nothing has written. Where the host waits for the result, that is a use.
+  void take_unset(c10::Stream stream, const SitePtr& site) {
+    const bool without_first = traits_.beta >= 0 && is_zero(arguments_[traits_.beta]);
+    for (size_t i = 0; i < arguments_.size(); ++i) {
+      const Argument use = use_of(i);
+      if (use == Argument::Other || use == Argument::Write || (i == 0 && without_first)) {
+        continue;
+      }
+      size_t place = 0;
+      int64_t shift = 0;
+      each_tensor(arguments_[i], [&](const at::Tensor& tensor) {
+        auto unset = unset_of(tensor);
+        if (unset && traits_.host_waits && !(i == 0 && traits_.decides_by_mask)) {
+          spoilt_ |= note_use(tensor, *unset, lane_of(stream), site);
+        } else if (unset) {
+          unset_.push_back({place, shift, std::move(*unset)});
+        }
+        ++place;
+        shift += static_cast<int64_t>(tensor.nbytes());
+      });
+    }
+  }
+
+  static bool is_zero(const c10::IValue& value) {
+    return value.isScalar() && !value.isComplexDouble() && value.toScalar().toDouble() == 0;
+  }
+
+  /// The results of unwritten inputs are unwritten.
+  void spread_unset() {
+    if (unset_.empty()) {
+      return;
+    }
+    std::vector<std::pair<size_t, at::Tensor>> targets;
+    for (size_t i = 0; i < arguments_.size(); ++i) {
+      if (use_of(i) == Argument::Write || use_of(i) == Argument::ReadWrite) {
+        size_t place = 0;
+        each_tensor(arguments_[i], [&](const at::Tensor& tensor) { targets.emplace_back(place++, tensor); });
+      }
+    }
+    for (size_t i = 0; i < fresh_.size(); ++i) {
+      targets.emplace_back(i, fresh_[i]);
+    }
+    const bool first_dim = traits_.flow != Flow::Pieces || joins_first_dim();
+    for (const auto& input : unset_) {
+      for (const auto& [place, target] : targets) {
+        if (first_dim && (!traits_.over_lists || place == input.place)) {
+          spread(input.unset, target, traits_.flow, traits_.flow == Flow::Pieces ? input.shift : 0);
+        }
+      }
+    }
+  }
+
+  /// Whether a `cat` puts its tensors one after another in memory.
+  bool joins_first_dim() const {
+    return arguments_.size() > 1 && arguments_[1].isInt() && arguments_[1].toInt() == 0;
   }
 
   /// Apply to the device tensor what the kernel did to the CPU tensor's sizes, strides and memory.
@@ -428,6 +504,7 @@ class Call {
   std::vector<c10::Storage> held_;         // so that no other storage can get the address of one in `storages_`
   std::vector<const at::Tensor*> remade_;  // arguments whose memory was resized
   std::vector<at::Tensor> fresh_;
+  std::vector<Input> unset_;
   bool spoilt_ = false;
 };
 
@@ -446,10 +523,14 @@ std::vector<at::Tensor> on_host(
   const SitePtr site = checked ? here(name) : nullptr;
   const Operation operation(checked ? &site : nullptr);
   bool spoilt = false;
+  std::vector<Unset> unset;
   if (checked) {
     Checker::get().submit(lane_of(stream));
     for (const auto& tensor : read) {
       spoilt |= note_access(tensor, Kind::Read, stream, site);
+      if (auto found = unset_of(tensor)) {
+        unset.push_back(std::move(*found));
+      }
     }
   }
   std::vector<at::Tensor> results;
@@ -459,6 +540,9 @@ std::vector<at::Tensor> on_host(
       result = with_geometry_of(host, moved_to_device(host, device));
       if (checked) {
         spoilt |= note_access(result, Kind::Write, stream, site);
+        for (const auto& of_input : unset) {
+          spread(of_input, result, Flow::Selects);
+        }
       }
     }
     results.push_back(std::move(result));

@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "runtime.h"
+#include "uninitialized.h"
 
 namespace sim {
 namespace {
@@ -18,10 +19,36 @@ struct Noted {
   bool writes_poisoned = false;
 };
 
-Noted note(const Issue& call, c10::Stream stream, const SitePtr& site) {
+/// Collectives whose input is meaningless if nothing of it is written. Others move parts that may be padding.
+bool uses_all(const std::string& op) {
+  return op == "all_reduce" || op == "all_reduce_coalesced" || op == "reduce" || op == "reduce_scatter" ||
+      op == "reduce_scatter_tensor" || op == "reduce_scatter_tensor_coalesced" || op == "broadcast" || op == "send";
+}
+
+/// What a rank gave unwritten is unwritten in its own part of the result. What others gave counts as written.
+void spread_own(const Issue& call, size_t input, const Unset& unset, int rank) {
+  if (call.op == "all_reduce" || call.op == "all_reduce_coalesced") {
+    spread(unset, call.writes[input].tensor, Flow::Elementwise);
+  } else if (call.op == "all_gather_into_tensor" || call.op == "all_gather_into_tensor_coalesced") {
+    spread(unset, call.writes[input].tensor, Flow::Pieces, rank * unset.numel * unset.itemsize);
+  } else if (call.op == "all_gather") {
+    spread(unset, call.writes[rank].tensor, Flow::Elementwise);
+  }
+}
+
+Noted note(const Issue& call, c10::Stream stream, const SitePtr& site, int rank) {
   Noted noted;
-  for (const auto& argument : call.reads) {
-    noted.reads_poisoned |= note_access(argument.tensor, Kind::Read, stream, site);
+  std::vector<std::pair<size_t, Unset>> unset;
+  for (size_t i = 0; i < call.reads.size(); ++i) {
+    const auto& tensor = call.reads[i].tensor;
+    noted.reads_poisoned |= note_access(tensor, Kind::Read, stream, site);
+    if (auto found = unset_of(tensor)) {
+      if (found->all && uses_all(call.op)) {
+        noted.reads_poisoned |= note_use(tensor, *found, lane_of(stream), site);
+      } else {
+        unset.emplace_back(i, std::move(*found));
+      }
+    }
   }
   for (const auto& leg : call.legs) {
     if (leg.factor.defined() && leg.factor.device().type() == kSim) {
@@ -30,6 +57,9 @@ Noted note(const Issue& call, c10::Stream stream, const SitePtr& site) {
   }
   for (const auto& argument : call.writes) {
     noted.writes_poisoned |= note_access(argument.tensor, Kind::Write, stream, site);
+  }
+  for (const auto& [input, bytes] : unset) {
+    spread_own(call, input, bytes, rank);
   }
   return noted;
 }
@@ -181,7 +211,7 @@ c10::intrusive_ptr<Work> SimGroup::issue(Issue call, std::shared_ptr<CollectiveC
     stream = enter_stream(call, held[0].device());
     Checker::get().submit(lane_of(*stream));
     if (site) {
-      noted = note(call, *stream, site);
+      noted = note(call, *stream, site, rank_);
     }
   }
   if (!coalescing_) {

@@ -40,6 +40,7 @@ void note_host_access(const c10::IValue& value, Argument use, const std::string&
     if (!site && checking()) {
       site = here(name);
     }
+    expose_pinned(tensor);
     if (use != Argument::Write) {
       note_access(tensor, Kind::Read, kHost, site);
     }

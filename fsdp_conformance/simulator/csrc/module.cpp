@@ -49,6 +49,8 @@ py::dict dict_of(const MemoryStats& stats) {
   all["peak_num_allocations"] = stats.peak_num_allocations;
   all["total_num_allocations"] = stats.total_num_allocations;
   all["total_num_frees"] = stats.total_num_frees;
+  all["num_alloc_retries"] = stats.num_alloc_retries;
+  all["num_ooms"] = stats.num_ooms;
   return all;
 }
 
@@ -129,6 +131,13 @@ void bind_sites(py::module_& module) {
     Checker::resume();
   });
   module.def("pinned_copies_in_flight", &pinned_copies_in_flight);
+  module.def("note_touches", [] { note_touches(/*may_raise=*/false); });
+  // A process group of the CPU reads or writes a pinned tensor.
+  module.def("note_host_access", [](const at::Tensor& tensor, bool writes, const std::string& op) {
+    expose_pinned(tensor);
+    note_access(tensor, writes ? Kind::Write : Kind::Read, kHost, here(op));
+  });
+  module.def("set_memory_limit", &set_memory_limit, py::arg("nbytes"));
 }
 
 }  // namespace

@@ -23,6 +23,7 @@
 #include "host_ops.h"
 #include "pinned.h"
 #include "runtime.h"
+#include "uninitialized.h"
 
 namespace sim {
 
@@ -184,7 +185,9 @@ void copy_within_device(const at::Tensor& self, const at::Tensor& src) {
   const c10::Stream to = current_stream(self.device().index());
   Checker& checker = Checker::get();
   bool spoilt = false;
+  mark_written(self);
   if (checking()) {
+    const auto unset = unset_of(src);
     // A copy between devices runs on the source's stream, and the two streams wait for each other, as on CUDA.
     const bool across = from.device_index() != to.device_index();
     const SitePtr site = here(across ? "copy between devices" : "aten::copy_");
@@ -194,6 +197,9 @@ void copy_within_device(const at::Tensor& self, const at::Tensor& src) {
     checker.submit(lane_of(from));
     spoilt = note_access(src, Kind::Read, from, site);
     spoilt |= note_access(self, Kind::Write, from, site);
+    if (unset) {
+      spread(*unset, self, Flow::Elementwise);
+    }
     if (across) {
       checker.wait(lane_of(to), checker.snapshot(lane_of(from)));
     }
@@ -213,6 +219,9 @@ void copy_to_host(const at::Tensor& self, const at::Tensor& src, bool non_blocki
   const SitePtr site = here("copy to the host");
   Checker::get().submit(lane_of(stream));
   bool spoilt = note_access(src, Kind::Read, stream, site);
+  if (const auto unset = unset_of(src); unset && unset->all) {
+    spoilt |= note_use(src, *unset, lane_of(stream), site);
+  }
   if (to_pinned) {
     spoilt |= note_access(self, Kind::Write, stream, site);
   }
@@ -230,6 +239,7 @@ void copy_to_host(const at::Tensor& self, const at::Tensor& src, bool non_blocki
   // Without pinned memory the call is blocking, whatever non_blocking says. The wait comes first: it may complete
   // earlier copies into the same memory.
   host_waits_stream(stream);
+  expose_pinned(self);
   copy_on_host(self, host_view(src));
   if (spoilt) {
     poison(self);
@@ -241,6 +251,7 @@ void copy_to_device(const at::Tensor& self, const at::Tensor& src, bool non_bloc
   const bool from_pinned = pinned(src);
   const at::Tensor contents = from_pinned ? contents_of_pinned(src) : src;
   bool spoilt = false;
+  mark_written(self);
   if (checking()) {
     const SitePtr site = here("copy to the device");
     Checker::get().submit(lane_of(stream));
@@ -301,6 +312,9 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
     const SitePtr site = here("aten::item");
     Checker::get().submit(lane_of(stream));
     spoilt = note_access(self, Kind::Read, stream, site);
+    if (const auto unset = unset_of(self)) {
+      spoilt |= note_use(self, *unset, lane_of(stream), site);
+    }
     host_waits_stream(stream);
   }
   const OnHost on_host;

@@ -9,6 +9,7 @@
 
 #include "allocator.h"
 #include "host_ops.h"
+#include "pages.h"
 #include "runtime.h"
 
 namespace sim {
@@ -85,6 +86,15 @@ struct Arriving {
   Place place;
   std::vector<char> bytes;
   Clock clock;
+  const char* block_begin;
+  size_t block_bytes;
+  int guard = -1;
+
+  /// One past the last byte, with the rest of the block's last page: nothing else lies there.
+  char* end() const {
+    char* last = place.begin + place.nbytes;
+    return last == block_begin + block_bytes ? last + 4095 : last;
+  }
 };
 
 struct Leaving {
@@ -142,7 +152,77 @@ void hide(InFlight& all, BlockId block) {
   }
 }
 
+// While a copy is in flight, its bytes are guarded: what NumPy or a system call does to them is noticed.
+
+/// Before we touch a block ourselves. Block 0 means all blocks.
+void uncover(InFlight& all, BlockId block) {
+  for (auto& copy : all.arriving) {
+    if (block == 0 || copy.block == block) {
+      unguard(std::exchange(copy.guard, -1));
+    }
+  }
+}
+void cover(InFlight& all, BlockId block) {
+  if (all.revealed > 0) {
+    return;
+  }
+  for (auto& copy : all.arriving) {
+    if ((block == 0 || copy.block == block) && copy.guard < 0 && copy.place.contiguous && copy.place.nbytes > 0) {
+      copy.guard = guard(copy.block, copy.block_begin, copy.place.begin, copy.end());
+    }
+  }
+}
+
+/// The bytes of the copy in flight that a touch hit; nothing if it hit none.
+std::optional<Extent> hit(InFlight& all, const Touch& touch) {
+  for (const auto& copy : all.arriving) {
+    const int64_t begin = copy.place.begin - copy.block_begin;
+    if (copy.block == touch.block && begin <= touch.offset && touch.offset < begin + copy.place.nbytes) {
+      return Extent{begin, copy.place.nbytes, {}};
+    }
+  }
+  return std::nullopt;
+}
+
 }  // namespace
+
+void note_touches(bool may_raise) {
+  static auto* noting = new std::mutex();
+  std::optional<Hazard> first;
+  {
+    // Held to the end, so that no other thread waits for the copies in between. Nothing here waits for the interpreter.
+    const std::lock_guard<std::mutex> lock(*noting);
+    for (const Touch& touch : take_touches()) {
+      std::optional<Extent> extent;
+      {
+        InFlight& all = in_flight();
+        std::lock_guard<std::mutex> in_flight_lock(all.mutex);
+        extent = hit(all, touch);
+      }
+      if (!extent) {
+        continue;
+      }
+      const auto kind = touch.writes ? Kind::Write : Kind::Read;
+      const auto hazard = Checker::get().access_without_waiting(
+          touch.block, kind, *extent, kHost, with_name(touch.site, touch.block));
+      first = first ? first : hazard;
+    }
+  }
+  if (first && may_raise) {
+    act_on(*first);
+  }
+}
+
+void expose_pinned(const at::Tensor& tensor) {
+  if (!pinned_copies_in_flight() || !tensor.is_cpu() || !tensor.has_storage()) {
+    return;
+  }
+  if (const auto located = locate(tensor.storage().data_ptr()); located && located->pinned) {
+    InFlight& all = in_flight();
+    std::lock_guard<std::mutex> lock(all.mutex);
+    uncover(all, located->block);
+  }
+}
 
 bool pinned_copies_in_flight() {
   return in_flight().count.load(std::memory_order_acquire) > 0;
@@ -151,16 +231,21 @@ bool pinned_copies_in_flight() {
 void copy_to_pinned(const at::Tensor& target, const at::Tensor& value, c10::Stream stream) {
   const auto located = locate(target.storage().data_ptr());
   const Place place(target);
-  Arriving copy{located->block, place, packed(Place(value)), Checker::get().snapshot(lane_of(stream))};
+  Arriving copy{
+      located->block, place, packed(Place(value)), Checker::get().snapshot(lane_of(stream)), located->begin,
+      located->nbytes};
   {
     InFlight& all = in_flight();
     std::lock_guard<std::mutex> lock(all.mutex);
+    uncover(all, copy.block);
+    const BlockId block = copy.block;
     if (all.revealed == 0) {
       fill_with_nan(copy.place);
     } else {
       unpack(copy.bytes, copy.place);
     }
     all.arriving.push_back(std::move(copy));
+    cover(all, block);
     all.recount();
   }
   watch_host_kernels();
@@ -175,6 +260,7 @@ at::Tensor contents_of_pinned(const at::Tensor& source) {
   InFlight& all = in_flight();
   std::lock_guard<std::mutex> lock(all.mutex);
   if (located) {
+    uncover(all, located->block);
     reveal(all, located->block);
   }
   from.each_run([&](char* at, int64_t n) {
@@ -183,6 +269,7 @@ at::Tensor contents_of_pinned(const at::Tensor& source) {
   });
   if (located) {
     hide(all, located->block);
+    cover(all, located->block);
   }
   return contents;
 }
@@ -223,6 +310,7 @@ void source_written(BlockId block, const Extent& extent) {
 }
 
 void before_host_wait() {
+  note_touches(/*may_raise=*/true);
   if (!checking() || !pinned_copies_in_flight()) {
     return;
   }
@@ -235,9 +323,12 @@ void before_host_wait() {
         ++copy;
         continue;  // after_host_wait removes it
       }
-      reveal(all, copy->block);
+      const BlockId block = copy->block;
+      uncover(all, block);
+      reveal(all, block);
       const bool same = packed(copy->place) == copy->bytes;
-      hide(all, copy->block);
+      hide(all, block);
+      cover(all, block);
       if (same) {
         ++copy;
       } else {
@@ -268,10 +359,12 @@ void after_host_wait() {
     const auto known = [&](const Clock& clock) { return off || Checker::get().host_knows(clock); };
     for (auto copy = all.arriving.begin(); copy != all.arriving.end();) {
       if (known(copy->clock)) {
-        unpack(copy->bytes, copy->place);
         const auto block = copy->block;
+        uncover(all, block);
+        unpack(copy->bytes, copy->place);
         copy = all.arriving.erase(copy);
         hide(all, block);  // a later copy into the same bytes may still be in flight
+        cover(all, block);
       } else {
         ++copy;
       }
@@ -299,7 +392,9 @@ void after_host_wait() {
 void pinned_memory_freed(BlockId block) {
   InFlight& all = in_flight();
   std::vector<Leaving> left;
+  note_touches(/*may_raise=*/false);
   std::lock_guard<std::mutex> lock(all.mutex);
+  uncover(all, block);
   for (auto copy = all.arriving.begin(); copy != all.arriving.end();) {
     copy = copy->block == block ? all.arriving.erase(copy) : copy + 1;
   }
@@ -318,6 +413,7 @@ void reveal_pinned() {
   InFlight& all = in_flight();
   std::lock_guard<std::mutex> lock(all.mutex);
   if (all.revealed++ == 0) {
+    uncover(all, 0);
     reveal(all, 0);
   }
 }
@@ -327,6 +423,7 @@ void hide_pinned() {
   std::lock_guard<std::mutex> lock(all.mutex);
   if (--all.revealed == 0) {
     hide(all, 0);
+    cover(all, 0);
   }
 }
 

@@ -183,19 +183,21 @@ void set_wait_filter(WaitFilter filter) {
   // The previous filter is destroyed here, outside the lock, because it may be a Python object.
 }
 
-void stream_waits(c10::Stream stream, const Clock& clock, Wait why) {
+void stream_waits(c10::Stream stream, const Clock& clock, Wait why, const EventMark& event) {
   if (keeps(why, stream)) {
     Checker::get().wait(lane_of(stream), clock);
+    Checker::get().note_wait(lane_of(stream), clock, event);
   }
 }
 
-void host_waits(const Clock& clock, c10::Stream recorded_on) {
+void host_waits(const Clock& clock, c10::Stream recorded_on, const EventMark& event) {
   if (!keeps(Wait::HostWaitsEvent, recorded_on)) {
     return;
   }
   settle_until(clock);
   before_host_wait();
   Checker::get().host_wait(clock);
+  Checker::get().note_wait(kHost, clock, event);
   after_host_wait();
 }
 
@@ -313,6 +315,8 @@ const char* name_of(HazardKind kind) {
       return "host write in flight";
     case HazardKind::HostReadInFlight:
       return "host read in flight";
+    case HazardKind::UninitializedRead:
+      return "use of uninitialized memory";
   }
   return "hazard";
 }
@@ -320,8 +324,9 @@ const char* name_of(HazardKind kind) {
 }  // namespace
 
 std::string text_of(const Hazard& hazard) {
-  std::string text =
-      std::string(name_of(hazard.kind)) + ": " + text_of(hazard.now) + " does not wait for " + text_of(hazard.then);
+  const bool unwritten = hazard.kind == HazardKind::UninitializedRead;
+  std::string text = std::string(name_of(hazard.kind)) + ": " + text_of(hazard.now) +
+      (unwritten ? " uses what nothing has written" : " does not wait for " + text_of(hazard.then));
   text += " [block " + std::to_string(hazard.block) + " of " + std::to_string(hazard.bytes) + " bytes, device " +
       std::to_string(hazard.device) + "]";
   return text;
@@ -333,24 +338,43 @@ bool act_on(const Hazard& hazard) {
   return mode == Mode::Poison;
 }
 
-bool note_access(const at::Tensor& tensor, Kind kind, Lane lane, const SitePtr& site) {
-  if (!checking() || !tensor.defined() || tensor.numel() == 0) {
-    return false;
+std::optional<Bytes> bytes_of(const at::Tensor& tensor) {
+  if (!tensor.defined() || !tensor.has_storage() || tensor.numel() == 0) {
+    return std::nullopt;
   }
   const auto& data = tensor.storage().data_ptr();
   const auto located = locate(data);
   if (!located) {
-    return false;
+    return std::nullopt;
   }
   Extent extent = extent_of(tensor);
   extent.offset += static_cast<const char*>(data.get()) - located->begin;
-  SitePtr named = site;
-  if (auto name = name_of(located->block); !name.empty() && site) {
-    auto copy = std::make_shared<Site>(*site);
-    copy->tensor = std::move(name);
-    named = std::move(copy);
+  return Bytes{located->block, std::move(extent)};
+}
+
+SitePtr with_name(const SitePtr& site, BlockId block) {
+  auto name = name_of(block);
+  if (name.empty() || !site) {
+    return site;
   }
-  const auto hazard = Checker::get().access(located->block, kind, extent, lane, named);
+  auto copy = std::make_shared<Site>(*site);
+  copy->tensor = std::move(name);
+  return copy;
+}
+
+bool note_access(const at::Tensor& tensor, Kind kind, Lane lane, const SitePtr& site) {
+  if (!checking()) {
+    return false;
+  }
+  const auto bytes = bytes_of(tensor);
+  if (!bytes) {
+    return false;
+  }
+  const auto hazard =
+      Checker::get().access(bytes->block, kind, bytes->extent, lane, with_name(site, bytes->block));
+  if (kind == Kind::Write) {
+    Checker::get().written(bytes->block, bytes->extent);
+  }
   return hazard && act_on(*hazard);
 }
 

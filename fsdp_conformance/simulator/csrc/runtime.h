@@ -9,6 +9,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -55,9 +56,9 @@ void set_wait_filter(WaitFilter filter);
 /// The filter's answer for a wait.
 bool keeps(Wait wait, c10::Stream stream);
 
-// Each of these asks the filter first.
-void stream_waits(c10::Stream stream, const Clock& clock, Wait why);
-void host_waits(const Clock& clock, c10::Stream recorded_on);
+// Each of these asks the filter first. `event`: the event that the wait is for, if it is one of the program's.
+void stream_waits(c10::Stream stream, const Clock& clock, Wait why, const EventMark& event = {});
+void host_waits(const Clock& clock, c10::Stream recorded_on, const EventMark& event = {});
 void host_waits_stream(c10::Stream stream);
 void host_waits_device(c10::DeviceIndex device);
 void record_stream(const c10::DataPtr& data, c10::Stream stream);
@@ -73,8 +74,8 @@ inline bool checking() {
 /// The site of the running operation: its name, this thread's label, and the Python stack if tracing is on.
 SitePtr here(const std::string& op);
 /// Like `here`, for callers that may hold other locks; above all for frees, which happen wherever the last reference is
-/// dropped. If the stack cannot be captured without waiting, the site gets the stack of this thread's next operation,
-/// and "free" becomes "free, before".
+/// dropped. If the stack cannot be captured without waiting (in autograd's threads, and in Python 3.13 and newer), the
+/// site gets the stack of this thread's next operation, and "free" becomes "free, before".
 SitePtr here_without_waiting(const std::string& op);
 /// This thread calls a backward pass: what other threads do for it gets this thread's stack below their own.
 void begin_backward();
@@ -107,6 +108,12 @@ inline bool on_sim(const at::Tensor& tensor) {
 /// hazard, raises c10::Error in Mode::Raise and returns true in Mode::Poison.
 bool note_access(const at::Tensor& tensor, Kind kind, c10::Stream stream, const SitePtr& site);
 bool note_access(const at::Tensor& tensor, Kind kind, Lane lane, const SitePtr& site);
+/// The memory of a tensor and its bytes within that; nothing for a tensor without memory, or with memory from elsewhere.
+struct Bytes {
+  BlockId block;
+  Extent extent;
+};
+std::optional<Bytes> bytes_of(const at::Tensor& tensor);
 /// The bytes of a tensor within its storage.
 Extent extent_of(const at::Tensor& tensor);
 /// Raise for the hazard, or return whether to poison, depending on the mode.
@@ -114,6 +121,8 @@ bool act_on(const Hazard& hazard);
 /// Both accesses, in one line.
 std::string text_of(const Hazard& hazard);
 
+/// The site with the name of the memory that it touches, if the memory has one.
+SitePtr with_name(const SitePtr& site, BlockId block);
 /// Name the memory of a tensor: every site that touches it carries the name, until the memory is freed.
 void name_tensor(const at::Tensor& tensor, std::string name);
 

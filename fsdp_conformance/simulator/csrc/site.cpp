@@ -171,6 +171,109 @@ std::shared_ptr<const Stack> gather(const std::shared_ptr<Caller>& inherited) {
   return stack;
 }
 
+/// The stack of an operation as text.
+struct ReadStack final : Stack {
+  std::vector<Frame> read;
+
+  explicit ReadStack(std::vector<Frame> read) : read(std::move(read)) {}
+  std::vector<Frame> frames() const override {
+    return read;
+  }
+};
+
+#if PY_VERSION_HEX < 0x030D0000
+
+// A thread that has released the interpreter's lock still has its frames, and nothing changes them before it runs
+// Python again. They can be read without the lock if no reference is counted: so they are read as text at once. The
+// layout of a frame is private to CPython; it is that of 3.11 and 3.12. In other versions the stack is that of the
+// thread's next operation.
+struct InterpreterFrame {
+#if PY_VERSION_HEX < 0x030C0000
+  PyObject* function;
+  PyObject* globals;
+  PyObject* builtins;
+  PyObject* locals;
+  PyCodeObject* code;
+  PyObject* object;
+  InterpreterFrame* previous;
+  char* before_next;  // the instruction before the next one
+  int stacktop;
+  bool is_entry;
+  char owner;
+#else
+  PyCodeObject* code;
+  InterpreterFrame* previous;
+  PyObject* function;
+  PyObject* globals;
+  PyObject* builtins;
+  PyObject* locals;
+  PyObject* object;
+  char* before_next;
+  int stacktop;
+  uint16_t return_offset;
+  char owner;
+#endif
+};
+constexpr char kOwnedByGenerator = 1;
+constexpr char kOwnedByC = 3;
+constexpr size_t kMostFrames = 64;
+
+/// A Python string as UTF-8.
+std::string utf8_of(PyObject* text) {
+  if (text == nullptr || !PyUnicode_Check(text)) {
+    return {};
+  }
+  if (PyUnicode_IS_COMPACT_ASCII(text)) {
+    return {static_cast<const char*>(PyUnicode_DATA(text)), static_cast<size_t>(PyUnicode_GET_LENGTH(text))};
+  }
+  std::string result;
+  for (Py_ssize_t i = 0; i < PyUnicode_GET_LENGTH(text); ++i) {
+    const Py_UCS4 point = PyUnicode_READ_CHAR(text, i);
+    if (point < 0x80) {
+      result += static_cast<char>(point);
+      continue;
+    }
+    const int more = point < 0x800 ? 1 : point < 0x10000 ? 2 : 3;
+    result += static_cast<char>((more == 1 ? 0xC0 : more == 2 ? 0xE0 : 0xF0) | (point >> (6 * more)));
+    for (int j = more - 1; j >= 0; --j) {
+      result += static_cast<char>(0x80 | ((point >> (6 * j)) & 0x3F));
+    }
+  }
+  return result;
+}
+
+/// The stack of this thread, which does not hold the interpreter's lock; null if it runs no Python.
+std::shared_ptr<const Stack> read_without_lock() {
+  const PyThreadState* state = interpreter_runs() ? PyGILState_GetThisThreadState() : nullptr;
+  if (state == nullptr || state->cframe == nullptr || !trace.load(std::memory_order_relaxed)) {
+    return nullptr;
+  }
+  std::vector<Frame> frames;
+  const auto* frame = reinterpret_cast<const InterpreterFrame*>(state->cframe->current_frame);
+  for (; frame != nullptr && frames.size() < kMostFrames; frame = frame->previous) {
+    if (frame->owner == kOwnedByC) {
+      continue;
+    }
+    PyCodeObject* code = frame->code;
+    const auto* begin = reinterpret_cast<const char*>(code->co_code_adaptive);
+    const auto offset = frame->before_next - begin;
+    if (frame->owner != kOwnedByGenerator && offset < code->_co_firsttraceable * 2) {
+      continue;  // has not begun
+    }
+    frames.push_back({utf8_of(code->co_filename), PyCode_Addr2Line(code, static_cast<int>(offset)),
+                      utf8_of(code->co_name)});
+  }
+  return frames.empty() ? nullptr : std::make_shared<const ReadStack>(std::move(frames));
+}
+
+#else
+
+std::shared_ptr<const Stack> read_without_lock() {
+  return nullptr;
+}
+
+#endif
+
 /// The autograd node that this thread is evaluating; empty if there is none. Only Python's own nodes need the
 /// interpreter's lock.
 std::string node_name(bool may_wait) {
@@ -197,7 +300,9 @@ std::string node_name(bool may_wait) {
   return name;
 }
 
-SitePtr make_site(std::string op, bool may_wait, const std::shared_ptr<Caller>& inherited) {
+SitePtr make_site(
+    std::string op, bool may_wait, const std::shared_ptr<Caller>& inherited,
+    std::shared_ptr<const Stack> read = nullptr) {
   auto site = std::make_shared<Site>();
   site->op = std::move(op);
   site->label = label_here(inherited);
@@ -207,7 +312,7 @@ SitePtr make_site(std::string op, bool may_wait, const std::shared_ptr<Caller>& 
     }
     site->label += node;
   }
-  site->stack = may_wait ? gather(inherited) : later();
+  site->stack = read ? std::move(read) : may_wait ? gather(inherited) : later();
   return site;
 }
 
@@ -222,8 +327,13 @@ SitePtr here(const std::string& op) {
 }
 
 SitePtr here_without_waiting(const std::string& op) {
-  const bool may_wait = holds_interpreter();
-  return make_site(may_wait ? op : op + ", before", may_wait, inherited_caller());
+  if (holds_interpreter()) {
+    return make_site(op, /*may_wait=*/true, inherited_caller());
+  }
+  if (auto read = read_without_lock()) {
+    return make_site(op, /*may_wait=*/false, inherited_caller(), std::move(read));
+  }
+  return make_site(op + ", before", /*may_wait=*/false, inherited_caller());
 }
 
 void begin_backward() {

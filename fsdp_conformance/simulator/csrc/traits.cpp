@@ -1,5 +1,6 @@
 #include "traits.h"
 
+#include <algorithm>
 #include <memory>
 #include <unordered_map>
 #include <unordered_set>
@@ -41,6 +42,40 @@ bool only_overwrites(const std::string& base) {
   return names->count(base) > 0;
 }
 
+/// The last part of a name: "sum" of "aten::sum".
+std::string bare(const std::string& base) {
+  return base.substr(base.rfind(':') + 1);
+}
+
+/// How unwritten inputs show in the results (uninitialized.h).
+Flow flow_of(const c10::OperatorHandle& op, const std::string& base) {
+  const std::string name = bare(base);
+  static const auto* places = new std::unordered_set<std::string>{
+      "where",          "stack",       "hstack",       "vstack",      "dstack",          "constant_pad_nd",
+      "slice_scatter",  "select_scatter", "diagonal_scatter", "as_strided_scatter", "_chunk_cat", "split_with_sizes_copy",
+      "split_copy",     "nan_to_num",  "block_diag",   "fill",        "bernoulli",       "normal_functional"};
+  static const auto* places_by_prefix = new std::vector<const char*>{
+      "index_put", "_index_put", "_unsafe_index_put", "index_add", "index_copy", "index_fill", "index_reduce",
+      "scatter",   "masked_",    "put_",              "_unsafe_masked"};
+  static const auto* reductions = new std::unordered_set<std::string>{
+      "sum",   "mean",  "prod",   "norm",     "linalg_vector_norm", "max",     "min",        "amax",   "amin",
+      "aminmax", "all", "any",    "var",      "std",                "var_mean", "std_mean",  "dot",    "vdot",
+      "nansum", "argmax", "argmin", "logsumexp", "count_nonzero",   "mse_loss", "huber_loss", "smooth_l1_loss",
+      "binary_cross_entropy", "median", "_foreach_norm", "_foreach_max"};
+  if (name == "cat") {
+    return Flow::Pieces;
+  }
+  if (places->count(name) > 0 || std::any_of(places_by_prefix->begin(), places_by_prefix->end(), [&](const char* prefix) {
+        return starts_with(name, prefix);
+      })) {
+    return Flow::Places;
+  }
+  if (reductions->count(name) > 0) {
+    return Flow::Reduces;
+  }
+  return op.hasTag(at::Tag::pointwise) || starts_with(name, "_foreach_") ? Flow::Elementwise : Flow::Selects;
+}
+
 Traits read_traits(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   Traits traits;
@@ -66,6 +101,9 @@ Traits read_traits(const c10::OperatorHandle& op) {
         traits.training = static_cast<int>(traits.arguments.size());
       }
     }
+    if (argument.name() == "beta") {
+      traits.beta = static_cast<int>(traits.arguments.size());
+    }
     if (holds_generator(argument.type())) {
       traits.generator = static_cast<int>(traits.arguments.size());
     }
@@ -78,6 +116,9 @@ Traits read_traits(const c10::OperatorHandle& op) {
     }
   }
   traits.host_waits = op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape);
+  traits.flow = flow_of(op, base);
+  // These choose by a mask, and may find unwritten values where the mask is false.
+  traits.decides_by_mask = base == "aten::masked_select" || starts_with(base, "aten::index");
   traits.over_lists = starts_with(base, "aten::_foreach_");
   traits.mixes_devices = !starts_with(base, "aten::") || starts_with(base, "aten::index") ||
       starts_with(base, "aten::_index_put") || starts_with(base, "aten::_unsafe_index") ||

@@ -6,6 +6,8 @@
 #include <string>
 #include <vector>
 
+#include "flow.h"
+
 namespace sim {
 
 enum class Argument : uint8_t { Other, Read, Write, ReadWrite };
@@ -20,6 +22,9 @@ struct Traits {
   bool host_waits = false;     // the host needs the result: shapes or values depend on the data
   bool over_lists = false;     // `aten::_foreach_...`
   bool mixes_devices = false;  // accepts CPU tensors beside device tensors
+  int beta = -1;               // index of the argument; where it is 0, the first argument is not read
+  Flow flow = Flow::Selects;
+  bool decides_by_mask = false;  // the first argument does not decide about the shape of the result
 };
 
 /// Read once per operation and thread.

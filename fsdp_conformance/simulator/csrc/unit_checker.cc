@@ -3,4 +3,5 @@
 #include "checker_accesses.cpp"
 #include "checker_bindings.cpp"
 #include "checker_reuse.cpp"
+#include "checker_unwritten.cpp"
 #include "extents.cpp"

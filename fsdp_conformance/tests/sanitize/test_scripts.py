@@ -5,6 +5,7 @@ are named.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -206,3 +207,63 @@ def test_a_script_that_never_used_the_device_is_not_clean(tmp_path: Path) -> Non
 
     assert run.status == 2
     assert "nothing was checked" in run.verdict
+
+
+_DIFFERENT = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+torch.cuda.set_device(dist.get_rank())
+norm = torch.ones(4, device="cuda")
+dist.all_reduce(norm, op=dist.ReduceOp.MAX if dist.get_rank() else dist.ReduceOp.SUM)
+print(norm.sum().item())
+"""
+
+
+def test_ranks_that_reduce_differently_are_named(tmp_path: Path) -> None:
+    """Both calls, once; the script is not to blame for having been stopped; SARIF and annotations have the line."""
+    run = sanitize(
+        "--as-cuda", "--sarif", "found.sarif", written(tmp_path, _DIFFERENT), cwd=tmp_path,
+        environment={"GITHUB_ACTIONS": "true"},
+    )  # fmt: skip
+
+    assert run.status == 1, run.out + run.err
+    assert run.out.count("✗ collectives 1: the reductions of a collective differ") == 1
+    assert "the script failed" not in run.out
+    assert "1 finding about collectives of ranks 0, 1 [exit 1]" in run.out
+    assert "::error file=train.py,line=8,title=different_collectives::" in run.out
+    (found,) = run.found["collectives"]
+    assert [(party["rank"], party["place"]["line"]) for party in found["parties"]] == [(0, 8), (1, 8)]
+    (result,) = json.loads((tmp_path / "found.sarif").read_text())["runs"][0]["results"]
+    assert result["locations"][0]["physicalLocation"]["region"]["startLine"] == 8
+
+
+_HANGING = """
+import threading
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("nccl")
+rank = dist.get_rank()
+torch.cuda.set_device(rank)
+ones = torch.ones(4, device="cuda")
+dist.all_reduce(ones)
+if rank == 1:
+    threading.Event().wait()
+dist.broadcast(ones, src=0)
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.nightly
+def test_a_hang_names_the_collective_and_where_the_others_are(tmp_path: Path) -> None:
+    """The call that one rank has made and the line at which the other one is."""
+    run = sanitize("--as-cuda", "--timeout", "30", written(tmp_path, _HANGING), cwd=tmp_path)
+
+    assert run.status == 5, run.out + run.err
+    (line,) = run.found["unanswered"]
+    assert line.startswith("only rank 0 called broadcast(4 float32, root 0) on the default group at ")
+    assert "train.py:13 in <module>; rank 1 is at " in line
+    assert "train.py:12 in <module>, after all_reduce(SUM, 4 float32) on the default group at " in line
+    assert line in run.out

@@ -21,6 +21,10 @@ from fsdp_conformance.tests.cli.cli_runs import said
         (["--world-size", "two", "train.py"], "--world-size must be an integer, got 'two'"),
         (["--world-size", "0", "train.py"], "--world-size must be from 1 to 127, got 0"),
         (["--timeout", "-1", "train.py"], "--timeout must be a positive number of seconds, got -1"),
+        (["--memory", "much", "train.py"], "--memory must be a positive size such as 80GiB, got 'much'"),
+        (["--memory", "0GiB", "train.py"], "--memory must be a positive size such as 80GiB, got '0GiB'"),
+        (["--memory", "-1", "train.py"], "--memory"),
+        (["--reuse", "never", "train.py"], "invalid choice: 'never'"),
         (["--timeout", "nan", "train.py"], "--timeout must be a positive number of seconds, got nan"),
         (["--mode", "shout", "train.py"], "invalid choice: 'shout'"),
         (["--worldsize", "2", "train.py"], "Did you mean '--world-size'?"),
@@ -36,13 +40,29 @@ def test_what_is_mistyped_is_said_with_status_2(typed: list[str], expected: str,
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_for_the_findings_needs_a_directory(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--json", "--sarif"])
+def test_a_file_for_the_findings_needs_a_directory(option: str, tmp_path: Path) -> None:
     """Said before the script runs, not after."""
     (tmp_path / "train.py").touch()
-    found = said("sanitize", "--json", "nowhere/out.json", "train.py", cwd=tmp_path)
+    found = said("sanitize", option, "nowhere/out.json", "train.py", cwd=tmp_path)
 
     assert (found.status, found.out) == (2, "")
-    assert "--json must be a file in an existing directory, got 'nowhere/out.json'" in found.err
+    assert f"{option} must be a file in an existing directory, got 'nowhere/out.json'" in found.err
+
+
+@pytest.mark.parametrize(
+    ("word", "nbytes"),
+    [("80GiB", 80 << 30), ("80GB", 80 * 10**9), ("1.5 gib", 3 << 29), ("512MiB", 512 << 20), ("24g", 24 * 10**9),
+     ("1000", 1000), ("2TiB", 2 << 40), ("7b", 7)],
+)  # fmt: skip
+def test_sizes_of_memory(word: str, nbytes: int) -> None:
+    """In binary units and in decimal ones."""
+    assert nbytes == order_of(arguments.parse(["sanitize", "--memory", word, "train.py"])).memory
+
+
+def test_reuse_of_memory() -> None:
+    """The checker's name for what is asked."""
+    assert order_of(arguments.parse(["sanitize", "--reuse", "worst-case", "train.py"])).reuse == "worst_case"
 
 
 def test_what_follows_the_script_is_its_own() -> None:

@@ -13,7 +13,16 @@ import torch
 from expecttest import TestCase
 
 from fsdp_conformance.harness import rank
-from fsdp_conformance.simulator.hazard import Access, Frame, Hazard, HazardKind, Site, Stream, hazard_from_json
+from fsdp_conformance.simulator.hazard import (
+    Access,
+    Frame,
+    Hazard,
+    HazardKind,
+    Site,
+    Stream,
+    UselessWait,
+    hazard_from_json,
+)
 from fsdp_conformance.tests.simulator.simulator_machine import DEADLINE_S, HOST, Machine, compiled
 
 TORCH = os.path.dirname(torch.__file__)
@@ -294,6 +303,48 @@ host read in flight on pinned memory: aten::sum on the host reads what aten::cop
     # before the host reads: aten::sum (/src/acme/unit.py:71 in unshard)
     event.synchronize()""",
         )
+
+    def test_uninitialized(self) -> None:
+        """The allocation, and the use; the memory itself, or what was computed from it."""
+        found = hazard(
+            HazardKind.UNINITIALIZED_READ,
+            access("write", DEFAULT, site("aten::empty", 9)),
+            access("read", DEFAULT, site("all_reduce", 30)),
+        )
+
+        self.assertExpectedInline(
+            found.explain(),
+            """\
+use of uninitialized memory on sim:0: all_reduce on the default stream uses a value that nothing has written
+  allocated by aten::empty, 256 bytes
+      /src/acme/unit.py:9 in unshard
+  used: all_reduce on the default stream reads bytes 0 to 255 (256 bytes)
+      /src/acme/unit.py:30 in unshard
+  missing:
+    # after aten::empty (/src/acme/unit.py:9 in unshard), before all_reduce (/src/acme/unit.py:30 in unshard)
+    tensor.zero_()  # or write every element of it""",
+        )
+        derived = replace(found, block=8)
+        assert derived.sentence().endswith("uses a value computed or copied from memory that nothing has written")
+
+    def test_a_wait_that_does_not_help(self) -> None:
+        """An event that was recorded too early, or on another stream: the line that recorded it, and what to do."""
+        recorded = Site(op="event", stack=(Frame(file="/src/acme/unit.py", line=11, function="unshard"),))
+        early = UselessWait(too_early=True, stream=GATHER, waiter=DEFAULT, recorded=recorded)
+        lines = hazard(HazardKind.READ_AFTER_WRITE, GATHERING, MULTIPLYING, useless_wait=early).explain().splitlines()
+        assert (
+            "  useless: the default stream waits in between, but the event was recorded at /src/acme/unit.py:11 in "
+            "unshard, before all_gather_into_tensor on the all-gather stream: record it after that"
+        ) in lines
+
+        elsewhere = replace(early, too_early=False, stream=UNNAMED, waiter=HOST_STREAM)
+        lines = (
+            hazard(HazardKind.READ_AFTER_WRITE, GATHERING, MULTIPLYING, useless_wait=elsewhere).explain().splitlines()
+        )
+        assert (
+            "  useless: the host waits in between, but the event was recorded at /src/acme/unit.py:11 in unshard, on "
+            "stream 3: record it on the all-gather stream"
+        ) in lines
 
     def test_a_record_for_the_history_says_the_same(self) -> None:
         found = hazard(HazardKind.READ_AFTER_WRITE, GATHERING, MULTIPLYING, count=2)

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
+import faulthandler
+import linecache
+import os
+import signal
+import sys
+import threading
 from typing import Any
 
 import numpy as np
@@ -10,9 +17,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_conformance.simulator import build, checker
+from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.simulator import build, checker, memory
 from fsdp_conformance.simulator import torch_sim as sim
-from fsdp_conformance.simulator.hazard import HazardKind
+from fsdp_conformance.simulator.hazard import HazardKind, Site
 from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own
 
 pytestmark = compiled
@@ -285,7 +293,8 @@ class TestPinned:
         after.record()
         other.synchronize()
         before.synchronize()
-        assert np.isnan(target.numpy()).all()  # what numpy reads is not seen
+        assert np.isnan(target.numpy()).all()
+        assert [HazardKind.HOST_READ_IN_FLIGHT] == kinds()
 
         match synchronize:
             case "device":
@@ -448,3 +457,215 @@ class TestPinned:
         assert np.isnan(target.numpy()[:, 1:]).all()
         sim.synchronize()
         assert 4.0 == target.sum().item()
+
+
+class TestLimit:
+    """A device with as much memory as it is given."""
+
+    @in_process_of_its_own
+    def test_what_does_not_fit_is_refused(self) -> None:
+        """In CUDA's words, with both sizes; the cache makes room first, and counts are those of CUDA."""
+        memory.set_memory_limit(1 << 20)
+        held = torch.ones(150_000, device="sim")
+        assert (1 << 20) == sim.mem_get_info()[1] == sim.get_device_properties().total_memory
+        assert sim.mem_get_info()[0] == (1 << 20) - 600_000
+        cached = torch.ones(100_000, device="sim")
+        del cached
+
+        with pytest.raises(torch.OutOfMemoryError, match=r"CUDA out of memory\. Tried to allocate 585\.94 KiB"):
+            torch.ones(150_000, device="sim")
+        assert 600_000 == sim.memory_reserved()  # the cache was given up in vain
+        stats = sim.memory_stats()
+        assert (1, 1) == (stats["num_alloc_retries"], stats["num_ooms"])
+        torch.ones(100_000, device="sim")
+        torch.ones(200_000, device="sim:1")  # each device has its own
+        del held
+        memory.set_memory_limit(None)
+        torch.ones(1_000_000, device="sim")
+
+    @in_process_of_its_own
+    def test_sixteen_gibibytes_take_no_time_and_no_space(self) -> None:
+        """NaN wherever one looks, new or reused; only what is written takes up memory of the host."""
+        big = torch.empty(16 << 30, dtype=torch.uint8, device="sim")
+        assert (16 << 30) == sim.memory_allocated()
+        for place in (0, 1 << 30, (16 << 30) - 1):
+            assert 255 == big[place].item()
+        big[1 << 30] = 7
+        assert [255, 7, 255] == big[(1 << 30) - 1 : (1 << 30) + 2].tolist()
+        del big
+        again = torch.empty(16 << 30, dtype=torch.uint8, device="sim")
+        assert 255 == again[1 << 30].item()
+        assert resident() < 1 << 30
+
+    @pytest.mark.parametrize("nbytes", [0, -1])
+    def test_a_limit_is_positive(self, nbytes: int) -> None:
+        """Said before anything is loaded."""
+        with pytest.raises(ConfigError, match="nbytes must be positive"):
+            memory.set_memory_limit(nbytes)
+
+
+def resident() -> int:
+    """Bytes of this process that are in the host's memory and its own."""
+    with open("/proc/self/smaps_rollup") as file:
+        lines = dict(line.split(":", 1) for line in file.read().splitlines()[1:])
+    return sum(int(lines[name].split()[0]) for name in ("Private_Dirty", "Private_Clean")) * 1024
+
+
+class TestTouches:
+    """Accesses of the host that bypass torch, while a copy is in flight."""
+
+    @in_process_of_its_own
+    def test_numpy_is_seen_where_it_reads(self) -> None:
+        """The line, once; a view that was made before will do; what it reads is NaN."""
+        target = torch.zeros(100, pin_memory=True)
+        view = target.numpy()
+        target.copy_(torch.ones(100, device="sim"), non_blocking=True)
+        seen = float(view[50])
+        assert np.isnan(seen)
+        assert np.isnan(view.sum())
+        (one,) = checker.hazards()
+        assert one.kind is HazardKind.HOST_READ_IN_FLIGHT
+        assert one.now.site.op == "a read outside torch"
+        assert "float(view[50])" in line_of(one.now.site)
+        checker.clear_hazards()
+        sim.synchronize()
+        assert 100.0 == view.sum()
+        assert kinds() == []
+
+    @in_process_of_its_own
+    def test_a_write_is_told_from_a_read(self) -> None:
+        """Into memory that a copy is about to fill."""
+        target = torch.zeros(100, pin_memory=True)
+        view = target.numpy()
+        target.copy_(torch.ones(100, device="sim"), non_blocking=True)
+        view[3] = 5.0
+        assert [HazardKind.HOST_WRITE_IN_FLIGHT] == kinds()
+        sim.synchronize()
+        assert kinds() == []
+
+    @in_process_of_its_own
+    def test_bytes_beside_the_copy_are_free(self) -> None:
+        """On the same pages or on others, in the same block, and of blocks that are no longer in flight."""
+        target = torch.zeros(4 * 4096, pin_memory=True)
+        view = target.numpy()
+        copied = target[1000:3000]
+        copied.copy_(torch.ones(2000, device="sim"), non_blocking=True)
+        assert 0.0 == view[:1000].sum() == view[3000:].sum()
+        assert kinds() == []
+        sim.synchronize()
+        assert 2000.0 == view.sum()
+        # Every second element: none of its pages is in flight as a whole, so nothing is guarded.
+        target[::2].copy_(torch.ones(2 * 4096, device="sim"), non_blocking=True)
+        assert 0.0 == view[1::2][2000:].sum()
+        sim.synchronize()
+        assert kinds() == []
+
+    @in_process_of_its_own
+    def test_several_copies_and_waits(self) -> None:
+        """Each ends when the host has waited for it; one into the bytes of another guards them again."""
+        side = sim.Stream()
+        target = torch.zeros(2048, pin_memory=True)
+        view = target.numpy()
+        value = torch.ones(2048, device="sim")
+        side.wait_stream(sim.current_stream())
+        for _ in range(50):
+            target.copy_(value, non_blocking=True)
+            sim.current_stream().synchronize()
+            assert 2048.0 == view.sum()
+        target.copy_(value, non_blocking=True)
+        with checker.suspended():
+            assert 2048.0 == view.sum()
+        assert kinds() == []
+        float(view[0])
+        assert [HazardKind.HOST_READ_IN_FLIGHT] == kinds()
+
+    @in_process_of_its_own
+    def test_threads_are_seen(self) -> None:
+        """A thread that reads through NumPy."""
+        target = torch.zeros(2048, pin_memory=True)
+        view = target.numpy()
+        target.copy_(torch.ones(2048, device="sim"), non_blocking=True)
+        thread = threading.Thread(target=lambda: float(view[7]))
+        thread.start()
+        thread.join()
+        assert [HazardKind.HOST_READ_IN_FLIGHT] == kinds()
+
+    @in_process_of_its_own
+    def test_real_faults_still_end_the_process(self) -> None:
+        """A child that touches memory which is not ours dies of it."""
+        target = torch.zeros(2048, pin_memory=True)
+        target.copy_(torch.ones(2048, device="sim"), non_blocking=True)
+        child = os.fork()
+        if child == 0:
+            faulthandler.enable(open(os.devnull, "w"))  # noqa: SIM115 - it needs the file to the end
+            ctypes.string_at(8)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        assert os.WIFSIGNALED(status)
+        assert os.WTERMSIG(status) == signal.SIGSEGV
+        sim.synchronize()
+
+    @in_process_of_its_own
+    def test_guarded_memory_may_be_freed(self) -> None:
+        """Its addresses belong to somebody else then."""
+        for _ in range(20):
+            target = torch.zeros(2048, pin_memory=True)
+            target.copy_(torch.ones(2048, device="sim"), non_blocking=True)
+            del target
+        fresh = torch.zeros(2048, pin_memory=True)
+        assert 0.0 == fresh.numpy().sum()
+        sim.synchronize()
+        checker.clear_hazards()
+
+
+def line_of(site: Site) -> str:
+    """The line of this file that a site is at."""
+    frame = site.innermost()
+    assert frame is not None
+    return linecache.getline(frame.file, frame.line)
+
+
+class TestFrees:
+    """Where memory is freed."""
+
+    @pytest.mark.skipif(sys.version_info >= (3, 13), reason="the layout of frames is known up to Python 3.12")
+    @in_process_of_its_own
+    def test_the_line_that_drops_the_last_reference(self) -> None:
+        """A del, a function that returns, an assignment: not the next operation."""
+        side = sim.Stream()
+
+        def used() -> torch.Tensor:
+            tensor = torch.ones(64, device="sim")
+            side.wait_stream(sim.current_stream())
+            with sim.stream(side):
+                tensor.mul(2)
+            return tensor
+
+        def leaves() -> None:
+            kept = used()
+            assert kept.is_contiguous()
+
+        tensor = used()
+        del tensor  # here
+        torch.ones(64, device="sim")
+        (one,) = checker.hazards()
+        assert one.freed is not None
+        assert one.freed.op == "free"
+        assert "del tensor  # here" in line_of(one.freed)
+        checker.clear_hazards()
+
+        replaced = used()
+        replaced = torch.zeros(1)  # here
+        torch.ones(64, device="sim")
+        (one,) = checker.hazards()
+        assert one.freed is not None
+        assert "replaced = torch.zeros(1)  # here" in line_of(one.freed)
+        checker.clear_hazards()
+
+        leaves()  # here
+        torch.ones(64, device="sim")
+        (one,) = checker.hazards()
+        assert one.freed is not None
+        assert any("leaves()  # here" in linecache.getline(frame.file, frame.line) for frame in one.freed.stack)
+        checker.clear_hazards()
+        del replaced

@@ -1,0 +1,45 @@
+"""What `fsdp-conformance sanitize` finds in scripts with a mistake, and in correct ones: see ci/sanitize-power."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.simulator import build
+from studies.script_controls import CONTROLS
+from studies.script_defects import DEFECTS
+from studies.script_runs import run_scripts
+
+
+def main() -> int:
+    """Run the scripts, print a line for each, and count."""
+    parser = argparse.ArgumentParser(prog="ci/sanitize-power")
+    parser.add_argument("--script", action="append", default=[], metavar="PART")
+    arguments = parser.parse_args()
+    scripts = [
+        script
+        for script in (*DEFECTS, *CONTROLS)
+        if not arguments.script or any(part in script.name for part in arguments.script)
+    ]
+    if not scripts:
+        parser.error(f"no script's name contains {' or '.join(arguments.script)}")
+    try:
+        build.require()
+    except EnvironmentUnavailable as error:
+        print(f"sanitize-power: {error}", file=sys.stderr)
+        return 3
+    right: dict[bool, int] = {True: 0, False: 0}
+    for outcome in run_scripts(scripts):
+        print(outcome.line(), flush=True)
+        right[bool(outcome.script.kind)] += outcome.is_right
+    wrong = [script for script in scripts if script.kind]
+    print(
+        f"sanitize-power: {right[True]} of {len(wrong)} found, {right[False]} of {len(scripts) - len(wrong)} correct "
+        "scripts silent"
+    )
+    return 0 if sum(right.values()) == len(scripts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,333 @@
+"""
+Checks that all ranks call the same collectives, while a script runs.
+
+Before a collective is issued, it is compared with the calls of the other ranks of its group that are already there
+(`calls`): the operation, the reduction, the dtype, the sizes, the root, and for an all-to-all what each pair exchanges.
+A difference raises CollectiveMismatch on the rank that comes last, before it moves any data. Also reported: two
+communicators that two ranks use in different orders, two ranks on one device, and a rank that ends while others wait
+for it.
+
+CUDA_VISIBLE_DEVICES is respected: scripts may give each process its own device 0.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import DistBackendError, Work, distributed_c10d
+
+from fsdp_conformance.frames import Owner, owner
+from fsdp_conformance.harness.recording.call_site import Calling, calling_frame
+from fsdp_conformance.harness.recording.collective_calls import input_splits_of, output_splits_of, root_of
+from fsdp_conformance.harness.recording.collective_log import Collective
+from fsdp_conformance.history.collective import Op
+from fsdp_conformance.simulator import build
+from fsdp_conformance.simulator.calls import Call, CallLog, CallReader, Channel, Place, difference
+from fsdp_conformance.simulator.disagreement import Disagreement, DisagreementKind, Party
+
+#: Collectives with a root that all ranks must agree on.
+_ROOTED = frozenset({Op.BROADCAST, Op.SCATTER, Op.GATHER, Op.REDUCE})
+
+#: Where the calls of a thread without frames of the user come from: the call of backward that it works for.
+Caller = Callable[[], Calling | None]
+
+
+class CollectiveMismatch(DistBackendError):
+    """Ranks call different collectives, or one of them does not call a collective at all."""
+
+
+@dataclass(slots=True)
+class _Match:
+    """A collective that two ranks have both called."""
+
+    my_call: Call
+    their_call: Call
+    mine: int
+    """Position among the calls of this rank."""
+    theirs: int
+
+
+@dataclass(slots=True)
+class _Peer:
+    """What this rank knows about another rank's calls."""
+
+    rank: int
+    reader: CallReader
+    counts: dict[Channel, int] = field(default_factory=dict)
+    position: int = 0
+    mine: dict[tuple[Channel, int], tuple[int, Call]] = field(default_factory=dict)
+    """Calls of this rank that the peer has not made yet, with their positions."""
+    theirs: dict[tuple[Channel, int], tuple[int, Call]] = field(default_factory=dict)
+    """Calls of the peer that this rank has not made yet."""
+    furthest_mine: _Match | None = None
+    furthest_theirs: _Match | None = None
+    """Among those that both have made: the last by this rank's order, and by the peer's."""
+
+
+class Agreement:
+    """One rank's side of the check. `issue` replaces the issuer of the rank's collective log."""
+
+    def __init__(self, directory: Path, rank: int, world_size: int, caller: Caller = lambda: None) -> None:
+        self.found: list[Disagreement] = []
+        self.checked = 0
+        """How many calls were compared or are still to be compared."""
+        self._rank = rank
+        self._caller = caller
+        self._log = CallLog(directory, rank)
+        self._peers = {
+            other: _Peer(other, CallReader(directory, other)) for other in range(world_size) if other != rank
+        }
+        self._counts: dict[Channel, int] = {}
+        self._lock = threading.Lock()  # autograd's threads issue collectives too
+        self._reported: set[object] = set()
+
+    def issue(self, collective: Collective) -> Work | None:
+        """Compare a collective with those of the other ranks, then issue it. Raises CollectiveMismatch."""
+        if collective.group in distributed_c10d._world.pg_group_ranks:  # else torch is still making the group
+            self.check(described(collective, self._rank, self._caller))
+        _note_pinned(collective)
+        return collective.issue()
+
+    def check(self, call: Call) -> None:
+        """Note a call and compare it. Raises CollectiveMismatch."""
+        with self._lock:
+            number = self._counts.get(call.channel, 0)
+            self._counts[call.channel] = number + 1
+            position = self.checked
+            self.checked += 1
+            # First written, then read: of two ranks at least one sees the other's call.
+            self._log.append(call)
+            problems: list[Disagreement | None] = []
+            for member in call.channel.members:
+                peer = self._peers.get(member)
+                if peer is None:
+                    continue
+                key = (call.channel, number)
+                self._catch_up(peer)
+                known = peer.theirs.pop(key, None)
+                if known is None:
+                    peer.mine[key] = (position, call)
+                    if peer.reader.has_ended:
+                        problems.append(self._note(_missing(call, self._rank, peer.rank)))
+                    continue
+                problems.append(self._compared(peer, call, position, known[1], known[0]))
+        problem = next((problem for problem in problems if problem is not None), None)
+        if problem is not None:
+            raise CollectiveMismatch(problem.sentence())
+
+    def end(self) -> None:
+        """The script has ended on this rank. Raises CollectiveMismatch if others have called what it has not."""
+        with self._lock:
+            self._log.end()
+            problems = []
+            for peer in self._peers.values():
+                self._catch_up(peer)
+                first = next(iter(peer.theirs.values()), None)
+                if first is not None:
+                    problems.append(self._note(_missing(first[1], peer.rank, self._rank)))
+        if problems:
+            raise CollectiveMismatch(problems[0].sentence())
+
+    def close(self) -> None:
+        """Close all files."""
+        self._log.close()
+        for peer in self._peers.values():
+            peer.reader.close()
+
+    def _catch_up(self, peer: _Peer) -> None:
+        """Read what the peer has called since the last time."""
+        for call in peer.reader.read():
+            number = peer.counts.get(call.channel, 0)
+            peer.counts[call.channel] = number + 1
+            position = peer.position
+            peer.position += 1
+            if self._rank not in call.channel.members:
+                continue
+            key = (call.channel, number)
+            known = peer.mine.pop(key, None)
+            if known is None:
+                peer.theirs[key] = (position, call)
+            else:
+                # The peer has seen this rank's call, and raises if they differ.
+                self._compared(peer, known[1], known[0], call, position)
+
+    def _compared(
+        self, peer: _Peer, mine: Call, my_position: int, theirs: Call, their_position: int
+    ) -> Disagreement | None:
+        """Compare two calls of one collective; returns the problem that this rank should raise, if there is one."""
+        parties = [Party.of(self._rank, mine), Party.of(peer.rank, theirs)]
+        what = difference(mine, theirs, self._rank, peer.rank)
+        if what:
+            return self._note(Disagreement.between(DisagreementKind.DIFFERENT, parties, what))
+        if mine.device_index is not None and mine.device_index == theirs.device_index:
+            self._note(Disagreement.between(DisagreementKind.ONE_DEVICE, parties, str(mine.device_index)))
+        if mine.orders:
+            self._compare_order(peer, _Match(mine, theirs, my_position, their_position))
+        return None
+
+    def _compare_order(self, peer: _Peer, now: _Match) -> None:
+        """Report a communicator that the two ranks use before another one and after it."""
+        for earlier in (peer.furthest_mine, peer.furthest_theirs):
+            if earlier is not None and (earlier.mine < now.mine) != (earlier.theirs < now.theirs):
+                # What each of the two ranks calls first.
+                parties = [
+                    Party.of(self._rank, min(earlier, now, key=lambda match: match.mine).my_call),
+                    Party.of(peer.rank, min(earlier, now, key=lambda match: match.theirs).their_call),
+                ]
+                self._note(Disagreement.between(DisagreementKind.ORDER, parties, ""))
+        if peer.furthest_mine is None or now.mine > peer.furthest_mine.mine:
+            peer.furthest_mine = now
+        if peer.furthest_theirs is None or now.theirs > peer.furthest_theirs.theirs:
+            peer.furthest_theirs = now
+
+    def _note(self, found: Disagreement) -> Disagreement:
+        if found.key not in self._reported:
+            self._reported.add(found.key)
+            self.found.append(found)
+        return found
+
+    def observed(self) -> dict[str, Any]:
+        """What was found, JSON-ready."""
+        return {"found": [asdict(one) for one in self.found], "checked": self.checked}
+
+
+def _note_pinned(collective: Collective) -> None:
+    """Tell the checker about a collective of the CPU that uses pinned memory: its transport bypasses torch."""
+    extension = build.active()
+    if collective.traffic.device != "cpu" or not extension.pinned_copies_in_flight():
+        return
+    for tensors, writes in ((collective.traffic.inputs, False), (collective.traffic.outputs, True)):
+        for tensor in tensors:
+            if tensor.device.type == "cpu" and tensor.is_pinned():
+                extension.note_host_access(tensor, writes, collective.traffic.op.value)
+
+
+def _missing(call: Call, caller: int, absent: int) -> Disagreement:
+    parties = [Party.of(caller, call), Party(rank=absent, words="", place=None)]
+    return Disagreement.between(DisagreementKind.MISSING, parties, "")
+
+
+def described(collective: Collective, rank: int, caller: Caller) -> Call:
+    """A collective in the form in which ranks compare them."""
+    record, traffic = collective.record, collective.traffic
+    args, kwargs = collective.args, collective.kwargs
+    op = traffic.op
+    counted = traffic.inputs or traffic.outputs
+    dtypes = tuple(sorted({str(tensor.dtype).removeprefix("torch.") for tensor in counted}))
+    channel = Channel(
+        group=str(collective.group.group_name),
+        ranks=record.group,
+        device=traffic.device or _device_of_options([*args, *kwargs.values()]),
+        pair=_pair(op, record.group, rank, args),
+    )
+    numels = () if op is Op.ALL_TO_ALL else _numels(op, traffic.inputs, traffic.outputs)
+    root = root_of(args, kwargs) if op in _ROOTED else None
+    sends, takes = _exchanged(record.name, traffic.inputs, traffic.outputs, args, kwargs, len(record.group), op)
+    size = f"{sum(tensor.numel() for tensor in counted)} {'/'.join(dtypes)}" if counted else ""
+    words = [traffic.reduce_op, size, f"root {root}" if root is not None else ""]
+    text = f"{op.value}({', '.join(word for word in words if word)})"
+    if channel.pair is not None:
+        text += f" from rank {channel.pair[0]} to rank {channel.pair[1]}"
+    return Call(
+        channel=channel,
+        title=_title(collective.group, record.group),
+        op=op.value,
+        reduce_op=traffic.reduce_op,
+        root=root,
+        dtypes=dtypes,
+        numels=numels,
+        sends=sends,
+        takes=takes,
+        words=text,
+        place=_place(caller),
+        device_index=_index(counted) if channel.device != "cpu" else None,
+    )
+
+
+def _place(caller: Caller) -> Place | None:
+    """The line of the user's that called; in autograd's threads, the line that called backward."""
+    frame = calling_frame()
+    if frame is None or owner(frame.file) is Owner.TORCH:
+        frame = caller() or frame
+    return Place(file=frame.file, line=frame.line, function=frame.function) if frame is not None else None
+
+
+def _pair(op: Op, ranks: Sequence[int], rank: int, args: Sequence[Any]) -> tuple[int, int] | None:
+    if op not in (Op.SEND, Op.RECV) or len(args) < 2 or not isinstance(args[1], int) or args[1] >= len(ranks):
+        return None
+    peer = ranks[args[1]]
+    return (rank, peer) if op is Op.SEND else (peer, rank)
+
+
+def _numels(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> tuple[int, ...]:
+    """The numbers of elements that must be equal on all ranks."""
+    if op is Op.ALL_GATHER:
+        return _part_or_list(inputs, outputs)
+    if op is Op.REDUCE_SCATTER:
+        return _part_or_list(outputs, inputs)
+    if op is Op.SCATTER:
+        return tuple(tensor.numel() for tensor in outputs)
+    return tuple(tensor.numel() for tensor in inputs or outputs)
+
+
+def _part_or_list(parts: Sequence[Tensor], whole: Sequence[Tensor]) -> tuple[int, ...]:
+    """One rank's part; if the parts of the ranks have different sizes, those of all ranks."""
+    sizes = [tensor.numel() for tensor in whole]
+    if len(parts) == 1 and len(sizes) > 1 and len(set(sizes)) > 1:
+        return tuple(sizes)
+    return tuple(tensor.numel() for tensor in parts)
+
+
+def _exchanged(
+    name: str,
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+    args: Sequence[Any],
+    kwargs: Any,
+    size: int,
+    op: Op,
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """For an all-to-all, the elements to and from each rank."""
+    if op is not Op.ALL_TO_ALL:
+        return (), ()
+    into, out = input_splits_of(name, args, kwargs), output_splits_of(name, args, kwargs)
+    if into is None or out is None:
+        return tuple(tensor.numel() for tensor in inputs), tuple(tensor.numel() for tensor in outputs)
+    return _split(inputs[0], into, size), _split(outputs[0], out, size)
+
+
+def _split(tensor: Tensor, rows: Sequence[int], size: int) -> tuple[int, ...]:
+    if not rows:
+        return (tensor.numel() // size,) * size
+    row = tensor.numel() // tensor.shape[0] if tensor.dim() and tensor.shape[0] else 0
+    return tuple(count * row for count in rows)
+
+
+def _device_of_options(options: Sequence[Any]) -> str:
+    """The device type of a barrier."""
+    devices = (getattr(option, "device", None) for option in options)
+    return next((device.type for device in devices if device is not None), "cpu")
+
+
+def _index(tensors: Sequence[Tensor]) -> int | None:
+    """The device of the tensors, counted on the machine: CUDA_VISIBLE_DEVICES renumbers devices for a process."""
+    index = tensors[0].device.index if tensors else None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if index is not None and index < len(visible) and visible[index].strip().isdecimal():
+        return int(visible[index])
+    return index
+
+
+def _title(group: Any, ranks: Sequence[int]) -> str:
+    name, description = str(group.group_name), str(getattr(group, "group_desc", ""))
+    if description == "default_pg" or name == "0":
+        return "the default group"
+    known = f"{description!r}" if description and description != "undefined" else name
+    members = ", ".join(map(str, ranks)) if len(ranks) <= 8 else f"{ranks[0]}, .., {ranks[-1]}"
+    return f"group {known} of ranks {members}"
