@@ -20,7 +20,7 @@ class Owner(StrEnum):
 
     TORCH = "torch"
     PYTHON = "python"
-    """The standard library, and typing_extensions, whose wrappers call deprecated functions."""
+    """The standard library, typing_extensions, whose wrappers call deprecated functions, and NumPy's own files."""
     NO_FILE = "no file"
     """Code without a file to point to: "<string>", "<frozen runpy>"."""
     MACHINERY = "machinery"
@@ -32,6 +32,7 @@ class Owner(StrEnum):
 #: Directory of this package, with a separator at the end, as the others here.
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _MACHINERY = tuple(f"{_PACKAGE}{part}{os.sep}" for part in ("harness", "simulator"))
+_NUMPY = f"{os.sep}site-packages{os.sep}numpy{os.sep}"
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 
@@ -46,6 +47,8 @@ def owner(file: str) -> Owner:
         return Owner.NO_FILE
     # site-packages may be inside the standard library's directory.
     in_stdlib = file.startswith(_STDLIB) and "site-packages" not in file
+    if _NUMPY in file:
+        return Owner.PYTHON
     return Owner.PYTHON if in_stdlib or os.path.basename(file) == "typing_extensions.py" else Owner.USER
 
 

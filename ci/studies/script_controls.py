@@ -411,7 +411,7 @@ while True:
         assert "CUDA out of memory." in str(error)
         batch = None
         size //= 2
-print(size, torch.cuda.mem_get_info()[1])
+print(size, torch.cuda.mem_get_info()[1], batch2[:4].zero_().sum().item())
 """,
     ),
 )

@@ -202,7 +202,9 @@ def _note_pinned(collective: Collective) -> None:
     extension = build.active()
     if collective.traffic.device != "cpu" or not extension.pinned_copies_in_flight():
         return
-    for tensors, writes in ((collective.traffic.inputs, False), (collective.traffic.outputs, True)):
+    traffic = collective.traffic
+    in_place = traffic.outputs is traffic.inputs  # reading is the earlier mistake
+    for tensors, writes in ((traffic.inputs, False), (() if in_place else traffic.outputs, True)):
         for tensor in tensors:
             if tensor.device.type == "cpu" and tensor.is_pinned():
                 extension.note_host_access(tensor, writes, collective.traffic.op.value)
