@@ -168,7 +168,7 @@ for _ in range(2 + rank):
     Script(
         name="group-differs",
         what="a rank uses the default group where the other uses a group of its own",
-        kind=_MISSING,
+        kind=DisagreementKind.DEADLOCK,
         text="""
 group = dist.new_group([0, 1])
 value = torch.ones(4, device=device)

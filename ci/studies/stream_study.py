@@ -84,7 +84,7 @@ def _shown(rank: int, device: torch.device, job: Job) -> Shown:
     watch, pending = SiteWatch(job.dropped), Pending()
     before = checker.accesses()
     shown = Shown()
-    with checker.reuse(job.reuse):
+    with checker.reuse(job.reuse), checker.uninitialized():
         try:
             checker.begin_order_digest()
             keep = _all_dropped if ALL in job.dropped else watch.keep

@@ -31,6 +31,7 @@ RULES: Mapping[str, str] = {
     DisagreementKind.DIFFERENT: "The ranks of a group call different collectives.",
     DisagreementKind.ORDER: "Two ranks use two communicators in different orders.",
     DisagreementKind.ONE_DEVICE: "Two ranks of a group use the same device.",
+    DisagreementKind.DEADLOCK: "Ranks wait for each other in collectives that the others have not called.",
     DisagreementKind.MISSING: "A rank ends without a collective that another rank has called.",
 }
 

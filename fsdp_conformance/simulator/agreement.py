@@ -14,25 +14,41 @@ from __future__ import annotations
 
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.distributed import DistBackendError, Work, distributed_c10d
+from torch.distributed import DistBackendError, ProcessGroup, Work, distributed_c10d
 
+from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.frames import Owner, owner
 from fsdp_conformance.harness.recording.call_site import Calling, calling_frame
 from fsdp_conformance.harness.recording.collective_calls import input_splits_of, output_splits_of, root_of
 from fsdp_conformance.harness.recording.collective_log import Collective
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.simulator import build
-from fsdp_conformance.simulator.calls import Call, CallLog, CallReader, Channel, Place, difference
+from fsdp_conformance.simulator.calls import (
+    Call,
+    CallLog,
+    CallReader,
+    Channel,
+    Place,
+    Standstills,
+    deadlocked,
+    difference,
+    logs_of,
+)
 from fsdp_conformance.simulator.disagreement import Disagreement, DisagreementKind, Party
 
 #: Collectives with a root that all ranks must agree on.
 _ROOTED = frozenset({Op.BROADCAST, Op.SCATTER, Op.GATHER, Op.REDUCE})
+
+#: For how many looks a rank must have been in the same wait before it counts as stuck.
+_LOOKS = 4
 
 #: Where the calls of a thread without frames of the user come from: the call of backward that it works for.
 Caller = Callable[[], Calling | None]
@@ -86,10 +102,19 @@ class Agreement:
         self._counts: dict[Channel, int] = {}
         self._lock = threading.Lock()  # autograd's threads issue collectives too
         self._reported: set[object] = set()
+        self._directory = directory
+        self._world_size = world_size
+        self._groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+        self._standstills = Standstills(directory, rank)
+        self._last_wait: tuple[int, int] | None = None
+        self._looks = 0
+        self.deadlock: Disagreement | None = None
+        """Why the collectives of this rank were aborted."""
 
     def issue(self, collective: Collective) -> Work | None:
         """Compare a collective with those of the other ranks, then issue it. Raises CollectiveMismatch."""
         if collective.group in distributed_c10d._world.pg_group_ranks:  # else torch is still making the group
+            self._groups.add(collective.group)
             self.check(described(collective, self._rank, self._caller))
         _note_pinned(collective)
         return collective.issue()
@@ -133,6 +158,29 @@ class Agreement:
                     problems.append(self._note(_missing(first[1], peer.rank, self._rank)))
         if problems:
             raise CollectiveMismatch(problems[0].sentence())
+
+    def look(self, waits: int | None) -> None:
+        """
+        Look whether the ranks have got stuck, and abort this rank's collectives then. Called from time to time.
+
+        `waits` is the number of the wait for peers that holds this rank up; None if it runs. Ranks that have been in
+        the same wait for several looks, each in a collective that another of them has not called, will never go on.
+        """
+        with self._lock:
+            now = (waits, self.checked) if waits is not None else None
+            self._looks = self._looks + 1 if now is not None and now == self._last_wait else 0
+            self._last_wait = now
+            self._standstills.say(self.checked if self._looks >= _LOOKS else None)
+            if self._looks <= _LOOKS or self.deadlock is not None:
+                return
+            stuck = deadlocked(logs_of(self._directory, self._world_size), self._standstills.read(self._world_size))
+            if self._rank not in stuck:
+                return
+            parties = [Party.of(rank, call) for rank, call in stuck.items()]
+            self.deadlock = self._note(Disagreement.between(DisagreementKind.DEADLOCK, parties, ""))
+        for group in list(self._groups):
+            if SIMULATED in [device.type for device in group._device_types]:
+                group._get_backend(torch.device(SIMULATED)).abort()
 
     def close(self) -> None:
         """Close all files."""

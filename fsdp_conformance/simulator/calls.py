@@ -190,6 +190,62 @@ class CallReader:
         return content
 
 
+class Standstills:
+    """Which ranks wait for peers and make no progress, in a file for each rank."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._directory = directory
+        self._path = directory / f"calls{rank}.stuck"
+        self._said: int | None = None
+
+    def say(self, number: int | None) -> None:
+        """This rank waits after its call number `number`, and has waited for a while; None: it does not."""
+        if number == self._said:
+            return
+        self._said = number
+        part = self._path.with_suffix(".part")
+        part.write_text("" if number is None else str(number), encoding="ascii")
+        os.replace(part, self._path)
+
+    def read(self, world_size: int) -> dict[int, int]:
+        """The ranks that wait, each with the number of calls that it has made."""
+        found = {}
+        for rank in range(world_size):
+            try:
+                text = (self._directory / f"calls{rank}.stuck").read_text(encoding="ascii")
+            except FileNotFoundError:
+                continue
+            if text:
+                found[rank] = int(text)
+        return found
+
+
+def deadlocked(logs: Sequence[Sequence[Call]], waiting: Mapping[int, int]) -> dict[int, Call]:
+    """
+    The ranks that wait for each other for ever, with the call of each that the others have not made.
+
+    `waiting` are the ranks that wait for a collective, with the number of calls that they have made. A rank is among
+    them if each of its unanswered calls is one that another of them has not made.
+    """
+    seen: dict[tuple[Channel, int], set[int]] = {}
+    for rank, calls in enumerate(logs):
+        for key, _ in numbered(calls):
+            seen.setdefault(key, set()).add(rank)
+    needs: dict[int, list[tuple[Call, set[int]]]] = {}
+    for rank, number in waiting.items():
+        open_calls = [
+            (call, set(call.channel.members) - seen[key])
+            for key, call in numbered(logs[rank])
+            if set(call.channel.members) - seen[key]
+        ]
+        if open_calls and len(logs[rank]) == number:
+            needs[rank] = open_calls
+    while freed := [rank for rank, calls in needs.items() if any(not missing & needs.keys() for _, missing in calls)]:
+        for rank in freed:
+            del needs[rank]
+    return {rank: calls[0][0] for rank, calls in sorted(needs.items())}
+
+
 @dataclass(slots=True)
 class Unanswered:
     """A collective that some ranks of its group have called and others have not."""

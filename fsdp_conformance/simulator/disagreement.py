@@ -30,6 +30,8 @@ class DisagreementKind(StrEnum):
     """Two ranks of a group use the same device."""
     MISSING = "missing_collective"
     """A rank has ended without a collective that another rank has called."""
+    DEADLOCK = "deadlock"
+    """Ranks wait for each other, each in a collective that the others have not called."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,7 +51,7 @@ class Party:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Disagreement:
-    """One finding about two ranks."""
+    """One finding, about two ranks or more."""
 
     kind: DisagreementKind
     what: str
@@ -77,6 +79,10 @@ class Disagreement:
 
     def sentence(self) -> str:
         """What is wrong, in one line."""
+        if self.kind is DisagreementKind.DEADLOCK:
+            calls = "; ".join(f"rank {party.rank} has called {_at(party)}" for party in self.parties)
+            ranks = ", ".join(str(party.rank) for party in self.parties)
+            return f"ranks {ranks} wait for each other: {calls}"
         first, second = self.parties
         match self.kind:
             case DisagreementKind.DIFFERENT:
@@ -111,6 +117,8 @@ class Disagreement:
                 return (
                     "call torch.cuda.set_device(local_rank) before anything else, or pass device_ids. NCCL refuses this"
                 )
+        if self.kind is DisagreementKind.DEADLOCK:
+            return "all ranks of a group must call its collectives in the same order as those of other groups"
         return "every rank of the group must call it, or none. With NCCL the callers hang"
 
     def explain(self) -> str:

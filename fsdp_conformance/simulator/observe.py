@@ -72,6 +72,13 @@ class Observer:
         """A number that changes when there is a new finding."""
         return checker.num_hazards() + len(self.agreement.found)
 
+    def look(self) -> None:
+        """Look whether the ranks wait for each other for ever."""
+        in_main, in_others, number = build.load().waiting()
+        # The main thread waits for autograd's during a backward pass, and for no other thread that we know of.
+        held_up = in_main or (in_others and labels.caller_of_backward() is not None)
+        self.agreement.look(number if held_up else None)
+
     def observed(self) -> dict[str, Any]:
         """The hazards, and how much was checked; JSON-ready."""
         return {

@@ -30,11 +30,12 @@ from fsdp_conformance.harness.recording.collective_log import CollectiveObserver
 from fsdp_conformance.harness.recording.process_group import register_recording_backend
 from fsdp_conformance.outcome import RankError
 from fsdp_conformance.simulator import observe
-from fsdp_conformance.simulator.agreement import Agreement
+from fsdp_conformance.simulator.agreement import Agreement, CollectiveMismatch
 from fsdp_conformance.simulator.labels import caller_of_backward
 from fsdp_conformance.simulator.launch import OBSERVED_SUFFIX, ScriptOrder, ScriptPayload, torchrun_variables
 
-#: Seconds between two saves of the observations, for a rank that never gets to report.
+#: Seconds between two saves of the observations, for a rank that never gets to report; also between two looks whether
+#: the ranks have got stuck.
 _KEEP_S = 0.5
 
 #: How many collectives are remembered: a script may issue millions.
@@ -99,6 +100,11 @@ class ScriptRank:
     def describe_error(self, error: BaseException) -> RankError:
         """The exception, with the script's frames and without those that started it."""
         described = harness_rank.describe_error(error)
+        deadlock = self._observer.agreement.deadlock if self._observer is not None else None
+        if deadlock is not None:
+            # The script's error only says that its collectives were aborted.
+            error = CollectiveMismatch(deadlock.sentence()).with_traceback(error.__traceback__)
+            described = harness_rank.describe_error(error)
         return RankError(
             kind=described.kind,
             message=described.message,
@@ -157,6 +163,7 @@ def _kept(observer: observe.Observer, path: Path) -> Any:
     def keep_observations() -> None:
         seen = -1
         while not over.wait(_KEEP_S):
+            observer.look()
             if (now := observer.progress()) != seen:
                 seen = now
                 _write(path, observer.observed())

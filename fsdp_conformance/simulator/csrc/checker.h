@@ -188,7 +188,8 @@ class Checker {
   /// later operation. Of the accesses of one other lane only the last is reported: a wait for it covers the others.
   std::optional<Hazard> access(BlockId block, Kind kind, const Extent& extent, Lane lane, const SitePtr& site);
   /// The same for a caller that must not wait for the interpreter's lock: a hazard is entered later, by `hazards`.
-  std::optional<Hazard> access_without_waiting(BlockId block, Kind kind, const Extent& extent, Lane lane, const SitePtr& site);
+  std::optional<Hazard> access_without_waiting(
+      BlockId block, Kind kind, const Extent& extent, Lane lane, const SitePtr& site);
 
   // Memory that nothing has written. It may be copied and computed with: what is computed from it counts as unwritten
   // too (uninitialized.h decides which bytes). Only using it is a hazard. Off by default.

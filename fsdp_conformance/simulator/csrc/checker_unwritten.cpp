@@ -95,10 +95,8 @@ std::optional<Hazard> Checker::use_unwritten(
   std::vector<Hazard> found(1);
   Hazard& hazard = found.front();
   hazard.kind = HazardKind::UninitializedRead;
-  hazard.then = {
-      Kind::Write,      origin.lane,
-      0,                {0, static_cast<int64_t>(origin.bytes), {}},
-      origin.allocated, origin.allocation};
+  hazard.then = {Kind::Write,      origin.lane,      0, {0, static_cast<int64_t>(origin.bytes), {}},
+                 origin.allocated, origin.allocation};
   hazard.now = {Kind::Read, lane, 0, normalized(extent), site, 0};
   hazard.allocated = origin.allocated;
   hazard.tenant_lane = origin.lane;

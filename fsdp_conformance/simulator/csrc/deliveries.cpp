@@ -4,6 +4,7 @@
 
 #include <ATen/ops/div.h>
 #include <ATen/ops/from_blob.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cstring>
@@ -92,6 +93,27 @@ Registry& registry() {
   return *all;
 }
 
+std::atomic<int> main_waits{0};
+std::atomic<int> other_waits{0};
+std::atomic<uint64_t> num_waits{0};
+
+/// For its lifetime, this thread waits for peers.
+class InWait {
+ public:
+  InWait() : count_(gettid() == getpid() ? main_waits : other_waits) {
+    ++count_;
+    ++num_waits;
+  }
+  ~InWait() {
+    --count_;
+  }
+  InWait(const InWait&) = delete;
+  InWait& operator=(const InWait&) = delete;
+
+ private:
+  std::atomic<int>& count_;
+};
+
 void finish(const std::vector<std::shared_ptr<CollectiveCall>>& calls) {
   if (calls.empty()) {
     return;
@@ -103,6 +125,10 @@ void finish(const std::vector<std::shared_ptr<CollectiveCall>>& calls) {
 }
 
 }  // namespace
+
+Waiting waiting() {
+  return {main_waits, other_waits, num_waits};
+}
 
 WithoutGil::WithoutGil() {
   if (Py_IsInitialized() && PyGILState_Check()) {
@@ -178,6 +204,7 @@ bool CollectiveCall::finish(std::optional<Deadline> deadline) {
     }
   }
   const auto self = shared_from_this();  // The registry may hold the last other reference.
+  const InWait in_wait;
   std::vector<std::vector<at::Tensor>> results;
   try {
     for (const auto& part : parts_) {

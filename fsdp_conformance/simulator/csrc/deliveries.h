@@ -76,6 +76,14 @@ class CollectiveCall : public std::enable_shared_from_this<CollectiveCall> {
   std::string failure_;
 };
 
+/// The threads of the host that wait for the peers of a collective now.
+struct Waiting {
+  int main = 0;  // 1 if the main thread does
+  int others = 0;
+  uint64_t number = 0;  // counts all waits: unchanged if no wait has begun since
+};
+Waiting waiting();
+
 /// Releases the GIL for its lifetime, if this thread holds it.
 class WithoutGil {
  public:

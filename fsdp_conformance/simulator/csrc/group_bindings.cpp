@@ -109,6 +109,10 @@ void register_collectives(pybind11::module_& module) {
   });
   module.def("forget_thread_world", &forget_thread_world, py::arg("world"), py::call_guard<py::gil_scoped_release>());
   module.def("deliveries_pending", &deliveries_pending);
+  module.def("waiting", [] {
+    const Waiting now = waiting();
+    return py::make_tuple(now.main, now.others, now.number);
+  });
 }
 
 }  // namespace sim

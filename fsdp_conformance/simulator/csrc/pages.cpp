@@ -92,8 +92,8 @@ constexpr size_t kMostGuards = 512;
 
 struct Guards {
   std::array<Guarded, kMostGuards> slots;
-  std::mutex mutex;                   // for taking a slot
-  struct sigaction before = {};       // who handled faults before us
+  std::mutex mutex;                    // for taking a slot
+  struct sigaction before = {};        // who handled faults before us
   std::atomic<bool> handed_on{false};  // a fault that was not ours
   std::mutex touches_mutex;
   std::vector<Touch> touches;

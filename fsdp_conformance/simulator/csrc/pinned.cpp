@@ -203,8 +203,8 @@ void note_touches(bool may_raise) {
         continue;
       }
       const auto kind = touch.writes ? Kind::Write : Kind::Read;
-      const auto hazard = Checker::get().access_without_waiting(
-          touch.block, kind, *extent, kHost, with_name(touch.site, touch.block));
+      const auto hazard =
+          Checker::get().access_without_waiting(touch.block, kind, *extent, kHost, with_name(touch.site, touch.block));
       first = first ? first : hazard;
     }
   }
@@ -231,9 +231,8 @@ bool pinned_copies_in_flight() {
 void copy_to_pinned(const at::Tensor& target, const at::Tensor& value, c10::Stream stream) {
   const auto located = locate(target.storage().data_ptr());
   const Place place(target);
-  Arriving copy{
-      located->block, place, packed(Place(value)), Checker::get().snapshot(lane_of(stream)), located->begin,
-      located->nbytes};
+  Arriving copy{located->block, place,          packed(Place(value)), Checker::get().snapshot(lane_of(stream)),
+                located->begin, located->nbytes};
   {
     InFlight& all = in_flight();
     std::lock_guard<std::mutex> lock(all.mutex);

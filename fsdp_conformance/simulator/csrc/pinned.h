@@ -34,8 +34,8 @@ void source_written(BlockId block, const Extent& extent);
 void before_host_wait();
 void after_host_wait();
 
-/// Accesses of the host that bypass torch (NumPy's, for example) are noticed when they happen, and noted here: before the
-/// host waits, and before hazards are read.
+/// Accesses of the host that bypass torch (NumPy's, for example) are noticed when they happen, and noted here: before
+/// the host waits, and before hazards are read.
 void note_touches(bool may_raise);
 /// A kernel of torch's touches the tensor, and that access has been noted.
 void expose_pinned(const at::Tensor& tensor);

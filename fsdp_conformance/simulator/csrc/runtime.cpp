@@ -370,8 +370,7 @@ bool note_access(const at::Tensor& tensor, Kind kind, Lane lane, const SitePtr& 
   if (!bytes) {
     return false;
   }
-  const auto hazard =
-      Checker::get().access(bytes->block, kind, bytes->extent, lane, with_name(site, bytes->block));
+  const auto hazard = Checker::get().access(bytes->block, kind, bytes->extent, lane, with_name(site, bytes->block));
   if (kind == Kind::Write) {
     Checker::get().written(bytes->block, bytes->extent);
   }

@@ -108,7 +108,8 @@ inline bool on_sim(const at::Tensor& tensor) {
 /// hazard, raises c10::Error in Mode::Raise and returns true in Mode::Poison.
 bool note_access(const at::Tensor& tensor, Kind kind, c10::Stream stream, const SitePtr& site);
 bool note_access(const at::Tensor& tensor, Kind kind, Lane lane, const SitePtr& site);
-/// The memory of a tensor and its bytes within that; nothing for a tensor without memory, or with memory from elsewhere.
+/// The memory of a tensor and its bytes within that; nothing for a tensor without memory, or with memory from
+/// elsewhere.
 struct Bytes {
   BlockId block;
   Extent extent;

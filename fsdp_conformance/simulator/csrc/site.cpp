@@ -260,8 +260,8 @@ std::shared_ptr<const Stack> read_without_lock() {
     if (frame->owner != kOwnedByGenerator && offset < code->_co_firsttraceable * 2) {
       continue;  // has not begun
     }
-    frames.push_back({utf8_of(code->co_filename), PyCode_Addr2Line(code, static_cast<int>(offset)),
-                      utf8_of(code->co_name)});
+    frames.push_back(
+        {utf8_of(code->co_filename), PyCode_Addr2Line(code, static_cast<int>(offset)), utf8_of(code->co_name)});
   }
   return frames.empty() ? nullptr : std::make_shared<const ReadStack>(std::move(frames));
 }

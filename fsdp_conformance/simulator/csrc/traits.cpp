@@ -51,21 +51,63 @@ std::string bare(const std::string& base) {
 Flow flow_of(const c10::OperatorHandle& op, const std::string& base) {
   const std::string name = bare(base);
   static const auto* places = new std::unordered_set<std::string>{
-      "where",          "stack",       "hstack",       "vstack",      "dstack",          "constant_pad_nd",
-      "slice_scatter",  "select_scatter", "diagonal_scatter", "as_strided_scatter", "_chunk_cat", "split_with_sizes_copy",
-      "split_copy",     "nan_to_num",  "block_diag",   "fill",        "bernoulli",       "normal_functional"};
+      "where",
+      "stack",
+      "hstack",
+      "vstack",
+      "dstack",
+      "constant_pad_nd",
+      "slice_scatter",
+      "select_scatter",
+      "diagonal_scatter",
+      "as_strided_scatter",
+      "_chunk_cat",
+      "split_with_sizes_copy",
+      "split_copy",
+      "nan_to_num",
+      "block_diag",
+      "fill",
+      "bernoulli",
+      "normal_functional"};
   static const auto* places_by_prefix = new std::vector<const char*>{
-      "index_put", "_index_put", "_unsafe_index_put", "index_add", "index_copy", "index_fill", "index_reduce",
-      "scatter",   "masked_",    "put_",              "_unsafe_masked"};
+      "index_put",    "_index_put", "_unsafe_index_put", "index_add", "index_copy",    "index_fill",
+      "index_reduce", "scatter",    "masked_",           "put_",      "_unsafe_masked"};
   static const auto* reductions = new std::unordered_set<std::string>{
-      "sum",   "mean",  "prod",   "norm",     "linalg_vector_norm", "max",     "min",        "amax",   "amin",
-      "aminmax", "all", "any",    "var",      "std",                "var_mean", "std_mean",  "dot",    "vdot",
-      "nansum", "argmax", "argmin", "logsumexp", "count_nonzero",   "mse_loss", "huber_loss", "smooth_l1_loss",
-      "binary_cross_entropy", "median", "_foreach_norm", "_foreach_max"};
+      "sum",
+      "mean",
+      "prod",
+      "norm",
+      "linalg_vector_norm",
+      "max",
+      "min",
+      "amax",
+      "amin",
+      "aminmax",
+      "all",
+      "any",
+      "var",
+      "std",
+      "var_mean",
+      "std_mean",
+      "dot",
+      "vdot",
+      "nansum",
+      "argmax",
+      "argmin",
+      "logsumexp",
+      "count_nonzero",
+      "mse_loss",
+      "huber_loss",
+      "smooth_l1_loss",
+      "binary_cross_entropy",
+      "median",
+      "_foreach_norm",
+      "_foreach_max"};
   if (name == "cat") {
     return Flow::Pieces;
   }
-  if (places->count(name) > 0 || std::any_of(places_by_prefix->begin(), places_by_prefix->end(), [&](const char* prefix) {
+  if (places->count(name) > 0 ||
+      std::any_of(places_by_prefix->begin(), places_by_prefix->end(), [&](const char* prefix) {
         return starts_with(name, prefix);
       })) {
     return Flow::Places;

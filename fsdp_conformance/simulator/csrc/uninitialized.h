@@ -1,13 +1,14 @@
 // Values that nothing has written: how operations hand them on, and where using them is a hazard.
 //
 // As with other tools for uninitialized memory, copying it and computing with it is allowed: the copy, or the result,
-// counts as unwritten in turn, byte by byte where the bytes correspond. A hazard is its use: by the host (`item`, a copy
-// of a tensor of which nothing is written), in a branch (an operation whose result's size, or whose answer to the host,
-// depends on it), and in a collective that reduces or sends a tensor of which nothing is written. A tensor that is
-// written in part, such as a flat buffer with padding, may be communicated: gathered padding that nobody reads is legal.
+// counts as unwritten in turn, byte by byte where the bytes correspond. A hazard is its use: by the host (`item`, a
+// copy of a tensor of which nothing is written), in a branch (an operation whose result's size, or whose answer to the
+// host, depends on it), and in a collective that reduces or sends a tensor of which nothing is written. A tensor that
+// is written in part, such as a flat buffer with padding, may be communicated: gathered padding that nobody reads is
+// legal.
 //
-// In doubt a byte counts as written: indexed writes write all of their target, `where` and masks choose what is written,
-// and what arrives from other ranks is written.
+// In doubt a byte counts as written: indexed writes write all of their target, `where` and masks choose what is
+// written, and what arrives from other ranks is written.
 #pragma once
 
 #include <ATen/core/Tensor.h>

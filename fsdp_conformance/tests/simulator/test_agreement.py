@@ -18,6 +18,7 @@ from fsdp_conformance.simulator.calls import (
     Channel,
     Place,
     call_from_json,
+    deadlocked,
     logs_of,
     unanswered,
 )
@@ -225,6 +226,62 @@ class TestEnd:
         ranks[1].check(call())
 
         assert [[]] * 3 == [rank.found for rank in ranks]
+
+
+class TestDeadlock:
+    """Ranks that wait for each other."""
+
+    def test_two_ranks_each_in_its_own_collective(self) -> None:
+        """Neither has called the other's; with what each has called."""
+        mine, theirs = call(1), call(2, channel=TestOrder.second)
+
+        assert deadlocked([[mine], [theirs]], {0: 1, 1: 1}) == {0: mine, 1: theirs}
+
+    def test_a_rank_that_runs_may_still_come(self) -> None:
+        """Whether it is needed directly or by a rank that waits."""
+        three = Channel(group="2", ranks=(1, 2), device="sim")
+        mine, theirs = call(1), call(2, channel=three)
+
+        assert deadlocked([[mine], [theirs], []], {0: 1, 1: 1}) == {}
+        assert deadlocked([[mine], [call(2, channel=TestOrder.second)]], {0: 1}) == {}
+
+    def test_a_rank_that_has_gone_on_since(self) -> None:
+        """It said that it waits, and then made another call."""
+        mine, theirs = call(1), call(2, channel=TestOrder.second)
+
+        assert deadlocked([[mine], [theirs, call(3)]], {0: 1, 1: 1}) == {}
+
+    def test_answered_calls_take_their_time(self) -> None:
+        """All have come: the bytes are on their way."""
+        assert deadlocked([[call(1)], [call(2)]], {0: 1, 1: 1}) == {}
+
+    def test_a_ring_of_three(self) -> None:
+        """Each waits for the next."""
+        pairs = [Channel(group=str(rank), ranks=(rank, (rank + 1) % 3), device="sim") for rank in range(3)]
+        calls = [call(rank, channel=pair) for rank, pair in enumerate(pairs)]
+
+        assert deadlocked([[one] for one in calls], {0: 1, 1: 1, 2: 1}) == dict(enumerate(calls))
+
+    def test_ranks_tell_each_other(self, ranks: list[Agreement]) -> None:
+        """After several looks at the same wait; the finding names both calls. A wait that ends counts anew."""
+        ranks[0].check(call(10))
+        ranks[1].check(call(20, channel=TestOrder.second))
+        for _ in range(4):
+            ranks[0].look(7)
+        ranks[0].look(8)
+        for _ in range(4):
+            ranks[0].look(8)
+            ranks[1].look(3)
+        assert [] == ranks[0].found == ranks[1].found
+        ranks[1].look(3)
+        ranks[0].look(8)
+
+        (found,) = ranks[0].found
+        assert found == ranks[0].deadlock
+        assert found.kind is DisagreementKind.DEADLOCK
+        assert found.sentence().startswith("ranks 0, 1 wait for each other: rank 0 has called all_reduce")
+        assert "train.py:20 in step" in found.explain()
+        ranks[2].look(None)
 
 
 def test_ranks_on_one_device(ranks: list[Agreement]) -> None:
