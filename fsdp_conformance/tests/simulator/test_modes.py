@@ -31,6 +31,9 @@ class Extension:
         before, self.text = self.text, text
         return before
 
+    def note_touches(self) -> None:
+        """There is no pinned memory."""
+
     def set_wait_filter(self, keep: Callable[[str, int, int], bool] | None) -> None:
         self.filter = keep
 
