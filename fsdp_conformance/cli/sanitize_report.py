@@ -28,6 +28,9 @@ _HINTS: Mapping[str, str] = {
     r"No module named '(flash_attn|apex|transformer_engine|xformers|bitsandbytes)": (
         "this package has GPU kernels only, but the simulated accelerator runs the CPU kernels of torch's operators"
     ),
+    r"requested and \d+ written|Bad address": (
+        "a file or a socket may have been given pinned memory that a copy is still writing: wait for the copy first"
+    ),
     r"Distributed package doesn't have NCCL": (
         "NCCL is simulated only with --as-cuda; without it, omit the backend or use 'sim:simccl'"
     ),

@@ -108,7 +108,7 @@ class Agreement:
         self._standstills = Standstills(directory, rank)
         self._last_wait: tuple[int, int] | None = None
         self._looks = 0
-        self.deadlock: Disagreement | None = None
+        self.stopped_by: Disagreement | None = None
         """Why the collectives of this rank were aborted."""
 
     def issue(self, collective: Collective) -> Work | None:
@@ -161,7 +161,7 @@ class Agreement:
 
     def look(self, waits: int | None) -> None:
         """
-        Look whether the ranks have got stuck, and abort this rank's collectives then. Called from time to time.
+        Look whether this rank waits in vain, and abort its collectives then. Called from time to time.
 
         `waits` is the number of the wait for peers that holds this rank up; None if it runs. Ranks that have been in
         the same wait for several looks, each in a collective that another of them has not called, will never go on.
@@ -171,16 +171,30 @@ class Agreement:
             self._looks = self._looks + 1 if now is not None and now == self._last_wait else 0
             self._last_wait = now
             self._standstills.say(self.checked if self._looks >= _LOOKS else None)
-            if self._looks <= _LOOKS or self.deadlock is not None:
+            if now is None or self._looks == 0 or self.stopped_by is not None:
                 return
-            stuck = deadlocked(logs_of(self._directory, self._world_size), self._standstills.read(self._world_size))
-            if self._rank not in stuck:
+            self.stopped_by = self._answered_otherwise() or self._stuck()
+            if self.stopped_by is None:
                 return
-            parties = [Party.of(rank, call) for rank, call in stuck.items()]
-            self.deadlock = self._note(Disagreement.between(DisagreementKind.DEADLOCK, parties, ""))
         for group in list(self._groups):
             if SIMULATED in [device.type for device in group._device_types]:
                 group._get_backend(torch.device(SIMULATED)).abort()
+
+    def _answered_otherwise(self) -> Disagreement | None:
+        """A call of this rank that another rank has answered by a different one; that rank may have gone on since."""
+        for peer in self._peers.values():
+            self._catch_up(peer)
+        return next((one for one in self.found if one.kind is DisagreementKind.DIFFERENT), None)
+
+    def _stuck(self) -> Disagreement | None:
+        """The ranks that wait for each other, if this rank is one of them."""
+        if self._looks <= _LOOKS:
+            return None
+        stuck = deadlocked(logs_of(self._directory, self._world_size), self._standstills.read(self._world_size))
+        if self._rank not in stuck:
+            return None
+        parties = [Party.of(rank, call) for rank, call in stuck.items()]
+        return self._note(Disagreement.between(DisagreementKind.DEADLOCK, parties, ""))
 
     def close(self) -> None:
         """Close all files."""

@@ -100,10 +100,10 @@ class ScriptRank:
     def describe_error(self, error: BaseException) -> RankError:
         """The exception, with the script's frames and without those that started it."""
         described = harness_rank.describe_error(error)
-        deadlock = self._observer.agreement.deadlock if self._observer is not None else None
-        if deadlock is not None:
+        reason = self._observer.agreement.stopped_by if self._observer is not None else None
+        if reason is not None:
             # The script's error only says that its collectives were aborted.
-            error = CollectiveMismatch(deadlock.sentence()).with_traceback(error.__traceback__)
+            error = CollectiveMismatch(reason.sentence()).with_traceback(error.__traceback__)
             described = harness_rank.describe_error(error)
         return RankError(
             kind=described.kind,

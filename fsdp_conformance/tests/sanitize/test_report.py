@@ -192,6 +192,7 @@ def test_what_this_machine_lacks_is_no_finding() -> None:
     [
         ("Torch not compiled with CUDA enabled", "pass --as-cuda before the script's name"),
         ("No module named 'flash_attn'", "GPU kernels only"),
+        ("OSError: 100000 requested and 0 written", "pinned memory that a copy is still writing"),
         ("No module named 'triton'", "Triton compiles for GPUs"),
     ],
 )

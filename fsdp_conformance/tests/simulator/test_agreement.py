@@ -100,6 +100,18 @@ def test_both_ranks_word_it_in_the_same_way(ranks: list[Agreement]) -> None:
     assert ranks[0].found == [disagreement_from_json(json.loads(json.dumps(asdict(one)))) for one in ranks[1].found]
 
 
+def test_a_rank_that_waits_is_released(ranks: list[Agreement]) -> None:
+    """Its peer may have caught the error and gone on; a rank that runs is left alone."""
+    ranks[0].check(call(10))
+    message(lambda: ranks[1].check(call(12, reduce_op="MAX")))
+    ranks[0].look(None)
+    assert ranks[0].stopped_by is None
+    ranks[0].look(1)
+    ranks[0].look(1)
+
+    assert ranks[0].stopped_by == ranks[1].found[0]
+
+
 def test_what_may_differ(ranks: list[Agreement]) -> None:
     """Lines and words; and calls on channels that the other rank has no part in."""
     alone = Channel(group="2", ranks=(0,), device="sim")
@@ -277,7 +289,7 @@ class TestDeadlock:
         ranks[0].look(8)
 
         (found,) = ranks[0].found
-        assert found == ranks[0].deadlock
+        assert found == ranks[0].stopped_by
         assert found.kind is DisagreementKind.DEADLOCK
         assert found.sentence().startswith("ranks 0, 1 wait for each other: rank 0 has called all_reduce")
         assert "train.py:20 in step" in found.explain()
