@@ -191,7 +191,7 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
 
     _add_sanitize(
         command(
-            "sanitize", "run a training script on the simulated accelerator, and report its races",
+            "sanitize", "look for races, mismatched collectives and uninitialized memory in a training script",
             notes=_SANITIZE_NOTES,
         )
     )  # fmt: skip
@@ -371,7 +371,7 @@ def _add_sanitize(parser: Parser) -> None:
         "--mode",
         choices=("record", "raise", "poison"),
         default="record",
-        help="what to do about a race: record it, raise where it happens, or fill its result with NaN "
+        help="what to do about a hazard: record it, raise where it happens, or fill its result with NaN "
         "(default: record)",
     )
     parser.add_argument(

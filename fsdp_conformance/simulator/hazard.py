@@ -305,10 +305,13 @@ class Hazard:
         frame = wait.recorded.innermost() if wait.recorded is not None else None
         at = f" at {frame}" if frame is not None else ""
         if wait.too_early:
-            why = f"was recorded{at}, before {self._op(self.then)}: record it after that"
+            why = f"before {self._op(self.then)}. Record it after that"
         else:
-            why = f"was recorded{at}, on {self._name(wait.stream)}: record it on {self._name(self.then.stream)}"
-        return [f"  useless: {self._name(wait.waiter)} waits in between, but the event {why}"]
+            why = f"on {self._name(wait.stream)}. Record it on {self._name(self.then.stream)}"
+        return [
+            f"  {self._name(wait.waiter)} waits in between, but that does not help:",
+            f"    the event was recorded{at}, {why}",
+        ]
 
     def _place(self) -> str:
         return "pinned memory" if self.pinned else f"{_DEVICE}:{self.device}"

@@ -129,7 +129,7 @@ void on_fault(int signal, siginfo_t* info, void* context) {
     if (first) {
       const bool writes = is_write(context);
       Touch touch{slot.block, at - slot.block_begin.load(), writes, nullptr};
-      touch.site = here_without_waiting(writes ? "a write outside torch" : "a read outside torch");
+      touch.site = here_without_waiting("code outside torch");
       const std::lock_guard<std::mutex> lock(all.touches_mutex);
       all.touches.push_back(std::move(touch));
     }

@@ -332,18 +332,20 @@ use of uninitialized memory on sim:0: all_reduce on the default stream uses a va
         recorded = Site(op="event", stack=(Frame(file="/src/acme/unit.py", line=11, function="unshard"),))
         early = UselessWait(too_early=True, stream=GATHER, waiter=DEFAULT, recorded=recorded)
         lines = hazard(HazardKind.READ_AFTER_WRITE, GATHERING, MULTIPLYING, useless_wait=early).explain().splitlines()
+        assert "  the default stream waits in between, but that does not help:" in lines
         assert (
-            "  useless: the default stream waits in between, but the event was recorded at /src/acme/unit.py:11 in "
-            "unshard, before all_gather_into_tensor on the all-gather stream: record it after that"
+            "    the event was recorded at /src/acme/unit.py:11 in unshard, before all_gather_into_tensor on the "
+            "all-gather stream. Record it after that"
         ) in lines
 
         elsewhere = replace(early, too_early=False, stream=UNNAMED, waiter=HOST_STREAM)
         lines = (
             hazard(HazardKind.READ_AFTER_WRITE, GATHERING, MULTIPLYING, useless_wait=elsewhere).explain().splitlines()
         )
+        assert "  the host waits in between, but that does not help:" in lines
         assert (
-            "  useless: the host waits in between, but the event was recorded at /src/acme/unit.py:11 in unshard, on "
-            "stream 3: record it on the all-gather stream"
+            "    the event was recorded at /src/acme/unit.py:11 in unshard, on stream 3. Record it on the all-gather "
+            "stream"
         ) in lines
 
     def test_a_record_for_the_history_says_the_same(self) -> None:

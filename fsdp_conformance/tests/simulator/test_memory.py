@@ -525,7 +525,7 @@ class TestTouches:
         assert np.isnan(view.sum())
         (one,) = checker.hazards()
         assert one.kind is HazardKind.HOST_READ_IN_FLIGHT
-        assert one.now.site.op == "a read outside torch"
+        assert one.now.site.op == "code outside torch"
         assert "float(view[50])" in line_of(one.now.site)
         checker.clear_hazards()
         sim.synchronize()
