@@ -31,17 +31,11 @@ from fsdp_conformance.engine.fully_sharded.optimizer_state import (
     loadable_optimizer_state,
     sharded_optimizer_state,
 )
-from fsdp_conformance.engine.fully_sharded.torch_spelling import is_torchs
 from fsdp_conformance.errors import ConfigError, Unsupported
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 
-#: The classes of the settings that belong to a type of state dict.
-_CONFIGS = {
-    "FULL_STATE_DICT": ("FullStateDictConfig", "FullOptimStateDictConfig"),
-    "SHARDED_STATE_DICT": ("ShardedStateDictConfig", "ShardedOptimStateDictConfig"),
-}
 _WHERE = "state_dict_type"
 
 
@@ -218,23 +212,36 @@ def _wrappers(module: nn.Module) -> list[TorchStateDicts]:
 
 
 def _settings(kind: object, config: Any, optimizer_config: Any) -> StateDictSettings:
-    from torch.distributed import fsdp
+    # Not at the top: importing it takes a while, and most users do not ask.
+    from torch.distributed.fsdp import (
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        StateDictSettings,
+        StateDictType,
+    )
 
-    if not isinstance(kind, fsdp.StateDictType):
+    if not isinstance(kind, StateDictType):
         raise ConfigError([f"state_dict_type must be a StateDictType, got {kind!r}"], where=_WHERE)
-    names = _CONFIGS.get(kind.name)
-    if names is None:
+    configurations: dict[str, tuple[type[Any], type[Any]]] = {
+        "FULL_STATE_DICT": (FullStateDictConfig, FullOptimStateDictConfig),
+        "SHARDED_STATE_DICT": (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    }
+    classes = configurations.get(kind.name)
+    if classes is None:
         raise Unsupported("sharded_state_dict", f"{kind.name}: use SHARDED_STATE_DICT, which also communicates nothing")
-    given: list[Any] = [
-        getattr(fsdp, name)() if value is None else value
-        for value, name in zip((config, optimizer_config), names, strict=True)
+    given = [
+        wanted() if value is None else value for value, wanted in zip((config, optimizer_config), classes, strict=True)
     ]
-    for value, name in zip(given, names, strict=True):
-        if not is_torchs(value, name):
-            raise ConfigError([f"the configuration of {kind.name} must be a {name}, got {value!r}"], where=_WHERE)
+    for value, wanted in zip(given, classes, strict=True):
+        if not isinstance(value, wanted):
+            raise ConfigError(
+                [f"the configuration of {kind.name} must be a {wanted.__name__}, got {value!r}"], where=_WHERE
+            )
         if getattr(value, "_use_dtensor", False):
             raise Unsupported("sharded_state_dict", "_use_dtensor=True: shards are ranges of elements, not of rows")
-    return fsdp.StateDictSettings(kind, *given)
+    return StateDictSettings(kind, *given)
 
 
 def _default_settings() -> StateDictSettings:
