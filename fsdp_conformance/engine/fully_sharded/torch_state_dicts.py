@@ -125,7 +125,7 @@ class TorchStateDicts(nn.Module):
         """
         if optim_state_dict is not None:
             raise Unsupported("optim_state_dict", "optim_state_dict=...: only the optimizer's own state can be taken")
-        _refuse_group(group)
+        _check_group(model, group)
         settings = TorchStateDicts.get_state_dict_type(model)
         config: Any = settings.optim_state_dict_config
         if _is_sharded(settings):
@@ -150,7 +150,7 @@ class TorchStateDicts(nn.Module):
         """
         if is_named_optimizer:
             raise Unsupported("optim_state_dict", "is_named_optimizer=True: only optimizers of torch.optim are known")
-        _refuse_group(group)
+        _check_group(model, group)
         state = loadable_optimizer_state(model, optim, optim_state_dict)
         if load_directly:
             optim.load_state_dict(state)
@@ -162,13 +162,13 @@ class TorchStateDicts(nn.Module):
     ) -> dict[str, Any]:
         """The optimizer's state in full, on the CPU. With `rank0_only`, ranks but the first of a group get {}."""
         _refuse_optim_input(optim_input)
-        _refuse_group(group)
+        _check_group(model, group)
         return _full(model, optim, rank0_only=rank0_only, offload_to_cpu=True)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> dict[str, Any]:
         """This rank's part of the optimizer's state, on the CPU."""
-        _refuse_group(group)
+        _check_group(model, group)
         state: dict[str, Any] = _on_cpu(sharded_optimizer_state(model, optim))
         return state
 
@@ -265,8 +265,10 @@ def _is_first(model: nn.Module) -> bool:
     return unit is None or unit.spec.groups.shard.rank() == 0
 
 
-def _refuse_group(group: Any) -> None:
-    if group is not None:
+def _check_group(model: nn.Module, group: Any) -> None:
+    """Raise Unsupported for a group other than the one that the outermost unit is sharded over."""
+    unit: Any = next((wrapper.unit for wrapper in _wrappers(model)), None)
+    if group is not None and (unit is None or group is not unit.spec.groups.shard):
         raise Unsupported(
             "optim_state_dict", "group=...: each unit communicates over the group that it is sharded over"
         )
