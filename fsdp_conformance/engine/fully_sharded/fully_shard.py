@@ -94,7 +94,7 @@ class ShardingOptions:
         problems += [
             f"ignored_modules must not be units, got a {type(each).__name__} that is one"
             for each in self.ignored_modules or ()
-            if isinstance(each, nn.Module) and unit_of(each) is not None
+            if UNIT in getattr(each, "__dict__", {})
         ]
         if not all(isinstance(each, nn.Parameter) for each in self.ignored_parameters or ()):
             problems.append(f"ignored_parameters must be parameters, got {self.ignored_parameters!r}")

@@ -31,17 +31,11 @@ from fsdp_conformance.engine.fully_sharded.optimizer_state import (
     loadable_optimizer_state,
     sharded_optimizer_state,
 )
-from fsdp_conformance.engine.fully_sharded.torch_spelling import is_torchs
 from fsdp_conformance.errors import ConfigError, Unsupported
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import OptimStateDictConfig, StateDictConfig, StateDictSettings, StateDictType
 
-#: The classes of the settings that belong to a type of state dict.
-_CONFIGS = {
-    "FULL_STATE_DICT": ("FullStateDictConfig", "FullOptimStateDictConfig"),
-    "SHARDED_STATE_DICT": ("ShardedStateDictConfig", "ShardedOptimStateDictConfig"),
-}
 _WHERE = "state_dict_type"
 
 
@@ -131,7 +125,7 @@ class TorchStateDicts(nn.Module):
         """
         if optim_state_dict is not None:
             raise Unsupported("optim_state_dict", "optim_state_dict=...: only the optimizer's own state can be taken")
-        _refuse_group(group)
+        _check_group(model, group)
         settings = TorchStateDicts.get_state_dict_type(model)
         config: Any = settings.optim_state_dict_config
         if _is_sharded(settings):
@@ -156,7 +150,7 @@ class TorchStateDicts(nn.Module):
         """
         if is_named_optimizer:
             raise Unsupported("optim_state_dict", "is_named_optimizer=True: only optimizers of torch.optim are known")
-        _refuse_group(group)
+        _check_group(model, group)
         state = loadable_optimizer_state(model, optim, optim_state_dict)
         if load_directly:
             optim.load_state_dict(state)
@@ -168,13 +162,13 @@ class TorchStateDicts(nn.Module):
     ) -> dict[str, Any]:
         """The optimizer's state in full, on the CPU. With `rank0_only`, ranks but the first of a group get {}."""
         _refuse_optim_input(optim_input)
-        _refuse_group(group)
+        _check_group(model, group)
         return _full(model, optim, rank0_only=rank0_only, offload_to_cpu=True)
 
     @staticmethod
     def sharded_optim_state_dict(model: nn.Module, optim: Optimizer, group: Any = None) -> dict[str, Any]:
         """This rank's part of the optimizer's state, on the CPU."""
-        _refuse_group(group)
+        _check_group(model, group)
         state: dict[str, Any] = _on_cpu(sharded_optimizer_state(model, optim))
         return state
 
@@ -218,23 +212,36 @@ def _wrappers(module: nn.Module) -> list[TorchStateDicts]:
 
 
 def _settings(kind: object, config: Any, optimizer_config: Any) -> StateDictSettings:
-    from torch.distributed import fsdp
+    # Not at the top: importing it takes a while, and most users do not ask.
+    from torch.distributed.fsdp import (
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        StateDictSettings,
+        StateDictType,
+    )
 
-    if not isinstance(kind, fsdp.StateDictType):
+    if not isinstance(kind, StateDictType):
         raise ConfigError([f"state_dict_type must be a StateDictType, got {kind!r}"], where=_WHERE)
-    names = _CONFIGS.get(kind.name)
-    if names is None:
+    configurations: dict[str, tuple[type[Any], type[Any]]] = {
+        "FULL_STATE_DICT": (FullStateDictConfig, FullOptimStateDictConfig),
+        "SHARDED_STATE_DICT": (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+    }
+    classes = configurations.get(kind.name)
+    if classes is None:
         raise Unsupported("sharded_state_dict", f"{kind.name}: use SHARDED_STATE_DICT, which also communicates nothing")
-    given: list[Any] = [
-        getattr(fsdp, name)() if value is None else value
-        for value, name in zip((config, optimizer_config), names, strict=True)
+    given = [
+        wanted() if value is None else value for value, wanted in zip((config, optimizer_config), classes, strict=True)
     ]
-    for value, name in zip(given, names, strict=True):
-        if not is_torchs(value, name):
-            raise ConfigError([f"the configuration of {kind.name} must be a {name}, got {value!r}"], where=_WHERE)
+    for value, wanted in zip(given, classes, strict=True):
+        if not isinstance(value, wanted):
+            raise ConfigError(
+                [f"the configuration of {kind.name} must be a {wanted.__name__}, got {value!r}"], where=_WHERE
+            )
         if getattr(value, "_use_dtensor", False):
             raise Unsupported("sharded_state_dict", "_use_dtensor=True: shards are ranges of elements, not of rows")
-    return fsdp.StateDictSettings(kind, *given)
+    return StateDictSettings(kind, *given)
 
 
 def _default_settings() -> StateDictSettings:
@@ -258,8 +265,10 @@ def _is_first(model: nn.Module) -> bool:
     return unit is None or unit.spec.groups.shard.rank() == 0
 
 
-def _refuse_group(group: Any) -> None:
-    if group is not None:
+def _check_group(model: nn.Module, group: Any) -> None:
+    """Raise Unsupported for a group other than the one that the outermost unit is sharded over."""
+    unit: Any = next((wrapper.unit for wrapper in _wrappers(model)), None)
+    if group is not None and (unit is None or group is not unit.spec.groups.shard):
         raise Unsupported(
             "optim_state_dict", "group=...: each unit communicates over the group that it is sharded over"
         )

@@ -55,8 +55,10 @@ from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, CPUOfflo
 from fsdp_conformance.errors import ConfigError, Unsupported
 
 if TYPE_CHECKING:
-    from torch.distributed import fsdp as torch_fsdp
-    from torch.distributed.fsdp import wrap as torch_wrap
+    from torch.distributed.fsdp import BackwardPrefetch as TorchBackwardPrefetch
+    from torch.distributed.fsdp import CPUOffload as TorchCPUOffload
+    from torch.distributed.fsdp import MixedPrecision as TorchMixedPrecision
+    from torch.distributed.fsdp import ShardingStrategy as TorchShardingStrategy
 
 _WHERE = "FullyShardedDataParallel"
 _INNER = "_fsdp_wrapped_module"
@@ -81,11 +83,11 @@ class FullyShardedDataParallel(TorchStateDicts):
         self,
         module: nn.Module,
         process_group: ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None = None,
-        sharding_strategy: ShardingStrategy | torch_fsdp.ShardingStrategy | None = ShardingStrategy.FULL_SHARD,
-        cpu_offload: CPUOffload | torch_fsdp.CPUOffload | bool | None = None,
-        auto_wrap_policy: WrapPolicy | Callable[..., bool] | torch_wrap._Policy | None = None,
-        backward_prefetch: BackwardPrefetch | torch_fsdp.BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
-        mixed_precision: MixedPrecision | torch_fsdp.MixedPrecision | None = None,
+        sharding_strategy: ShardingStrategy | TorchShardingStrategy | None = ShardingStrategy.FULL_SHARD,
+        cpu_offload: CPUOffload | TorchCPUOffload | bool | None = None,
+        auto_wrap_policy: WrapPolicy | Callable[..., bool] | Any | None = None,
+        backward_prefetch: BackwardPrefetch | TorchBackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | TorchMixedPrecision | None = None,
         ignored_modules: Iterable[nn.Module] | None = None,
         param_init_fn: Callable[[nn.Module], None] | None = None,
         device_id: int | str | torch.device | None = None,

@@ -260,7 +260,8 @@ class TestStateDicts(CheckpointTestCase):
         self.train(subject, optimizer=optimizer, steps=2)
         state = subject.state_dict()
         full = FullyShardedDataParallel.optim_state_dict(subject, optimizer)
-        legacy = FullyShardedDataParallel.full_optim_state_dict(subject, optimizer, rank0_only=False)
+        world = torch.distributed.group.WORLD
+        legacy = FullyShardedDataParallel.full_optim_state_dict(subject, optimizer, rank0_only=False, group=world)
         pieces = FullyShardedDataParallel.sharded_optim_state_dict(subject, optimizer)
         expected = self.train(subject, optimizer=optimizer, first=2)
         for saved, method in (
@@ -316,6 +317,9 @@ class TestStateDicts(CheckpointTestCase):
         for name in ("scatter_full_optim_state_dict", "rekey_optim_state_dict"):
             with self.assertRaisesRegex(Unsupported, name):
                 getattr(model, name)({}, model, optim=optimizer)
+        alone = torch.distributed.new_group([self.rank], use_local_synchronization=True)
+        with self.assertRaisesRegex(Unsupported, "group="):
+            model.sharded_optim_state_dict(model, optimizer, group=alone)
         with self.assertRaisesRegex(Unsupported, "optim_input"):
             model.full_optim_state_dict(model, optimizer, list(model.parameters()))
         with self.assertRaisesRegex(StructureMismatch, "on every rank"):
