@@ -146,11 +146,10 @@ class ReferenceForgetsToRecover(SeamReference):
 
 class _Collecting(FlatParameter):
     def reset(self) -> None:
-        if not self.has_gradients:
-            super().reset()
-            return
-        self._drop_leaf_gradients()
-        self.release()
+        collected = [leaf.grad for leaf in self.leaves]
+        super().reset()
+        for leaf, grad in zip(self.leaves, collected, strict=True):
+            leaf.grad = grad
 
 
 @known_wrong("R161")

@@ -25,7 +25,7 @@ def _suite(tmp_path_factory: pytest.TempPathFactory) -> mini_suite.MiniSuite:
     [
         (["runn"], "Did you mean 'run'?"),
         ([], "COMMAND"),
-        (["run", "--devise", "cpu"], "Did you mean '--device'?"),
+        (["run", "--devise", "cpu"], "Did you mean '--device' or"),
         (["run", "--world-size", "two"], "world_size must be a positive integer, got 'two'"),
         (["run", "--world-size", "0"], "world_size must be a positive integer, got '0'"),
         (

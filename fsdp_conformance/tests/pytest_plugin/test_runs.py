@@ -442,12 +442,14 @@ def test_a_mistake_is_one_message_with_workers_too(suite: MiniSuite) -> None:
 
 
 def test_other_tests_are_left_alone(tmp_path: Path) -> None:
-    """No run file, no section, no torch, none of our modules: only the plugin itself."""
+    """No run file, no section, no torch, none of our modules: only the plugins themselves."""
     (tmp_path / "test_other.py").write_text(
         "import sys\n"
         "def test_light():\n"
         "    ours = sorted(name for name in sys.modules if name.startswith('fsdp_conformance.'))\n"
-        "    assert {name.split('.')[1] for name in ours} == {'pytest_plugin'}\n"
+        "    assert {name.split('.')[1] for name in ours} == {'pytest_plugin', 'simulated_cuda'}\n"
+        "    cuda = {name for name in ours if '.simulated_cuda' in name}\n"
+        "    assert cuda == {'fsdp_conformance.simulated_cuda', 'fsdp_conformance.simulated_cuda.plugin'}\n"
         "    assert 'torch' not in sys.modules\n",
         encoding="utf-8",
     )
