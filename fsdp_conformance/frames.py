@@ -1,5 +1,5 @@
 """
-Whose code a stack frame runs, decided by its file.
+A stack frame, and whose code it runs, decided by its file.
 
 Everything that picks frames out of a stack asks here: the call site of a collective, the stacks of a hazard, the sites
 of waits, and scripts that ask torch about "cuda". Standard library only: torch's directory is looked up when it is
@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sysconfig
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache, lru_cache
 
@@ -39,6 +40,19 @@ _RUNNERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("_pytest", "pluggy", "py
 _RUNNER_PROGRAMS = tuple(f"{os.sep}bin{os.sep}{name}" for name in ("pytest", "py.test"))
 _NUMPY = f"{os.sep}site-packages{os.sep}numpy{os.sep}"
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Frame:
+    """One frame of a Python stack."""
+
+    file: str
+    """As in `co_filename`."""
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f"{shown(self.file)}:{self.line} in {self.function}"
 
 
 @lru_cache(maxsize=4096)

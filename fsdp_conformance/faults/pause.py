@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fsdp_conformance.harness import devices
 from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 
 #: Cycles of one calibration sleep: about a millisecond at today's clock rates (1 to 2 GHz).
@@ -41,7 +42,7 @@ def calibrate(device_type: str) -> None:
 
 def device_in_use() -> str:
     """The type of the accelerator that this process has initialised, or "cpu"."""
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    accelerator = devices.present_accelerator()
     if accelerator is None:
         return "cpu"
     module = torch.get_device_module(accelerator.type)

@@ -53,6 +53,18 @@ def device_count(device_type: str) -> int:
         return int(module.device_count()) if module.is_available() else 0
 
 
+def present_accelerator() -> torch.device | None:
+    """
+    The accelerator's type, as a device without an index, or None if this process sees no device of one.
+
+    `torch.accelerator.current_accelerator` alone does not say that: without an accelerator, torch 2.6 raises, and later
+    versions name the one that torch was built for. The engine, which stands alone, has the same function.
+    """
+    # As in `device_count`.
+    with environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+        return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+
+
 def is_accelerator(device_type: str) -> bool:
     """Whether devices of that type are numbered and a rank computes on one of them. The CPU is not."""
     return device_type != "cpu"

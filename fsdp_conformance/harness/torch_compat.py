@@ -119,8 +119,8 @@ class FSDPTest(MultiProcessTestCase, common_fsdp.FSDPTest):  # type: ignore[misc
 
 def accelerator_or_cpu() -> str:
     """The device type that tests of this module run on."""
-    built_for = torch.accelerator.current_accelerator()
-    return built_for.type if built_for is not None and devices.device_count(built_for.type) else "cpu"
+    accelerator = devices.present_accelerator()
+    return accelerator.type if accelerator is not None and devices.device_count(accelerator.type) else "cpu"
 
 
 def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = False) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.distributed import DistBackendError, ProcessGroup, Work, distributed_c10d
 
 from fsdp_conformance.config import SIMULATED
-from fsdp_conformance.frames import Owner, owner
-from fsdp_conformance.harness.recording.call_site import Calling, calling_frame
+from fsdp_conformance.frames import Frame, Owner, owner
+from fsdp_conformance.harness.recording.call_site import calling_frame
 from fsdp_conformance.harness.recording.collective_calls import input_splits_of, output_splits_of, root_of
 from fsdp_conformance.harness.recording.collective_log import Collective
 from fsdp_conformance.history.collective import Op
@@ -36,7 +36,6 @@ from fsdp_conformance.simulator.calls import (
     CallLog,
     CallReader,
     Channel,
-    Place,
     Standstills,
     deadlocked,
     difference,
@@ -51,7 +50,7 @@ _ROOTED = frozenset({Op.BROADCAST, Op.SCATTER, Op.GATHER, Op.REDUCE})
 _LOOKS = 4
 
 #: Where the calls of a thread without frames of the user come from: the call of backward that it works for.
-Caller = Callable[[], Calling | None]
+Caller = Callable[[], Frame | None]
 
 
 class CollectiveMismatch(DistBackendError):
@@ -314,12 +313,12 @@ def described(collective: Collective, rank: int, caller: Caller) -> Call:
     )
 
 
-def _place(caller: Caller) -> Place | None:
+def _place(caller: Caller) -> Frame | None:
     """The line of the user's that called; in autograd's threads, the line that called backward."""
     frame = calling_frame()
     if frame is None or owner(frame.file) is Owner.TORCH:
         frame = caller() or frame
-    return Place(file=frame.file, line=frame.line, function=frame.function) if frame is not None else None
+    return frame
 
 
 def _pair(op: Op, ranks: Sequence[int], rank: int, args: Sequence[Any]) -> tuple[int, int] | None:

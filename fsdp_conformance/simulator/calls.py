@@ -19,25 +19,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_conformance.frames import shown
+from fsdp_conformance.frames import Frame
 
 #: The number that a rank writes when its script has ended.
 _ENDED = 0xFFFFFFFF
 
 #: One entry of the log: the number of the call's description.
 _ENTRY = struct.Struct("<I")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
-    """A line of code."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{shown(self.file)}:{self.line} in {self.function}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +67,7 @@ class Call:
     """For an all-to-all: elements from each rank of the group."""
     words: str
     """ "all_reduce(SUM, 12 float32)"."""
-    place: Place | None = None
+    place: Frame | None = None
     device_index: int | None = None
     """The device that the tensors are on, as an index among the devices of the machine."""
 
@@ -307,7 +295,7 @@ def call_from_json(data: Mapping[str, Any]) -> Call:
             device=channel["device"],
             pair=(pair[0], pair[1]) if pair else None,
         ),
-        place=Place(**place) if place else None,
+        place=Frame(**place) if place else None,
         **others,
     )
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from fsdp_conformance.simulator.calls import Call, Place
+from fsdp_conformance.frames import Frame
+from fsdp_conformance.simulator.calls import Call
 
 #: Line length of the first sentence.
 _WIDTH = 110
@@ -41,7 +42,7 @@ class Party:
     rank: int
     words: str
     """ "all_reduce(SUM, 12 float32) on the default group"; empty for a rank that has not called."""
-    place: Place | None
+    place: Frame | None
 
     @classmethod
     def of(cls, rank: int, call: Call) -> Party:
@@ -73,7 +74,7 @@ class Disagreement:
         return (self.kind, self.what, tuple(sorted(places, key=str)))
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> Frame | None:
         """The line to show first."""
         return next((party.place for party in self.parties if party.place is not None), None)
 
@@ -147,7 +148,7 @@ def disagreement_from_json(data: Mapping[str, Any]) -> Disagreement:
             Party(
                 rank=party["rank"],
                 words=party["words"],
-                place=Place(**party["place"]) if party["place"] else None,
+                place=Frame(**party["place"]) if party["place"] else None,
             )
             for party in data["parties"]
         ),

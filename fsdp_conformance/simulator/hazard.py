@@ -18,10 +18,10 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
-from fsdp_conformance.frames import Owner, owner, shown
+from fsdp_conformance.frames import Frame, Owner, owner, shown
 from fsdp_conformance.history.hazard import HazardKind, HazardRecord
 
-__all__ = ["Access", "Frame", "Hazard", "HazardKind", "HazardRecord", "Site", "Stream", "hazard_from_json"]
+__all__ = ["Access", "Hazard", "HazardKind", "HazardRecord", "Site", "Stream", "hazard_from_json"]
 
 #: The name of the device in texts.
 _DEVICE = "sim"
@@ -50,18 +50,6 @@ _KINDS: Mapping[HazardKind, str] = {
 }
 
 _ING = {"read": "reading", "write": "writing"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Frame:
-    """One frame of a Python stack."""
-
-    file: str
-    line: int
-    function: str
-
-    def __str__(self) -> str:
-        return f"{shown(self.file)}:{self.line} in {self.function}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fsdp_conformance.config import SIMULATED
-from fsdp_conformance.harness.recording.call_site import Calling, calling_frame
+from fsdp_conformance.frames import Frame
+from fsdp_conformance.harness.recording.call_site import calling_frame
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.cuda_names import Replacements
 
@@ -28,7 +29,7 @@ _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_fsdp_wrapped_module|_checkpoint
 
 
 #: Where the backward pass that runs now was called.
-_backward: Calling | None = None
+_backward: Frame | None = None
 
 
 class Labels:
@@ -101,7 +102,7 @@ def install() -> Labels:
     return labels
 
 
-def caller_of_backward() -> Calling | None:
+def caller_of_backward() -> Frame | None:
     """The line of the script that called the backward pass which runs now; None if none does."""
     return _backward
 

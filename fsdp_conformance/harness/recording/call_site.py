@@ -5,21 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from types import FrameType
-from typing import NamedTuple
 
-from fsdp_conformance.frames import Owner, owner
-
-
-class Calling(NamedTuple):
-    """The place of a call."""
-
-    file: str
-    """As in `co_filename`."""
-    line: int
-    function: str
+from fsdp_conformance.frames import Frame, Owner, owner
 
 
-def calling_frame() -> Calling | None:
+def calling_frame() -> Frame | None:
     """
     The innermost frame outside torch, the standard library and this package's machinery.
 
@@ -44,5 +34,5 @@ def call_site() -> str:
     return f"{os.path.basename(place.file)}:{place.line} in {place.function}" if place is not None else ""
 
 
-def _place(frame: FrameType) -> Calling:
-    return Calling(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+def _place(frame: FrameType) -> Frame:
+    return Frame(file=frame.f_code.co_filename, line=frame.f_lineno, function=frame.f_code.co_name)

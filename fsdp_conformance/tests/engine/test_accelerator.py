@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fsdp_conformance.engine.accelerator import present_accelerator
+from fsdp_conformance.harness import devices
 
 
 def _raise() -> NoReturn:
@@ -21,6 +22,7 @@ def test_without_one(of_torch: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
     assert present_accelerator() is None
+    assert devices.present_accelerator() is None
 
 
 def test_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,3 +31,4 @@ def test_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
 
     assert present_accelerator() == torch.device("cuda")
+    assert devices.present_accelerator() == torch.device("cuda")

@@ -11,10 +11,10 @@ import pytest
 
 from fsdp_conformance.cli import alerts
 from fsdp_conformance.cli.alerts import alerts_of, sarif, workflow_commands
+from fsdp_conformance.frames import Frame
 from fsdp_conformance.history.hazard import HazardKind
-from fsdp_conformance.simulator.calls import Place
 from fsdp_conformance.simulator.disagreement import Disagreement, DisagreementKind, Party
-from fsdp_conformance.simulator.hazard import Frame, Site
+from fsdp_conformance.simulator.hazard import Site
 from fsdp_conformance.status import Status
 from fsdp_conformance.tests.sanitize.test_report import access, hazard, observed, printed, report
 
@@ -24,8 +24,8 @@ def differing(directory: Path | str = "/src") -> Disagreement:
     parties = [
         Party(rank=rank, words=f"all_reduce({word}, 4 float32) on the default group", place=place)
         for rank, word, place in (
-            (0, "SUM", Place(file=f"{directory}/train.py", line=10, function="step")),
-            (1, "MAX", Place(file=f"{directory}/train.py", line=12, function="step")),
+            (0, "SUM", Frame(file=f"{directory}/train.py", line=10, function="step")),
+            (1, "MAX", Frame(file=f"{directory}/train.py", line=12, function="step")),
         )
     ]
     return Disagreement.between(DisagreementKind.DIFFERENT, parties, "reductions")

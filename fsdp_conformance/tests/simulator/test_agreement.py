@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
+from fsdp_conformance.frames import Frame
 from fsdp_conformance.simulator.agreement import Agreement, CollectiveMismatch
 from fsdp_conformance.simulator.calls import (
     Call,
     CallLog,
     CallReader,
     Channel,
-    Place,
     call_from_json,
     deadlocked,
     logs_of,
@@ -32,7 +32,7 @@ def call(line: int = 7, **fields: Any) -> Call:
     usual: dict[str, Any] = {
         "channel": WORLD, "title": "the default group", "op": "all_reduce", "reduce_op": "SUM",
         "dtypes": ("float32",), "numels": (4,), "words": "all_reduce(SUM, 4 float32)",
-        "place": Place(file="/src/train.py", line=line, function="step"),
+        "place": Frame(file="/src/train.py", line=line, function="step"),
     }  # fmt: skip
     return Call(**{**usual, **fields})
 

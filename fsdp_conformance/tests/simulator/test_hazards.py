@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from expecttest import TestCase
 
+from fsdp_conformance.frames import Frame
 from fsdp_conformance.harness import rank
 from fsdp_conformance.simulator.hazard import (
     Access,
-    Frame,
     Hazard,
     HazardKind,
     Site,
