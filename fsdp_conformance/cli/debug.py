@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import argparse
 
-from fsdp_conformance.cli import single
+from fsdp_conformance.cli import messages, single
 from fsdp_conformance.cli.arguments import settings_of_device
 from fsdp_conformance.config import RunSettings
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report import terminal
+from fsdp_conformance.report.folding import screen_width
 from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import FINE, Verdict
 
@@ -39,10 +40,9 @@ def main(arguments: argparse.Namespace) -> int:
     from fsdp_conformance.harness.processes.foreground import passing_on_interrupts
     from fsdp_conformance.selftest.cases import record_of
 
-    print(
+    messages.say(
         f"{bound.case.id} on {arguments.implementation}: rank {rank} of {bound.case.world_size} has this terminal; "
-        "no deadline runs. Ctrl-C interrupts that rank.",
-        flush=True,
+        "no deadline runs. Ctrl-C interrupts that rank."
     )
     test = bound.owner(bound.method)
     test.debugged = Debugged(rank=rank, post_mortem=arguments.pdb)
@@ -68,6 +68,6 @@ def _tell(record: CaseRecord) -> Status:
     elif record.verdict in FINE:
         print(f"- {record.case}  {record.verdict}  {record.reason}")
     else:
-        print(terminal.render_failure(record))
+        print(terminal.render_failure(record, width=screen_width()))
     print("a debugged case certifies nothing, and no run file was written")
     return single.status_of(record)

@@ -9,6 +9,7 @@ from fsdp_conformance.cli import messages, report_dir
 from fsdp_conformance.cli.arguments import DEFAULTS
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.report import explain, runfile
+from fsdp_conformance.report.folding import screen_width
 from fsdp_conformance.report.last_run import DEFAULT_ROOT, LAST, last_run
 from fsdp_conformance.report.verify import profile_of
 from fsdp_conformance.status import Status
@@ -26,11 +27,12 @@ def main(arguments: argparse.Namespace) -> int:
         found = explain.explain_json(arguments.name, contract.load(), profile, run)
         messages.say_json({**found, "run": None if path is None else str(path)})
         return Status.CERTIFIED
-    print(explain.explain(arguments.name, contract.load(), profile, run))
+    print(explain.explain(arguments.name, contract.load(), profile, run, width=screen_width()))
     known = arguments.name in contract.load().requirements
     print(f"\n{docs.see(docs.requirement(arguments.name) if known else docs.VERDICT)}")
     if path is not None:
         print(f"\nresults from {path}")
     else:
-        print(f"\nno results: there is no earlier run in {DEFAULT_ROOT / LAST}; name another one with --report")
+        print()
+        messages.say(f"no results: there is no earlier run in {DEFAULT_ROOT / LAST}; name another one with --report")
     return Status.CERTIFIED

@@ -19,6 +19,7 @@ from fsdp_conformance.cli import messages
 from fsdp_conformance.cli.answers import answers
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.report.folding import screen_width
 from fsdp_conformance.status import Status
 
 _DEFAULT_SECONDS = 600.0
@@ -57,6 +58,7 @@ def order_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "max_examples": examples,
         "seed": seed,
         "save": arguments.save,
+        "width": screen_width(),
     }
 
 
@@ -124,7 +126,7 @@ def _sum_up(counts: dict[str, Any], failures: list[dict[str, Any]]) -> None:
 
     confirmed = sum(failure["confirmed"] for failure in failures)
     unconfirmed = len(failures) - confirmed
-    print(f"\n{summary(counts)}")
+    print(f"\n{summary(counts, width=screen_width())}")
     if counts["fails_always"]:
         print("stopped early: the plainest example fails, so there is nothing that a drawn one could show")
     if unconfirmed:

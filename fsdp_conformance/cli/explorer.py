@@ -134,7 +134,7 @@ class _Confirming:
             "failure",
             signature=signature,
             confirmed=confirmed,
-            text=failure_text(told),
+            text=failure_text(told, width=self._order["width"]),
             example=failure.example.to_json(),
             script=script(failure.example, implementation=implementation, signature=signature),
             saved=None if where is None else str(where),

@@ -61,7 +61,7 @@ def main(arguments: argparse.Namespace) -> int:
         f"{counted.pop('would run', 0)} would run" + (f", {elsewhere} of them on {SIMULATED}" if elsewhere else ""),
         *(f"{count} {what}" for what, count in sorted(counted.items())),
     ]
-    print(
+    messages.say(
         f"{len(cases)} of {messages.plural(len(profile.entries), 'case')} in {profile.name}, "
         f"for {told.name} {told.version} on {settings.device}: {' · '.join(words)}"
     )
@@ -92,9 +92,9 @@ def _print_cases(shown: Sequence[tuple[Case, Gated]], device: str, *, why: bool)
         record = gated.record
         runs = "runs" if gated.device == device else f"runs on {gated.device}"
         would = runs if record is None else str(record.verdict)
-        print(f"  {case.id:<{width}}  {case.world_size} ranks  {would:<11}  {' '.join(case.requirements)}")
+        messages.say(f"  {case.id:<{width}}  {case.world_size} ranks  {would:<11}  {' '.join(case.requirements)}")
         if why:
-            print(f"    {case.title if record is None else record.reason}")
+            messages.say(f"    {case.title if record is None else record.reason}")
 
 
 def _tell_requirements(profile: Profile, *, as_json: bool) -> None:
@@ -110,9 +110,9 @@ def _tell_requirements(profile: Profile, *, as_json: bool) -> None:
             print(f"{requirement.chapter}  {contract.CHAPTERS[requirement.chapter]}")
             last = requirement.chapter
         cases = messages.plural(counted[requirement.id], "case") if counted[requirement.id] else "no cases"
-        print(f"  {requirement.id}  {requirement.level.word:<16}  {requirement.name}  ({cases})")
+        messages.say(f"  {requirement.id}  {requirement.level.word:<16}  {requirement.name}  ({cases})")
     bound = sum(name in counted for name in requirements)
-    print(
+    messages.say(
         f"{len(requirements)} requirements, {bound} of them covered by the "
         f"{messages.plural(len(profile.entries), 'case')} in {profile.name}"
     )
@@ -127,5 +127,5 @@ def _tell_capabilities(*, as_json: bool) -> None:
         if flag.area != last:
             print(flag.area)
             last = flag.area
-        print(f"  {flag.name:<24} {flag.sentence} (asked by the {flag.asked})")
+        messages.say(f"  {flag.name:<24} {flag.sentence} (asked by the {flag.asked})")
     print(messages.plural(len(CAPABILITIES), "flag"))

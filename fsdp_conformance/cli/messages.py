@@ -9,12 +9,25 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fsdp_conformance.errors import AdapterError, ConfigError
+from fsdp_conformance.report.folding import folded, terminal_width
 from fsdp_conformance.report.runfile import encode
 
 PROGRAM = "fsdp-conformance"
 
 #: Errors of the disk: full, over a quota, over the limit of a file's size, read-only, broken.
 DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO})
+
+
+def say(text: str) -> None:
+    """
+    Print text for people: on a terminal, lines that are too long are folded. Programs such as grep get whole lines.
+
+    Not for commands, which are copied: they are printed as they are, on a line of their own.
+    """
+    width = terminal_width()
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        print("\n".join(folded(line, width, indent=indent)) if width else line, flush=True)
 
 
 def say_json(content: Mapping[str, Any]) -> None:

@@ -32,6 +32,7 @@ from fsdp_conformance.config import SIMULATED, RunSettings
 from fsdp_conformance.contract.profile import Profile, load_profile
 from fsdp_conformance.errors import AdapterError, EnvironmentUnavailable, RunFileError
 from fsdp_conformance.report import markdown, runfile, terminal
+from fsdp_conformance.report.folding import screen_width
 from fsdp_conformance.report.html.page import NAME as PAGE
 from fsdp_conformance.report.last_run import last_run_of, link_last, report_directory
 from fsdp_conformance.report.verify import Verification, verify
@@ -135,7 +136,7 @@ def _check_adapter(
         return
     told = pytest.smoke(device, settings.implementation, signals)
     if "problem" in told:
-        print(f"the adapter could not be tried before the run: {told['problem']}", flush=True)
+        messages.say(f"the adapter could not be tried before the run: {told['problem']}")
     command = f"fsdp-conformance smoke {shlex.quote(settings.implementation)}"
     problems, breaches = (
         [f"{result['check']} {text}" for result in told.get("results", ()) for text in result[kind]]
@@ -151,9 +152,10 @@ def _check_adapter(
         )
         raise AdapterError(shown)
     for text in problems[:_SHOWN]:
-        print(f"smoke: {text}", flush=True)
+        messages.say(f"smoke: {text}")
     if problems:
-        print(f"  it may be the adapter or the engine: {command}", flush=True)
+        messages.say("  it may be the adapter or the engine:")
+        print(f"    {command}", flush=True)
 
 
 def _announce(
@@ -166,34 +168,39 @@ def _announce(
     workers: str | None,
 ) -> None:
     description, machine = found.description, found.machine
-    print(f"{messages.PROGRAM} {__version__} · {profile.name} · {num_cases} of {len(profile.entries)} cases selected")
+    messages.say(
+        f"{messages.PROGRAM} {__version__} · {profile.name} · {num_cases} of {len(profile.entries)} cases selected"
+    )
     name = f"{description.name} {description.version}".rstrip()
-    print(f"implementation {name} ({settings.implementation})")
+    messages.say(f"implementation {name} ({settings.implementation})")
     for shim in description.shims:
-        print(f"  shim: {shim}")
+        messages.say(f"  shim: {shim}")
     backend = machine.backend_of(settings)
-    print(f"device {machine.device} · backend {backend} · torch {machine.torch}")
+    messages.say(f"device {machine.device} · backend {backend} · torch {machine.torch}")
     if settings.share_devices:
         # Each rank simulates the device that all share.
         count = 1 if machine.device == SIMULATED else machine.num_devices
-        print(f"ranks share {messages.plural(count, 'device')}, and nothing is certified")
+        messages.say(f"ranks share {messages.plural(count, 'device')}, and nothing is certified")
     if settings.stress_seed is not None:
-        print(f"stress run with seed {settings.stress_seed}: every case is provoked, and nothing is certified")
+        messages.say(f"stress run with seed {settings.stress_seed}: every case is provoked, and nothing is certified")
     if settings.stress_failure:
-        print(f"one rank of each case is made to fail ({settings.stress_failure}), and what follows is judged")
+        messages.say(f"one rank of each case is made to fail ({settings.stress_failure}), and what follows is judged")
     if num_cases > len(will_run):
         words = selection_words(settings)
         if sum(map(len, words)) > _READABLE:
             words = selection_words(replace(settings, cases=()))
         options = " ".join(["--implementation", shlex.quote(settings.implementation), *words])
         not_run = messages.plural(num_cases - len(will_run), "case")
-        print(f"{not_run} cannot run here; for the reasons: fsdp-conformance list --not-run {options}")
+        messages.say(f"{not_run} cannot run here; for the reasons:")
+        print(f"  fsdp-conformance list --not-run {options}")
     simulated = sum(device == SIMULATED for _, device in will_run)
     where = f", {simulated} of them on the simulated accelerator" if simulated and machine.device != SIMULATED else ""
     num_workers = _num_workers(workers, will_run, machine, sharing=settings.share_devices)
     seconds, source = estimate.estimate(will_run, workers=num_workers, last=last_run_of(settings))
     to_run = messages.plural(len(will_run), "case")
-    print(f"running {to_run}{where}: {estimate.in_words(seconds)} ({source})" if will_run else "no case can run here")
+    messages.say(
+        f"running {to_run}{where}: {estimate.in_words(seconds)} ({source})" if will_run else "no case can run here"
+    )
     print(flush=True)
 
 
@@ -296,13 +303,13 @@ def _first_reason(verification: Verification | None) -> str:
 def _show(verification: Verification) -> None:
     run, certificate = verification.run, verification.certificate
     print()
-    findings = terminal.render_findings(run.records)
+    findings = terminal.render_findings(run.records, width=screen_width())
     if findings:
         print(findings, end="\n\n")
     if run.footer is None:
         return
-    print(terminal.summary_line(certificate, seconds=run.seconds))
-    text = terminal.certificate_text(certificate)
+    messages.say(terminal.summary_line(certificate, seconds=run.seconds))
+    text = terminal.certificate_text(certificate, width=screen_width())
     if text:
         print(text)
     if Verdict.ERROR_ADAPTER in certificate.counts:

@@ -10,6 +10,7 @@ from fsdp_conformance.cli.expected import expected_by
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.contract.selection import left_out_by
 from fsdp_conformance.report import markdown, terminal
+from fsdp_conformance.report.folding import screen_width
 from fsdp_conformance.report.verify import profile_of, verify
 from fsdp_conformance.settings import settings_from_json
 
@@ -46,9 +47,9 @@ def main(arguments: argparse.Namespace) -> int:
         return status
     implementation = run.header.get("implementation") or {}
     name, version = implementation.get("name", "an unknown implementation"), implementation.get("version", "")
-    print(f"{path}: {name} {version}".rstrip())
-    print(terminal.summary_line(certificate, seconds=run.seconds))
-    text = terminal.certificate_text(certificate)
+    messages.say(f"{path}: {name} {version}".rstrip())
+    messages.say(terminal.summary_line(certificate, seconds=run.seconds))
+    text = terminal.certificate_text(certificate, width=screen_width())
     if text:
         print(text)
     for discrepancy in verification.discrepancies:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping
 from typing import Any
 
+from fsdp_conformance.report.folding import WIDTH, folded
 from fsdp_conformance.report.terminal import duration
 
-_WIDTH = 120
 
-
-def summary(found: Mapping[str, Any]) -> str:
+def summary(found: Mapping[str, Any], *, width: int = WIDTH) -> str:
     """An exploration in words, from its JSON: counts, why examples could not be judged, the values of every axis."""
     ran, seconds = int(found["ran"]), float(found["seconds"])
     rate = f", {60 * (ran + found['shrinks']) / seconds:.0f} a minute" if seconds else ""
@@ -23,7 +21,7 @@ def summary(found: Mapping[str, Any]) -> str:
     covered: Mapping[str, Mapping[str, int]] = found["covered"]
     for axis, values in covered.items():
         listed = ", ".join(f"{value} {count}" for value, count in sorted(values.items(), key=_most_first))
-        lines += textwrap.wrap(f"  {axis}: {listed}", _WIDTH, subsequent_indent="      ", break_on_hyphens=False)
+        lines += folded(f"  {axis}: {listed}", width, indent="      ")
     return "\n".join(lines)
 
 

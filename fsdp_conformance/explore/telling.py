@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from fsdp_conformance.explore.example import Example, features
 from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.report.folding import WIDTH, folded
 from fsdp_conformance.report.terminal import render_record
-
-_WIDTH = 120
 
 _SCRIPT = '''\
 """{signature}. Run it with: python {name}"""
@@ -44,18 +42,19 @@ class Told:
     """How many axes of the example that was drawn were not plain."""
 
 
-def failure_text(told: Told) -> str:
-    """The block of a failure: the report of its case, what it takes, and what is trained."""
+def failure_text(told: Told, *, width: int = WIDTH) -> str:
+    """The block of a failure, folded at `width` columns: the report of its case, what it takes, what is trained."""
     example = told.example
-    lines = [render_record(told.record)]
+    lines = [render_record(told.record, width=width)]
     plain = "nothing special: the plainest example fails"
-    lines += _field("takes", "; ".join(sorted(features(example))) or plain)
+    lines += _field(width, "takes", "; ".join(sorted(features(example))) or plain)
     lines += _field(
-        "shrunk", f"from {told.drawn_features} unusual axes to {len(features(example))}, in {told.shrinks} runs"
+        width, "shrunk", f"from {told.drawn_features} unusual axes to {len(features(example))}, in {told.shrinks} runs"
     )
-    lines += _field("trains", "; ".join(schedule_in_words(example)))
+    lines += _field(width, "trains", "; ".join(schedule_in_words(example)))
     if not told.confirmed:
         lines += _field(
+            width,
             "beware",
             "not confirmed: on ranks that are processes the same example does not fail. The engine depends on what "
             "simulated ranks share, or the suite is wrong",
@@ -83,8 +82,6 @@ def script(example: Example, *, implementation: str, signature: str) -> str:
     )
 
 
-def _field(label: str, text: str) -> list[str]:
+def _field(width: int, label: str, text: str) -> list[str]:
     lead = " " * 4 + label.ljust(10)
-    return textwrap.wrap(
-        text, _WIDTH, initial_indent=lead, subsequent_indent=" " * 14, break_long_words=False, break_on_hyphens=False
-    )
+    return folded(text, width, lead=lead, indent=" " * len(lead))

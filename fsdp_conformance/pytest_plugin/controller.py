@@ -147,6 +147,7 @@ class Controller:
         """Findings, the certificate, and the path of the run file."""
         if self.recorder is None:
             return
+        from fsdp_conformance.report.folding import screen_width
         from fsdp_conformance.report.grouping import grouped
         from fsdp_conformance.report.runfile import read
         from fsdp_conformance.report.terminal import certificate_text, headline, summary_line
@@ -161,7 +162,7 @@ class Controller:
         elif self.certificate is None:
             write("ABORTED: the run was interrupted, and its file has no footer", red=True)
         else:
-            text = certificate_text(self.certificate)
+            text = certificate_text(self.certificate, width=screen_width())
             if text:
                 write(text)
             good = self.certificate.certified

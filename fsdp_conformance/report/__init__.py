@@ -9,6 +9,7 @@ What a run leaves: the run file, the certificate that follows from it, and the t
     certificate    what a run certifies, computed from its file and the profile
     verify         the certificate, derived again from a file
     grouping       failures that have one cause
+    folding        text folded to the width of the terminal
     terminal       findings and verdicts as plain text
     advice         where to look for the defect behind a finding
     frames         the frames of a stack that belong to the engine

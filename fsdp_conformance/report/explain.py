@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
@@ -14,24 +13,27 @@ from fsdp_conformance.contract import CHAPTERS, OBSERVATIONS, Contract, Requirem
 from fsdp_conformance.contract.profile import Entry, Profile
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.report.folding import WIDTH, folded
 from fsdp_conformance.report.runfile import RunFile
-from fsdp_conformance.report.terminal import SIGNS, WIDTH, closer, render_record
+from fsdp_conformance.report.terminal import SIGNS, closer, render_record
 from fsdp_conformance.verdict import ACCUSING, FINE, Verdict
 
 _LABEL = 12
 _FINDINGS_SHOWN = 10
 
 
-def explain(subject: str, contract: Contract, profile: Profile, run: RunFile | None = None) -> str:
+def explain(
+    subject: str, contract: Contract, profile: Profile, run: RunFile | None = None, *, width: int = WIDTH
+) -> str:
     """
-    The text about a requirement or a case.
+    The text about a requirement or a case, folded at `width` columns.
 
     Raises UsageError with the nearest ids if `subject` is neither.
     """
     records = run.records if run is not None else []
     if _is_requirement(subject, contract, profile, records):
-        return _requirement(contract[subject], contract, profile, records)
-    return _case(subject, contract, profile, records, with_run=run is not None)
+        return _requirement(contract[subject], contract, profile, records, width=width)
+    return _case(subject, contract, profile, records, with_run=run is not None, width=width)
 
 
 def explain_json(subject: str, contract: Contract, profile: Profile, run: RunFile | None = None) -> dict[str, Any]:
@@ -74,26 +76,28 @@ def _is_requirement(subject: str, contract: Contract, profile: Profile, records:
     raise UsageError(f"ID must be a requirement (R000 to {last}) or a case of {profile.name}, got {subject!r}.{hint}")
 
 
-def _requirement(item: Requirement, contract: Contract, profile: Profile, records: Sequence[CaseRecord]) -> str:
+def _requirement(
+    item: Requirement, contract: Contract, profile: Profile, records: Sequence[CaseRecord], *, width: int
+) -> str:
     entries = [entry for entry in profile.entries if item.id in entry.requirements]
     lines = [f"{item.id}  {item.name}", ""]
-    lines += _labelled("requires", item.sentence)
-    lines += _labelled("level", f"{item.level.value}: {item.level.word}")
-    lines += _labelled("chapter", f"{item.chapter}. {CHAPTERS[item.chapter]}")
-    lines += _labelled("observed by", "; ".join(OBSERVATIONS[key] for key in item.observation))
+    lines += _labelled(width, "requires", item.sentence)
+    lines += _labelled(width, "level", f"{item.level.value}: {item.level.word}")
+    lines += _labelled(width, "chapter", f"{item.chapter}. {CHAPTERS[item.chapter]}")
+    lines += _labelled(width, "observed by", "; ".join(OBSERVATIONS[key] for key in item.observation))
     for flag in item.flags:
         sentence = CAPABILITIES[flag].sentence if flag in CAPABILITIES else contract.future_flags.get(flag, "")
-        lines += _labelled("flag", f"{flag}: {sentence}")
-    lines += _labelled("look at", item.look_at)
+        lines += _labelled(width, "flag", f"{flag}: {sentence}")
+    lines += _labelled(width, "look at", item.look_at)
     for source in item.source:
-        lines += _labelled("source", source)
-    lines += _labelled("cases", f"{len(entries)} of {profile.name}" + (":" if entries else ""))
+        lines += _labelled(width, "source", source)
+    lines += _labelled(width, "cases", f"{len(entries)} of {profile.name}" + (":" if entries else ""))
     verdicts = {record.case: record.verdict for record in records}
     for group in _methods(entries):
-        lines += [" " * _LABEL + line for line in _folded(group, verdicts)]
+        lines += [" " * _LABEL + line for line in _in_short(group, verdicts)]
     accused = [record for record in records if _accuses(record, item.id)]
     for record in accused[:_FINDINGS_SHOWN]:
-        lines += ["", render_record(record)]
+        lines += ["", render_record(record, width=width)]
     return "\n".join(lines)
 
 
@@ -105,7 +109,7 @@ def _methods(entries: Iterable[Entry]) -> list[list[Entry]]:
     return list(methods.values())
 
 
-def _folded(entries: Sequence[Entry], verdicts: Mapping[str, Verdict]) -> list[str]:
+def _in_short(entries: Sequence[Entry], verdicts: Mapping[str, Verdict]) -> list[str]:
     """The cases of a method in one line, `R001/sgd-*-ws{2,3}`, and a line for each that failed."""
     found = [verdicts[entry.id] for entry in entries if entry.id in verdicts]
     if len(entries) == 1:
@@ -135,43 +139,49 @@ def _pattern(entries: Sequence[Entry]) -> str:
     return f"{stem}-ws{{{sizes}}}" if "," in sizes else f"{stem}-ws{sizes}"
 
 
-def _case(subject: str, contract: Contract, profile: Profile, records: Sequence[CaseRecord], *, with_run: bool) -> str:
+def _case(
+    subject: str,
+    contract: Contract,
+    profile: Profile,
+    records: Sequence[CaseRecord],
+    *,
+    with_run: bool,
+    width: int,
+) -> str:
     entry = profile.by_id.get(subject)
     lines = [subject, ""]
     if entry is not None:
-        lines += _labelled("expects", entry.title)
+        lines += _labelled(width, "expects", entry.title)
         for name in entry.requirements:
             requirement = contract.requirements.get(name)
-            lines += _labelled(
-                "binds", f"{name} ({requirement.level.value})  {requirement.name}" if requirement else name
-            )
-        lines += _labelled("ranks", str(entry.world_size))
-        lines += _labelled("needs", ", ".join(entry.needs))
-        lines += _labelled("machine", ", ".join(entry.environment))
+            about = f"{name} ({requirement.level.value})  {requirement.name}" if requirement else name
+            lines += _labelled(width, "binds", about)
+        lines += _labelled(width, "ranks", str(entry.world_size))
+        lines += _labelled(width, "needs", ", ".join(entry.needs))
+        lines += _labelled(width, "machine", ", ".join(entry.environment))
     else:
-        lines += _labelled("profile", f"not a case of {profile.name}")
+        lines += _labelled(width, "profile", f"not a case of {profile.name}")
     found = [record for record in records if record.case == subject]
     if with_run and not found:
-        lines += _labelled("verdict", "none: the run did not include this case")
+        lines += _labelled(width, "verdict", "none: the run did not include this case")
     for record in found:
-        lines += _record(record)
+        lines += _record(record, width)
     return "\n".join(lines)
 
 
-def _record(record: CaseRecord) -> list[str]:
+def _record(record: CaseRecord, width: int) -> list[str]:
     """Everything that the run file says about a case."""
-    lines = _labelled("verdict", f"{SIGNS[record.verdict]} {record.verdict}  {record.reason}")
-    lines += _labelled(
-        "compared", f"{record.comparisons} comparisons of {record.elements} elements, {record.seconds:.1f} s"
-    )
+    lines = _labelled(width, "verdict", f"{SIGNS[record.verdict]} {record.verdict}  {record.reason}")
+    counted = f"{record.comparisons} comparisons of {record.elements} elements, {record.seconds:.1f} s"
+    lines += _labelled(width, "compared", counted)
     for note in record.notes:
-        lines += _labelled("note", note)
+        lines += _labelled(width, "note", note)
     for key, value in record.measurements.items():
-        lines += _labelled("measured", f"{key} = {value}")
+        lines += _labelled(width, "measured", f"{key} = {value}")
     for finding in record.findings:
-        lines += _labelled("finding", finding.sentence())
+        lines += _labelled(width, "finding", finding.sentence())
     for sentence in record.consequences:
-        lines += _labelled("then", sentence)
+        lines += _labelled(width, "then", sentence)
     for title, text in _evidence(record):
         lines += ["", f"-- {title}", text.rstrip()]
     closer_look = [f"closer: {closer(record.case)}"] if record.verdict in ACCUSING else []
@@ -189,14 +199,5 @@ def _evidence(record: CaseRecord) -> list[tuple[str, str]]:
     return [(title, text) for title, text in texts if text.strip()]
 
 
-def _labelled(label: str, text: str) -> list[str]:
-    if not text:
-        return []
-    return textwrap.wrap(
-        " ".join(text.split()),
-        WIDTH,
-        initial_indent=label.ljust(_LABEL),
-        subsequent_indent=" " * _LABEL,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+def _labelled(width: int, label: str, text: str) -> list[str]:
+    return folded(" ".join(text.split()), width, lead=label.ljust(_LABEL), indent=" " * _LABEL)

@@ -16,7 +16,6 @@ Findings and verdicts as plain text: what people read first when a run fails.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from fsdp_conformance.judge.telling import most_telling
 from fsdp_conformance.outcome import CaseRecord, Finding, RankExit
 from fsdp_conformance.report.advice import look_at
 from fsdp_conformance.report.certificate import Certificate, Scope, State
+from fsdp_conformance.report.folding import WIDTH, folded
 from fsdp_conformance.report.frames import engine_frames, frames_of_stack, frames_of_traceback
 from fsdp_conformance.report.grouping import Group, grouped, may_follow, requirement_of
 from fsdp_conformance.verdict import ACCUSING, QUIET, Verdict
@@ -46,7 +46,6 @@ SIGNS = {
     Verdict.ERROR_SUITE: "!",
 }
 
-WIDTH = 120
 _INDENT = 4
 _LABEL = 10
 _OTHERS_NAMED = 4
@@ -69,41 +68,42 @@ class Field:
     """True for a command, a frame or stacks: not folded."""
 
 
-def render_findings(records: Iterable[CaseRecord]) -> str:
+def render_findings(records: Iterable[CaseRecord], *, width: int = WIDTH) -> str:
     """
-    Everything that went wrong, one block for each group; empty if nothing did.
+    Everything that went wrong, one block for each group, folded at `width` columns; empty if nothing did.
 
     What a common cause may explain, but nothing shows that it does, gets a line for each group at the end.
     """
     groups = grouped(records)
     later = may_follow(groups)
-    blocks = [render_record(group.first, others=group.others) for group in groups if group not in later]
+    blocks = [render_record(group.first, others=group.others, width=width) for group in groups if group not in later]
     if later:
         cases = sum(len(group.cases) for group in later)
-        lead = f"{cases} more failure{'s' if cases > 1 else ''} without a known cause, which may follow from the above:"
-        blocks.append("\n".join([lead, *(line for group in later for line in _brief(group))]))
+        told = f"{cases} more failure{'s' if cases > 1 else ''} without a known cause, which may follow from the above:"
+        lines = [*folded(told, width), *(line for group in later for line in _brief(group, width))]
+        blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
-def _brief(group: Group) -> list[str]:
-    """A group in two lines."""
+def _brief(group: Group, width: int) -> list[str]:
+    """A group in two lines, if they are not too long."""
     finding = most_telling(group.first.findings)
     seen = f"{finding.message} [{finding.check}]" if finding is not None else group.first.reason
     more = f" and {len(group.others)} more" if group.others else ""
     indent = " " * _INDENT
     told = f"{group.first.case}{more}: {' '.join(seen.split())}"
-    lines = textwrap.wrap(told, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
-    return [headline(group.first), *lines]
+    return [*_headlines(group.first, width), *folded(told, width, lead=indent, indent=indent)]
 
 
-def render_record(record: CaseRecord, *, others: Sequence[CaseRecord] = ()) -> str:
-    """The block of one case. `others` failed in the same way."""
-    return "\n".join([headline(record), *(line for one in record_fields(record, others) for line in _lines(one))])
+def render_record(record: CaseRecord, *, others: Sequence[CaseRecord] = (), width: int = WIDTH) -> str:
+    """The block of one case, folded at `width` columns. `others` failed in the same way."""
+    fields = record_fields(record, others)
+    return "\n".join([*_headlines(record, width), *(line for one in fields for line in _lines(one, width))])
 
 
-def render_failure(record: CaseRecord) -> str:
+def render_failure(record: CaseRecord, *, width: int = WIDTH) -> str:
     """The block of one case, and the traceback of the rank that raised."""
-    return "\n\n".join(part for part in (render_record(record), record.traceback.rstrip()) if part)
+    return "\n\n".join(part for part in (render_record(record, width=width), record.traceback.rstrip()) if part)
 
 
 def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = ()) -> list[Field]:
@@ -149,6 +149,10 @@ def headline(record: CaseRecord) -> str:
     return f"{SIGNS[record.verdict]} {requirement}  {name}{verdict}"
 
 
+def _headlines(record: CaseRecord, width: int) -> list[str]:
+    return folded(headline(record), width, indent=" " * _INDENT)
+
+
 def summary_line(certificate: Certificate, *, seconds: float) -> str:
     """CERTIFIED or not and for what, the profile, the counts, the time."""
     counts = " · ".join(f"{count} {verdict}" for verdict, count in certificate.counts.items()) or "nothing ran"
@@ -170,20 +174,20 @@ def verdict_words(certificate: Certificate) -> str:
     return f"{certificate.word} {' + '.join([*bases, *granted])} ({count})"
 
 
-def certificate_text(certificate: Certificate) -> str:
-    """Why there is no certificate, and what it rests on if there is one."""
-    reasons = [f"not certified because: {reason}" for reason in certificate.reasons]
-    return "\n".join(f"  {line}" for line in (*reasons, *basis(certificate)))
+def certificate_text(certificate: Certificate, *, width: int = WIDTH) -> str:
+    """Why there is no certificate, and what it rests on if there is one; folded at `width` columns."""
+    told = [*(f"not certified because: {reason}" for reason in certificate.reasons), *basis(certificate)]
+    return "\n".join(line for text in told for line in folded(text, width, lead="  ", indent="    "))
 
 
 def basis(certificate: Certificate) -> list[str]:
-    """Lines about scopes, what was not observed, what was judged, what the adapter declared, and notes."""
+    """Scopes, what was not observed, what was judged, what the adapter declared, and notes: a text for each."""
     lines: list[str] = []
     # Nothing is claimed for what a partial run has left out.
     for state in (state for state in State if state is not State.LEFT_OUT):
         names = [_with_example(scope) for scope in certificate.extensions if scope.state is state]
         if names:
-            lines += _wrapped(f"{state}: ", ", ".join(names))
+            lines.append(f"{state}: {', '.join(names)}")
     together = certificate.combinations
     if any(scope.state is not State.LEFT_OUT for scope in together):
         granted = sum(scope.state is State.PASSED for scope in together)
@@ -192,11 +196,11 @@ def basis(certificate: Certificate) -> list[str]:
             for state in State
             if state not in (State.PASSED, State.LEFT_OUT) and any(scope.state is state for scope in together)
         ]
-        lines += _wrapped(f"combinations passed: {granted} of {len(together)}", "".join(others))
+        lines.append(f"combinations passed: {granted} of {len(together)}{''.join(others)}")
     if certificate.certified and certificate.unobserved:
-        lines += _wrapped("mandatory, but not observed: ", ", ".join(certificate.unobserved))
+        lines.append(f"mandatory, but not observed: {', '.join(certificate.unobserved)}")
     if certificate.certified:
-        lines += _wrapped("judged: ", _subject(certificate.subject))
+        lines.append(f"judged: {_subject(certificate.subject)}")
     if certificate.executed == certificate.expected:
         lines += [f"declared: {phrase}" for phrase in certificate.declarations]
     return lines + [f"note: {remark}" for remark in certificate.remarks]
@@ -211,10 +215,6 @@ def _subject(subject: Mapping[str, str]) -> str:
     judged = f"{subject['implementation']} {subject['version']}".rstrip()
     by = f"suite {subject['suite']} {subject['suite_sha256'][:12]}"
     return f"{judged}, adapter {subject['adapter'][:12]}, by {by}, torch {subject['torch']}, Python {subject['python']}"
-
-
-def _wrapped(lead: str, text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=lead, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def duration(seconds: float) -> str:
@@ -264,18 +264,11 @@ def _raised_at(record: CaseRecord) -> list[Field]:
     return [Field(label, str(frame), verbatim=True) for label, frame in zip(labels, frames, strict=False)]
 
 
-def _lines(one: Field) -> list[str]:
-    """A labelled text, folded at WIDTH unless it is verbatim; a detail has no label, and keeps its lines."""
+def _lines(one: Field, width: int) -> list[str]:
+    """A labelled text, folded unless it is verbatim; a detail has no label, and keeps its lines."""
     if one.label == DETAIL:
         return [" " * (_INDENT + 2) + line for line in one.text.splitlines()]
     lead = " " * _INDENT + one.label.ljust(_LABEL)
     if one.verbatim:
         return [lead + one.text]
-    return textwrap.wrap(
-        " ".join(one.text.split()),
-        WIDTH,
-        initial_indent=lead,
-        subsequent_indent=" " * (_INDENT + _LABEL),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return folded(" ".join(one.text.split()), width, lead=lead, indent=" " * (_INDENT + _LABEL))
