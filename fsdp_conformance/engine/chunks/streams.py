@@ -11,21 +11,17 @@ import functools
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from fsdp_conformance.engine.streams import Streams
 
 #: Backends whose Work.wait() blocks the host, so that nothing can be enqueued ahead of their collectives.
 _HOST_ORDERED_BACKENDS = frozenset({"gloo", "mpi", "ucc"})
 
 
-class ChunkStreams:
+class ChunkStreams(Streams):
     """The gather stream and the reduce stream of a device. Both are None if the device has no streams."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._module: Any = None if device.type in ("cpu", "meta") else torch.get_device_module(device.type)
 
     @functools.cached_property
     def gather(self) -> Any:
@@ -36,15 +32,6 @@ class ChunkStreams:
     def reduce(self) -> Any:
         """Where reduce-scatters, and the steps after them, are issued."""
         return self._new_stream()
-
-    @property
-    def exist(self) -> bool:
-        """Whether the device has streams."""
-        return self._module is not None
-
-    def current(self) -> Any:
-        """The current stream of the device; None without streams."""
-        return None if self._module is None else self._module.current_stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
         """A context in which `stream` is current; for None it changes nothing."""
@@ -68,11 +55,6 @@ class ChunkStreams:
         """Block the host until `event` has happened, for host memory that a stream reads or writes."""
         if event is not None:
             event.synchronize()
-
-    def keep(self, tensor: Tensor) -> None:
-        """Keep the memory of `tensor`, once freed, from being reused before the current stream is done with it."""
-        if self._module is not None:
-            tensor.record_stream(self.current())
 
     def orders(self, group: ProcessGroup) -> bool:
         """Whether waiting for a work of `group` orders streams without blocking the host."""

@@ -110,7 +110,8 @@ def test_the_selection_and_its_duration_are_announced(suite: mini_suite.MiniSuit
 
     assert "mini · 4 of 7 cases selected" in first.out
     assert (
-        "1 case cannot run here; for the reasons:\n  fsdp-conformance list --not-run --implementation mine.py" in first.out
+        "1 case cannot run here; for the reasons:\n  fsdp-conformance list --not-run --implementation mine.py"
+        in first.out
     )
     assert "running 3 cases: about 5 s (estimated from typical durations on 2 cores)" in first.out
     assert "running 3 cases: about 5 s (measured in the last run)" in second.out

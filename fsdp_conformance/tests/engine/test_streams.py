@@ -11,7 +11,7 @@ from fsdp_conformance.engine.streams import Streams
 
 
 class _FakeStream:
-    """A stream that notes which streams it waits for."""
+    """A stream that notes which streams it waits for, and compares with None as torch.Stream does."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -19,6 +19,19 @@ class _FakeStream:
 
     def wait_stream(self, other: _FakeStream) -> None:
         self.waited.append(other.name)
+
+    def __ne__(self, other: object) -> bool:
+        return other is not None and self is not other
+
+
+class _FakeTensor:
+    """A tensor that notes the streams that use it."""
+
+    def __init__(self) -> None:
+        self.used_on: list[str] = []
+
+    def record_stream(self, stream: _FakeStream) -> None:
+        self.used_on.append(stream.name)
 
 
 def test_order_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,3 +45,17 @@ def test_order_between_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     assert streams.exist
     assert here.waited == ["there"]
     assert Streams(torch.device("cpu")).current() is None
+
+
+@pytest.mark.parametrize(("allocated_on", "kept"), [("here", []), ("there", ["here"]), (None, ["here"])])
+def test_memory_is_kept_unless_the_current_stream_allocated_it(
+    allocated_on: str | None, kept: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if it is unknown which stream did."""
+    streams = {name: _FakeStream(name) for name in ("here", "there")}
+    fake = SimpleNamespace(current_stream=lambda device: streams["here"])
+    monkeypatch.setattr(torch, "get_device_module", lambda device_type: fake)
+    tensor = _FakeTensor()
+    Streams(torch.device("cuda", 0)).keep(tensor, streams.get(allocated_on or ""))  # type: ignore[arg-type]
+
+    assert tensor.used_on == kept
