@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.simulator import build
 from studies.script_controls import CONTROLS
 from studies.script_defects import DEFECTS
+from studies.script_programs import CORRECT, WRONG
 from studies.script_runs import run_scripts
 
 
@@ -16,12 +18,15 @@ def main() -> int:
     """Run the scripts, print a line for each, and count."""
     parser = argparse.ArgumentParser(prog="ci/sanitize-power")
     parser.add_argument("--script", action="append", default=[], metavar="PART")
+    parser.add_argument("--ignore-implicit-syncs", action="store_true")
     arguments = parser.parse_args()
     scripts = [
         script
-        for script in (*DEFECTS, *CONTROLS)
+        for script in (*DEFECTS, *WRONG, *CONTROLS, *CORRECT)
         if not arguments.script or any(part in script.name for part in arguments.script)
     ]
+    if arguments.ignore_implicit_syncs:
+        scripts = [replace(script, waits="explicit") for script in scripts]
     if not scripts:
         parser.error(f"no script's name contains {' or '.join(arguments.script)}")
     try:

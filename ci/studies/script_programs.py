@@ -12,18 +12,21 @@ from fsdp_conformance.simulator.disagreement import DisagreementKind
 from studies.script_runs import Script
 
 
-def _pair(name: str, right: str, wrong: str, kind: str, text: str, mistake: tuple[str, str]) -> tuple[Script, Script]:
+def _pair(
+    name: str, right: str, wrong: str, kind: str, text: str, mistake: tuple[str, str], waits: str = "all"
+) -> tuple[Script, Script]:
     """
     A technique in a correct script, and in one with a mistake.
 
-    The mistake replaces the first text of `mistake`, which must occur once, by the second.
+    The mistake replaces the first text of `mistake`, which must occur once, by the second. `waits`: which waits of the
+    host count.
     """
     before, after = mistake
     if text.count(before) != 1:
         raise ValueError(f"{name}: the text must have {before!r} once, got {text.count(before)}")
     return (
-        Script(name=name, what=right, text=text.replace("  # wrong", "")),
-        Script(name=f"{name}-wrong", what=wrong, kind=kind, text=text.replace(before, after)),
+        Script(name=name, what=right, text=text.replace("  # wrong", ""), waits=waits),
+        Script(name=f"{name}-wrong", what=wrong, kind=kind, text=text.replace(before, after), waits=waits),
     )
 
 
@@ -416,6 +419,26 @@ dist.all_reduce(statistics)  # wrong
 print(((values - statistics[:3] / statistics[6]).sum() * 0).item())
 """,
         ("statistics[6] = values.shape[0]", "if rank == 0:\n    statistics[6] = values.shape[0]"),
+    ),
+    _pair(
+        "loss-read-in-between",
+        "gradients are reduced on a side stream, which waits; the loss is read",
+        "only reading the loss makes the side stream wait",
+        HazardKind.READ_AFTER_WRITE,
+        """
+side = torch.cuda.Stream()
+model = nn.Linear(8, 8).to(device)
+side.wait_stream(torch.cuda.current_stream())
+loss = model(torch.ones(2, 8, device=device)).sum()
+loss.backward()
+side.wait_stream(torch.cuda.current_stream(device))
+print(loss.item())
+with torch.cuda.stream(side):
+    doubled = model.bias.grad * 2  # wrong
+torch.cuda.current_stream().wait_stream(side)
+""",
+        ("side.wait_stream(torch.cuda.current_stream(device))\n", ""),
+        waits="explicit",
     ),
 )
 

@@ -52,6 +52,7 @@ class Script:
     """The only kind of finding; empty for a correct script."""
     prelude: str = PRELUDE
     reuse: str = "exact"
+    waits: str = "all"
     memory: int | None = None
     world_size: int = 2
 
@@ -133,6 +134,7 @@ def run_scripts(scripts: Iterable[Script]) -> Iterator[Outcome]:
                     as_cuda=True,
                     timeout_s=_TIMEOUT_S,
                     reuse=script.reuse,
+                    waits=script.waits,
                     memory=script.memory,
                 )
                 began = time.monotonic()

@@ -403,6 +403,11 @@ def _add_sanitize(parser: Parser) -> None:
         help="what memory a new tensor may get: the one that it gets in this run, or any freed memory that a caching "
         "allocator could choose; worst-case finds tensors that are freed too early (default: exact)",
     )
+    parser.add_argument(
+        "--ignore-implicit-syncs",
+        action="store_true",
+        help="also report what is in order only because the host waits for a value: item(), nonzero, a blocking copy",
+    )
     parser.add_argument("--timeout", metavar="S", default="600", help="end the ranks after S seconds (default: 600)")
     parser.add_argument("--json", metavar="FILE", help="also write the findings to a file")
     parser.add_argument("--sarif", metavar="FILE", help="also write them as code-scanning alerts (SARIF)")

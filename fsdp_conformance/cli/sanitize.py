@@ -113,6 +113,7 @@ def order_of(arguments: argparse.Namespace) -> ScriptOrder:
         as_cuda=arguments.as_cuda,
         timeout_s=timeout_s,
         reuse=arguments.reuse.replace("-", "_"),
+        waits="explicit" if arguments.ignore_implicit_syncs else "all",
         memory=memory,
     )
 
@@ -159,6 +160,8 @@ def _announcement(order: ScriptOrder) -> str:
         parts.append(f"{order.memory / 2**30:.4g} GiB per device")
     if order.reuse != "exact":
         parts.append("worst-case reuse of memory")
+    if order.waits != "all":
+        parts.append("implicit syncs ignored")
     return " · ".join(parts)
 
 

@@ -38,6 +38,7 @@ __all__ = [
     "Mode",
     "Reuse",
     "Wait",
+    "Waits",
     "accesses",
     "begin_order_digest",
     "clear",
@@ -52,6 +53,7 @@ __all__ = [
     "set_mode",
     "set_reuse",
     "set_uninitialized",
+    "set_waits",
     "suspended",
     "uninitialized",
     "wait_filter",
@@ -70,6 +72,15 @@ class Mode(StrEnum):
     """It is recorded, and the operation raises RuntimeError."""
     POISON = "poison"
     """It is recorded, and the operation's result becomes NaN, which shows what depends on it."""
+
+
+class Waits(StrEnum):
+    """Which waits of the host order the streams."""
+
+    ALL = "all"
+    EXPLICIT = "explicit"
+    """Those that the program asks for: `synchronize`, `query`, a barrier. The host also waits to give the program a
+    value or a size (`item`, `nonzero`, a copy that blocks). What is in order only because of that is a hazard then."""
 
 
 class Reuse(StrEnum):
@@ -140,6 +151,18 @@ def reuse(reuse: Reuse | str) -> Iterator[None]:
         yield
     finally:
         set_reuse(before)
+
+
+def set_waits(waits: Waits | str) -> Waits:
+    """
+    Set which waits of the host order the streams; returns the previous setting.
+
+    What was done until now counts as waited for.
+    """
+    checker = _checker()
+    before = Waits(checker.waits)
+    checker.waits = Waits(waits).value
+    return before
 
 
 def set_uninitialized(on: bool) -> bool:

@@ -183,6 +183,8 @@ class Hazard:
     then_nbytes: int
     useless_wait: UselessWait | None = None
     """The wait that was meant to order the two, if there is one."""
+    hidden_by: Site | None = None
+    """Where implicit waits are ignored: the operation that the host waited for in between, which orders them here."""
     count: int
     """How often it was found: hazards with equal kind, operations, labels, streams and stacks are one."""
 
@@ -231,6 +233,10 @@ class Hazard:
             lines.append(f"  its previous tenant, allocated on {self._name(self.tenant_stream)}, was {self._freed()}")
             lines += _belongs(self.freed) + stack(self.freed.stack) if self.freed is not None else []
         lines += self._explained_wait()
+        if self.hidden_by is not None:
+            lines.append(f"  in this run the host waits in between, to get a result of {self.hidden_by.op}")
+            lines += stack(self.hidden_by.stack)
+            lines.append("  without that, nothing orders the two, for example if losses are read less often")
         lines.append("  missing:")
         lines += [f"    {line}" for line in self.missing()]
         return "\n".join(lines)
@@ -377,6 +383,7 @@ def hazard_from_json(data: Mapping[str, Any]) -> Hazard:
         freed=_site(data["freed"]),
         tenant_stream=Stream(**data["tenant_stream"]),
         useless_wait=_useless_wait(data.get("useless_wait")),
+        hidden_by=_site(data.get("hidden_by")),
         **{name: data[name] for name in ("device", "pinned", "block", "nbytes", "then_block", "then_nbytes", "count")},
     )
 

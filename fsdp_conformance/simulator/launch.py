@@ -77,6 +77,8 @@ class ScriptOrder:
     """Seconds from the start of the ranks until the script has ended on all of them."""
     reuse: str = "exact"
     """Which memory the checker lets new tensors share: `checker.Reuse`."""
+    waits: str = "all"
+    """Which waits of the host order streams: `checker.Waits`."""
     memory: int | None = None
     """The memory of each device in bytes; None for no limit."""
 

@@ -51,6 +51,7 @@ class Observer:
         activate(self.order.world_size)
         checker.set_mode(self.order.mode)
         checker.set_reuse(self.order.reuse)
+        checker.set_waits(self.order.waits)
         checker.set_uninitialized(True)
         if self.order.memory is not None:
             memory.set_memory_limit(self.order.memory)

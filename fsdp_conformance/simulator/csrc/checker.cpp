@@ -66,6 +66,16 @@ void Checker::set_reuse(Reuse reuse) {
   state_->reuse = reuse;
 }
 
+Waits Checker::waits() const {
+  return state_->waits;
+}
+
+void Checker::set_waits(Waits waits) {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->waits = waits;
+  state_->waited = state_->host();
+}
+
 // ---------------------------------------------------------------------------------------------------------------------
 // Lanes
 // ---------------------------------------------------------------------------------------------------------------------
@@ -108,7 +118,7 @@ void Checker::submit(Lane lane) {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   Clock& clock = state_->lane(lane).clock;
   if (lane != kHost) {
-    join(clock, state_->host());
+    join(clock, state_->submitted_with());
   }
   ++entry_of(clock, lane);
 }
@@ -125,7 +135,9 @@ bool Checker::wait(Lane lane, const Clock& clock) {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   Clock& own = state_->lane(lane).clock;
   if (lane != kHost) {
-    join(own, state_->host());  // It would learn that with its next operation, so it does not count as learned here.
+    join(own, state_->submitted_with());  // It would learn that anyway, so it does not count as learned here.
+  } else {
+    join(state_->waited, clock);
   }
   return join(own, clock);
 }
@@ -134,12 +146,23 @@ bool Checker::host_wait(const Clock& clock) {
   return wait(kHost, clock);
 }
 
-bool Checker::host_wait_lane(Lane lane) {
-  if (suspended()) {
+bool Checker::host_wait_lane(Lane lane, SitePtr implicit) {
+  if (suspended() || lane == kHost) {
     return false;
   }
+  State::Trash trash;
   const std::lock_guard<std::mutex> lock(state_->mutex);
-  return lane != kHost && join(state_->host(), state_->lane(lane).clock);
+  const Clock& clock = state_->lane(lane).clock;
+  if (implicit == nullptr) {
+    join(state_->waited, clock);
+  } else if (state_->waits.load() == Waits::Explicit) {
+    state_->implicit_waits.push_back({clock, std::move(implicit), ++state_->order});
+    if (state_->implicit_waits.size() > kKeptWaits) {
+      trash.implicit_waits.push_back(std::move(state_->implicit_waits.front()));
+      state_->implicit_waits.pop_front();
+    }
+  }
+  return join(state_->host(), clock);
 }
 
 bool Checker::host_wait_device(int32_t device) {
@@ -150,6 +173,7 @@ bool Checker::host_wait_device(int32_t device) {
   bool learnt = false;
   for (size_t lane = 1; lane < state_->lanes.size(); ++lane) {
     if (state_->lanes[lane].device == device) {
+      join(state_->waited, state_->lanes[lane].clock);
       learnt = join(state_->host(), state_->lanes[lane].clock) || learnt;
     }
   }
@@ -259,7 +283,7 @@ void Checker::freed(BlockId id, SitePtr site) {
   trash.sites.push_back(std::move(block.tenant->freed));
   block.tenant->freed = std::move(site);
   // An event is recorded on each of these streams now, and the memory is not reused until all of them are complete.
-  Clock released = state_->host();
+  Clock released = block.pinned ? state_->host() : state_->submitted_with();
   for (const Lane lane : block.recorded) {
     join(released, state_->lane(lane).clock);
   }

@@ -119,6 +119,7 @@ struct Hazard {
   BlockId then_block = 0;    // differs from `block` only under Reuse::WorstCase
   uint64_t then_bytes = 0;
   std::optional<UselessWait> useless_wait;
+  SitePtr hidden_by;   // Waits::Explicit: the wait of the host that orders the two in this run, for another reason
   uint64_t count = 0;  // equal hazards are folded: same kind, device, ops, labels, lanes and stacks
 };
 
@@ -127,6 +128,11 @@ enum class Reuse : uint8_t {
   Exact,      // those to the block that it was given
   WorstCase,  // also those to every free block that a caching allocator could have chosen instead
 };
+
+/// Which waits of the host order the streams. The host waits explicitly in `synchronize`, in a barrier, or by asking
+/// whether an event has happened; and implicitly to give the program a value or a size: `item`, `nonzero`, a copy that
+/// blocks. A program that takes its last `item` away keeps only the explicit ones.
+enum class Waits : uint8_t { All, Explicit };
 
 class Checker {
  public:
@@ -142,6 +148,9 @@ class Checker {
   Reuse reuse() const;
   /// Blocks that are free when the mode changes to WorstCase take part from their next free on.
   void set_reuse(Reuse reuse);
+  Waits waits() const;
+  /// Set it before the first access: what the host has waited for until then counts as waited for.
+  void set_waits(Waits waits);
 
   // Lanes and their clocks.
   Lane add_lane(std::string name, int32_t device);
@@ -158,7 +167,8 @@ class Checker {
   // Each returns whether the waiting side learned anything; a wait that teaches nothing is redundant.
   bool wait(Lane lane, const Clock& clock);
   bool host_wait(const Clock& clock);
-  bool host_wait_lane(Lane lane);
+  /// `implicit`: what waits, if the program did not ask for the wait (Waits).
+  bool host_wait_lane(Lane lane, SitePtr implicit = nullptr);
   bool host_wait_device(int32_t device);
   /// An event is recorded on the lane now, by `site`.
   EventMark mark(Lane lane, SitePtr site);
@@ -186,7 +196,10 @@ class Checker {
   ///
   /// From then on the missing wait counts as made, so that it is reported where it belongs and not again with every
   /// later operation. Of the accesses of one other lane only the last is reported: a wait for it covers the others.
-  std::optional<Hazard> access(BlockId block, Kind kind, const Extent& extent, Lane lane, const SitePtr& site);
+  ///
+  /// `finished`: the call returns to the program when this access is done, so that nothing later can race with it.
+  std::optional<Hazard> access(
+      BlockId block, Kind kind, const Extent& extent, Lane lane, const SitePtr& site, bool finished = false);
   /// The same for a caller that must not wait for the interpreter's lock: a hazard is entered later, by `hazards`.
   std::optional<Hazard> access_without_waiting(
       BlockId block, Kind kind, const Extent& extent, Lane lane, const SitePtr& site);
@@ -234,7 +247,8 @@ class Checker {
   size_t history_size() const;
 
  private:
-  std::vector<Hazard> compare(BlockId block, Kind kind, const Extent& extent, Lane lane, const SitePtr& site);
+  std::vector<Hazard> compare(
+      BlockId block, Kind kind, const Extent& extent, Lane lane, const SitePtr& site, bool finished);
   void fold_deferred() const;
 
   struct State;

@@ -73,8 +73,9 @@ std::string text_of(const SitePtr& site) {
 
 }  // namespace
 
-std::optional<Hazard> Checker::access(BlockId id, Kind kind, const Extent& extent, Lane lane, const SitePtr& site) {
-  auto found = compare(id, kind, extent, lane, site);
+std::optional<Hazard> Checker::access(
+    BlockId id, Kind kind, const Extent& extent, Lane lane, const SitePtr& site, bool finished) {
+  auto found = compare(id, kind, extent, lane, site, finished);
   if (found.empty()) {
     return std::nullopt;
   }
@@ -84,7 +85,7 @@ std::optional<Hazard> Checker::access(BlockId id, Kind kind, const Extent& exten
 
 std::optional<Hazard> Checker::access_without_waiting(
     BlockId id, Kind kind, const Extent& extent, Lane lane, const SitePtr& site) {
-  const auto found = compare(id, kind, extent, lane, site);
+  const auto found = compare(id, kind, extent, lane, site, false);
   if (found.empty()) {
     return std::nullopt;
   }
@@ -103,7 +104,8 @@ void Checker::fold_deferred() const {
 }
 
 /// The hazards of an access, one for each stream that it does not wait for.
-std::vector<Hazard> Checker::compare(BlockId id, Kind kind, const Extent& extent, Lane lane, const SitePtr& site) {
+std::vector<Hazard> Checker::compare(
+    BlockId id, Kind kind, const Extent& extent, Lane lane, const SitePtr& site, bool finished) {
   if (suspended() || state_->mode.load() == Mode::Off) {
     return {};
   }
@@ -127,11 +129,12 @@ std::vector<Hazard> Checker::compare(BlockId id, Kind kind, const Extent& extent
     for (const Entry* then : state_->racing(block, now)) {
       found.push_back(hazard_of(block, *then, now));
       found.back().useless_wait = state_->useless_wait(*then, now);
+      found.back().hidden_by = state_->implicit_wait_for(*then);
       state_->assume_ordered(*then, now);
     }
     state_->prune(block, now, trash);
     // What the host does itself is finished before the host submits anything else: no later access can race with it.
-    if (lane != kHost) {
+    if (lane != kHost && !finished) {
       block.history.push_back(std::move(now));
     }
   }
@@ -170,6 +173,10 @@ std::vector<const Entry*> Checker::State::racing(const Block& block, const Entry
   const Clock& clock = lane(now.lane).clock;
   std::vector<const Entry*> found;
   for (const Entry& then : block.history) {
+    // In memory of the host, an implicit wait orders what it is there for: the copy has arrived, or has been taken.
+    if (block.pinned && waits.load() == Waits::Explicit && host_knows(then)) {
+      continue;
+    }
     if (conflict(then, now) && then.begin < now.end && now.begin < then.end && !is_ordered(then, now, clock) &&
         overlap_of_normalized(then.extent, now.extent)) {
       add_racing(found, then);
@@ -230,7 +237,7 @@ void Checker::State::prune(Block& block, const Entry& now, Trash& trash) {
   const bool on_host = now.lane == kHost;
   const bool writes = now.kind == Kind::Write;
   filter(block.history, trash, [&](const Entry& then) {
-    if (host_knows(then)) {
+    if (block.pinned ? host_knows(then) : is_over(then)) {
       return false;
     }
     if (on_host || now.begin > then.begin || then.end > now.end || !covers(now.extent, then.extent)) {
@@ -241,8 +248,17 @@ void Checker::State::prune(Block& block, const Entry& now, Trash& trash) {
   });
   const bool whole = now.begin <= 0 && static_cast<uint64_t>(now.end) >= block.bytes && now.extent.repeats.empty();
   filter(block.inherited, trash, [&](const Entry& then) {
-    return !host_knows(then) && !(!on_host && writes && whole && is_ordered(then, now, clock));
+    return !is_over(then) && !(!on_host && writes && whole && is_ordered(then, now, clock));
   });
+}
+
+SitePtr Checker::State::implicit_wait_for(const Entry& then) {
+  for (const ImplicitWait& wait : implicit_waits) {
+    if (wait.order > then.order && time_of(wait.clock, then.lane) >= then.tick) {
+      return wait.site;
+    }
+  }
+  return nullptr;
 }
 
 std::string Checker::State::lane_name(Lane of) {

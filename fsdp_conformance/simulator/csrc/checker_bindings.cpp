@@ -20,6 +20,7 @@ namespace {
 constexpr std::pair<const char*, Mode> kModes[] = {
     {"off", Mode::Off}, {"record", Mode::Record}, {"raise", Mode::Raise}, {"poison", Mode::Poison}};
 constexpr std::pair<const char*, Reuse> kReuses[] = {{"exact", Reuse::Exact}, {"worst_case", Reuse::WorstCase}};
+constexpr std::pair<const char*, Waits> kWaits[] = {{"all", Waits::All}, {"explicit", Waits::Explicit}};
 constexpr std::pair<const char*, Kind> kKinds[] = {{"read", Kind::Read}, {"write", Kind::Write}};
 constexpr std::pair<const char*, HazardKind> kHazardKinds[] = {
     {"read_after_write", HazardKind::ReadAfterWrite},        {"write_after_read", HazardKind::WriteAfterRead},
@@ -147,6 +148,7 @@ py::dict describe(const Checker& checker, const Hazard& hazard) {
   result["then_block"] = hazard.then_block;
   result["then_nbytes"] = hazard.then_bytes;
   result["useless_wait"] = describe(checker, hazard.useless_wait);
+  result["hidden_by"] = describe(hazard.hidden_by);
   result["count"] = hazard.count;
   return result;
 }
@@ -162,9 +164,9 @@ py::list describe_hazards(const Checker& checker) {
 
 py::object access(
     Checker& checker, BlockId block, const std::string& kind, Lane lane, int64_t offset, int64_t run, Repeats repeats,
-    const std::shared_ptr<Site>& site) {
-  const auto hazard =
-      checker.access(block, value_of(kKinds, kind, "kind"), Extent{offset, run, std::move(repeats)}, lane, site);
+    const std::shared_ptr<Site>& site, bool finished) {
+  const Extent extent{offset, run, std::move(repeats)};
+  const auto hazard = checker.access(block, value_of(kKinds, kind, "kind"), extent, lane, site, finished);
   return hazard ? py::object(describe(checker, *hazard)) : py::none();
 }
 
@@ -197,6 +199,9 @@ void register_checker(py::module_& module) {
       .def_property(
           "reuse", [](const Checker& self) { return name_of(kReuses, self.reuse()); },
           [](Checker& self, const std::string& reuse) { self.set_reuse(value_of(kReuses, reuse, "reuse")); })
+      .def_property(
+          "waits", [](const Checker& self) { return name_of(kWaits, self.waits()); },
+          [](Checker& self, const std::string& waits) { self.set_waits(value_of(kWaits, waits, "waits")); })
       .def_property("tracks_unwritten", &Checker::tracks_unwritten, &Checker::track_unwritten)
       .def("add_lane", &Checker::add_lane, py::arg("name"), py::arg("device") = 0)
       .def("lane_name", &Checker::lane_name)
@@ -208,7 +213,12 @@ void register_checker(py::module_& module) {
       .def("snapshot", &Checker::snapshot)
       .def("wait", &Checker::wait)
       .def("host_wait", &Checker::host_wait)
-      .def("host_wait_lane", &Checker::host_wait_lane)
+      .def(
+          "host_wait_lane",
+          [](Checker& self, Lane lane, const std::shared_ptr<Site>& implicit) {
+            return self.host_wait_lane(lane, implicit);
+          },
+          py::arg("lane"), py::arg("implicit") = nullptr)
       .def("host_wait_device", &Checker::host_wait_device)
       .def("host_knows", &Checker::host_knows)
       .def("add_block", &Checker::add_block, py::arg("nbytes"), py::arg("device") = 0, py::arg("pinned") = false)
@@ -225,7 +235,7 @@ void register_checker(py::module_& module) {
       .def("record_stream", &Checker::record_stream)
       .def(
           "access", &access, py::arg("block"), py::arg("kind"), py::arg("lane"), py::arg("offset"), py::arg("run"),
-          py::arg("repeats") = List{}, py::arg("site") = nullptr)
+          py::arg("repeats") = List{}, py::arg("site") = nullptr, py::arg("finished") = false)
       .def_static("suspend", &Checker::suspend)
       .def_static("resume", &Checker::resume)
       .def_static("suspended", &Checker::suspended)

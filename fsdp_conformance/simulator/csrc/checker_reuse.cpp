@@ -67,9 +67,9 @@ void Checker::State::refresh(SizeClass& size) {
   size.stale = false;
   for (auto id = size.blocks.begin(); id != size.blocks.end();) {
     const auto& unfinished = blocks.at(*id).unfinished;
-    // Nothing will ever have to wait for what the host knows to have finished.
+    // Nothing will ever have to wait for what is over.
     const bool is_known =
-        std::all_of(unfinished.begin(), unfinished.end(), [&](const Entry& entry) { return host_knows(entry); });
+        std::all_of(unfinished.begin(), unfinished.end(), [&](const Entry& entry) { return is_over(entry); });
     if (is_known) {
       id = size.blocks.erase(id);
       continue;
@@ -83,7 +83,7 @@ void Checker::State::refresh(SizeClass& size) {
 
 /// The last of each lane and kind: an access that is ordered after it is ordered after the earlier ones too.
 void Checker::State::add_last(std::vector<const Entry*>& last, const Entry& entry) {
-  if (host_knows(entry) || entry.tenant->excuses(entry.lane, entry.tick)) {
+  if (is_over(entry) || entry.tenant->excuses(entry.lane, entry.tick)) {
     return;
   }
   for (const Entry*& other : last) {
@@ -106,7 +106,7 @@ void Checker::State::inherit(Block& block, Trash& trash) {
   for (auto it = pool.lower_bound(rounded(block.bytes)); it != pool.end();) {
     SizeClass& size = it->second;
     const bool is_over = std::any_of(size.last.begin(), size.last.end(), [&](const Entry* entry) {
-      return host_knows(*entry) || entry->tenant->excuses(entry->lane, entry->tick);
+      return is_over(*entry) || entry->tenant->excuses(entry->lane, entry->tick);
     });
     if (size.stale || is_over) {
       refresh(size);

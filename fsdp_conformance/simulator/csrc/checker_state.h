@@ -99,6 +99,13 @@ struct EventWait {
   uint64_t order = 0;
 };
 
+/// A wait of the host that the program did not ask for: the clock of the lane that it waited for, and who waited.
+struct ImplicitWait {
+  Clock clock;
+  SitePtr site;
+  uint64_t order = 0;
+};
+
 struct LaneState {
   std::string name;
   int32_t device = 0;
@@ -137,12 +144,15 @@ struct Checker::State {
   mutable std::mutex mutex;
   std::atomic<Mode> mode{Mode::Off};
   std::atomic<Reuse> reuse{Reuse::Exact};
+  std::atomic<Waits> waits{Waits::All};
   std::atomic<uint64_t> accesses{0};
   std::atomic<bool> tracks_unwritten{false};
   std::atomic<size_t> num_unwritten{0};  // blocks with unwritten bytes
   uint64_t order = 0;                    // of accesses, events and waits
 
   std::vector<LaneState> lanes;
+  Clock waited;                             // what the host has waited for explicitly; only kept with Waits::Explicit
+  std::deque<ImplicitWait> implicit_waits;  // the last ones
   std::map<int32_t, int32_t> lanes_of_device;
   std::map<int32_t, uint64_t> blocks_of_device;
   bool digests_order = false;
@@ -162,6 +172,7 @@ struct Checker::State {
     std::vector<SitePtr> sites;
     std::vector<Unwritten> unwritten;
     std::deque<EventWait> waits;
+    std::deque<ImplicitWait> implicit_waits;
   };
 
   LaneState& lane(Lane lane) {
@@ -185,6 +196,16 @@ struct Checker::State {
 
   bool host_knows(const Entry& entry) {
     return time_of(host(), entry.lane) >= entry.tick;
+  }
+
+  /// What every operation knows that the host submits.
+  const Clock& submitted_with() {
+    return waits.load() == Waits::All ? host() : waited;
+  }
+
+  /// Whether everything that the host submits from now on comes after an access.
+  bool is_over(const Entry& entry) {
+    return time_of(submitted_with(), entry.lane) >= entry.tick;
   }
 
   /// Keep the entries of a history for which `keep` is true, in order; move the others to the trash.
@@ -226,6 +247,8 @@ struct Checker::State {
   std::vector<const Entry*> racing(const Block& block, const Entry& now);
   /// The last wait between the two that was meant to order them, if there is one.
   std::optional<UselessWait> useless_wait(const Entry& then, const Entry& now);
+  /// The host's first implicit wait after an access that covers it; null if there is none, or no longer.
+  SitePtr implicit_wait_for(const Entry& then);
   /// Replace the unwritten bytes of a block.
   void set_unwritten(Block& block, std::vector<Unwritten> bytes, Trash& trash);
   /// From now on the missing wait counts as made.

@@ -154,7 +154,7 @@ class Call {
       }
     }
     if (checked && traits_.host_waits) {
-      host_waits_stream(stream);
+      host_waits_stream(stream, site);
     }
   }
 

@@ -218,14 +218,16 @@ void copy_to_host(const at::Tensor& self, const at::Tensor& src, bool non_blocki
   const bool to_pinned = pinned(self);
   const SitePtr site = here("copy to the host");
   Checker::get().submit(lane_of(stream));
-  bool spoilt = note_access(src, Kind::Read, stream, site);
+  // Without pinned memory the call is blocking, whatever non_blocking says.
+  const bool blocking = !non_blocking || !to_pinned;
+  bool spoilt = note_access(src, Kind::Read, stream, site, blocking);
   if (const auto unset = unset_of(src); unset && unset->all) {
     spoilt |= note_use(src, *unset, lane_of(stream), site);
   }
   if (to_pinned) {
-    spoilt |= note_access(self, Kind::Write, stream, site);
+    spoilt |= note_access(self, Kind::Write, stream, site, blocking);
   }
-  if (non_blocking && to_pinned) {
+  if (!blocking) {
     at::Tensor value =
         at::empty(self.sizes(), self.options().pinned_memory(false).memory_format(c10::MemoryFormat::Contiguous));
     copy_on_host(value, host_view(src));
@@ -236,9 +238,8 @@ void copy_to_host(const at::Tensor& self, const at::Tensor& src, bool non_blocki
     copy_to_pinned(self, value, stream);
     return;
   }
-  // Without pinned memory the call is blocking, whatever non_blocking says. The wait comes first: it may complete
-  // earlier copies into the same memory.
-  host_waits_stream(stream);
+  // The wait comes first: it may complete earlier copies into the same memory.
+  host_waits_stream(stream, site);
   expose_pinned(self);
   copy_on_host(self, host_view(src));
   if (spoilt) {
@@ -251,14 +252,15 @@ void copy_to_device(const at::Tensor& self, const at::Tensor& src, bool non_bloc
   const bool from_pinned = pinned(src);
   const at::Tensor contents = from_pinned ? contents_of_pinned(src) : src;
   bool spoilt = false;
+  SitePtr site;
   mark_written(self);
   if (checking()) {
-    const SitePtr site = here("copy to the device");
+    site = here("copy to the device");
     Checker::get().submit(lane_of(stream));
     if (from_pinned) {
-      spoilt |= note_access(src, Kind::Read, stream, site);
+      spoilt |= note_access(src, Kind::Read, stream, site, !non_blocking);
     }
-    spoilt |= note_access(self, Kind::Write, stream, site);
+    spoilt |= note_access(self, Kind::Write, stream, site, !non_blocking);
     if (from_pinned && non_blocking) {
       record_stream_of_copy(src, stream);
       copy_from_pinned(src, contents, stream, site);
@@ -270,7 +272,7 @@ void copy_to_device(const at::Tensor& self, const at::Tensor& src, bool non_bloc
   }
   // If the source is not pinned, the driver takes its contents immediately, but need not wait for the stream.
   if (!non_blocking) {
-    host_waits_stream(stream);
+    host_waits_stream(stream, site);
   }
 }
 
@@ -311,11 +313,11 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
     const c10::Stream stream = current_stream(self.device().index());
     const SitePtr site = here("aten::item");
     Checker::get().submit(lane_of(stream));
-    spoilt = note_access(self, Kind::Read, stream, site);
+    spoilt = note_access(self, Kind::Read, stream, site, true);
     if (const auto unset = unset_of(self)) {
       spoilt |= note_use(self, *unset, lane_of(stream), site);
     }
-    host_waits_stream(stream);
+    host_waits_stream(stream, site);
   }
   const OnHost on_host;
   at::Tensor host = host_view(self);

@@ -201,13 +201,13 @@ void host_waits(const Clock& clock, c10::Stream recorded_on, const EventMark& ev
   after_host_wait();
 }
 
-void host_waits_stream(c10::Stream stream) {
+void host_waits_stream(c10::Stream stream, const SitePtr& implicit) {
   if (!keeps(Wait::HostWaitsStream, stream)) {
     return;
   }
   settle_until(Checker::get().snapshot(lane_of(stream)));
   before_host_wait();
-  Checker::get().host_wait_lane(lane_of(stream));
+  Checker::get().host_wait_lane(lane_of(stream), implicit);
   after_host_wait();
 }
 
@@ -362,7 +362,7 @@ SitePtr with_name(const SitePtr& site, BlockId block) {
   return copy;
 }
 
-bool note_access(const at::Tensor& tensor, Kind kind, Lane lane, const SitePtr& site) {
+bool note_access(const at::Tensor& tensor, Kind kind, Lane lane, const SitePtr& site, bool finished) {
   if (!checking()) {
     return false;
   }
@@ -370,15 +370,16 @@ bool note_access(const at::Tensor& tensor, Kind kind, Lane lane, const SitePtr& 
   if (!bytes) {
     return false;
   }
-  const auto hazard = Checker::get().access(bytes->block, kind, bytes->extent, lane, with_name(site, bytes->block));
+  const auto hazard =
+      Checker::get().access(bytes->block, kind, bytes->extent, lane, with_name(site, bytes->block), finished);
   if (kind == Kind::Write) {
     Checker::get().written(bytes->block, bytes->extent);
   }
   return hazard && act_on(*hazard);
 }
 
-bool note_access(const at::Tensor& tensor, Kind kind, c10::Stream stream, const SitePtr& site) {
-  return note_access(tensor, kind, lane_of(stream), site);
+bool note_access(const at::Tensor& tensor, Kind kind, c10::Stream stream, const SitePtr& site, bool finished) {
+  return note_access(tensor, kind, lane_of(stream), site, finished);
 }
 
 void name_tensor(const at::Tensor& tensor, std::string name) {

@@ -59,7 +59,8 @@ bool keeps(Wait wait, c10::Stream stream);
 // Each of these asks the filter first. `event`: the event that the wait is for, if it is one of the program's.
 void stream_waits(c10::Stream stream, const Clock& clock, Wait why, const EventMark& event = {});
 void host_waits(const Clock& clock, c10::Stream recorded_on, const EventMark& event = {});
-void host_waits_stream(c10::Stream stream);
+/// `implicit`: the operation that waits, if the program did not ask for the wait.
+void host_waits_stream(c10::Stream stream, const SitePtr& implicit = nullptr);
 void host_waits_device(c10::DeviceIndex device);
 void record_stream(const c10::DataPtr& data, c10::Stream stream);
 
@@ -106,8 +107,9 @@ inline bool on_sim(const at::Tensor& tensor) {
 
 /// Note that the operation `site` on `stream` reads or writes a tensor on the device (or a pinned one). If that is a
 /// hazard, raises c10::Error in Mode::Raise and returns true in Mode::Poison.
-bool note_access(const at::Tensor& tensor, Kind kind, c10::Stream stream, const SitePtr& site);
-bool note_access(const at::Tensor& tensor, Kind kind, Lane lane, const SitePtr& site);
+/// `finished`: the host waits for the operation before the program goes on.
+bool note_access(const at::Tensor& tensor, Kind kind, c10::Stream stream, const SitePtr& site, bool finished = false);
+bool note_access(const at::Tensor& tensor, Kind kind, Lane lane, const SitePtr& site, bool finished = false);
 /// The memory of a tensor and its bytes within that; nothing for a tensor without memory, or with memory from
 /// elsewhere.
 struct Bytes {

@@ -11,6 +11,7 @@ from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.sanitize.sanitize_runs import needs_simulator
 from studies.script_controls import CONTROLS
 from studies.script_defects import DEFECTS
+from studies.script_programs import CORRECT, WRONG
 from studies.script_runs import MARK, Script, run_scripts
 
 pytestmark = [checkout.required, needs_simulator]
@@ -30,13 +31,13 @@ def problems(scripts: Iterable[Script]) -> list[str]:
 
 def test_there_are_enough_of_both() -> None:
     """With a name each, a marked line in each mistake, and none in a correct script."""
-    names = [script.name for script in (*DEFECTS, *CONTROLS)]
+    names = [script.name for script in (*DEFECTS, *WRONG, *CONTROLS, *CORRECT)]
 
-    assert len(DEFECTS) >= 20 <= len(CONTROLS)
+    assert len([*DEFECTS, *WRONG]) >= 40 <= len([*CONTROLS, *CORRECT])
     assert len(set(names)) == len(names)
     assert set(names) >= SAMPLE
-    assert all(script.kind and script.lines for script in DEFECTS)
-    assert not any(script.kind or MARK in script.text for script in CONTROLS)
+    assert all(script.kind and script.lines for script in (*DEFECTS, *WRONG))
+    assert not any(script.kind or MARK in script.text for script in (*CONTROLS, *CORRECT))
 
 
 @pytest.mark.nightly
@@ -46,7 +47,9 @@ def test_a_sample_is_judged_as_it_should_be() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("scripts", [DEFECTS, CONTROLS], ids=["mistakes", "correct"])
+@pytest.mark.parametrize(
+    "scripts", [DEFECTS, CONTROLS, WRONG, CORRECT], ids=["mistakes", "correct", "wrong programs", "correct programs"]
+)
 def test_every_script_is_judged_as_it_should_be(scripts: tuple[Script, ...]) -> None:
     """Nothing missed, no false alarm."""
     assert problems(scripts) == []

@@ -65,6 +65,12 @@ def test_reuse_of_memory() -> None:
     assert order_of(arguments.parse(["sanitize", "--reuse", "worst-case", "train.py"])).reuse == "worst_case"
 
 
+def test_implicit_waits() -> None:
+    """They order streams unless the option is given."""
+    assert order_of(arguments.parse(["sanitize", "train.py"])).waits == "all"
+    assert order_of(arguments.parse(["sanitize", "--ignore-implicit-syncs", "train.py"])).waits == "explicit"
+
+
 def test_what_follows_the_script_is_its_own() -> None:
     """Options of the script are not taken for ours, even where they are called alike."""
     order = order_of(arguments.parse(["sanitize", "--world-size", "3", "train.py", "--mode", "fast", "--", "-m"]))

@@ -24,11 +24,12 @@ Repeats = list[tuple[int, int]]
 class Machine:
     """A separate checker, with three streams on one device."""
 
-    def __init__(self, *, reuse: str = "exact") -> None:
+    def __init__(self, *, reuse: str = "exact", waits: str = "all") -> None:
         self.extension = build.load()
         self.checker = self.extension.Checker()
         self.checker.mode = "record"
         self.checker.reuse = reuse
+        self.checker.waits = waits
         self.a, self.b, self.c = (self.checker.add_lane(name, 0) for name in "abc")
         self._numbers = itertools.count()
 
@@ -54,13 +55,21 @@ class Machine:
         offset: int = 0,
         nbytes: int = BYTES,
         repeats: Repeats | None = None,
+        *,
+        finished: bool = False,
         **site: Any,
     ) -> str | None:
-        """Submit an operation with one access; returns the kind of its hazard, if there is one."""
+        """
+        Submit an operation with one access; returns the kind of its hazard, if there is one.
+
+        `finished`: the host goes on when the access is done.
+        """
         if lane != HOST:
             self.checker.submit(lane)
         site.setdefault("op", f"op{next(self._numbers)}")
-        found = self.checker.access(block, kind, lane, offset, nbytes, repeats or [], self.extension.Site(**site))
+        found = self.checker.access(
+            block, kind, lane, offset, nbytes, repeats or [], self.extension.Site(**site), finished
+        )
         return None if found is None else str(found["kind"])
 
     def write(self, lane: int, block: int, *args: Any, **site: Any) -> str | None:
@@ -68,6 +77,12 @@ class Machine:
 
     def read(self, lane: int, block: int, *args: Any, **site: Any) -> str | None:
         return self.run(lane, "read", block, *args, **site)
+
+    def item(self, lane: int, block: int, op: str = "aten::item") -> str | None:
+        """The host reads a value from the device, and waits for its stream to do so."""
+        found = self.run(lane, "read", block, op=op, finished=True)
+        self.checker.host_wait_lane(lane, self.site(op))
+        return found
 
     def wait_stream(self, waiting: int, waited_for: int) -> bool:
         return bool(self.checker.wait(waiting, self.checker.snapshot(waited_for)))
