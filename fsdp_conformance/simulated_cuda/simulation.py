@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +22,7 @@ from fsdp_conformance.frames import Owner, owner
 from fsdp_conformance.simulated_cuda.outbox import Outbox
 from fsdp_conformance.simulated_cuda.settings import CudaSettings
 from fsdp_conformance.simulator import activation, as_cuda, build, checker, labels
-from fsdp_conformance.simulator.cuda_names import Replacements
+from fsdp_conformance.simulator.cuda_names import CUDA, Replacements
 
 __all__ = ["Simulation", "begin", "current", "end", "extension_variables"]
 
@@ -70,7 +71,7 @@ class Simulation:
     def observed(self) -> dict[str, Any]:
         """What was observed since the last `forget`; JSON-ready."""
         return {
-            "hazards": [_without_wrappers(hazard.to_json()) for hazard in checker.hazards()],
+            "hazards": [_without_wrappers(replace(hazard, device_type=CUDA).to_json()) for hazard in checker.hazards()],
             "accesses": checker.accesses() - self._accesses,
             "notes": list(self.notes),
         }

@@ -35,6 +35,7 @@ Under CUDA's names, for scripts and tests that say "cuda":
 
     as_cuda           translates "cuda" for the program
     cuda_module       torch.cuda as the program sees it
+    cuda_tools        profilers, the memory's history and limit, CUDA's runtime
     cuda_names        CUDA's names, who asks for them, and attributes that are replaced
     attention         attention on DTensors
     labels            names of modules and parameters in findings

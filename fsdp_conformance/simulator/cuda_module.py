@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fsdp_conformance.config import SIMULATED
-from fsdp_conformance.simulator import build
+from fsdp_conformance.simulator import build, cuda_tools
 from fsdp_conformance.simulator.cuda_names import NotSimulated, Replacements, script_asks, stand_in, translated
 from fsdp_conformance.simulator.labels import Labels
 
@@ -84,6 +84,7 @@ def install(replaced: Replacements, labels: Labels) -> None:
     replaced.set(torch.cuda.nccl, version=lambda: _NCCL_VERSION)
     _install_for_tests(replaced)
     _install_ranges(replaced, labels)
+    cuda_tools.install(replaced)
 
 
 def _install_for_tests(replaced: Replacements) -> None:
@@ -126,8 +127,6 @@ def _answers(simulator: Any) -> dict[str, Any]:
         "ipc_collect": _nothing,
         "set_sync_debug_mode": _nothing,
         "get_sync_debug_mode": lambda: 0,
-        "set_per_process_memory_fraction": _nothing,
-        "get_per_process_memory_fraction": lambda device=None: 1.0,
         "get_device_name": lambda device=None: NAME,
         "get_device_capability": lambda device=None: _CAPABILITY,
         "get_device_properties": lambda device=None: _properties(),
@@ -138,7 +137,6 @@ def _answers(simulator: Any) -> dict[str, Any]:
         "can_device_access_peer": lambda device, peer: True,
         "is_current_stream_capturing": lambda: False,
         "memory_summary": memory_summary,
-        "memory_snapshot": lambda *given, **more: [],
         "get_allocator_backend": lambda: "native",
     }
 

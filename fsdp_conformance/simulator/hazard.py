@@ -18,13 +18,11 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
+from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.frames import Frame, Owner, owner, shown
 from fsdp_conformance.history.hazard import HazardKind, HazardRecord
 
 __all__ = ["Access", "Hazard", "HazardKind", "HazardRecord", "Site", "Stream", "hazard_from_json"]
-
-#: The name of the device in texts.
-_DEVICE = "sim"
 
 #: Line length of the first sentence of an explanation.
 _WIDTH = 110
@@ -166,6 +164,8 @@ class Hazard:
     now: Access
     device: int
     """The device of the memory; for pinned memory, the device that was current when it was allocated."""
+    device_type: str = SIMULATED
+    """How texts call it: "cuda" for a program that says so."""
     pinned: bool
     """Whether it is pinned memory of the host."""
     block: int
@@ -308,7 +308,7 @@ class Hazard:
         ]
 
     def _place(self) -> str:
-        return "pinned memory" if self.pinned else f"{_DEVICE}:{self.device}"
+        return "pinned memory" if self.pinned else f"{self.device_type}:{self.device}"
 
     def _at(self, site: Site) -> str:
         """The operation and where it was issued: inside torch, if the same line of the user's issued both."""
@@ -324,7 +324,7 @@ class Hazard:
     def _name(self, stream: Stream) -> str:
         """A stream in words, with its device if that is not the device of the memory."""
         is_elsewhere = not (stream.is_host or self.pinned or stream.device == self.device)
-        return f"{stream} of {_DEVICE}:{stream.device}" if is_elsewhere else str(stream)
+        return f"{stream} of {self.device_type}:{stream.device}" if is_elsewhere else str(stream)
 
     def _op(self, access: Access) -> str:
         return f"{access.site.op} on {self._name(access.stream)}"
@@ -384,6 +384,7 @@ def hazard_from_json(data: Mapping[str, Any]) -> Hazard:
         tenant_stream=Stream(**data["tenant_stream"]),
         useless_wait=_useless_wait(data.get("useless_wait")),
         hidden_by=_site(data.get("hidden_by")),
+        device_type=data.get("device_type", SIMULATED),
         **{name: data[name] for name in ("device", "pinned", "block", "nbytes", "then_block", "then_nbytes", "count")},
     )
 

@@ -13,6 +13,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ import torch
 import torch.multiprocessing
 from torch._C._distributed_c10d import FileStore
 
+from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.frames import Owner, owner
 from fsdp_conformance.simulator import build, checker, labels, memory
 from fsdp_conformance.simulator.activation import activate
 from fsdp_conformance.simulator.agreement import Agreement
-from fsdp_conformance.simulator.cuda_names import Replacements
+from fsdp_conformance.simulator.cuda_names import CUDA, Replacements
+from fsdp_conformance.simulator.hazard import Hazard
 from fsdp_conformance.simulator.launch import ScriptOrder
 
 
@@ -84,13 +87,18 @@ class Observer:
     def observed(self) -> dict[str, Any]:
         """The hazards, and how much was checked; JSON-ready."""
         return {
-            "hazards": [_of_script(hazard.to_json()) for hazard in checker.hazards()],
+            "hazards": [_of_script(hazard.to_json()) for hazard in self._hazards()],
             "accesses": checker.accesses(),
             "waits": dict(self.waits),
             "streams": build.load().Checker.get().num_lanes() - 1,  # lane 0 is the host
             "notes": list(self.notes),
             "collectives": self.agreement.observed(),
         }
+
+    def _hazards(self) -> list[Hazard]:
+        """With the device's name in the script."""
+        device_type = CUDA if self.order.as_cuda else SIMULATED
+        return [replace(hazard, device_type=device_type) for hazard in checker.hazards()]
 
     def _count(self, kind: str, stream: int, index: int) -> bool:
         self.waits[kind] += 1

@@ -531,3 +531,14 @@ class TestJson:
         first = texts(more_devices=0)
         assert 2 == len(first)
         assert first == texts(more_devices=5)
+
+
+def test_a_script_for_cuda_reads_cuda() -> None:
+    """The device's name is the script's, also of streams on other devices."""
+    elsewhere = replace(GATHERING, stream=replace(GATHER, device=1))
+    found = hazard(HazardKind.READ_AFTER_WRITE, elsewhere, MULTIPLYING, device_type="cuda")
+
+    assert found.sentence().startswith("read after write on cuda:0: ")
+    assert "the all-gather stream of cuda:1" in found.sentence()
+    assert "sim" not in found.explain()
+    assert hazard_from_json(found.to_json()) == found

@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -29,6 +31,15 @@ def check(function: Callable[[], None]) -> Callable[[], None]:
 def on_cuda(tensor: torch.Tensor) -> bool:
     """As scripts ask."""
     return tensor.is_cuda and tensor.device.type == "cuda"
+
+
+def refusal(action: Callable[[], object]) -> str:
+    """What the error says that an action raises; empty if it raises none."""
+    try:
+        action()
+    except RuntimeError as error:  # also for out of memory, and what is not implemented
+        return str(error)
+    return ""
 
 
 @check
@@ -277,6 +288,54 @@ def main() -> None:
     for function in CHECKS:
         function()
         print(f"ok {function.__name__}")
+
+
+@check
+def tools() -> None:
+    """Profilers, the history and a snapshot of the memory, its limit, CUDA's runtime, the number of a stream."""
+    runtime = torch.cuda.cudart()
+    torch.cuda.check_error(runtime.cudaProfilerStart())
+    with torch.cuda.profiler.profile(), torch.autograd.profiler.emit_nvtx():
+        torch.ones(2, device="cuda").sum()
+    assert "cudaHostRegister" in refusal(lambda: runtime.cudaHostRegister(0, 1, 0))
+    torch.cuda.memory._record_memory_history(max_entries=100)
+    held = torch.ones(1024, device="cuda")
+    with tempfile.TemporaryDirectory() as directory:
+        torch.cuda.memory._dump_snapshot(f"{directory}/snapshot.pickle")
+        with open(f"{directory}/snapshot.pickle", "rb") as file:
+            (segment, *_) = pickle.load(file)["segments"]
+    torch.cuda.memory._record_memory_history(None)
+    assert segment["allocated_size"] == torch.cuda.memory_allocated() >= held.nbytes
+    assert sum(block["size"] for block in segment["blocks"]) == segment["total_size"] == torch.cuda.memory_reserved()
+    assert torch.cuda.current_stream().cuda_stream == 0 != torch.cuda.Stream().cuda_stream
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(0.25)
+    assert torch.cuda.get_per_process_memory_fraction() == 0.25
+    too_large = refusal(lambda: torch.empty(total // 4 + 1, dtype=torch.uint8, device="cuda"))
+    assert "CUDA out of memory." in too_large
+    torch.cuda.set_per_process_memory_fraction(1.0)
+    torch.empty(total // 4 + 1, dtype=torch.uint8, device="cuda")
+
+
+@check
+def operators() -> None:
+    """Sparse gradients, fused attention by name, flexible attention."""
+    embedding = nn.Embedding(4, 3, sparse=True).cuda()
+    embedding(torch.tensor([1, 1, 2], device="cuda")).sum().backward()
+    assert embedding.weight.grad is not None
+    assert embedding.weight.grad.is_sparse
+    before = embedding.weight.detach().clone()
+    torch.optim.SGD(embedding.parameters(), lr=0.5).step()
+    assert (before - embedding.weight.detach()).sum(1).tolist() == [0.0, 3.0, 1.5, 0.0]
+    query = torch.randn(1, 2, 8, 4, device="cuda", requires_grad=True)
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+        attended = nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
+    flexible = flex_attention(query, query, query, score_mod=lambda score, b, h, q, k: torch.where(q >= k, score, -1e9))
+    assert on_cuda(attended)
+    assert torch.allclose(attended, flexible, atol=1e-5)
+    flexible.sum().backward()
+    assert query.grad is not None
+    assert on_cuda(query.grad)
 
 
 if __name__ == "__main__":
