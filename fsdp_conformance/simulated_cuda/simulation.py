@@ -23,6 +23,7 @@ from fsdp_conformance.simulated_cuda.outbox import Outbox
 from fsdp_conformance.simulated_cuda.settings import CudaSettings
 from fsdp_conformance.simulator import activation, as_cuda, build, checker, labels
 from fsdp_conformance.simulator.cuda_names import CUDA, Replacements
+from fsdp_conformance.simulator.hazard import sites_in
 
 __all__ = ["Simulation", "begin", "current", "end", "extension_variables"]
 
@@ -114,9 +115,8 @@ class Simulation:
 
 def _without_wrappers(hazard: dict[str, Any]) -> dict[str, Any]:
     """The hazard without the frames of our wrappers between the program and torch."""
-    for site in (hazard["then"]["site"], hazard["now"]["site"], hazard["allocated"], hazard["freed"]):
-        if site is not None:
-            site["stack"] = [frame for frame in site["stack"] if owner(frame["file"]) is not Owner.MACHINERY]
+    for site in sites_in(hazard):
+        site["stack"] = [frame for frame in site["stack"] if owner(frame["file"]) is not Owner.MACHINERY]
     return hazard
 
 

@@ -22,7 +22,7 @@ from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.frames import Frame, Owner, owner, shown
 from fsdp_conformance.history.hazard import HazardKind, HazardRecord
 
-__all__ = ["Access", "Hazard", "HazardKind", "HazardRecord", "Site", "Stream", "hazard_from_json"]
+__all__ = ["Access", "Hazard", "HazardKind", "HazardRecord", "Site", "Stream", "hazard_from_json", "sites_in"]
 
 #: Line length of the first sentence of an explanation.
 _WIDTH = 110
@@ -387,6 +387,13 @@ def hazard_from_json(data: Mapping[str, Any]) -> Hazard:
         device_type=data.get("device_type", SIMULATED),
         **{name: data[name] for name in ("device", "pinned", "block", "nbytes", "then_block", "then_nbytes", "count")},
     )
+
+
+def sites_in(data: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """All sites in the JSON of a hazard, to change their stacks."""
+    wait = data["useless_wait"] or {"recorded": None}
+    places = (data["then"]["site"], data["now"]["site"], wait["recorded"])
+    return [site for site in (*places, data["allocated"], data["freed"], data["hidden_by"]) if site is not None]
 
 
 def _useless_wait(data: Mapping[str, Any] | None) -> UselessWait | None:

@@ -29,7 +29,7 @@ from fsdp_conformance.simulator import build, checker, labels, memory
 from fsdp_conformance.simulator.activation import activate
 from fsdp_conformance.simulator.agreement import Agreement
 from fsdp_conformance.simulator.cuda_names import CUDA, Replacements
-from fsdp_conformance.simulator.hazard import Hazard
+from fsdp_conformance.simulator.hazard import Hazard, sites_in
 from fsdp_conformance.simulator.launch import ScriptOrder
 
 
@@ -148,12 +148,9 @@ def _set_total_memory(replaced: Replacements, nbytes: int) -> None:
 
 def _of_script(hazard: dict[str, Any]) -> dict[str, Any]:
     """The hazard without the frames that started the script, and those of wrappers between the script and torch."""
-    event = hazard["useless_wait"] or {"recorded": None}
-    sites = (hazard["then"]["site"], hazard["now"]["site"], hazard["allocated"], hazard["freed"], event["recorded"])
-    for site in sites:
-        if site is not None:
-            stack = itertools.takewhile(lambda frame: frame["file"] != "<frozen runpy>", site["stack"])
-            site["stack"] = [frame for frame in stack if owner(frame["file"]) is not Owner.MACHINERY]
+    for site in sites_in(hazard):
+        stack = itertools.takewhile(lambda frame: frame["file"] != "<frozen runpy>", site["stack"])
+        site["stack"] = [frame for frame in stack if owner(frame["file"]) is not Owner.MACHINERY]
     return hazard
 
 
