@@ -13,20 +13,30 @@ from studies.script_runs import Script
 
 
 def _pair(
-    name: str, right: str, wrong: str, kind: str, text: str, mistake: tuple[str, str], waits: str = "all"
+    name: str,
+    right: str,
+    wrong: str,
+    kind: str,
+    text: str,
+    mistake: tuple[str, str],
+    *,
+    waits: str = "all",
+    beyond: str = "",
 ) -> tuple[Script, Script]:
     """
     A technique in a correct script, and in one with a mistake.
 
     The mistake replaces the first text of `mistake`, which must occur once, by the second. `waits`: which waits of the
-    host count.
+    host count. `beyond`: why the checker cannot find the mistake, if it cannot.
     """
     before, after = mistake
     if text.count(before) != 1:
         raise ValueError(f"{name}: the text must have {before!r} once, got {text.count(before)}")
     return (
         Script(name=name, what=right, text=text.replace("  # wrong", ""), waits=waits),
-        Script(name=f"{name}-wrong", what=wrong, kind=kind, text=text.replace(before, after), waits=waits),
+        Script(
+            name=f"{name}-wrong", what=wrong, kind=kind, beyond=beyond, text=text.replace(before, after), waits=waits
+        ),
     )
 
 
@@ -213,6 +223,7 @@ for position in range(4):
     print((scores @ values[:, used]).sum().item())  # wrong
 """,
         ("used = slice(0, position + 1)", "used = slice(0, 8)"),
+        beyond="a product of a matrix that is written in part counts as written",
     ),
     _pair(
         "gathered-ahead",
@@ -415,8 +426,8 @@ values = torch.randn(4 + rank, 3, device=device)
 statistics = torch.empty(7, device=device)
 statistics[:3], statistics[3:6] = values.sum(0), values.square().sum(0)
 statistics[6] = values.shape[0]
-dist.all_reduce(statistics)  # wrong
-print(((values - statistics[:3] / statistics[6]).sum() * 0).item())
+dist.all_reduce(statistics)
+print(((values - statistics[:3] / statistics[6]).sum() * 0).item())  # wrong
 """,
         ("statistics[6] = values.shape[0]", "if rank == 0:\n    statistics[6] = values.shape[0]"),
     ),

@@ -50,6 +50,8 @@ class Script:
     """Below PRELUDE; a mistake's line ends with MARK."""
     kind: str = ""
     """The only kind of finding; empty for a correct script."""
+    beyond: str = ""
+    """Why the checker cannot find it, if it cannot."""
     prelude: str = PRELUDE
     reuse: str = "exact"
     waits: str = "all"
@@ -90,19 +92,28 @@ class Outcome:
         return {line.line for alert in self.alerts for _, line in alert.lines if line.file.endswith("script.py")}
 
     @property
-    def is_right(self) -> bool:
-        """Whether the mistake was found, and nothing else; or nothing at all in a correct script."""
-        if not self.script.kind:
-            return self.status is Status.CERTIFIED
+    def is_found(self) -> bool:
+        """Whether the mistake was found, at its line, and nothing else."""
         return self.kinds == {self.script.kind} and bool(self.lines & self.script.lines)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the script ran, and nothing was found."""
+        return self.status is Status.CERTIFIED
+
+    @property
+    def is_right(self) -> bool:
+        """Whether it is what is expected: a mistake that the checker can find is found, and nothing else is."""
+        return self.is_found if self.script.kind and not self.script.beyond else self.is_silent
 
     def line(self) -> str:
         """The outcome in one line."""
         if self.script.kind:
-            word = "found" if self.is_right else "MISSED"
+            word = "found" if self.is_found else "missed" if self.is_right else "MISSED"
         else:
-            word = "silent" if self.is_right else "FALSE ALARM"
-        said = "" if self.is_right else f"  [{self.verdict}; {', '.join(sorted(self.kinds))} at {sorted(self.lines)}]"
+            word = "silent" if self.is_silent else "FALSE ALARM"
+        said = f"  ({self.script.beyond})" if self.script.beyond else ""
+        said += "" if self.is_right else f"  [{self.verdict}; {', '.join(sorted(self.kinds))} at {sorted(self.lines)}]"
         return f"{word:12}{self.script.name:34}{self.script.what}{said}"
 
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 import torch.nn.parallel.comm
 from torch import _utils
 from torch.distributed import device_mesh, distributed_c10d
+from torch.nn.parameter import UninitializedTensorMixin
 from torch.utils import _device
 
 from fsdp_conformance.config import SIMULATED
@@ -163,7 +164,12 @@ def _install_factories(replaced: Replacements, factories: set[Callable[..., Any]
 def _install_tensors(replaced: Replacements) -> None:
     methods = {name: translated(getattr(torch.Tensor, name)) for name in _METHODS}
     typed = _tensor_type_method(torch.Tensor.type)
+    allowed = UninitializedTensorMixin._allowed_methods
+    known = {name for name in (*methods, "cuda") if getattr(torch.Tensor, name) in allowed}
     replaced.set(torch.Tensor, **methods, cuda=_tensor_cuda, is_cuda=property(_is_cuda), type=typed)
+    # Parameters of lazy modules may be moved before they have a shape.
+    moving = [getattr(torch.Tensor, name) for name in known]
+    replaced.set(UninitializedTensorMixin, _allowed_methods=[*allowed, *moving])
     replaced.set(torch.UntypedStorage, cuda=_storage_cuda, to=translated(torch.UntypedStorage.to))
     # nn.Module.to parses its arguments with this.
     replaced.set(torch._C._nn, _parse_to=translated(torch._C._nn._parse_to))

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fsdp_conformance.config import SIMULATED
@@ -140,8 +141,8 @@ def _follow_backward(replaced: Replacements, extension: Any) -> None:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether it has memory at the moment: a parameter that FSDP has resharded has none."""
-    return tensor.untyped_storage().size() > 0
+    """Whether it has memory at the moment: a parameter that FSDP has resharded has none, nor has a lazy one."""
+    return not is_lazy(tensor) and tensor.untyped_storage().size() > 0
 
 
 def _joined(title: str, path: str) -> str:

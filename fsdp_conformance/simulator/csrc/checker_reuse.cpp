@@ -105,10 +105,10 @@ void Checker::State::inherit(Block& block, Trash& trash) {
   auto& pool = pool_of(block);
   for (auto it = pool.lower_bound(rounded(block.bytes)); it != pool.end();) {
     SizeClass& size = it->second;
-    const bool is_over = std::any_of(size.last.begin(), size.last.end(), [&](const Entry* entry) {
+    const bool changed = std::any_of(size.last.begin(), size.last.end(), [&](const Entry* entry) {
       return is_over(*entry) || entry->tenant->excuses(entry->lane, entry->tick);
     });
-    if (size.stale || is_over) {
+    if (size.stale || changed) {
       refresh(size);
     }
     for (const Entry* entry : size.last) {
