@@ -20,6 +20,7 @@ The device:
     memory            memory statistics, as in torch.cuda
     rng               random numbers: the CPU's
     torch_sim         the module torch.sim
+    batch_norm        the operations that synchronized batch normalisation is made of
     process_group     the backend "simccl"
     threads           ranks that are threads, with one device each
     place             whether the device is available on this machine, before a run

@@ -16,7 +16,7 @@ from torch.utils.backend_registration import generate_methods_for_privateuse1_ba
 
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError, EnvironmentUnavailable
-from fsdp_conformance.simulator import build, process_group, threads, torch_sim
+from fsdp_conformance.simulator import batch_norm, build, process_group, threads, torch_sim
 from fsdp_conformance.simulator.device import MAX_DEVICES, is_active
 
 __all__ = ["DEFAULT_NUM_DEVICES", "NUM_DEVICES", "activate"]
@@ -58,6 +58,7 @@ def activate(num_devices: int | None = None) -> None:
     rename_privateuse1_backend(SIMULATED)
     torch._register_device_module(SIMULATED, torch_sim)  # type: ignore[no-untyped-call]
     generate_methods_for_privateuse1_backend(for_storage=True)
+    batch_norm.register()
     process_group.register()
     threads.enable()
     atexit.register(extension.empty_cache)
