@@ -237,6 +237,7 @@ class Plan:
             "mixed_precision": self.param_dtype is not None,
             "mp_per_unit": bool(self.unit_dtypes),
             "mp_reduce": self.reduce_dtype is not None,
+            "fp16": "float16" in (self.param_dtype, self.reduce_dtype, *dict(self.unit_dtypes).values()),
             "mp_buffers": self.buffer_dtype is not None,
             "mp_eval_full": self.full_precision_in_eval,
             "tp": self.tensor_parallel > 1,

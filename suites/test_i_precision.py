@@ -135,6 +135,19 @@ class LowPrecision(ConformanceTestCase):
         self.check(reductions_in(run, asked["reduce_dtype"] or compute, requirement="R083"))
 
     @conformance_case(
+        "R090",
+        chapter="I",
+        axes={"world_size": (2, 4)},
+        needs=("mixed_precision", "fp16"),
+        kills=("sums-float16-first", "divides-float16-by-too-much"),
+    )
+    def test_averages_in_float16(self, world_size: int) -> None:
+        """Gradients near the largest number of float16, and near the smallest, keep their mean."""
+        workload = precision.extremes()
+        run = self.train(workload, self.plan(workload, param_dtype="float16"))
+        self.check_parity(run, workload, requirement="R090")
+
+    @conformance_case(
         "R086",
         chapter="I",
         world_size=2,
@@ -198,7 +211,7 @@ class PrecisionByUnit(ConformanceTestCase):
         chapter="I",
         world_size=2,
         axes={"low": ("first", "second", "both")},
-        needs=("mp_per_unit",),
+        needs=lambda values: ["mp_per_unit", *["fp16"] * (values["low"] == "both")],
         kills=("one-policy-for-all-units",),
     )
     def test_policies_differ(self, low: str) -> None:

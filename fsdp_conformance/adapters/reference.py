@@ -93,6 +93,7 @@ class Reference(TorchAdapter):
             "mixed_precision",
             "mp_per_unit",
             "mp_reduce",
+            "fp16",
             "mp_buffers",
             "mp_eval_full",
             "prefetch_backward",

@@ -76,7 +76,7 @@ class TorchFSDP1(TorchCheckpoints):
     capabilities: ClassVar[frozenset[str]] = frozenset({
         "zero3", "zero2", "no_shard", "hsdp", "reshard_after_forward", "subgroups", "ignored_modules", "auto_wrap",
         "any_accelerator", "move_inputs", "init_after", "init_never", "device_id", "sync_module_states",
-        "cpu_offload_params", "mixed_precision", "mp_per_unit", "mp_reduce", "mp_buffers", "mp_eval_full",
+        "cpu_offload_params", "mixed_precision", "mp_per_unit", "mp_reduce", "fp16", "mp_buffers", "mp_eval_full",
         "prefetch_backward", "prefetch_forward", "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic",
         "zero_size_shard", "noncontiguous_params", "coll_counts", "coll_volume", "mem_bounds", "rate_limit",
         "writeback_direct",

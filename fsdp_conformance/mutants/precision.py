@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from fsdp_conformance.config import Plan
 from fsdp_conformance.mutants.base import SeamFSDP2
@@ -35,6 +39,49 @@ class AlwaysReducesInFloat32(SeamFSDP2):
 
     def prepare(self, model: nn.Module, plan: Plan) -> Plan:
         return replace(plan, reduce_dtype="float32") if plan.param_dtype is not None else plan
+
+
+@known_wrong("R090")
+class SumsFloat16First(SeamFSDP2):
+    """Gradients are summed over ranks and divided afterwards, also in float16."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        wrapped = super().wrap(model, plan)
+        for module in wrapped.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(_Scaled(before=2.0))
+        return wrapped
+
+
+@known_wrong("R090")
+class DividesFloat16ByTooMuch(SeamFSDP2):
+    """Gradients are divided by 2**10 before they are summed, and multiplied afterwards."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        wrapped = super().wrap(model, plan)
+        for module in wrapped.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(_Scaled(before=2.0**-10))
+        return wrapped
+
+
+class _Scaled(ReduceScatter):
+    """A reduce-scatter that in float16 multiplies by `before` first, and corrects for it afterwards."""
+
+    def __init__(self, *, before: float) -> None:
+        self._before = before
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        # FSDP2 has divided float16 by a part of the world size already: 2 for two to four ranks.
+        factor = self._before if input_tensor.dtype is torch.float16 else 1.0
+        input_tensor *= factor
+        dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
+        output_tensor /= factor
 
 
 @known_wrong("R087")
