@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.nn.parallel.comm
 from torch import _utils
 from torch.distributed import device_mesh, distributed_c10d
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils import _device
 
 from fsdp_conformance.config import SIMULATED
