@@ -8,6 +8,7 @@ import signal
 import pytest
 
 from fsdp_conformance.config import REFERENCES_STORE
+from fsdp_conformance.report.folding import WIDTH
 from fsdp_conformance.tests.simulator import simulator_process
 
 
@@ -18,6 +19,8 @@ def pytest_configure() -> None:
     And restore SIGINT, which background jobs of a shell ignore together with their children: some tests send it.
     """
     os.environ[REFERENCES_STORE] = "off"
+    # Texts are as wide as in files, whatever the terminal; xdist sets 80 for its workers.
+    os.environ["COLUMNS"] = str(WIDTH)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -70,7 +70,7 @@ def test_the_order() -> None:
     """Seconds are the default budget; the same seed is used every time if asked for."""
     assert _order()["seconds"] == 600
     assert _order("--max-examples", "7", "--derandomize") | {"settings": None} == {
-        "settings": None, "seconds": None, "max_examples": 7, "seed": 0, "save": None,
+        "settings": None, "seconds": None, "max_examples": 7, "seed": 0, "save": None, "width": 120,
     }  # fmt: skip
     assert _order("--seed", "5", "--world-size", "2,3")["settings"]["world_sizes"] == (2, 3)
     assert _order("--device", "sim")["settings"]["device"] == "sim"

@@ -319,14 +319,7 @@ def tools() -> None:
 
 @check
 def operators() -> None:
-    """Sparse gradients, fused attention by name, flexible attention."""
-    embedding = nn.Embedding(4, 3, sparse=True).cuda()
-    embedding(torch.tensor([1, 1, 2], device="cuda")).sum().backward()
-    assert embedding.weight.grad is not None
-    assert embedding.weight.grad.is_sparse
-    before = embedding.weight.detach().clone()
-    torch.optim.SGD(embedding.parameters(), lr=0.5).step()
-    assert (before - embedding.weight.detach()).sum(1).tolist() == [0.0, 3.0, 1.5, 0.0]
+    """Fused attention by name, flexible attention."""
     query = torch.randn(1, 2, 8, 4, device="cuda", requires_grad=True)
     with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
         attended = nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
