@@ -53,7 +53,7 @@ def test_cuda_answers_as_a_script_expects(tmp_path: Path) -> None:
     run = as_cuda("cuda_surface", cwd=tmp_path, world_size=1)
 
     assert run.status == 0, run.out + run.err
-    assert run.out.count("[rank 0] ok ") == 13
+    assert run.out.count("[rank 0] ok ") == 12
 
 
 @pytest.fixture(name="unwaited", scope="module")

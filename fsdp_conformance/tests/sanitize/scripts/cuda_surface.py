@@ -14,8 +14,6 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -315,20 +313,6 @@ def tools() -> None:
     assert "CUDA out of memory." in too_large
     torch.cuda.set_per_process_memory_fraction(1.0)
     torch.empty(total // 4 + 1, dtype=torch.uint8, device="cuda")
-
-
-@check
-def operators() -> None:
-    """Fused attention by name, flexible attention."""
-    query = torch.randn(1, 2, 8, 4, device="cuda", requires_grad=True)
-    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-        attended = nn.functional.scaled_dot_product_attention(query, query, query, is_causal=True)
-    flexible = flex_attention(query, query, query, score_mod=lambda score, b, h, q, k: torch.where(q >= k, score, -1e9))
-    assert on_cuda(attended)
-    assert torch.allclose(attended, flexible, atol=1e-5)
-    flexible.sum().backward()
-    assert query.grad is not None
-    assert on_cuda(query.grad)
 
 
 if __name__ == "__main__":
