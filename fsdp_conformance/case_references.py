@@ -102,7 +102,7 @@ class CaseReferences:
             device=self.reference_device,
             report=self.report,
             offer=None if offer is None else offer_from_json(offer),
-            fresh=not self.engine_entered and context.running().start == "forkserver",
+            fresh=not self.engine_entered and context.running().start in FRESH,
         )
 
 

@@ -134,6 +134,7 @@ def settings_of(parsed: argparse.Namespace) -> RunSettings:
         reuse_ranks=getattr(parsed, "reuse_ranks", None),
         backend=getattr(parsed, "backend", None),
         share_devices=parsed.share_devices,
+        slots_per_device=getattr(parsed, "slots_per_device", None),
         deadline_scale=getattr(parsed, "deadline_scale", None),
         stress=getattr(parsed, "stress", None),
         stress_seed=getattr(parsed, "stress_seed", None),
@@ -335,6 +336,11 @@ def _add_run(parser: Parser) -> None:
         "--backend",
         metavar="NAME",
         help="make process groups with nccl alone, as `init_process_group('nccl')` does (default: cpu:gloo,cuda:nccl)",
+    )
+    parser.add_argument(
+        "--slots-per-device",
+        metavar="N",
+        help="how many cases may use a GPU at the same time, or `auto` for what its memory holds (default: 1)",
     )
     parser.add_argument("--reuse-ranks", action="store_true", help="keep ranks from case to case: fast, cannot certify")
     parser.add_argument(

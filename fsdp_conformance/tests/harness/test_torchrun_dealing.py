@@ -155,3 +155,18 @@ def test_timeouts_of_process_groups(tmp_path: Path) -> None:
     assert found["cpu"] == found["shared"] == Deadlines.nested(10.0).collective_s
     assert found["nccl"] > 8 * Deadlines.nested(10.0).case_s
     assert devices.is_scarce("cuda")
+
+
+def test_nccl_is_set_for_few_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few channels and no multicast, unless the user has chosen; other devices have none of it."""
+    for name in ("NCCL_NVLS_ENABLE", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def seen(device: str) -> tuple[str | None, str | None]:
+        found = orders(tmp_path, device).for_ranks({})[0].environment
+        return found.get("NCCL_NVLS_ENABLE"), found.get("NCCL_MAX_NCHANNELS")
+
+    assert (seen("cuda"), seen("cpu")) == (("0", "2"), (None, None))
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.setenv("NCCL_MIN_NCHANNELS", "8")
+    assert seen("cuda") == ("1", None)
