@@ -241,7 +241,9 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
         super().init_rank()
         run = context.running()
         if not run.has_group:
+            began = time.monotonic()
             make_first_group(run.order, self.device)
+            self.report.seconds["group"] = time.monotonic() - began
         process_group.log().clear()
         self._provoke()
 

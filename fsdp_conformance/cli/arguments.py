@@ -156,8 +156,8 @@ def selection_words(chosen: RunSettings) -> list[str]:
 
 
 def settings_of_device(parsed: argparse.Namespace) -> RunSettings:
-    """The settings of a command that has only --device. Raises ConfigError."""
-    return settings.from_words(device=parsed.device)
+    """The settings of a command that has only --device, and maybe --share-devices. Raises ConfigError."""
+    return settings.from_words(device=parsed.device, share_devices=getattr(parsed, "share_devices", None))
 
 
 def _parser() -> tuple[Parser, dict[str, Parser]]:
@@ -202,6 +202,9 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
 
     doctor = command("doctor", "check what this machine can and cannot run")
     _add_device(doctor)
+    doctor.add_argument(
+        "--share-devices", action="store_true", help="check what `run --share-devices` can run here, and by what means"
+    )
     _add_json(doctor, "the findings")
 
     _add_plan(command("plan", "price every way to shard a model, and choose the fastest that fits", notes=_PLAN_NOTES))
