@@ -25,7 +25,7 @@ class DevicesScheduling:
 
     def __init__(self, num_workers: int, slots: Slots, sizes: Mapping[str, int]) -> None:
         self._num_workers = num_workers
-        self._slots = slots
+        self.slots = slots
         self._sizes = sizes
         self._collections: dict[Any, list[str]] = {}
         self._nodes: list[Any] = []
@@ -79,7 +79,7 @@ class DevicesScheduling:
                 )
             self.collection = collections[0]
             sizes = [self._sizes.get(name.rpartition("/")[2], 0) for name in self.collection]
-            self._dispatch = Dispatch(sizes, self._slots)
+            self._dispatch = Dispatch(sizes, self.slots)
         for node in self._nodes:
             if node in self._collections and node not in self._joined:
                 self._joined.add(node)

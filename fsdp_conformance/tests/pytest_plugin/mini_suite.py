@@ -138,7 +138,8 @@ from fsdp_conformance.tests.report.evidence import LOADED
 devices = types.ModuleType("fsdp_conformance.harness.devices")
 devices.backend_for = lambda device: "gloo"
 devices.present_environments = lambda device: (frozenset({"gloo"}), None if device == "cpu" else 2)
-devices.slots = lambda device, world_size, shared=False: 2
+devices.slots = lambda device, world_size, shared=False, per_device=1: 2
+devices.is_scarce = lambda device: False
 sys.modules[devices.__name__] = devices
 
 

@@ -5,11 +5,17 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
+from fsdp_conformance import pytest_plugin
+from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import load_profile
+from fsdp_conformance.harness import devices, leases
+from fsdp_conformance.harness.device_memory import RANK_MIB, DeviceMemory
 from fsdp_conformance.packing import Slots
+from fsdp_conformance.pytest_plugin import dealing, options
 from fsdp_conformance.pytest_plugin.dealing import DevicesScheduling, sizes_by_node_id
 
 END = -1
@@ -189,6 +195,57 @@ def test_a_session_that_ends_early_starts_nothing() -> None:
 
     assert len(session.order) < 6
     assert all(session.scheduler.remove_node(worker) is None for worker in session.workers)
+
+
+class Config:
+    """What the hooks ask of pytest's configuration."""
+
+    def __init__(self, dist: str = "load") -> None:
+        self.dist = dist
+
+    def getoption(self, name: str, default: Any = None) -> Any:
+        return {"dist": self.dist, "conformance_suites": "suites"}.get(name, default)
+
+    def getvalue(self, name: str) -> list[str]:
+        assert name == "tx"
+        return ["3*popen"]
+
+
+@pytest.fixture
+def eight_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine with eight of them, each with memory for three slots; suites of one case."""
+    monkeypatch.setattr(devices, "device_count", lambda device_type: 64 if device_type == "cpu" else 8)
+    monkeypatch.setattr(leases, "memory_of", lambda *_: DeviceMemory(total_mib=3 * RANK_MIB, free_mib=3 * RANK_MIB))
+    monkeypatch.setattr(leases, "_uuids", list)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(dealing, "sizes_by_node_id", lambda package: {"test_a.py::case": 2})
+    monkeypatch.setattr(options, "targets_suites", lambda config: True)
+    monkeypatch.setattr(options, "selected_entries", lambda config: load_profile("core").entries)
+
+
+@pytest.mark.usefixtures("eight_gpus")
+@pytest.mark.parametrize(
+    ("settings", "workers", "slots"),
+    [
+        (RunSettings(device="cuda"), 4, 1),
+        (RunSettings(device="cuda", slots_per_device=0), 12, 3),
+        (RunSettings(device="cuda", slots_per_device=2), 8, 2),
+        (RunSettings(device="cuda", share_devices=True), 8, None),
+        (RunSettings(), 64, None),
+    ],
+    ids=["alone", "what fits", "two slots", "shared", "cpu"],
+)
+def test_workers_and_their_scheduler(
+    monkeypatch: pytest.MonkeyPatch, settings: RunSettings, workers: int, slots: int | None
+) -> None:
+    """`-n auto` fills the node; ours deals where ranks own devices, and xdist's elsewhere."""
+    monkeypatch.setattr(options, "settings_of", lambda config: settings)
+    config: Any = Config()
+
+    assert pytest_plugin.pytest_xdist_auto_num_workers(config) == workers
+    made = pytest_plugin.pytest_xdist_make_scheduler(config)
+    assert (made.slots.slots_per_device if made is not None else None) == slots
+    assert pytest_plugin.pytest_xdist_make_scheduler(Config("loadfile")) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
