@@ -98,7 +98,9 @@ def words_on_hosts(hosts: TwoHosts, world_size: int, logs: Path) -> list[list[st
 def run_on_hosts(commands: Sequence[Sequence[str]], log: Path) -> int:
     """Run a command on each host; what the second one says goes to `log`. The exit status of the first."""
     with log.open("wb") as file:
-        second = subprocess.Popen(commands[1], stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True)
+        second = subprocess.Popen(
+            commands[1], stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
         try:
             status = run(commands[0])
             second.wait(_END_S)

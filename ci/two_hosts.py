@@ -4,8 +4,8 @@ Two hosts on one machine: network namespaces with nothing in common but a link, 
     with TwoHosts(delay_ms=2, loss=0.01) as hosts:
         subprocess.run(hosts.words(0, ["ping", "-c", "1", hosts.addresses[1]]))
 
-Each has an interface `link0`, an address on it, and no other network; the name of the machine leads each host to its own
-loopback, as on many real ones. Processes share the file system. Needs root, or CAP_NET_ADMIN and CAP_SYS_ADMIN.
+Each has an interface `link0`, an address on it, and no other network; the name of the machine leads each host to its
+own loopback, as on many real ones. Processes share the file system. Needs root, or CAP_NET_ADMIN and CAP_SYS_ADMIN.
 
 A plain link is a veth pair. One that delays or loses is a process of ours between two tun devices, so that no kernel
 module for traffic control is needed: each packet waits for `delay_ms`, and is lost with probability `loss`, both ways.
@@ -64,7 +64,9 @@ class TwoHosts:
                 self._start_relay(resources)
             else:
                 first, second = self.names
-                _ip("link", "add", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second)
+                _ip(
+                    "link", "add", INTERFACE, "netns", first, "type", "veth", "peer", "name", INTERFACE, "netns", second
+                )
             for name, address in zip(self.names, ADDRESSES, strict=True):
                 _ip("-n", name, "link", "set", "lo", "up")
                 _ip("-n", name, "addr", "add", f"{address}/24", "dev", INTERFACE)

@@ -157,15 +157,7 @@ def from_words(
         problems.append(f"ranks must be {RANKS[0]!r} with share_devices, got {ranks!r}")
     if slots_per_device is not None:
         given["slots_per_device"] = _slots(slots_per_device, problems)
-        if (device or DEFAULTS.device) in ("cpu", SIMULATED):
-            problems.append(
-                f"slots_per_device is for devices that ranks own, got device {device or DEFAULTS.device!r}, where any "
-                "number of cases runs"
-            )
-        if share_devices:
-            problems.append("slots_per_device must be omitted with share_devices, where no rank owns a device")
-        if ranks == "torchrun":
-            problems.append("slots_per_device must be omitted with torchrun, which runs one case at a time")
+        problems += _slots_problems(device or DEFAULTS.device, ranks=ranks, share_devices=bool(share_devices))
     if stress and ranks == "simulated":
         problems.append("ranks must be processes with stress: simulated ranks take turns, and nothing is late")
     if stress_seed is not None and not stress:
@@ -206,6 +198,20 @@ def _slots(word: str, problems: list[str]) -> int:
         return int(word)
     problems.append(f"slots_per_device must be a positive integer or {AUTO!r}, got {word!r}")
     return 1
+
+
+def _slots_problems(device: str, *, ranks: str | None, share_devices: bool) -> list[str]:
+    """Why slots mean nothing in such a run."""
+    problems = []
+    if device in ("cpu", SIMULATED):
+        problems.append(
+            f"slots_per_device is for devices that ranks own, got device {device!r}, where any number of cases runs"
+        )
+    if share_devices:
+        problems.append("slots_per_device must be omitted with share_devices, where no rank owns a device")
+    if ranks == "torchrun":
+        problems.append("slots_per_device must be omitted with torchrun, which runs one case at a time")
+    return problems
 
 
 def _seed(word: str | None, problems: list[str]) -> int:

@@ -21,12 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fsdp_conformance import settings as run_settings
 from fsdp_conformance.adapters import registry, session

@@ -8,8 +8,8 @@ trains in each of them, with alternating steps; the predictions never use these 
 Pairs that the planner cannot tell apart are counted by themselves. The last line is the fraction of the others that are
 ordered as measured. The model was tuned on the default sizes; --held-back takes others.
 
---runs N does all of it N times and ends with a table in Markdown, a row for each run. Timings need a quiet machine: each
-run says how busy the machine was before it, and --max-load ends the benchmark with status 3 where it is busier.
+--runs N does all of it N times and ends with a table in Markdown, a row for each run. Timings need a quiet machine:
+each run says how busy the machine was before it, and --max-load ends the benchmark with status 3 where it is busier.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ class Counted(NamedTuple):
 
 #: The table's head: what `Counted.row` has in each cell.
 HEAD = (
-    "| run | load before | told apart: as measured | of those that differ by over 10 % | within the noise, over 10 % |\n"
+    "| run | load before | told apart, as measured | those that differ by over 10 % | within the noise, over 10 % |\n"
     "|--:|--:|--:|--:|--:|"
 )
 
@@ -305,7 +305,9 @@ def main() -> None:
             print(f"run {number} of {args.runs}, load {load:.2f}", flush=True)
         runs.append(Counted.of(load, run(args)))
         last = runs[-1]
-        print(f"told apart: {part(last.apart)} pairs as measured; of those that differ by over 10 %: {part(last.clear)}")
+        print(
+            f"told apart: {part(last.apart)} pairs as measured; of those that differ by over 10 %: {part(last.clear)}"
+        )
         missed = sum(pair.clear for pair in last.together)
         print(f"within the noise: {len(last.together)} pairs; {missed} of them differ by over 10 %", flush=True)
     if args.runs > 1:

@@ -19,6 +19,7 @@ from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.harness.warm_up import warm_up
 from fsdp_conformance.history.hazard import HazardRecord
 
+
 class Watch:
     """The CPU: counts and checks nothing."""
 

@@ -37,10 +37,12 @@ _LITTLE_ROOM = 100 << 20
 
 #: What --share-devices means, on real devices and on the simulated one.
 _SHARING = (
-    "ranks of a case use the devices that there are, several each; gloo copies through host memory, because NCCL wants a "
-    "device for each rank; streams, kernels and the allocator are real; nothing is certified",
+    "several ranks of a case use each device; gloo copies through host memory, because NCCL wants a device for each "
+    "rank; streams, kernels and the allocator are real; nothing is certified"
+)
+_SIMULATED_SHARING = (
     "each rank simulates the same single device, which shows engines that take their rank for the number of their "
-    "device; nothing is certified",
+    "device; nothing is certified"
 )
 
 #: With it a line has 80 columns, unless a path is longer.
@@ -202,7 +204,7 @@ def _device(findings: Findings, machine: Machine, settings: RunSettings) -> None
     backend = machine.backend_of(settings) if settings.share_devices and machine.backend else machine.backend
     findings.line("backend", backend or machine.problem, "ok" if machine.backend else "failed")
     if settings.share_devices:
-        findings.line("sharing", _SHARING[machine.device == SIMULATED])
+        findings.line("sharing", _SIMULATED_SHARING if machine.device == SIMULATED else _SHARING)
     _simulator(findings, machine)
 
 

@@ -16,9 +16,7 @@ TIMEOUT_S = 120.0
 
 
 @contextlib.contextmanager
-def examined(
-    device: str, *, shared: bool = False, timeout_s: float = TIMEOUT_S
-) -> Iterator[Iterator[dict[str, Any]]]:
+def examined(device: str, *, shared: bool = False, timeout_s: float = TIMEOUT_S) -> Iterator[Iterator[dict[str, Any]]]:
     """
     The child's findings, with `shared` for ranks that share devices.
 

@@ -31,9 +31,9 @@ from fsdp_conformance.cli.survey import Machine, Survey
 from fsdp_conformance.config import SIMULATED, RunSettings
 from fsdp_conformance.contract.profile import Profile, load_profile
 from fsdp_conformance.errors import AdapterError, EnvironmentUnavailable, RunFileError
+from fsdp_conformance.packing import Slots
 from fsdp_conformance.report import markdown, runfile, terminal
 from fsdp_conformance.report.html.page import NAME as PAGE
-from fsdp_conformance.packing import Slots
 from fsdp_conformance.report.last_run import last_run_of, link_last, report_directory
 from fsdp_conformance.report.recorder import usable_cores
 from fsdp_conformance.report.verify import Verification, verify

@@ -35,8 +35,8 @@ NCCL_VARIABLES = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 
-#: NCCL for a few ranks that live for seconds: without NVLink SHARP's multicast, and with few channels, a communicator is
-#: made sooner and takes less memory.
+#: NCCL for a few ranks that live for seconds: without NVLink SHARP's multicast, and with few channels, a communicator
+#: is made sooner and takes less memory.
 _NCCL_SMALL = {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_NCHANNELS": "2"}
 
 #: Who sets one of these has chosen the number of channels.

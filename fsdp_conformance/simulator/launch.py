@@ -140,8 +140,8 @@ class ScriptLaunch:
         # These import torch, which the warm process does at the same time.
         from fsdp_conformance.harness.processes import rank_process
         from fsdp_conformance.harness.processes.launcher import take_seats
-        from fsdp_conformance.harness.processes.rank_set import fork_ranks
         from fsdp_conformance.harness.processes.leftovers import remove_orphans, shared_memory
+        from fsdp_conformance.harness.processes.rank_set import fork_ranks
         from fsdp_conformance.harness.processes.supervisor import Supervisor
 
         self._resources.callback(remove_orphans, shared_memory())

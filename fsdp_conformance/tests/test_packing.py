@@ -1,4 +1,4 @@
-"""Which cases run at the same time: largest first, gaps filled, nobody overtaken for ever. With durations, and no clock."""
+"""Which cases run at the same time: largest first, gaps filled, nobody overtaken for ever. With faked durations."""
 
 from __future__ import annotations
 

@@ -32,6 +32,7 @@ from fsdp_conformance.harness.simulated_ranks import host as rank_host
 from fsdp_conformance.harness.torchrun.worker import CaseMeeting
 from fsdp_conformance.outcome import RankExit, RankReport
 
+
 class Launch:
     """The ranks of one case, running."""
 
@@ -126,9 +127,7 @@ def _start(case: CaseOrder, key: tuple[Any, ...], server: WarmServer, meeting: C
             lease = Lease()
         else:
             num_devices = 0 if case.share_devices else case.world_size
-            lease = resources.enter_context(
-                leases.lease(case.device_type, num_devices, slots=case.slots_per_device)
-            )
+            lease = resources.enter_context(leases.lease(case.device_type, num_devices, slots=case.slots_per_device))
         main = rank_host.main if case.simulated else rank_process.main
         count = 1 if case.simulated or meeting is not None else case.world_size
         members = fork_ranks(main, count, server, case.directory, case.imports_main)

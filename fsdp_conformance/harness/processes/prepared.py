@@ -89,9 +89,7 @@ class PreparedRanks:
                 return
             for order, (_, connection) in zip(orders, members, strict=True):
                 send_orders(connection, [order])
-            ranks = RankSet(
-                key=(), members=members, lease=lease, shared_before=before, resources=resources.pop_all()
-            )
+            ranks = RankSet(key=(), members=members, lease=lease, shared_before=before, resources=resources.pop_all())
         self._waiting = _Waiting(case=told, server=server, environments=_environments(told, lease), ranks=ranks)
 
     def take(self, case: CaseOrder, server: WarmServer) -> RankSet | None:

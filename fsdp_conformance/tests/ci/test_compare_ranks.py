@@ -239,7 +239,7 @@ def test_the_second_host_does_not_outlive_the_first(
 
     assert script["run_on_hosts"]([["sh", "-c", "exit 3"], ["sh", "-c", "echo up; sleep 300"]], log) == 3
     assert "had not ended" in capsys.readouterr().err
-    assert script["run_on_hosts"]([["sh", "-c", "exit 0"], ["sh", "-c", "exit 5"]], log) in (0,)
+    assert script["run_on_hosts"]([["sh", "-c", "exit 0"], ["sh", "-c", "exit 5"]], log) == 0
 
 
 @pytest.mark.parametrize(
@@ -308,7 +308,9 @@ def test_the_link_between_two_hosts(script: dict[str, Any], link: dict[str, floa
     names: Sequence[str] = ()
     with script["TwoHosts"](**link) as hosts:
         names = hosts.names
-        with subprocess.Popen(hosts.words(1, [sys.executable, "-c", SERVER]), stdout=subprocess.PIPE, text=True) as server:
+        with subprocess.Popen(
+            hosts.words(1, [sys.executable, "-c", SERVER]), stdout=subprocess.PIPE, text=True
+        ) as server:
             assert server.stdout is not None
             assert server.stdout.readline() == "up\n"
             subprocess.run(hosts.words(0, [sys.executable, "-c", CLIENT]), check=True, timeout=120)
@@ -327,7 +329,17 @@ def test_cases_across_two_hosts(tmp_path: Path) -> None:
     problem = allows_namespaces()
     if problem:
         pytest.skip(f"NOT_RUN_ENV: no network namespaces here: {problem}")
-    words = ["torch-fsdp2", "--ranks", "processes,hosts", "--delay-ms", "1", "--loss", "0.01", "--report", str(tmp_path)]
+    words = [
+        "torch-fsdp2",
+        "--ranks",
+        "processes,hosts",
+        "--delay-ms",
+        "1",
+        "--loss",
+        "0.01",
+        "--report",
+        str(tmp_path),
+    ]
     done = subprocess.run(
         [sys.executable, ROOT / "ci/compare_ranks.py", *words, "--case", f"{FIRST},R001/exact-probe-ws3"],
         capture_output=True, text=True, check=False, timeout=400,

@@ -77,7 +77,7 @@ def test_there_is_room_for_shared_memory(manifest: dict[str, Any]) -> None:
     volumes = {volume["name"]: volume for volume in manifest["Job"]["spec"]["template"]["spec"]["volumes"]}
     mounts = {mount["mountPath"]: mount["name"] for mount in container(manifest)["volumeMounts"]}
 
-    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"  # noqa: S108
+    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
     assert set(mounts.values()) == set(volumes)
 
 

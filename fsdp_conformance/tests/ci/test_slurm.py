@@ -31,7 +31,12 @@ for word in "$@"; do echo "  $word"; done
 """,
 }
 
-JOB = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_SUBMIT_DIR": "/job of mine", "SLURM_JOB_ID": "120007", "SLURM_NNODES": "2"}
+JOB = {
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_SUBMIT_DIR": "/job of mine",
+    "SLURM_JOB_ID": "120007",
+    "SLURM_NNODES": "2",
+}
 
 
 def submit(place: Path, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -76,7 +81,11 @@ def test_each_node_runs_the_same_agent(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("variables", "workers"),
-    [({}, "4"), ({"SLURM_GPUS_PER_NODE": "h100:8"}, "8"), ({"SLURM_GPUS_ON_NODE": "2", "SLURM_GPUS_PER_NODE": "8"}, "2")],
+    [
+        ({}, "4"),
+        ({"SLURM_GPUS_PER_NODE": "h100:8"}, "8"),
+        ({"SLURM_GPUS_ON_NODE": "2", "SLURM_GPUS_PER_NODE": "8"}, "2"),
+    ],
 )
 def test_a_worker_for_each_gpu(tmp_path: Path, variables: dict[str, str], workers: str) -> None:
     """As Slurm counts them, with or without their type."""

@@ -43,7 +43,7 @@ def test_workers_share_the_cases() -> None:
 
 
 def test_devices_that_ranks_own_are_divided() -> None:
-    """Two cases of eight ranks follow one another on eight devices, whatever the workers; with two slots they do not."""
+    """Two cases of eight ranks follow one another on eight devices, whatever the workers; not with two slots."""
     cases = [(a_case(id=f"R001/{name}-ws8", world_size=8), "cuda") for name in ("probe", "other")]
     last = a_run("R001/probe-ws8", "R001/other-ws8")
     found = [estimate(cases, workers=4, last=last, slots=Slots(8, slots))[0] for slots in (1, 2)]

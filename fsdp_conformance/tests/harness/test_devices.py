@@ -269,7 +269,9 @@ def test_a_device_that_somebody_else_has_filled_is_left_out(monkeypatch: pytest.
     with leases.lease("cuda", 3, slots=2) as held:
         assert held.devices == ("0", "2", "3")
     with (
-        pytest.raises(EnvironmentUnavailable, match=r"only 3 of 4 .* device 1 has 100 MiB of free memory.*End what uses"),
+        pytest.raises(
+            EnvironmentUnavailable, match=r"only 3 of 4 .* device 1 has 100 MiB of free memory.*End what uses"
+        ),
         leases.lease("cuda", 4, slots=2, timeout_s=0.0),
     ):
         raise AssertionError("a full device was leased")
@@ -284,10 +286,10 @@ class Nvml:
     def __init__(self, *, works: bool = True) -> None:
         self.works = works
 
-    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:  # noqa: N802
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
         return 0 if uuid == b"GPU-aaaa" else 6
 
-    def nvmlDeviceGetMemoryInfo(self, handle: Any, numbers: Any) -> int:  # noqa: N802
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, numbers: Any) -> int:
         if not self.works:
             return 999
         numbers._obj.total, numbers._obj.free = 80 << 30, 3 << 20

@@ -82,7 +82,9 @@ def test_one_host(store: HashStore) -> None:
 def test_most_cases_cross_hosts(store: HashStore) -> None:
     """On two hosts of four, all but those of one rank; dealt host by host, only the largest would."""
     sizes = [entry.world_size for entry in load_profile("core").entries if entry.world_size <= 8]
-    hosts = {size: {place["GROUP_RANK"] for place in meetings(job(4, 4), store, size)[0].hosts()} for size in set(sizes)}
+    hosts = {
+        size: {place["GROUP_RANK"] for place in meetings(job(4, 4), store, size)[0].hosts()} for size in set(sizes)
+    }
     crossing = sum(len(hosts[size]) == 2 for size in sizes)
 
     assert crossing == sum(size > 1 for size in sizes)

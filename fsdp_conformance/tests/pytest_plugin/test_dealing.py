@@ -83,7 +83,9 @@ class Session:
                 name = self.ids[worker.running].rpartition("::")[2]
                 self.order.append(name)
                 heapq.heappush(self.ends, (self.now + 1.0, number))
-        ranks = [self.sizes[self.ids[one.running].rpartition("::")[2]] for one in self.workers if one.running is not None]
+        ranks = [
+            self.sizes[self.ids[one.running].rpartition("::")[2]] for one in self.workers if one.running is not None
+        ]
         self.most_at_once = max(self.most_at_once, sum(ranks))
 
     def complete_one(self) -> None:
