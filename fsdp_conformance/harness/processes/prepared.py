@@ -19,6 +19,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from fsdp_conformance.errors import EnvironmentUnavailable
@@ -170,16 +171,19 @@ def _at_once(case: CaseOrder, lease: Lease) -> ExitStack | None:
 
 
 def _are_ready(members: Sequence[Member], deadline: float) -> bool:
-    """Whether each of the ranks says so before the deadline."""
-    for process, connection in members:
-        try:
-            if not connection.poll(remaining(deadline)) or connection.recv_bytes() != rank_process.READY:
-                return False
-        except (EOFError, OSError):
+    """Whether each of the ranks says so before the deadline, and again when it is asked."""
+    try:
+        if not all(_says_ready(connection, deadline) for _, connection in members):
             return False
-        if process.exitcode is not None:
-            return False
-    return True
+        for _, connection in members:
+            connection.send_bytes(rank_process.ASKED)
+        return all(_says_ready(connection, deadline) for _, connection in members)
+    except (EOFError, OSError):
+        return False
+
+
+def _says_ready(connection: Connection, deadline: float) -> bool:
+    return connection.poll(remaining(deadline)) and connection.recv_bytes() == rank_process.READY
 
 
 #: The set of this process.

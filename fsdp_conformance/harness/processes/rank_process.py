@@ -45,8 +45,8 @@ from fsdp_conformance.harness.processes.stacks import STACK_SIGNAL
 from fsdp_conformance.harness.rank import ERROR_EXIT_CODE, RankRun, destroy_process_group
 from fsdp_conformance.harness.torchrun import worker as torchrun
 
-#: What a rank says that has got ready before its case.
-READY = b"ready"
+#: What a rank says that has got ready before its case, and what it is asked before it gets one.
+READY, ASKED = b"ready", b"still there?"
 
 #: faulthandler needs the file for the life of the process.
 _stack_file: Any = None
@@ -110,14 +110,21 @@ def _get_ready(order: RankOrder, pipe: Connection, directory: Path) -> RankOrder
         traceback.print_exc()
         leave(ERROR_EXIT_CODE, pipe)
     pipe.send_bytes(READY)
+    # Whoever takes a rank that has waited asks whether it is still there: one that was killed meanwhile never answers.
+    _next_message(pipe, directory)
+    pipe.send_bytes(READY)
     (order,) = first_orders(pipe, directory)
     return order
 
 
 def first_orders(pipe: Connection, directory: Path) -> Sequence[RankOrder]:
     """The orders that a new process waits for. If its controller ends first, remove the case's files and leave."""
+    return decode(_next_message(pipe, directory))
+
+
+def _next_message(pipe: Connection, directory: Path) -> bytes:
     try:
-        return decode(pipe.recv_bytes())
+        return pipe.recv_bytes()
     except EOFError:
         remove_directory(directory)
         leave(0, pipe)
