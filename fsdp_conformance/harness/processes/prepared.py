@@ -112,8 +112,7 @@ class PreparedRanks:
             if not _are_ready(found.ranks.members, time.monotonic() + READY_S):
                 return None
             resources.pop_all()
-            return found.ranks
-        return None
+        return found.ranks
 
     def close(self) -> None:
         """End the set, if there is one."""

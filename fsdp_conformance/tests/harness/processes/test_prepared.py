@@ -32,7 +32,7 @@ class Cases(ShardedTrainingTestCase):
 
     __test__ = False
     case_timeout_s = 120.0
-    first_group = FirstGroup()
+    first_group: FirstGroup | None = FirstGroup()
 
     @property
     def world_size(self) -> int:
