@@ -155,9 +155,8 @@ def from_words(
         )
     if share_devices and ranks not in (None, RANKS[0]):
         problems.append(f"ranks must be {RANKS[0]!r} with share_devices, got {ranks!r}")
-    if slots_per_device is not None:
-        given["slots_per_device"] = _slots(slots_per_device, problems)
-        problems += _slots_problems(device or DEFAULTS.device, ranks=ranks, share_devices=bool(share_devices))
+    given["slots_per_device"], wrong = _slots(slots_per_device, device or DEFAULTS.device, ranks, share_devices)
+    problems += wrong
     if stress and ranks == "simulated":
         problems.append("ranks must be processes with stress: simulated ranks take turns, and nothing is late")
     if stress_seed is not None and not stress:
@@ -191,18 +190,15 @@ def _world_size(word: str, problems: list[str]) -> int:
     return 0
 
 
-def _slots(word: str, problems: list[str]) -> int:
-    if word == AUTO:
-        return 0
-    if word.isdecimal() and int(word) > 0:
-        return int(word)
-    problems.append(f"slots_per_device must be a positive integer or {AUTO!r}, got {word!r}")
-    return 1
-
-
-def _slots_problems(device: str, *, ranks: str | None, share_devices: bool) -> list[str]:
-    """Why slots mean nothing in such a run."""
+def _slots(
+    word: str | None, device: str, ranks: str | None, share_devices: bool | None
+) -> tuple[int | None, list[str]]:
+    """The number (0 for what fits), and why it is wrong or means nothing in such a run."""
+    if word is None:
+        return None, []
     problems = []
+    if word != AUTO and not (word.isdecimal() and int(word) > 0):
+        problems.append(f"slots_per_device must be a positive integer or {AUTO!r}, got {word!r}")
     if device in ("cpu", SIMULATED):
         problems.append(
             f"slots_per_device is for devices that ranks own, got device {device!r}, where any number of cases runs"
@@ -211,7 +207,7 @@ def _slots_problems(device: str, *, ranks: str | None, share_devices: bool) -> l
         problems.append("slots_per_device must be omitted with share_devices, where no rank owns a device")
     if ranks == "torchrun":
         problems.append("slots_per_device must be omitted with torchrun, which runs one case at a time")
-    return problems
+    return int(word) if word.isdecimal() else 0, problems
 
 
 def _seed(word: str | None, problems: list[str]) -> int:

@@ -350,4 +350,4 @@ def test_cases_across_two_hosts(tmp_path: Path) -> None:
     hosts = {record.case: record for record in read(tmp_path / "hosts").records}
     assert {record.verdict for record in hosts.values()} == {Verdict.PASS}
     variables = hosts[FIRST].environment["variables"]
-    assert (variables["GLOO_SOCKET_IFNAME"], variables["LOCAL_WORLD_SIZE"]) == ("link0", "1")
+    assert (variables["GLOO_SOCKET_IFNAME"], variables["LOCAL_RANK"]) == ("link0", "0")
