@@ -114,7 +114,7 @@ def run_on_hosts(commands: Sequence[Sequence[str]], log: Path) -> int:
 
 
 def run(words: Sequence[str]) -> int:
-    """Run a command to its end. Its exit status."""
+    """Run a command to its end. Its exit status. If this process is told to end, so is the command."""
     process = subprocess.Popen(words)
     # Ctrl-C reaches the run as well, which then ends in order; wait for it.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -122,6 +122,9 @@ def run(words: Sequence[str]) -> int:
         return process.wait()
     finally:
         signal.signal(signal.SIGINT, before)
+        if process.returncode is None:
+            end_family(process.pid)
+            process.wait()
 
 
 def finished(path: Path, status: int) -> RunFile:
@@ -221,6 +224,8 @@ def compare(argv: Sequence[str], directory: Path) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """The exit status."""
+    # Two hosts outlive a process that ends without giving them back.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as directory:
         try:
             return compare(argv, Path(directory))
@@ -230,6 +235,8 @@ def main(argv: Sequence[str]) -> int:
         except ConformanceError as error:
             complain(error)
             return int(error.exit_status)
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -323,6 +323,31 @@ def test_the_link_between_two_hosts(script: dict[str, Any], link: dict[str, floa
     assert not any(name in left for name in names)
 
 
+def test_a_comparison_that_is_told_to_end(script: dict[str, Any], tmp_path: Path) -> None:
+    """Its hosts and all that runs on them go with it."""
+    problem = allows_namespaces()
+    if problem:
+        pytest.skip(f"NOT_RUN_ENV: no network namespaces here: {problem}")
+    code = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT / "ci")!r})
+script = runpy.run_path({str(ROOT / "ci/compare_ranks.py")!r})
+def words_on_hosts(hosts, *_):
+    print(*hosts.names, flush=True)
+    return [hosts.words(host, ["sh", "-c", "sleep 300", "sh"]) for host in range(2)]
+script["main"].__globals__["words_on_hosts"] = words_on_hosts
+options = ["--ranks", "hosts,processes", "--case", {FIRST!r}, "--report", {str(tmp_path)!r}]
+sys.exit(script["main"](["torch-fsdp2", *options]))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as comparison:
+        assert comparison.stdout is not None
+        names = next(line for line in comparison.stdout if line.startswith("fsdp-conformance-")).split()
+        comparison.terminate()
+        assert comparison.wait(60) == 143
+    left = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
+    assert not any(name in left for name in names)
+
+
 @pytest.mark.nightly
 def test_cases_across_two_hosts(tmp_path: Path) -> None:
     """The same verdicts as on one host, over a link that delays and loses packets."""
