@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import distributed
 
+from fsdp_conformance.config import RunSettings
 from fsdp_conformance.harness import ahead, context, devices, leases
 from fsdp_conformance.harness.ahead import make_first_group
 from fsdp_conformance.harness.device_memory import RANK_MIB, DeviceMemory
@@ -21,7 +22,9 @@ from fsdp_conformance.harness.processes import prepared as preparation
 from fsdp_conformance.harness.processes.prepared import prepared
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
+from fsdp_conformance.selftest.cases import bound_case, run_case
 from fsdp_conformance.tests.harness.test_torchrun_dealing import orders
+from fsdp_conformance.verdict import Verdict
 
 PATIENCE_S = 60.0
 POLL_S = 0.01
@@ -262,3 +265,24 @@ def test_getting_ready_touches_the_device_in_order(tmp_path: Path, monkeypatch: 
     ahead.get_ready(order)
 
     assert done == ["settings", "activate cpu", "use cpu", "warm up cpu", "group on cpu"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "device"),
+    [("R001/exact-probe-ws2", "cpu"), ("R034/freed-after-forward-reshard-ws2", "sim")],
+    ids=["parity", "bytes on a device"],
+)
+def test_a_case_judges_prepared_ranks_alike(case: str, device: str) -> None:
+    """The same verdict, comparisons and measured bytes as with ranks that were started for it."""
+    bound = bound_case(case)
+    records = []
+    for _ in range(2):
+        prepared.expect(2)
+        records.append(run_case(bound, "torch-fsdp2", base=RunSettings(device=device)))
+    started, ready = records
+
+    assert (started.verdict, ready.verdict) == (Verdict.PASS, Verdict.PASS), ready.reason
+    assert (started.environment["start"], ready.environment["start"]) == ("forkserver", "prepared")
+    assert (started.comparisons, started.schedule) == (ready.comparisons, ready.schedule)
+    assert started.measurements == ready.measurements
