@@ -4,10 +4,11 @@ What the parts of a case take on this machine, and how long a profile then takes
 
 Runs a few cases of each world size, one at a time, and splits the seconds of each: forking ranks and ending them, their
 settings and imports, the first group, training the engine, and judging (references and comparisons). With --prepare,
-the ranks of a case get ready while the one before runs, as they do on GPUs by default; what is left of the first group
-is then waiting for it. Afterwards it deals a whole profile of cases that take so long to the workers of a node, as
-`run -n auto` does, and prints the wall time for each number of slots per device. World sizes that were not measured get
-a duration from a straight line through the others. The last line is the wall time in minutes with the most slots.
+the ranks of a case get ready while it runs once before, as those of the next case do on GPUs by default; then there is
+no first group, and waiting for ranks that are not ready counts with forking. Afterwards it deals a whole profile of
+cases that take so long to the workers of a node, as `run -n auto` does, and prints the wall time for each number of
+slots per device. World sizes that were not measured get a duration from a straight line through the others. The last
+line is the wall time in minutes with the last number of slots.
 
 The model leaves out that cases slow each other down: where ranks share a device, and where a node has too few cores.
 """
@@ -127,6 +128,8 @@ def main() -> None:
         cases = [bound for bound in known if bound.case.world_size == size]
         found: list[Parts] = []
         for bound in cases[:: max(1, len(cases) // args.cases)]:
+            if args.prepare:
+                measured(bound, size)  # while it runs, the ranks of the next one get ready
             parts = measured(bound, size)
             found += [parts] if parts is not None else []
         if found:
