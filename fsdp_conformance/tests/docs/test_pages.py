@@ -36,7 +36,7 @@ pytestmark = checkout.required
 #: How many blocks of a page nothing here can run. A block that joins them is a change of this table.
 NOT_RUN = {
     "README.md": 1,
-    "docs/gpus-and-clusters.md": 3,
+    "docs/gpus-and-clusters.md": 6,
     "docs/how-it-works.md": 1,
     "docs/quickstart.md": 1,
     "docs/reading-a-verdict.md": 3,
@@ -58,7 +58,7 @@ WORDS_OF = {
 }
 
 #: Programs whose command lines only a comment `not run` excuses.
-FOREIGN = ("pip", "python", "pytest", "torchrun", "sbatch")
+FOREIGN = ("pip", "python", "pytest", "torchrun", "sbatch", "kubectl")
 
 MAX_README_LINES = 180
 #: What the README promises of its adapter.
