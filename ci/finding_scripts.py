@@ -26,7 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "ci/findings"
 DEADLINE_S = 300.0
 #: Folders of engines that have an environment of their own (ci/setup NAME), named after their package.
-OTHER_ENGINES = ("deepspeed", "fairscale", "megatron_fsdp", "torchtitan", "accelerate", "lightning_fabric")
+OTHER_ENGINES = (
+    *("deepspeed", "fairscale", "megatron_fsdp", "torchtitan", "accelerate", "lightning_fabric", "colossalai"),
+)
 #: Lines of output that are shown of a script that ended otherwise.
 LAST_LINES = 8
 

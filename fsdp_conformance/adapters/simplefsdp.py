@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from typing import ClassVar
 
 import torch.distributed as dist
@@ -21,13 +20,10 @@ class SimpleFSDP(TorchAdapter):
     """
 
     name: ClassVar[str] = "simplefsdp"
+    package: ClassVar[str] = "torchtitan"
     capabilities: ClassVar[frozenset[str]] = frozenset({"zero2", "init_never", "zero_size_shard", "clip_norm_type"})
     declines: ClassVar[frozenset[str]] = frozenset({"wrap_again"})
     grad_reduction_of_accumulation: ClassVar[str] = "reduced"
-
-    @classmethod
-    def version(cls) -> str:
-        return importlib.metadata.version("torchtitan")
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         from torchtitan.experiments.graph_trainer.simple_fsdp import data_parallel

@@ -97,6 +97,22 @@ def test_every_flag_of_a_bundled_adapter_is_one() -> None:
     }
 
 
+def test_the_version_is_that_of_the_package() -> None:
+    """An adapter names the distribution, and reports give the version that is installed; without one, they give none."""
+
+    class OfPytest(TorchAdapter):
+        package = "pytest"
+
+        def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+            return model
+
+    class Unnamed(OfPytest):
+        package = ""
+
+    assert OfPytest.version() == pytest.__version__
+    assert Unnamed.version() == ""
+
+
 def test_undeclared_flags_are_refused() -> None:
     """All of them are named, and the first is the error's capability."""
     with pytest.raises(Unsupported, match="cpu_offload_params, hsdp, but Bare does not declare them") as caught:
