@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
