@@ -56,7 +56,10 @@ class ColossalAIZeRO(TorchAdapter):
         return engine
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self.optimizer.backward(loss, retain_graph=retain_graph)
+        if self.optimizer is None:
+            super().backward(loss, retain_graph=retain_graph)
+        else:
+            self.optimizer.backward(loss, retain_graph=retain_graph)
 
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
         if max_norm != self.plan.max_norm:

@@ -81,6 +81,13 @@ class MegatronFSDP(TorchAdapter):
         # A rank whose part is empty has no gradient.
         return full_gradients(self.parameters(), self.device, self.full, of_any_rank=True)
 
+    def local_tensors(self) -> dict[str, list[Tensor]]:
+        model: Any = self.model
+        held = super().local_tensors()
+        # Between steps the module has the optimizer's copies. Those that it computes with are in buffers.
+        buffers = [group.model_weight_buffer.data for group in model.param_and_grad_buffer.parameter_groups]
+        return {**held, "params": buffers, "master": held["params"]}
+
 
 class MegatronFSDPZeRO1(MegatronFSDP):
     """The optimizer state is sharded. Gradients are summed on each rank until the last micro-batch."""
