@@ -466,9 +466,18 @@ class Adapter(ABC):
         return cleaned_parameters(self.module())
 
     def set_requires_grad(self, frozen: Iterable[str]) -> None:
-        """From now on exactly the named parameters have `requires_grad=False`."""
-        names = set(frozen)
-        for name, parameter in self.parameters().items():
+        """
+        From now on exactly the named parameters have `requires_grad=False`.
+
+        Raises Unsupported if the user has no such parameter to set, as with flat parameters.
+        """
+        names, parameters = set(frozen), self.parameters()
+        hidden = sorted(names - parameters.keys())
+        if hidden:
+            raise Unsupported(
+                "frozen_dynamic", f"the wrapped model shows no parameter {hidden[0]!r} that can be frozen"
+            )
+        for name, parameter in parameters.items():
             parameter.requires_grad_(name not in names)
 
     def drop_grads(self, names: Iterable[str]) -> None:

@@ -81,6 +81,11 @@ class MegatronFSDP(TorchAdapter):
         # A rank whose part is empty has no gradient.
         return full_gradients(self.parameters(), self.device, self.full, of_any_rank=True)
 
+    def parameters(self) -> dict[str, nn.Parameter]:
+        # From a forward on, the module has other ones, whose storage may be freed; a state dict puts these back.
+        model: Any = self.model
+        return dict(model.param_and_grad_buffer.optimizer_named_parameters)
+
     def local_tensors(self) -> dict[str, list[Tensor]]:
         model: Any = self.model
         held = super().local_tensors()

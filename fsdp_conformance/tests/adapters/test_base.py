@@ -98,7 +98,7 @@ def test_every_flag_of_a_bundled_adapter_is_one() -> None:
 
 
 def test_the_version_is_that_of_the_package() -> None:
-    """An adapter names the distribution, and reports give the version that is installed; without one, they give none."""
+    """An adapter names the distribution, and reports give its installed version; without one, they give none."""
 
     class OfPytest(TorchAdapter):
         package = "pytest"
