@@ -30,12 +30,12 @@ ENGINES: dict[str, Absent] = {
     "bmtrain": Absent(
         title="BMTrain",
         tried="bmtrain 1.0.1",
-        seen="it needs NVIDIA's driver: its own extension calls NCCL directly, not through torch.distributed",
+        seen='it calls NCCL itself, and its import raises "Run pip install nvidia-nccl-cu11" without it',
     ),
     "vescale": Absent(
         title="veScale",
         tried="vescale 0.0.1",
-        seen="it was made for torch 2.2, and its ZeRO optimizer takes only its own DTensor, which needs CUDA",
+        seen='its data parallelism raises "Torch not compiled with CUDA enabled"; its ZeRO takes CUDA tensors',
     ),
 }
 

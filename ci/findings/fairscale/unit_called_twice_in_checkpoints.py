@@ -21,7 +21,6 @@ torch.cuda.is_available = lambda: True
 torch.Tensor.cuda = lambda tensor: tensor
 torch.Tensor.record_stream = lambda tensor, stream: None
 from fairscale.nn.data_parallel import FullyShardedDataParallel  # noqa: E402
-
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 os.environ["ENABLE_NCCL_BASE_COLLECTIVES"] = "0"
