@@ -397,7 +397,7 @@ class CaseChecks:
         """
         `requires_grad` of every parameter is as in the model, after setup and after the last step.
 
-        Flat parameters hide the model's own, and its flags: an engine that promises those (`orig_params`) must show all.
+        Flat parameters hide the model's own, and their flags. An engine that declares `orig_params` must show all.
         """
         if not run.requires_grad:
             self.report.notes.append("cannot read requires_grad: the adapter exposes no module")
