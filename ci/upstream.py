@@ -193,7 +193,7 @@ def _environment(tests: Path, subject: str, ranks: str) -> dict[str, str]:
         "FSDP_CONFORMANCE_UPSTREAM_RANKS": ranks,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         # Tests of DDP that want to be told, instead of asking.
-        "BACKEND": "gloo",
+        "BACKEND": "nccl" if ranks == "simulated" else "gloo",
         "WORLD_SIZE": "2",
         "INIT_METHOD": "",
         "TEMP_DIR": tempfile.gettempdir(),

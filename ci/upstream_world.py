@@ -30,6 +30,7 @@ from torch.distributed import device_mesh, distributed_c10d, fsdp
 from torch.distributed.fsdp import fully_sharded_data_parallel
 from torch.nn.parallel import distributed as data_parallel
 from torch.testing._internal import common_device_type
+from torch.testing._internal.distributed._tensor import common_dtensor
 from torch.utils import _device
 
 from fsdp_conformance.harness import torch_compat
@@ -67,6 +68,9 @@ def _use_our_ranks() -> None:
     ours = {name: getattr(torch_compat, name) for name in names}
     _set(common_distributed, common_fsdp, **ours)
     _set(common_fsdp, FSDPTest=torch_compat.FSDPTest)
+    # Classes that torch made from its own base keep it; these are what test files derive from.
+    _set(common_dtensor, MultiProcessTestCase=torch_compat.MultiProcessTestCase)
+    _set(common_dtensor, DTensorTestBase=torch_compat.DTensorTestBase)
 
 
 # --- cuda is the CPU --------------------------------------------------------------------------------------------------
