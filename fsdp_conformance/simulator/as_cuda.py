@@ -280,6 +280,7 @@ def _install_distributed(replaced: Replacements) -> None:
             replaced.set(module, get_default_backend_for_device=get_default_backend_for_device)
         if not hasattr(module, "ProcessGroupNCCL"):  # a build for the CPU
             replaced.set(module, ProcessGroupNCCL=_process_group_nccl())
+    _install_backends(replaced)
     _install_meshes(replaced)
     attention.install(replaced)
 
@@ -293,6 +294,27 @@ def _process_group_nccl() -> type:
             self.is_high_priority_stream = is_high_priority_stream
 
     return type("ProcessGroupNCCL", (), {"Options": Options})
+
+
+def _install_backends(replaced: Replacements) -> None:
+    """A program's own backends for CUDA, such as torch.testing's between threads, serve tensors on the accelerator."""
+    backends: Any = distributed_c10d.Backend
+    register = vars(backends)["register_backend"].__func__
+
+    def serve(name: str) -> None:
+        devices = backends.backend_capability.get(name, ())
+        if CUDA in devices and SIMULATED not in devices:
+            replaced.on_undo(functools.partial(backends.backend_capability.__setitem__, name, devices))
+            backends.backend_capability[name] = [*devices, SIMULATED]
+
+    @functools.wraps(register)
+    def register_and_serve(cls: Any, name: str, *args: Any, **kwargs: Any) -> None:
+        register(cls, name, *args, **kwargs)
+        serve(name.lower())
+
+    for name in backends._plugins:
+        serve(name.lower())
+    replaced.set(backends, register_backend=classmethod(register_and_serve))
 
 
 def _install_meshes(replaced: Replacements) -> None:

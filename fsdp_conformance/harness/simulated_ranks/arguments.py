@@ -14,7 +14,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.errors import InvalidCollective
 from fsdp_conformance.history.collective import Op
 
 #: The reductions that simulated ranks can do.
@@ -34,7 +34,7 @@ def require_call(
     rank: int,
     size: int,
 ) -> None:
-    """Raise ConfigError unless rank `rank` of a group of `size` ranks can take part with these arguments."""
+    """Raise InvalidCollective unless rank `rank` of a group of `size` ranks can take part with these arguments."""
     problems: list[str] = []
     if reduce_op:
         problems += _of_reduction(reduce_op, inputs or outputs)
@@ -44,7 +44,7 @@ def require_call(
     if not problems:
         problems += _of_sizes(op, inputs, outputs, is_root=rank == root, size=size)
     if problems:
-        raise ConfigError(problems, where=f"{op.value} of simulated ranks")
+        raise InvalidCollective(problems, where=f"{op.value} of simulated ranks")
 
 
 def _of_reduction(reduce_op: str, tensors: Sequence[Tensor]) -> Iterator[str]:
