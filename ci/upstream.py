@@ -192,6 +192,9 @@ def _environment(tests: Path, subject: str, ranks: str) -> dict[str, str]:
         "FSDP_CONFORMANCE_UPSTREAM_SUBJECT": subject,
         "FSDP_CONFORMANCE_UPSTREAM_RANKS": ranks,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        # Some of torch's base classes show C++ frames in every message, and addr2line needs many seconds for them.
+        "TORCH_DISABLE_ADDR2LINE": "1",
+        "TORCH_SYMBOLIZE_MODE": "fast",
         # Tests of DDP that want to be told, instead of asking.
         "BACKEND": "nccl" if ranks == "simulated" else "gloo",
         "WORLD_SIZE": "2",

@@ -109,11 +109,12 @@ class FullyShardedDataParallel(TorchStateDicts):
         which submodules become separate units, with these options: one of `wrap_policy`, or of torch's.
         `forward_prefetch`: whether to prefetch in forward the unit that came next in the last iteration.
         `ignored_modules`: left alone on each rank; `ignored_states`: the same for modules, or for single parameters.
-        `param_init_fn`: gets each module on the meta device, and gives its own tensors memory and values; None: the unit
-        does, with their `reset_parameters`. `device_id`: where the unit computes and its parameters and buffers are moved; None: where they are. `sync_module_states`: whether
-        parameters and buffers are broadcast from the first rank of the group. `persist_numel`: parameters of at most
-        this many elements stay whole. `reshard_after_forward`: the number of ranks to shard parameters over between
-        forward and backward; None: the whole group.
+        `param_init_fn`: gets each module on the meta device, and gives its own tensors memory and values; None: the
+        unit does, with their `reset_parameters`. `device_id`: where the unit computes and its parameters and buffers
+        are moved; None: where they are. `sync_module_states`: whether parameters and buffers are broadcast from the
+        first rank of the group. `persist_numel`: parameters of at most this many elements stay whole.
+        `reshard_after_forward`: the number of ranks to shard parameters over between forward and backward; None: the
+        whole group.
 
         `limit_all_gathers` and `use_orig_params` exist for compatibility with torch. Streams order the memory that
         gathers use, so the host is never blocked; and only original parameters are supported.

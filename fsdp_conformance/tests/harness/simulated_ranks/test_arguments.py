@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.harness.simulated_ranks.arguments import require_call
+from fsdp_conformance.errors import ConfigError, InvalidCollective
+from fsdp_conformance.harness.simulated_ranks.arguments import Call, require_call, require_message
 from fsdp_conformance.harness.simulated_ranks.ranks import run_ranks
 from fsdp_conformance.history.collective import Op
 
@@ -19,6 +19,7 @@ SIZE = 3
 
 #: Generous: everything below takes seconds on a free machine.
 TIMEOUT_S = 600.0
+
 
 def _sparse(rank: int, *, twice: bool = False) -> Tensor:
     """Two of six rows, one of them every rank's; with `twice`, one row in two parts."""
@@ -83,45 +84,107 @@ def _dense(*numels: int) -> list[Tensor]:
     return [torch.zeros(numel) for numel in numels]
 
 
+def _call(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor], options: dict[str, Any]) -> Call:
+    return Call(op=op, inputs=inputs, outputs=outputs, **{"rank": 0, "size": SIZE, **options})
+
+
+_SPLIT: dict[str, Any] = {"splits": ((), ())}
+_LEAF = torch.zeros(2, requires_grad=True)
+
+
 @pytest.mark.parametrize(
     ("op", "inputs", "outputs", "options", "message"),
     [
         (Op.BROADCAST, _dense(2), _dense(2), {"root": -1}, "the root must be a rank of the group, from 0 to 2, got -1"),
         (Op.SCATTER, [], _dense(2), {"root": 3}, "the root must be a rank of the group, from 0 to 2, got 3"),
         (Op.GATHER, _dense(2), _dense(2, 2), {}, "the output must be a list of 3 tensors, got 2"),
-        (Op.GATHER, _dense(2), _dense(2, 1, 2), {}, "tensors of 2 elements, like the input, got 1 at 1"),
+        (Op.GATHER, _dense(2), _dense(2, 1, 2), {}, r"must have shape \(2,\), like the input, got \(1,\) at 1"),
         (Op.SCATTER, _dense(2, 2), _dense(2), {}, "the input must be a list of 3 tensors, got 2"),
-        (Op.REDUCE_SCATTER, _dense(7), _dense(2), {}, "3 times the elements of the output, 6, got 7"),
-        (Op.REDUCE_SCATTER, _dense(2, 2, 3), _dense(2), {}, "tensors of 2 elements, like the output, got 3 at 2"),
-        (Op.ALL_GATHER, _dense(2), _dense(5), {}, "3 times the elements of the input, 6, got 5"),
-        (Op.ALL_GATHER, _dense(1, 2), _dense(1, 2, 1, 2, 2, 2), {}, "1 elements, like the input, got 2 at 4"),
+        (Op.REDUCE_SCATTER, _dense(7), _dense(2), {}, r"shape \(6,\), 3 times the output, got \(7,\)"),
+        (Op.REDUCE_SCATTER, _dense(3, 2, 2), _dense(2), {}, r"shape \(2,\), like the output, got \(3,\) at 0"),
+        (Op.REDUCE_SCATTER, [torch.zeros(3)], [torch.zeros(())], {}, "the output must have at least one dimension"),
+        (Op.ALL_GATHER, _dense(2), _dense(5), {}, r"shape \(6,\), 3 times the input, got \(5,\)"),
+        (Op.ALL_GATHER, _dense(2), [torch.zeros(3, 2)], {}, r"shape \(6,\), 3 times the input, got \(3, 2\)"),
+        (Op.ALL_GATHER, _dense(1, 2), _dense(1, 2, 1, 2, 2, 2), {}, r"like the input, got \(2,\) at 4"),
+        (Op.ALL_GATHER, _dense(2), [_LEAF, *_dense(2, 2)], {}, "must not be a parameter"),
+        (Op.ALL_GATHER, _dense(2), [torch.zeros(6).double()], {}, "one dtype, got torch.float32, torch.float64"),
+        (Op.BROADCAST, [torch.zeros(2, dtype=torch.int16)], [], {}, "dtype must be one of .*, got torch.int16"),
         (Op.BROADCAST, [_sparse(0)], [_sparse(0)], {}, "tensors must be dense"),
+        (Op.BROADCAST, [torch.zeros(3, 2)[:, 0]], [], {}, r"must be contiguous, got shape \(3,\) with strides \(2,\)"),
+        (Op.SEND, [torch.zeros(3, 2).t()], [], {}, "must be contiguous"),
+        (Op.ALL_REDUCE, [], [], {}, "at least one tensor"),
+        (Op.ALL_REDUCE, _dense(2, 3), _dense(2, 3), {}, "like the first input"),
+        (Op.REDUCE, _dense(2, 2), _dense(2, 2), {}, "one tensor, got 2"),
         (Op.ALL_REDUCE, [_sparse(0)], [_sparse(0)], {"reduce_op": "MAX"}, "reduce_op must be SUM for sparse tensors"),
         (Op.ALL_REDUCE, _dense(2), _dense(2), {"reduce_op": "PREMUL_SUM"}, "reduce_op must be one of SUM"),
+        (Op.ALL_TO_ALL, _dense(2, 2, 2), _dense(2, 2), {}, "the output must be a list of 3 tensors, got 2"),
+        (Op.ALL_TO_ALL, _dense(2, 2, 3), _dense(2, 2, 2), {}, r"like the first output, got \(3,\) at 2"),
+        (Op.ALL_TO_ALL, _dense(4), _dense(4), _SPLIT, "the rows of the output must be a multiple of 3, got 4"),
+        (Op.ALL_TO_ALL, _dense(3), _dense(6), _SPLIT, "the output must have the elements of the input, 3, got 6"),
+        (Op.ALL_TO_ALL, _dense(3), _dense(3), {"splits": ((1, 1), (1, 1, 1))}, "output_split_sizes must be 3 numbers"),
+        (Op.ALL_TO_ALL, _dense(3), _dense(3), {"splits": ((), (-1, 2, 2))}, r"add up to 3.*got \[-1, 2, 2\]"),
     ],
 )  # fmt: skip
 def test_what_makes_no_collective_is_refused(
     op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor], options: dict[str, Any], message: str
 ) -> None:
-    """Each rank is told from its own arguments."""
-    with pytest.raises(ConfigError, match=message):
-        require_call(op, inputs, outputs, **{"reduce_op": "", "root": 0, "rank": 0, "size": SIZE, **options})
+    """Each rank is told from its own arguments, by an exception of the kind that torch's backends raise."""
+    with pytest.raises(InvalidCollective, match=message) as raised:
+        require_call(_call(op, inputs, outputs, options))
+    assert isinstance(raised.value, RuntimeError)
 
 
 @pytest.mark.parametrize(
-    ("op", "inputs", "outputs"),
+    ("op", "inputs", "outputs", "options"),
     [
-        (Op.REDUCE_SCATTER, _dense(6, 3), _dense(2, 1)),
-        (Op.REDUCE_SCATTER, _dense(2, 2, 2), _dense(2)),
-        (Op.ALL_GATHER, _dense(1, 2), _dense(1, 2, 1, 2, 1, 2)),
-        (Op.ALL_GATHER, _dense(1, 2), _dense(3, 6)),
-        (Op.GATHER, _dense(2), _dense(2, 2, 2)),
-        (Op.SCATTER, _dense(2, 2, 2), _dense(2)),
+        (Op.REDUCE_SCATTER, _dense(6, 3), _dense(2, 1), {"coalesced": True}),
+        (Op.REDUCE_SCATTER, _dense(2, 2, 2), _dense(2), {}),
+        (Op.REDUCE_SCATTER, _dense(1, 2, 3), _dense(2), {"rank": 1}),
+        (Op.ALL_GATHER, _dense(1, 2), _dense(1, 2, 1, 2, 1, 2), {}),
+        (Op.ALL_GATHER, _dense(1, 2), _dense(3, 6), {"coalesced": True}),
+        (Op.ALL_REDUCE, _dense(1, 2), _dense(1, 2), {"coalesced": True}),
+        (Op.GATHER, _dense(2), _dense(2, 2, 2), {}),
+        (Op.SCATTER, _dense(2, 2, 2), _dense(2), {}),
+        (Op.ALL_TO_ALL, _dense(6), _dense(3), {"splits": ((1, 1, 1), (6, 0, 0))}),
+        (Op.SEND, [torch.zeros(2, dtype=torch.int16)], [], {}),
+        (Op.BARRIER, [], [], {}),
     ],
 )
-def test_what_makes_one_is_not(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+def test_what_makes_one_is_not(
+    op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor], options: dict[str, Any]
+) -> None:
     """Whole tensors and lists of parts, one or several at a time."""
-    require_call(op, inputs, outputs, reduce_op="", root=0, rank=0, size=SIZE)
+    require_call(_call(op, inputs, outputs, options))
+
+
+@pytest.mark.parametrize(
+    ("peer", "tag", "message"),
+    [
+        (-1, 0, "the peer must be a rank of the group, from 0 to 2, got -1"),
+        (SIZE, 0, "from 0 to 2, got 3"),
+        (1, 0, "the peer must be another rank, got 1"),
+        (0, -1, "tag must be at least 0, got -1"),
+    ],
+)
+def test_messages_that_nobody_can_get(peer: int, tag: int, message: str) -> None:
+    """gloo waits for some of these until its timeout, and others end the process."""
+    with pytest.raises(InvalidCollective, match=message):
+        require_message(Op.RECV, peer, tag, rank=1, size=SIZE)
+    require_message(Op.RECV, 2, 3, rank=1, size=SIZE)
+
+
+def test_a_message_from_beyond_the_group_is_every_ranks_own_error() -> None:
+    """The rank that asks is told at once; the others go on."""
+
+    def body(rank: int) -> float:
+        if rank == 0:
+            with pytest.raises(InvalidCollective, match="from 0 to 2, got 3"):
+                dist.recv(torch.ones(1), SIZE)
+        mine = torch.ones(1)
+        dist.all_reduce(mine)
+        return float(mine)
+
+    assert [3.0] * SIZE == run_ranks(SIZE, body, timeout_s=TIMEOUT_S)
 
 
 def test_an_error_is_every_ranks_own() -> None:

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_conformance.tests.harness.simulated_ranks.sweep import SIZE, Call, Outcome, calls, difference, make_groups, outcome
+from fsdp_conformance.tests.harness.simulated_ranks.sweep import (
+    SIZE,
+    Call,
+    Outcome,
+    calls,
+    difference,
+    make_groups,
+    outcome,
+)
 from fsdp_conformance.tests.harness.simulated_ranks.sweep_of_mistakes import UNUSUAL, WRONG
 from fsdp_conformance.tests.harness.started_ranks import StartedRanks
 
