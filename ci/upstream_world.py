@@ -4,6 +4,7 @@ What PyTorch's distributed tests find in place of torch's harness, of CUDA, and 
 ci/upstream puts an import of this module before the others of every test file. It then replaces, in torch's modules:
 
 - the base classes of tests by those of `harness.torch_compat`
+- on simulated GPUs: nothing else, but races between ranks that are threads fail no test
 - on the CPU: what names "cuda" or "nccl" by its counterpart on the CPU, so that tests written for CUDA run, and
   `skip_if_lt_x_gpu`, which then never skips
 - with the reference engine as subject: torch's FullyShardedDataParallel by the engine's
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -53,8 +55,16 @@ def install() -> None:
     _use_our_ranks()
     if RANKS == "cpu":
         _take_cuda_as_cpu()
+    else:
+        _excuse_threads()
     if SUBJECT == "reference":
         _use_the_engine()
+
+
+def _excuse_threads() -> None:
+    """Races between ranks that are threads fail no test: see `ADAPTATIONS`."""
+    mark = pytest.mark.simulated_cuda(devices=1, hazards="report")
+    _set(common_distributed.MultiThreadedTestCase, pytestmark=[mark])
 
 
 def _set(*owners: object, **values: Any) -> None:

@@ -290,8 +290,9 @@ class TestAround(ShardedTestCase):
         self.assertEqual(["second.9.bias"], found.unexpected_keys)
         with self.assertRaisesRegex(RuntimeError, r'Missing.*"second\.3\.bias"[^_]*Unexpected.*"second\.9\.bias"'):
             outer.load_state_dict(moved)
-        nothing = outer.load_state_dict({}, strict=False)
-        self.assertEqual(list(state), nothing.missing_keys)
+        # torch itself does not miss the counters of normalisations in old state dicts, which have no versions.
+        counters = {"norm.num_batches_tracked"}
+        self.assertEqual(set(state), {*outer.load_state_dict({}, strict=False).missing_keys} | counters)
         wrong = {name: torch.zeros(99) if name == "second.3.bias" else value + 1 for name, value in state.items()}
         with self.assertRaisesRegex(RuntimeError, r"shape of 3\.bias"):
             outer.load_state_dict(wrong)

@@ -2,8 +2,8 @@
 Calls of torch.distributed that three ranks make in turn, to compare simulated ranks with gloo.
 
 `calls()` crosses the collectives with dtypes, reductions, layouts and groups; `sweep_of_mistakes` has those with wrong
-arguments, and unusual ones. A call takes a `Member`, and returns the tensors that the rank has afterwards. `outcome` turns this, or what was raised, into
-plain data that can go into a file.
+arguments, and unusual ones. A call takes a `Member`, and returns the tensors that the rank has afterwards. `outcome`
+turns this, or what was raised, into plain data that can go into a file.
 """
 
 from __future__ import annotations
