@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.harness.recording.call_site import Calling, calling_frame
@@ -139,8 +140,8 @@ def _follow_backward(replaced: Replacements, extension: Any) -> None:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether it has memory at the moment: a parameter that FSDP has resharded has none."""
-    return tensor.untyped_storage().size() > 0
+    """Whether it has memory at the moment: a parameter that FSDP has resharded has none, nor a tensor around others."""
+    return not is_traceable_wrapper_subclass(tensor) and tensor.untyped_storage().size() > 0
 
 
 def _joined(title: str, path: str) -> str:
