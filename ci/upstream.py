@@ -249,7 +249,7 @@ def read_report(path: Path, file: str) -> Outcome:
 _RAISED = re.compile(r"\brank \d+ raised (.+)")
 _EXCEPTION = re.compile(r"^(?:E\s+)?(?:[\w.]*\.)?([A-Z]\w*(?:Error|Exception|Warning)(?:: .*)?)$")
 _IN_TEST = re.compile(r"\bline (\d+), in (_?test_\w+)")
-_IN_THREAD = re.compile(r"\bThread \d+ exited with exception:\s*(Traceback.*)", re.DOTALL)
+_IN_THREAD = re.compile(r"\bThread \d+ exited with exception:\s*(?:E\s+)?(Traceback.*)", re.DOTALL)
 _RACE = re.compile(r"^(?:E\s+)?((?:read|write) after (?:read|write) on .+)$", re.MULTILINE)
 
 

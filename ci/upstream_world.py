@@ -78,6 +78,8 @@ def _use_our_ranks() -> None:
     ours = {name: getattr(torch_compat, name) for name in names}
     _set(common_distributed, common_fsdp, **ours)
     _set(common_fsdp, FSDPTest=torch_compat.FSDPTest)
+    # Its name in older tests.
+    _set(common_fsdp, test_compiled_fsdp=getattr(common_fsdp, "compiled_fsdp_test", None))
     # Classes that torch made from its own base keep it; these are what test files derive from.
     _set(common_dtensor, MultiProcessTestCase=torch_compat.MultiProcessTestCase)
     _set(common_dtensor, DTensorTestBase=torch_compat.DTensorTestBase)
@@ -268,6 +270,8 @@ def _make_tests_for_cpu() -> None:
         return lambda function: function
 
     _set(common_distributed, skip_if_lt_x_gpu=never_skip)
+    # Classes that want a GPU for each rank get the CPU.
+    _set(torch_compat.MultiProcessTestCase, cpu_world_size=_DEVICES)
 
 
 # --- the engine is torch's class --------------------------------------------------------------------------------------
