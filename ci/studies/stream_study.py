@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from fsdp_conformance.frames import below_torch
+from fsdp_conformance.frames import Frame, below_torch
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.checker import Wait
-from fsdp_conformance.simulator.hazard import Access, Frame, Hazard
+from fsdp_conformance.simulator.hazard import Access, Hazard
 from fsdp_conformance.simulator.sync_sites import SiteWatch
 from studies.stream_ranks import synchronized
 from studies.stream_runs import Outcome, run

@@ -273,4 +273,7 @@ def _identity(name: str, uuids: Sequence[str]) -> str:
 def _uuids() -> list[str]:
     """The UUIDs of all GPUs in the driver's order, without starting CUDA; empty if torch cannot tell."""
     ask = getattr(torch.cuda, "_raw_device_uuid_nvml", None)
-    return [str(uuid) for uuid in ask() or []] if ask is not None else []
+    try:
+        return [str(uuid) for uuid in ask() or []] if ask is not None else []
+    except OSError:
+        return []  # no driver: a program's GPUs may be simulated

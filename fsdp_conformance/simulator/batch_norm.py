@@ -19,12 +19,12 @@ def register() -> None:
     """Give the device these operations. Call it once, after the device has its name."""
     global _library
     if _library is None:
-        _library = torch.library.Library("aten", "IMPL", "PrivateUse1")
+        _library = torch.library.Library("aten", "IMPL", "PrivateUse1")  # type: ignore[no-untyped-call]
         for operation in (
             batch_norm_stats, batch_norm_gather_stats, batch_norm_gather_stats_with_counts, batch_norm_elemt,
             batch_norm_backward_reduce, batch_norm_backward_elemt,
         ):  # fmt: skip
-            _library.impl(operation.__name__, operation)
+            _library.impl(operation.__name__, operation)  # type: ignore[no-untyped-call]
 
 
 def batch_norm_stats(values: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.frames import Frame
@@ -141,8 +142,13 @@ def _follow_backward(replaced: Replacements, extension: Any) -> None:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether it has memory at the moment: a parameter that FSDP has resharded has none, nor has a lazy one."""
-    return not is_lazy(tensor) and tensor.untyped_storage().size() > 0
+    """
+    Whether it has memory of its own now: a parameter that FSDP has resharded has none, nor has a lazy one, nor a tensor
+    around others.
+    """
+    if is_lazy(tensor) or is_traceable_wrapper_subclass(tensor):
+        return False
+    return tensor.untyped_storage().size() > 0
 
 
 def _joined(title: str, path: str) -> str:
