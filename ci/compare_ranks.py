@@ -8,18 +8,32 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
+
+from two_hosts import TwoHosts
 
 from fsdp_conformance.cli import arguments, selection
 from fsdp_conformance.cli.messages import complain, plural
+from fsdp_conformance.cli.processes import end_family
 from fsdp_conformance.config import RANKS
 from fsdp_conformance.contract.profile import load_profile
-from fsdp_conformance.errors import ConfigError, ConformanceError, RunFileError
+from fsdp_conformance.errors import ConfigError, ConformanceError, EnvironmentUnavailable, RunFileError
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.report import runfile
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import Verdict
+
+#: torchrun on two hosts: not a kind of ranks to the suite, but one to compare.
+HOSTS = "hosts"
+KINDS = (*RANKS, HOSTS)
+
+#: Where the agents on two hosts meet. The hosts are ours, so nobody else has the port.
+_PORT = 29400
+
+#: How long the second host may take to end after the first, which judges.
+_END_S = 60.0
 
 #: Statuses of a run that finished.
 _JUDGED = (Status.CERTIFIED, Status.NOT_CERTIFIED)
@@ -29,16 +43,20 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """The options of this command, and those of the runs."""
     parser = arguments.Parser(prog="ci/compare-ranks", description="The same cases on each kind of ranks.")
     parser.add_argument("implementation", metavar="IMPLEMENTATION")
-    parser.add_argument("--ranks", default=",".join(RANKS), metavar="KINDS", help=f"default: {','.join(RANKS)}")
+    parser.add_argument(
+        "--ranks", default=",".join(RANKS), metavar="KINDS", help=f"of {', '.join(KINDS)} (default: {','.join(RANKS)})"
+    )
     parser.add_argument("--report", metavar="DIR", help="keep the run files in DIR/KIND")
-    parser.add_argument("-n", dest="workers", metavar="N", help="pytest workers, except for torchrun")
+    parser.add_argument("-n", dest="workers", metavar="N", help="pytest workers, except for torchrun and hosts")
+    parser.add_argument("--delay-ms", type=float, default=0.0, metavar="X", help="of a packet between two hosts")
+    parser.add_argument("--loss", type=float, default=0.0, metavar="P", help="probability that a packet is lost")
     return parser.parse_known_args(argv)
 
 
 def kinds_of(text: str) -> list[str]:
     """The kinds of ranks that were named. Raises ConfigError unless there are at least two, all known."""
     kinds = list(dict.fromkeys(text.split(",")))
-    problems = [f"ranks must be one of {', '.join(RANKS)}, got {kind!r}" for kind in kinds if kind not in RANKS]
+    problems = [f"ranks must be one of {', '.join(KINDS)}, got {kind!r}" for kind in kinds if kind not in KINDS]
     if len(kinds) < 2:
         problems.append(f"ranks must be at least two kinds, got {text!r}")
     if problems:
@@ -64,8 +82,39 @@ def words_of(kind: str, world_size: int, logs: Path) -> list[str]:
     return [sys.executable, "-m", *command]
 
 
+def words_on_hosts(hosts: TwoHosts, world_size: int, logs: Path) -> list[list[str]]:
+    """The beginning of the command for each of two hosts, the one that judges first."""
+    workers = (world_size + 1) // 2
+    found = []
+    for host in range(2):
+        agent = ["torch.distributed.run", "--nnodes", "2", "--node-rank", str(host)]
+        agent += ["--nproc-per-node", str(workers), "--master-addr", hosts.addresses[0], "--master-port", str(_PORT)]
+        agent += ["--log-dir", str(logs / f"host{host}")]
+        command = [sys.executable, "-m", *agent, "-m", "fsdp_conformance", "run", "--ranks", "torchrun"]
+        found.append(hosts.words(host, command))
+    return found
+
+
+def run_on_hosts(commands: Sequence[Sequence[str]], log: Path) -> int:
+    """Run a command on each host; what the second one says goes to `log`. The exit status of the first."""
+    with log.open("wb") as file:
+        second = subprocess.Popen(
+            commands[1], stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
+        )
+        try:
+            status = run(commands[0])
+            second.wait(_END_S)
+        except subprocess.TimeoutExpired:
+            complain(f"the second host had not ended {_END_S:.0f} s after the first, and was killed: {log}")
+        finally:
+            if second.poll() is None:
+                end_family(second.pid)
+                second.wait()
+    return status
+
+
 def run(words: Sequence[str]) -> int:
-    """Run a command to its end. Its exit status."""
+    """Run a command to its end. Its exit status. If this process is told to end, so is the command."""
     process = subprocess.Popen(words)
     # Ctrl-C reaches the run as well, which then ends in order; wait for it.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -73,6 +122,9 @@ def run(words: Sequence[str]) -> int:
         return process.wait()
     finally:
         signal.signal(signal.SIGINT, before)
+        if process.returncode is None:
+            end_family(process.pid)
+            process.wait()
 
 
 def finished(path: Path, status: int) -> RunFile:
@@ -127,24 +179,39 @@ def _row(first: str, cells: Iterable[str]) -> str:
     return f"{first:44}" + "".join(f"{cell:>14}" for cell in cells)
 
 
+def check_link(parsed: argparse.Namespace, kinds: Sequence[str]) -> None:
+    """Raise ConfigError for a link that cannot be made, or that no run would use."""
+    problems = []
+    if parsed.delay_ms < 0:
+        problems.append(f"delay_ms must not be negative, got {parsed.delay_ms:g}")
+    if not 0 <= parsed.loss < 1:
+        problems.append(f"loss must be at least 0 and less than 1, got {parsed.loss:g}")
+    if HOSTS not in kinds and (parsed.delay_ms or parsed.loss):
+        problems.append(f"delay_ms and loss are for {HOSTS}, got --ranks {parsed.ranks}")
+    if problems:
+        raise ConfigError(problems, where="ci/compare-ranks")
+
+
 def compare(argv: Sequence[str], directory: Path) -> int:
     """Run, and print the table. `directory` is for files that are not kept. Returns the exit status."""
     parsed, options = parse(argv)
     kinds = kinds_of(parsed.ranks)
+    check_link(parsed, kinds)
     world_size = largest_world(parsed.implementation, options)
     report = Path(parsed.report) if parsed.report else directory
     runs = {}
     for kind in kinds:
-        print(f"\n== {kind}", flush=True)
-        workers = ["-n", parsed.workers] if parsed.workers and kind != "torchrun" else []
-        status = run(
-            [
-                *words_of(kind, world_size, directory / "logs"),
-                *("--implementation", parsed.implementation, "--report", str(report / kind)),
-                *workers,
-                *options,
-            ]
-        )
+        link = f", {parsed.delay_ms:g} ms and {parsed.loss:.1%} of packets lost between them" if kind == HOSTS else ""
+        print(f"\n== {kind}{link}", flush=True)
+        given = ["--implementation", parsed.implementation, "--report", str(report / kind), *options]
+        with ExitStack() as resources:
+            if kind == HOSTS:
+                hosts = resources.enter_context(TwoHosts(delay_ms=parsed.delay_ms, loss=parsed.loss))
+                commands = words_on_hosts(hosts, world_size, directory / "logs")
+                status = run_on_hosts([[*words, *given] for words in commands], directory / "second-host.log")
+            else:
+                workers = ["-n", parsed.workers] if parsed.workers and kind != "torchrun" else []
+                status = run([*words_of(kind, world_size, directory / "logs"), *given, *workers])
         try:
             runs[kind] = finished(report / kind, status)
         except RunFileError as error:
@@ -157,12 +224,19 @@ def compare(argv: Sequence[str], directory: Path) -> int:
 
 def main(argv: Sequence[str]) -> int:
     """The exit status."""
+    # Two hosts outlive a process that ends without giving them back.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as directory:
         try:
             return compare(argv, Path(directory))
+        except EnvironmentUnavailable as error:
+            complain(f"{Verdict.NOT_RUN_ENV}: {error}")
+            return Status.ENVIRONMENT
         except ConformanceError as error:
             complain(error)
             return int(error.exit_status)
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "ci/findings"
 DEADLINE_S = 300.0
-#: Folders of engines that have an environment of their own (ci/setup NAME), named after their package.
-OTHER_ENGINES = ("deepspeed", "fairscale", "megatron_fsdp", "torchtitan", "accelerate", "lightning_fabric")
+#: Folders of engines that have an environment of their own, named after their package, and the NAME of ci/setup NAME.
+OTHER_ENGINES = {
+    "deepspeed": "deepspeed",
+    "fairscale": "fairscale",
+    "megatron_fsdp": "megatron",
+    "torchtitan": "simplefsdp",
+    "accelerate": "accelerate",
+    "lightning_fabric": "lightning",
+    "colossalai": "colossalai",
+}
 #: Lines of output that are shown of a script that ended otherwise.
 LAST_LINES = 8
 
@@ -78,8 +86,8 @@ def scripts(folder: Path = FOLDER) -> list[Path]:
 
 def run_script(script: Script, *, root: Path = ROOT, deadline_s: float = DEADLINE_S) -> tuple[Outcome, str]:
     """Run the script's command from `root`: the outcome, and what it printed."""
-    engine = script.path.parent.name
-    if engine in OTHER_ENGINES and importlib.util.find_spec(engine) is None:
+    python = _python_for(script.path.parent.name, root)
+    if python is None:
         return Outcome.ABSENT, ""
     if not script.command:
         return (
@@ -93,10 +101,18 @@ def run_script(script: Script, *, root: Path = ROOT, deadline_s: float = DEADLIN
     module = ["-m", "torch.distributed.run"] if program == "torchrun" else []
     # torchrun leaves a directory behind, and a script that is ended leaves what it has: all of it goes with this one.
     with tempfile.TemporaryDirectory(prefix="finding-", ignore_cleanup_errors=True) as scratch:
-        status, output = _run_command([sys.executable, *module, *arguments], root, scratch, deadline_s)
+        status, output = _run_command([python, *module, *arguments], root, scratch, deadline_s)
     if status is None:
         return Outcome.OTHERWISE, f"{output}\nnot finished after {deadline_s:.0f} s"
     return outcome_of(status, output), output
+
+
+def _python_for(engine: str, root: Path) -> str | None:
+    """The Python that has the engine: this one, or that of its own environment; None if it is not installed."""
+    if engine not in OTHER_ENGINES or importlib.util.find_spec(engine) is not None:
+        return sys.executable
+    own = root / f".venvs/{OTHER_ENGINES[engine]}/bin/python"
+    return str(own) if own.exists() else None
 
 
 def _run_command(command: Sequence[str], root: Path, scratch: str, deadline_s: float) -> tuple[int | None, str]:

@@ -4,6 +4,7 @@ What PyTorch's distributed tests find in place of torch's harness, of CUDA, and 
 ci/upstream puts an import of this module before the others of every test file. It then replaces, in torch's modules:
 
 - the base classes of tests by those of `harness.torch_compat`
+- on simulated GPUs: nothing else, but races between ranks that are threads fail no test
 - on the CPU: what names "cuda" or "nccl" by its counterpart on the CPU, so that tests written for CUDA run, and
   `skip_if_lt_x_gpu`, which then never skips
 - with the reference engine as subject: torch's FullyShardedDataParallel by the engine's
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -30,6 +32,7 @@ from torch.distributed import device_mesh, distributed_c10d, fsdp
 from torch.distributed.fsdp import fully_sharded_data_parallel
 from torch.nn.parallel import distributed as data_parallel
 from torch.testing._internal import common_device_type
+from torch.testing._internal.distributed._tensor import common_dtensor
 from torch.utils import _device
 
 from fsdp_conformance.harness import torch_compat
@@ -52,8 +55,16 @@ def install() -> None:
     _use_our_ranks()
     if RANKS == "cpu":
         _take_cuda_as_cpu()
+    else:
+        _excuse_threads()
     if SUBJECT == "reference":
         _use_the_engine()
+
+
+def _excuse_threads() -> None:
+    """Races between ranks that are threads fail no test: see `ADAPTATIONS`."""
+    mark = pytest.mark.simulated_cuda(devices=1, hazards="report")
+    _set(common_distributed.MultiThreadedTestCase, pytestmark=[mark])
 
 
 def _set(*owners: object, **values: Any) -> None:
@@ -67,6 +78,11 @@ def _use_our_ranks() -> None:
     ours = {name: getattr(torch_compat, name) for name in names}
     _set(common_distributed, common_fsdp, **ours)
     _set(common_fsdp, FSDPTest=torch_compat.FSDPTest)
+    # Its name in older tests.
+    _set(common_fsdp, test_compiled_fsdp=getattr(common_fsdp, "compiled_fsdp_test", None))
+    # Classes that torch made from its own base keep it; these are what test files derive from.
+    _set(common_dtensor, MultiProcessTestCase=torch_compat.MultiProcessTestCase)
+    _set(common_dtensor, DTensorTestBase=torch_compat.DTensorTestBase)
 
 
 # --- cuda is the CPU --------------------------------------------------------------------------------------------------
@@ -254,6 +270,8 @@ def _make_tests_for_cpu() -> None:
         return lambda function: function
 
     _set(common_distributed, skip_if_lt_x_gpu=never_skip)
+    # Classes that want a GPU for each rank get the CPU.
+    _set(torch_compat.MultiProcessTestCase, cpu_world_size=_DEVICES)
 
 
 # --- the engine is torch's class --------------------------------------------------------------------------------------

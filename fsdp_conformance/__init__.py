@@ -17,6 +17,7 @@ Words, without torch:
     refusal        what counts as a refusal, and what is a breakdown
     contract       the requirements, and the profiles of cases
     judge          the verdict on a case
+    packing        which cases run at the same time on the devices of a machine
 
 Running and observing:
     history        what was observed: losses, gradients, collectives, memory

@@ -394,11 +394,18 @@ class CaseChecks:
                 self.expect((step, unit) not in gathered, requirement, message, check="resharded", **where)
 
     def check_flags(self, run: TrainingHistory, workload: Workload, requirement: str) -> None:
-        """`requires_grad` of every parameter is as in the model, after setup and after the last step."""
+        """
+        `requires_grad` of every parameter is as in the model, after setup and after the last step.
+
+        Flat parameters hide the model's own, and their flags. An engine that declares `orig_params` must show all.
+        """
         if not run.requires_grad:
             self.report.notes.append("cannot read requires_grad: the adapter exposes no module")
             return
         for name, parameter in workload.build(self.rank).named_parameters():
+            if name not in run.requires_grad and not self.declares("orig_params"):
+                self.report.notes.append(f"cannot read requires_grad of {name!r}: the adapter shows no such parameter")
+                continue
             for phase, flags in (("init", run.requires_grad), ("step", run.final_requires_grad)):
                 where: dict[str, Any] = {"fqn": name, "phase": phase, "check": "flags"}
                 self.expect_equal(requirement, "requires_grad", flags.get(name), parameter.requires_grad, **where)

@@ -26,6 +26,7 @@ from fsdp_conformance.checks.sharing import Offer, is_untouched, offer_from_json
 from fsdp_conformance.errors import ReferencesDisagree, SuiteError
 from fsdp_conformance.harness import context
 from fsdp_conformance.harness.processes import preload
+from fsdp_conformance.harness.rank import FRESH
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.outcome import REFERENCES, RankReport
 from fsdp_conformance.workload import Regime, Workload
@@ -102,7 +103,7 @@ class CaseReferences:
             device=self.reference_device,
             report=self.report,
             offer=None if offer is None else offer_from_json(offer),
-            fresh=not self.engine_entered and context.running().start == "forkserver",
+            fresh=not self.engine_entered and context.running().start in FRESH,
         )
 
 

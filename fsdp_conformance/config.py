@@ -331,6 +331,8 @@ class RunSettings:
     """The only backend of process groups, for the device's tensors alone; empty: that, and gloo for the CPU's."""
     share_devices: bool = False
     """Let the ranks of a case share the devices that there are, and communicate through gloo. Cannot certify."""
+    slots_per_device: int = 1
+    """How many cases may use a device at the same time, each with one rank on it; 0: what its memory holds."""
     reuse_ranks: bool = False
     """Keep ranks alive from case to case: fast, but cannot certify."""
     deadline_scale: float = 1.0

@@ -4,6 +4,7 @@ Everything that can go wrong, with the suite's own faults apart from the impleme
     ConformanceError
     +-- UsageError                 options, files and plans that make no sense        exit status 2
     |   +-- ConfigError            a plan or an option out of range
+    |   |   +-- InvalidCollective  a collective of simulated ranks that no rank can take part in
     |   +-- AdapterNotFound        the named implementation cannot be imported
     |   +-- RunFileError           a run file that cannot be read
     +-- EnvironmentUnavailable     a device, backend or compiler that is absent       exit status 3
@@ -53,6 +54,10 @@ class ConfigError(UsageError):
         self.problems = tuple(problems)
         self.where = where
         super().__init__("; ".join(f"{problem} [{where}]" for problem in self.problems))
+
+
+class InvalidCollective(ConfigError, RuntimeError):
+    """A collective of simulated ranks that no rank can take part in. A RuntimeError, as it is with torch's backends."""
 
 
 class AdapterNotFound(UsageError):

@@ -20,6 +20,9 @@ from fsdp_conformance.stress import ANY, DEFAULT_SEED, Failure
 #: What settings are that nobody has chosen.
 DEFAULTS = RunSettings()
 
+#: As many as fit.
+AUTO = "auto"
+
 #: Where ranks can be threads of one process: their copies go through memory, in the order of their turns.
 _SIMULATED_RANKS_DEVICES = ("cpu", SIMULATED)
 
@@ -98,6 +101,7 @@ def from_words(
     reuse_ranks: bool | None = None,
     backend: str | None = None,
     share_devices: bool | None = None,
+    slots_per_device: str | None = None,
     deadline_scale: str | None = None,
     stress: bool | None = None,
     stress_seed: str | None = None,
@@ -151,6 +155,8 @@ def from_words(
         )
     if share_devices and ranks not in (None, RANKS[0]):
         problems.append(f"ranks must be {RANKS[0]!r} with share_devices, got {ranks!r}")
+    given["slots_per_device"], wrong = _slots(slots_per_device, device or DEFAULTS.device, ranks, share_devices)
+    problems += wrong
     if stress and ranks == "simulated":
         problems.append("ranks must be processes with stress: simulated ranks take turns, and nothing is late")
     if stress_seed is not None and not stress:
@@ -182,6 +188,26 @@ def _world_size(word: str, problems: list[str]) -> int:
         return int(word)
     problems.append(f"world_size must be a positive integer, got {word!r}")
     return 0
+
+
+def _slots(
+    word: str | None, device: str, ranks: str | None, share_devices: bool | None
+) -> tuple[int | None, list[str]]:
+    """The number (0 for what fits), and why it is wrong or means nothing in such a run."""
+    if word is None:
+        return None, []
+    problems = []
+    if word != AUTO and not (word.isdecimal() and int(word) > 0):
+        problems.append(f"slots_per_device must be a positive integer or {AUTO!r}, got {word!r}")
+    if device in ("cpu", SIMULATED):
+        problems.append(
+            f"slots_per_device is for devices that ranks own, got device {device!r}, where any number of cases runs"
+        )
+    if share_devices:
+        problems.append("slots_per_device must be omitted with share_devices, where no rank owns a device")
+    if ranks == "torchrun":
+        problems.append("slots_per_device must be omitted with torchrun, which runs one case at a time")
+    return int(word) if word.isdecimal() else 0, problems
 
 
 def _seed(word: str | None, problems: list[str]) -> int:

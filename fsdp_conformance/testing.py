@@ -21,12 +21,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fsdp_conformance import settings as run_settings
 from fsdp_conformance.adapters import registry, session
@@ -44,9 +41,10 @@ from fsdp_conformance.faults.failure import FailingRank
 from fsdp_conformance.faults.fault import Fault
 from fsdp_conformance.faults.provocation import Provoked
 from fsdp_conformance.harness import context, devices
-from fsdp_conformance.harness.backend_trial import try_backend
+from fsdp_conformance.harness.ahead import make_first_group
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
+from fsdp_conformance.harness.order import FirstGroup
 from fsdp_conformance.harness.parts import Part
 from fsdp_conformance.harness.processes.stacks import is_alive
 from fsdp_conformance.harness.recording import process_group
@@ -136,6 +134,8 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
         self._take_over_order()
         self.reuse_ranks = settings.reuse_ranks
         self.share_devices = settings.share_devices
+        self.slots_per_device = settings.slots_per_device
+        self.first_group = FirstGroup(only=settings.backend)
         self.simulated_ranks = settings.ranks == "simulated"
         self.torchrun_worker = worker
         self.determinism = Determinism(seed=settings.seed, num_threads=settings.num_threads)
@@ -236,17 +236,11 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
         self.subjects = []
         self.trained_references = {}
         super().init_rank()
-        process_group.register_recording_backend(
-            self.device_type, shared=self.share_devices, only=self.order.settings.backend
-        )
-        self.start_process_group(process_group.BACKEND)
-        process_group.require_recording()
-        process_group.ensure_cpu_backend(timedelta(seconds=self.deadlines.collective_s))
-        # One collective before anything is judged: if ranks cannot communicate, the environment is to blame.
-        torch.distributed.barrier()
-        if self.device_type != "cpu":
-            # A barrier may take the backend of the CPU.
-            try_backend(self.device, timeout_s=self.deadlines.collective_s)
+        run = context.running()
+        if not run.has_group:
+            began = time.monotonic()
+            make_first_group(run.order, self.device)
+            self.report.seconds["group"] = time.monotonic() - began
         process_group.log().clear()
         self._provoke()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.case import conformance_case
@@ -163,9 +164,14 @@ class StockOptimizers(ConformanceTestCase):
         ),
     )
     def test_made_after_a_forward(self, mode: str, world_size: int) -> None:
-        """An optimizer that a user makes after a first forward trains all parameters, as in DDP, bit for bit."""
+        """
+        An optimizer that a user makes after a first forward trains all parameters, as in DDP, bit for bit.
+
+        Some engines keep gradients for an optimizer of their own. Then no user makes one, and the engine's trains on.
+        """
         workload = probes.exact_nested()
         regime = Regime()
+        stock = self._stock_optimizers_see_gradients(workload)
         adapter = self.subject()
         with self.blaming("implementation"):
             adapter.setup(lambda: workload.build(self.rank), workload.optimizers["sgd"], self.plan(workload))
@@ -178,12 +184,31 @@ class StockOptimizers(ConformanceTestCase):
                 with adapter.microbatch(True):
                     loss = workload.loss(adapter.forward(*batch.args, **batch.kwargs), batch)
                     adapter.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
+                if stock:
+                    optimizer.step()
+                    optimizer.zero_grad()
+                else:
+                    adapter.step()
                 params = adapter.full_params()
             for name, wanted in expected.steps[step].params.items():
                 got = params.get(name)
                 self.check_equal("R140", got, wanted.float(), check="parameter", step=step, phase="step", fqn=name)
+
+    def _stock_optimizers_see_gradients(self, workload: Workload) -> bool:
+        """Whether, in a fresh model, some rank finds a gradient in `.grad` of a parameter after a backward."""
+        adapter = self.subject()
+        with self.blaming("implementation"):
+            adapter.setup(lambda: workload.build(self.rank), workload.optimizers["sgd"], self.plan(workload))
+            parameters = list(adapter.parameters().values())
+            batch = self.placed(workload.batch(BatchKey(step=0, rank=self.rank, world_size=self.world_size)))
+            with adapter.microbatch(True):
+                adapter.backward(workload.loss(adapter.forward(*batch.args, **batch.kwargs), batch))
+        here = any(parameter.grad is not None for parameter in parameters)
+        found = torch.tensor([here], dtype=torch.int32, device=self.device)
+        dist.all_reduce(found)
+        del parameters
+        self.drop(adapter)
+        return bool(found)
 
     def _forward_once(self, adapter: Adapter, workload: Workload, *, training: bool) -> None:
         """One forward that no backward follows: in training mode, or as an evaluation."""

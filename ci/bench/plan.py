@@ -7,6 +7,9 @@ backward and one optimizer step. From these the planner predicts the step time o
 trains in each of them, with alternating steps; the predictions never use these measurements. Prints both side by side.
 Pairs that the planner cannot tell apart are counted by themselves. The last line is the fraction of the others that are
 ordered as measured. The model was tuned on the default sizes; --held-back takes others.
+
+--runs N does all of it N times and ends with a table in Markdown, a row for each run. Timings need a quiet machine:
+each run says how busy the machine was before it, and --max-load ends the benchmark with status 3 where it is busier.
 """
 
 from __future__ import annotations
@@ -14,7 +17,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -229,14 +234,8 @@ def part(pairs: Sequence[Pair]) -> str:
     return f"{sum(pair.agrees for pair in pairs)} of {len(pairs)}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=21)
-    parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=[2, 4])
-    parser.add_argument("--sizes", nargs="+", default=[], choices=sorted(SIZES))
-    parser.add_argument("--held-back", action="store_true", help="the sizes on which nothing was tuned")
-    args = parser.parse_args()
+def run(args: argparse.Namespace) -> list[Pair]:
+    """Every size and number of ranks once. Prints predicted and measured times side by side; returns all pairs."""
     pairs: list[Pair] = []
     for size, ranks in itertools.product(args.sizes or (HELD_BACK if args.held_back else TUNED), args.ranks):
         found = measure(args, size, ranks)
@@ -246,13 +245,74 @@ def main() -> None:
         print(f"  {'ms/step':24}{'measured':>10}{'predicted':>11}{'ratio':>8}")
         for name, ms in found["measured"].items():
             said = found["predicted"][name]
-            print(f"  {name:24}{ms:10.1f}{said:11.1f}{said / ms:8.2f}")
+            print(f"  {name:24}{ms:10.1f}{said:11.1f}{said / ms:8.2f}", flush=True)
         pairs += agreement(found)
-    apart, together = ([pair for pair in pairs if pair.apart is which] for which in (True, False))
-    clear = [pair for pair in apart if pair.clear]
-    print(f"told apart: {part(apart)} pairs as measured; of those that differ by over 10 %: {part(clear)}")
-    missed = sum(pair.clear for pair in together)
-    print(f"within the noise: {len(together)} pairs; {missed} of them differ by over 10 %")
+    return pairs
+
+
+class Counted(NamedTuple):
+    """The pairs of one run."""
+
+    load: float
+    """Of the machine, before the run."""
+    apart: list[Pair]
+    """Those that the planner tells apart."""
+    together: list[Pair]
+
+    @classmethod
+    def of(cls, load: float, pairs: Sequence[Pair]) -> Counted:
+        return cls(load, [pair for pair in pairs if pair.apart], [pair for pair in pairs if not pair.apart])
+
+    @property
+    def clear(self) -> list[Pair]:
+        """Pairs that the planner tells apart and that differ clearly."""
+        return [pair for pair in self.apart if pair.clear]
+
+    def row(self, number: int) -> str:
+        """A row of the table."""
+        missed = sum(pair.clear for pair in self.together)
+        cells = (str(number), f"{self.load:.1f}", part(self.apart), part(self.clear), f"{len(self.together)}, {missed}")
+        return "| " + " | ".join(cells) + " |"
+
+
+#: The table's head: what `Counted.row` has in each cell.
+HEAD = (
+    "| run | load before | told apart, as measured | those that differ by over 10 % | within the noise, over 10 % |\n"
+    "|--:|--:|--:|--:|--:|"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=21)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], choices=[2, 4])
+    parser.add_argument("--sizes", nargs="+", default=[], choices=sorted(SIZES))
+    parser.add_argument("--held-back", action="store_true", help="the sizes on which nothing was tuned")
+    parser.add_argument("--runs", type=int, default=1, metavar="N", help="do everything N times (default: 1)")
+    parser.add_argument("--max-load", type=float, metavar="X", help="end if the load of the last minute is above X")
+    args = parser.parse_args()
+    if args.runs < 1:
+        parser.error(f"--runs must be a positive integer, got {args.runs}")
+    runs: list[Counted] = []
+    for number in range(1, args.runs + 1):
+        load = os.getloadavg()[0]
+        # Before the first run: later on, the load is our own.
+        if not runs and args.max_load is not None and load > args.max_load:
+            print(f"plan: the load is {load:.2f}, and timings need at most {args.max_load:g}", file=sys.stderr)
+            sys.exit(3)
+        if args.runs > 1:
+            print(f"run {number} of {args.runs}, load {load:.2f}", flush=True)
+        runs.append(Counted.of(load, run(args)))
+        last = runs[-1]
+        print(
+            f"told apart: {part(last.apart)} pairs as measured; of those that differ by over 10 %: {part(last.clear)}"
+        )
+        missed = sum(pair.clear for pair in last.together)
+        print(f"within the noise: {len(last.together)} pairs; {missed} of them differ by over 10 %", flush=True)
+    if args.runs > 1:
+        print(HEAD, *(counted.row(number) for number, counted in enumerate(runs, start=1)), sep="\n")
+    apart = [pair for counted in runs for pair in counted.apart]
     print(f"plan: {statistics.fmean(pair.agrees for pair in apart) if apart else float('nan'):.2f}")
 
 

@@ -42,13 +42,15 @@ The other columns are runs: `✓ 12` all its cases passed; `✓ 9 of 12` nine pa
 references disagree; `not run` the run did not have them, or they have changed since. An engine has no column in
 chapters of which it ran nothing. A failure counts for the requirements that its findings name.
 
+A column is one adapter, which is one mode of an engine: DeepSpeed's three stages are three columns.
+
 A column is no certificate: [reading a verdict](reading-a-verdict.md) says what that needs. To write the page from new
 runs, which replace those engines' former ones:
 
 <!-- parsed: a run of the whole profile takes many minutes -->
 ```console
-$ ci/certify --report results
-$ ci/scoreboard results/*
+$ ci/certify --with deepspeed --report results
+$ ci/scoreboard results/*/run.jsonl
 ```
 
 ## What ran

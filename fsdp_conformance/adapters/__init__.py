@@ -12,6 +12,7 @@ The protocol and its tools:
     sharded             full tensors from shards and back
     gathering           full values of many sharded tensors with one all-gather
     registry            finds and describes the adapter for a name
+    absent              engines that have no adapter, and why
     validator           checks a class against the protocol
     smoke               tries an adapter out on two ranks
 
@@ -37,7 +38,8 @@ Adapters:
     torch_replicate     torch's composable replicate
     deepspeed_zero      DeepSpeed ZeRO-1, 2 and 3
     fairscale_fsdp      FairScale's FullyShardedDataParallel
-    megatron_fsdp       Megatron-FSDP with ZeRO-3
+    megatron_fsdp       Megatron-FSDP with ZeRO-1, 2 and 3
+    colossalai_zero     Colossal-AI's ZeRO-1 and 2
     simplefsdp          torchtitan's SimpleFSDP
     accelerate_fsdp2    Accelerate's plugin for FSDP2
     lightning_fsdp2     Lightning Fabric's strategy for FSDP2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -19,6 +18,7 @@ class AccelerateFSDP2(TorchAdapter):
     """`Accelerator.prepare` with the model and the optimizer, as Accelerate requires for FSDP2."""
 
     name: ClassVar[str] = "accelerate-fsdp2"
+    package: ClassVar[str] = "accelerate"
     capabilities: ClassVar[frozenset[str]] = frozenset({
         "zero3", "zero2", "reshard_after_forward", "init_never", "zero_size_shard", "clip_norm_type",
     })  # fmt: skip
@@ -30,10 +30,6 @@ class AccelerateFSDP2(TorchAdapter):
     )
 
     forced: ClassVar[bool] = True
-
-    @classmethod
-    def version(cls) -> str:
-        return importlib.metadata.version("accelerate")
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         from accelerate import Accelerator, FullyShardedDataParallelPlugin

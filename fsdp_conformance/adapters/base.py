@@ -12,6 +12,7 @@ implement `wrap`.
 
 from __future__ import annotations
 
+import importlib.metadata
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -79,6 +80,8 @@ class Adapter(ABC):
 
     name: ClassVar[str] = ""
     """The implementation's name in reports; empty: the class's name."""
+    package: ClassVar[str] = ""
+    """The distribution that the engine comes in, as pip names it: reports give its installed version."""
     capabilities: ClassVar[frozenset[str]] = frozenset()
     """Flags declared in addition to those of the base classes and of overridden methods."""
     declines: ClassVar[frozenset[str]] = frozenset()
@@ -171,8 +174,8 @@ class Adapter(ABC):
 
     @classmethod
     def version(cls) -> str:
-        """The implementation's version. Must not require a device."""
-        return ""
+        """The version of `package`, or "" if the class names none. Must not require a device."""
+        return importlib.metadata.version(cls.package) if cls.package else ""
 
     @abstractmethod
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
@@ -463,9 +466,18 @@ class Adapter(ABC):
         return cleaned_parameters(self.module())
 
     def set_requires_grad(self, frozen: Iterable[str]) -> None:
-        """From now on exactly the named parameters have `requires_grad=False`."""
-        names = set(frozen)
-        for name, parameter in self.parameters().items():
+        """
+        From now on exactly the named parameters have `requires_grad=False`.
+
+        Raises Unsupported if the user has no such parameter to set, as with flat parameters.
+        """
+        names, parameters = set(frozen), self.parameters()
+        hidden = sorted(names - parameters.keys())
+        if hidden:
+            raise Unsupported(
+                "frozen_dynamic", f"the wrapped model shows no parameter {hidden[0]!r} that can be frozen"
+            )
+        for name, parameter in parameters.items():
             parameter.requires_grad_(name not in names)
 
     def drop_grads(self, names: Iterable[str]) -> None:

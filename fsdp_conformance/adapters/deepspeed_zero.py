@@ -7,7 +7,6 @@ optimizer state are read through DeepSpeed's accessors. Requires `deepspeed`, an
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -40,6 +39,7 @@ class DeepSpeedZeRO(Adapter):
     leave models of a test's size unsharded.
     """
 
+    package: ClassVar[str] = "deepspeed"
     capabilities: ClassVar[frozenset[str]] = frozenset({
         "cpu_compute", "init_before", "init_never", "clip_grad_norm", "orig_params", "shared_params",
         "shared_across_units", "shared_module", "frozen_mixed", "zero_size_shard",
@@ -65,10 +65,6 @@ class DeepSpeedZeRO(Adapter):
     names: OriginalNames
     plan: Plan
     device: torch.device
-
-    @classmethod
-    def version(cls) -> str:
-        return importlib.metadata.version("deepspeed")
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         self.refuse_undeclared(plan)

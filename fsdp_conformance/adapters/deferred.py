@@ -31,6 +31,23 @@ def materialise(
         initialise(module, init_fn)
 
 
+def allocating(init_fn: Any, device: torch.device) -> Any:
+    """
+    The user's function for engines whose own also has to allocate memory, before which modules are on meta.
+
+    What cannot be called is returned as it is: the engine is to refuse it.
+    """
+    if not callable(init_fn):
+        return init_fn
+
+    def allocate_and_initialise(module: nn.Module) -> None:
+        if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            module.to_empty(device=device, recurse=False)
+            init_fn(module)
+
+    return allocate_and_initialise
+
+
 def initialise(module: nn.Module, init_fn: Callable[[nn.Module], object] | None) -> None:
     """Give values to the tensors of one module."""
     if init_fn is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -27,6 +26,7 @@ class FairScaleFSDP(TorchAdapter):
     """
 
     name: ClassVar[str] = "fairscale-fsdp"
+    package: ClassVar[str] = "fairscale"
     capabilities: ClassVar[frozenset[str]] = frozenset({
         "zero3", "zero2", "reshard_after_forward", "init_never", "shared_params", "zero_size_shard", "clip_norm_type",
         "full_params_writeback",
@@ -40,10 +40,6 @@ class FairScaleFSDP(TorchAdapter):
     )
     declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY
     environment: ClassVar[Mapping[str, str]] = {"ENABLE_NCCL_BASE_COLLECTIVES": "0"}
-
-    @classmethod
-    def version(cls) -> str:
-        return importlib.metadata.version("fairscale")
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         stub_cuda.install(plan, "FairScale")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -23,16 +22,13 @@ class LightningFSDP2(TorchAdapter):
     """The user's `parallelize_fn` calls `fully_shard` on each unit, innermost first, then on the root."""
 
     name: ClassVar[str] = "lightning-fsdp2"
+    package: ClassVar[str] = "lightning-fabric"
     capabilities: ClassVar[frozenset[str]] = frozenset({
         "zero3", "zero2", "reshard_after_forward", "reshard_int", "multi_module_unit", "init_never", "shared_params",
         "zero_size_shard",
     })  # fmt: skip
     declines: ClassVar[frozenset[str]] = frozenset({"wrap_again"})
     declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY
-
-    @classmethod
-    def version(cls) -> str:
-        return importlib.metadata.version("lightning-fabric")
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         from lightning_fabric import Fabric

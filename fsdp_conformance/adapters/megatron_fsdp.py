@@ -1,5 +1,5 @@
 """
-Megatron-FSDP's `fully_shard_model` with ZeRO-3: units by class, uneven DTensors. Requires `megatron-fsdp`.
+Megatron-FSDP's `fully_shard_model` with ZeRO-1, 2 and 3: units by class, uneven DTensors. Requires `megatron-fsdp`.
 
 The user's loop is the documented one: the model is synchronised with the last micro-batch of a step
 (`set_model_auto_sync`).
@@ -7,7 +7,6 @@ The user's loop is the documented one: the model is synchronised with the last m
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -21,16 +20,16 @@ from torch.optim import Optimizer
 
 from fsdp_conformance.adapters import stub_cuda
 from fsdp_conformance.adapters.base import CPU_ONLY, OptimFn
-from fsdp_conformance.adapters.sharded import anywhere, full_copies, full_copy
+from fsdp_conformance.adapters.sharded import full_copy, full_gradients
 from fsdp_conformance.adapters.torch_like import TorchAdapter, unit_classes
 from fsdp_conformance.config import Plan
 
 
-class MegatronFSDPZeRO3(TorchAdapter):
-    """Parameters, gradients and optimizer state are sharded."""
+class MegatronFSDP(TorchAdapter):
+    """What the three strategies share. Each one is a subclass."""
 
-    name: ClassVar[str] = "megatron-fsdp-zero3"
-    capabilities: ClassVar[frozenset[str]] = frozenset({"zero3", "init_never", "zero_size_shard"})
+    package: ClassVar[str] = "megatron-fsdp"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"init_never", "zero_size_shard"})
     #: The package has no clipping of its own, and ranks have gradients of different parameters.
     declines: ClassVar[frozenset[str]] = frozenset({"clip_grad_norm", "write_params", "wrap_again", "zero_grads"})
     shims: ClassVar[tuple[str, ...]] = (
@@ -38,11 +37,7 @@ class MegatronFSDPZeRO3(TorchAdapter):
         "ddp_config.gradient_reduce_div_fusion is off: it needs ReduceOp.PREMUL_SUM, which gloo lacks",
     )
     declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY
-    grad_reduction_of_accumulation: ClassVar[str] = "reduced"
-
-    @classmethod
-    def version(cls) -> str:
-        return importlib.metadata.version("megatron-fsdp")
+    strategy: ClassVar[int]
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         stub_cuda.install(plan, "Megatron-FSDP")
@@ -55,7 +50,7 @@ class MegatronFSDPZeRO3(TorchAdapter):
             dp_shard_dim="dp",
             tp_dim="tp",
             fsdp_unit_modules=unit_classes(model, plan),
-            zero_dp_strategy=3,
+            zero_dp_strategy=self.strategy,
             device=self.device,
         )
         wrapped.ddp_config.gradient_reduce_div_fusion = False
@@ -83,14 +78,43 @@ class MegatronFSDPZeRO3(TorchAdapter):
         return torch.cat([part.flatten() for part in parts]).reshape(tensor.shape)
 
     def full_grads(self) -> dict[str, Tensor | None]:
-        # A rank whose part is empty has no gradient, whatever the others have.
-        parameters = self.parameters()
-        wanted = anywhere([parameter.grad is not None for parameter in parameters.values()], self.device)
-        there = dict(zip(parameters, wanted, strict=True))
-        grads = {
-            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for name, parameter in parameters.items()
-            if there[name]
-        }
-        full = full_copies(grads, self.full)
-        return {name: full.get(name) for name in parameters}
+        # A rank whose part is empty has no gradient.
+        return full_gradients(self.parameters(), self.device, self.full, of_any_rank=True)
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        # From a forward on, the module has other ones, whose storage may be freed; a state dict puts these back.
+        model: Any = self.model
+        return dict(model.param_and_grad_buffer.optimizer_named_parameters)
+
+    def local_tensors(self) -> dict[str, list[Tensor]]:
+        model: Any = self.model
+        held = super().local_tensors()
+        # Between steps the module has the optimizer's copies. Those that it computes with are in buffers.
+        buffers = [group.model_weight_buffer.data for group in model.param_and_grad_buffer.parameter_groups]
+        return {**held, "params": buffers, "master": held["params"]}
+
+
+class MegatronFSDPZeRO1(MegatronFSDP):
+    """The optimizer state is sharded. Gradients are summed on each rank until the last micro-batch."""
+
+    name: ClassVar[str] = "megatron-fsdp-zero1"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"zero1"})
+    strategy: ClassVar[int] = 1
+
+
+class MegatronFSDPZeRO2(MegatronFSDP):
+    """Gradients and optimizer state are sharded."""
+
+    name: ClassVar[str] = "megatron-fsdp-zero2"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"zero2"})
+    grad_reduction_of_accumulation: ClassVar[str] = "reduced"
+    strategy: ClassVar[int] = 2
+
+
+class MegatronFSDPZeRO3(MegatronFSDP):
+    """Parameters, gradients and optimizer state are sharded."""
+
+    name: ClassVar[str] = "megatron-fsdp-zero3"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"zero3"})
+    grad_reduction_of_accumulation: ClassVar[str] = "reduced"
+    strategy: ClassVar[int] = 3

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import fsdp_conformance
+from fsdp_conformance.adapters import deferred
 from fsdp_conformance.adapters.base import CommunicationHook, LoadedKeys, PendingSave
 from fsdp_conformance.adapters.sharded import full_copy
 from fsdp_conformance.adapters.torch_checkpoints import FutureSave
@@ -323,7 +324,7 @@ class Reference(TorchAdapter):
             ),
         }
         if plan.meta_init:
-            options |= {"param_init_fn": plan.init_fn, "device_id": self.device}
+            options |= {"param_init_fn": deferred.allocating(plan.init_fn, self.device), "device_id": self.device}
         if plan.device_id is not None or (self.device.type != "cpu" and plan.init_mode is InitMode.NEVER):
             # Moves a model that the caller does not move.
             options["device_id"] = self.device

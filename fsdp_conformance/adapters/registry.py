@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from fsdp_conformance import settings
+from fsdp_conformance.adapters.absent import why_absent
 from fsdp_conformance.errors import AdapterError, AdapterNotFound, ConformanceError
 
 if TYPE_CHECKING:
@@ -223,6 +224,8 @@ def _module_of(spec: str) -> tuple[ModuleType, str | None]:
         raise AdapterNotFound(f"the implementation's file name must end in .py, got {spec!r}")
     if "." in spec:
         return _import_module(spec, spec), None
+    if reason := why_absent(spec):
+        raise AdapterNotFound(f"{reason} [implementation {spec!r}]. To judge it, write an adapter of your own.")
     raise AdapterNotFound(
         f"implementation must be {_FORMS}, got {spec!r} [entry points of {ENTRY_POINTS}]. "
         + _suggest(spec, list(points), f"Installed: {', '.join(sorted(points)) or 'none'}.")

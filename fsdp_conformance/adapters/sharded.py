@@ -49,7 +49,11 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def full_gradients(
-    parameters: Mapping[str, nn.Parameter], device: torch.device, full: Callable[[Tensor], Tensor] = full_copy
+    parameters: Mapping[str, nn.Parameter],
+    device: torch.device,
+    full: Callable[[Tensor], Tensor] = full_copy,
+    *,
+    of_any_rank: bool = False,
 ) -> dict[str, Tensor | None]:
     """
     Full gradients, None where this rank has none. Collective if any parameter is sharded.
@@ -57,18 +61,21 @@ def full_gradients(
     Ranks may disagree on which parameters have a gradient (some implementations get this wrong). Gathering a shard that
     other ranks do not provide would hang, so the ranks first exchange which gradients exist; a rank without one then
     provides zeros and still reports None.
+
+    `of_any_rank`: it reports the gradient that others have, for engines in which a rank whose shard is empty has none.
     """
-    wanted = [parameter.grad is not None for parameter in parameters.values()]
-    if any(isinstance(parameter, DTensor) for parameter in parameters.values()):
-        wanted = anywhere(wanted, device)
+    here = [parameter.grad is not None for parameter in parameters.values()]
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
+    somewhere = anywhere(here, device) if sharded or of_any_rank else here
     given: dict[str, Tensor] = {}
-    for (name, parameter), somewhere in zip(parameters.items(), wanted, strict=True):
+    for (name, parameter), wanted in zip(parameters.items(), somewhere, strict=True):
         if parameter.grad is not None:
             given[name] = parameter.grad
-        elif somewhere and isinstance(parameter, DTensor):
+        elif wanted and isinstance(parameter, DTensor):
             given[name] = torch.zeros_like(parameter)
     copies = full_copies(given, full)
-    return {name: None if parameter.grad is None else copies[name] for name, parameter in parameters.items()}
+    reported = somewhere if of_any_rank else here
+    return {name: copies[name] if shown else None for name, shown in zip(parameters, reported, strict=True)}
 
 
 def anywhere(flags: Sequence[bool], device: torch.device) -> list[bool]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.metadata
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import ClassVar
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_conformance.adapters.torch_like import TorchAdapter
@@ -21,13 +22,10 @@ class SimpleFSDP(TorchAdapter):
     """
 
     name: ClassVar[str] = "simplefsdp"
+    package: ClassVar[str] = "torchtitan"
     capabilities: ClassVar[frozenset[str]] = frozenset({"zero2", "init_never", "zero_size_shard", "clip_norm_type"})
     declines: ClassVar[frozenset[str]] = frozenset({"wrap_again"})
     grad_reduction_of_accumulation: ClassVar[str] = "reduced"
-
-    @classmethod
-    def version(cls) -> str:
-        return importlib.metadata.version("torchtitan")
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         from torchtitan.experiments.graph_trainer.simple_fsdp import data_parallel
@@ -36,6 +34,11 @@ class SimpleFSDP(TorchAdapter):
         wrapped: nn.Module = data_parallel(model, mesh, mode="fully_shard")
         return wrapped
 
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        # SimpleFSDP sums: torchtitan's loss is already divided by the number of tokens of all ranks.
-        super().backward(loss / dist.get_world_size(), retain_graph=retain_graph)
+    @contextmanager
+    def microbatch(self, last: bool, *, reduced: bool = True) -> Iterator[None]:
+        yield
+        # SimpleFSDP sums over the ranks: torchtitan divides its loss by the tokens of all of them. Here the gradients
+        # are divided, once they are complete: a model whose backward rounds must get gradients of the loss itself.
+        for parameter in self.model.parameters() if last else ():
+            if parameter.grad is not None:
+                parameter.grad /= dist.get_world_size()

@@ -26,6 +26,7 @@ from torch.distributed.fsdp import CPUOffload, FullyShardedDataParallel, MixedPr
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
+from fsdp_conformance.adapters import deferred
 from fsdp_conformance.adapters.base import CommunicationHook, ModelFn, OptimFn
 from fsdp_conformance.adapters.sharded import anywhere, full_copy, full_gradients
 from fsdp_conformance.adapters.torch_checkpoints import TorchCheckpoints
@@ -309,15 +310,7 @@ class TorchFSDP1(TorchCheckpoints):
 
     def _param_init_fn(self, init_fn: Any) -> Any:
         """What FSDP1 takes for the user's function: one that also allocates the memory."""
-        if not callable(init_fn):
-            return init_fn
-
-        def allocate_and_initialise(module: nn.Module) -> None:
-            if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-                module.to_empty(device=self.device, recurse=False)
-                init_fn(module)
-
-        return allocate_and_initialise
+        return deferred.allocating(init_fn, self.device)
 
     def _own_group(self, options: Mapping[str, Any]) -> dict[str, Any]:
         """The options of a unit whose group is this rank alone."""

@@ -317,12 +317,24 @@ def all_units(plan: Plan) -> list[str]:
 
 
 def submodules(model: nn.Module, fqns: Iterable[str]) -> list[nn.Module]:
-    """The named submodules, in order. Raises AdapterError that lists every one that does not exist."""
+    """
+    The named submodules, in order. Raises AdapterError that lists every one that does not exist.
+
+    A user may wrap a model that is wrapped already, which is for the engine to refuse: so names are also looked up
+    below a wrapper that has the model as `module`.
+    """
+    inner = getattr(model, "module", None)
     found, missing = [], []
     for fqn in fqns:
         try:
             found.append(model.get_submodule(fqn))
         except AttributeError:
+            try:
+                if isinstance(inner, nn.Module):
+                    found.append(inner.get_submodule(fqn))
+                    continue
+            except AttributeError:
+                pass
             missing.append(f"the plan names unit {fqn!r}, which is not a submodule of {type(model).__name__}")
     if missing:
         raise AdapterError(missing)

@@ -64,6 +64,7 @@ _CALLS: dict[str, tuple[tuple[tuple[Any, ...], dict[str, Any]], ...]] = {
 #: Class variables: the expected value in words, and the check.
 _VARIABLES: dict[str, tuple[str, Any]] = {
     "name": ("a str", lambda value: isinstance(value, str)),
+    "package": ("a str", lambda value: isinstance(value, str)),
     "capabilities": ("a frozenset of flags", lambda value: _is_collection(value, set | frozenset)),
     "declines_on": (
         "a dict of device types to frozensets of flags",

@@ -134,6 +134,7 @@ def settings_of(parsed: argparse.Namespace) -> RunSettings:
         reuse_ranks=getattr(parsed, "reuse_ranks", None),
         backend=getattr(parsed, "backend", None),
         share_devices=parsed.share_devices,
+        slots_per_device=getattr(parsed, "slots_per_device", None),
         deadline_scale=getattr(parsed, "deadline_scale", None),
         stress=getattr(parsed, "stress", None),
         stress_seed=getattr(parsed, "stress_seed", None),
@@ -155,8 +156,8 @@ def selection_words(chosen: RunSettings) -> list[str]:
 
 
 def settings_of_device(parsed: argparse.Namespace) -> RunSettings:
-    """The settings of a command that has only --device. Raises ConfigError."""
-    return settings.from_words(device=parsed.device)
+    """The settings of a command that has only --device, and maybe --share-devices. Raises ConfigError."""
+    return settings.from_words(device=parsed.device, share_devices=getattr(parsed, "share_devices", None))
 
 
 def _parser() -> tuple[Parser, dict[str, Parser]]:
@@ -201,6 +202,9 @@ def _parser() -> tuple[Parser, dict[str, Parser]]:
 
     doctor = command("doctor", "check what this machine can and cannot run")
     _add_device(doctor)
+    doctor.add_argument(
+        "--share-devices", action="store_true", help="check what `run --share-devices` can run here, and by what means"
+    )
     _add_json(doctor, "the findings")
 
     _add_plan(command("plan", "price every way to shard a model, and choose the fastest that fits", notes=_PLAN_NOTES))
@@ -335,6 +339,11 @@ def _add_run(parser: Parser) -> None:
         "--backend",
         metavar="NAME",
         help="make process groups with nccl alone, as `init_process_group('nccl')` does (default: cpu:gloo,cuda:nccl)",
+    )
+    parser.add_argument(
+        "--slots-per-device",
+        metavar="N",
+        help="how many cases may use a GPU at the same time, or `auto` for what its memory holds (default: 1)",
     )
     parser.add_argument("--reuse-ranks", action="store_true", help="keep ranks from case to case: fast, cannot certify")
     parser.add_argument(

@@ -25,7 +25,7 @@ from fsdp_conformance.cli import leftovers, messages, selection
 from fsdp_conformance.cli.arguments import settings_of_device
 from fsdp_conformance.cli.examination import examined
 from fsdp_conformance.cli.survey import Machine
-from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.config import SIMULATED, RunSettings
 from fsdp_conformance.contract.profile import INTERPRETATION, load_profile
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.report.terminal import duration
@@ -34,6 +34,16 @@ from fsdp_conformance.verdict import Verdict
 
 #: With less room for temporary files, stores, logs and stacks may not fit.
 _LITTLE_ROOM = 100 << 20
+
+#: What --share-devices means, on real devices and on the simulated one.
+_SHARING = (
+    "several ranks of a case use each device; gloo copies through host memory, because NCCL wants a device for each "
+    "rank; streams, kernels and the allocator are real; nothing is certified"
+)
+_SIMULATED_SHARING = (
+    "each rank simulates the same single device, which shows engines that take their rank for the number of their "
+    "device; nothing is certified"
+)
 
 #: With it a line has 80 columns, unless a path is longer.
 _TEXT_WIDTH = 53
@@ -78,15 +88,15 @@ def main(arguments: argparse.Namespace) -> int:
         f"{messages.PROGRAM} {__version__} · interpretation {INTERPRETATION} · python {platform.python_version()} · "
         f"{platform.system()} {platform.machine()}"
     )
-    with examined(settings.device) as answers:
+    with examined(settings.device, shared=settings.share_devices) as answers:
         # While the child imports torch, check what does not need it.
         _packages(findings)
         _compiler(findings)
         _temporary_files(findings)
         _earlier_runs(findings)
-        machine = _launches(findings, answers)
+        machine = _launches(findings, answers, settings)
     if machine is not None:
-        _cases(findings, machine, settings.profile)
+        _cases(findings, machine, settings)
     names = registry.names()
     findings.line(
         "implementations", ", ".join(names) or "none registered by an entry point", "ok" if names else "absent"
@@ -100,7 +110,8 @@ def main(arguments: argparse.Namespace) -> int:
         print(f"this machine cannot run the cases: see the lines marked failed ({seconds})")
         print(docs.see(docs.ENVIRONMENT))
     else:
-        print(f"ready ({seconds}): fsdp-conformance init, smoke, and then run")
+        options = f" --device {settings.device} --share-devices" if settings.share_devices else ""
+        print(f"ready ({seconds}): fsdp-conformance init, smoke, and then run{options}")
     return status
 
 
@@ -158,7 +169,7 @@ def _earlier_runs(findings: Findings) -> None:
         findings.line("earlier runs", text, "found")
 
 
-def _launches(findings: Findings, answers: Iterable[dict[str, Any]]) -> Machine | None:
+def _launches(findings: Findings, answers: Iterable[dict[str, Any]], settings: RunSettings) -> Machine | None:
     """Devices, backend, launch, rendezvous and collectives, as the child reports them."""
     machine, warm_s = None, 0.0
     checked: list[dict[str, Any]] = []
@@ -166,7 +177,7 @@ def _launches(findings: Findings, answers: Iterable[dict[str, Any]]) -> Machine 
         match answer.pop("what"):
             case "machine":
                 machine = Machine.from_json(answer)
-                _device(findings, machine)
+                _device(findings, machine, settings)
             case "warm":
                 warm_s = answer["seconds"]
             case "collectives":
@@ -184,13 +195,16 @@ def _launches(findings: Findings, answers: Iterable[dict[str, Any]]) -> Machine 
     return machine
 
 
-def _device(findings: Findings, machine: Machine) -> None:
+def _device(findings: Findings, machine: Machine, settings: RunSettings) -> None:
     if machine.num_ranks == 0:
         findings.line("devices", f"none of type {machine.device!r}", "failed")
         return
     noun = "core" if machine.device == "cpu" else "device"
     findings.line("devices", f"{machine.device}, {messages.plural(machine.num_devices, noun)}")
-    findings.line("backend", machine.backend or machine.problem, "ok" if machine.backend else "failed")
+    backend = machine.backend_of(settings) if settings.share_devices and machine.backend else machine.backend
+    findings.line("backend", backend or machine.problem, "ok" if machine.backend else "failed")
+    if settings.share_devices:
+        findings.line("sharing", _SIMULATED_SHARING if machine.device == SIMULATED else _SHARING)
     _simulator(findings, machine)
 
 
@@ -223,16 +237,20 @@ def _collectives(findings: Findings, checked: list[dict[str, Any]]) -> None:
         findings.line("collectives", f"{' · '.join(checked[0]['operations'])} exact on {sizes} ranks")
 
 
-def _cases(findings: Findings, machine: Machine, profile_name: str) -> None:
+def _cases(findings: Findings, machine: Machine, settings: RunSettings) -> None:
     """How many cases this machine can run, whatever the implementation."""
     try:
-        profile = load_profile(profile_name)
+        profile = load_profile(settings.profile)
     except UsageError as error:
         findings.line("cases", str(error), "failed")
         return
-    records = [gated.record for gated in selection.foreseen_here(selection.cases_of(profile), machine)]
+    cases = selection.cases_of(profile)
+    records = [gated.record for gated in selection.foreseen_here(cases, machine, shared=settings.share_devices)]
     num_runnable = sum(record is None for record in records)
     text = f"{num_runnable} of {len(records)} in {profile.name} can run here"
+    if settings.share_devices:
+        alone = sum(gated.record is None for gated in selection.foreseen_here(cases, machine))
+        text += f" with --share-devices, and {alone} without"
     findings.line("cases", text, "ok" if num_runnable else "failed")
     absent = Counter(
         name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from fsdp_conformance.case import Case
+from fsdp_conformance.packing import Slots, wall_time
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.report.terminal import duration
 
@@ -16,26 +17,36 @@ SECONDS_PER_RANK: Mapping[str, float] = {"cpu": 0.3, "sim": 0.45}
 START_S = 4.0
 
 
-def estimate(cases: Sequence[tuple[Case, str]], *, workers: int = 1, last: RunFile | None = None) -> tuple[float, str]:
+def estimate(
+    cases: Sequence[tuple[Case, str]],
+    *,
+    workers: int = 1,
+    last: RunFile | None = None,
+    slots: Slots | None = None,
+) -> tuple[float, str]:
     """
     Seconds that a run of these cases, each with its device, will take, and where the figure comes from.
 
-    `last` is a run of the same implementation.
+    `last` is a run of the same implementation; `slots` are those of devices that ranks own.
     """
     measured = {record.case: record.seconds for record in last.records if record.seconds} if last is not None else {}
-    known = [measured[case.id] for case, _ in cases if case.id in measured]
-    others = [
-        case.world_size * SECONDS_PER_RANK.get(device, SECONDS_PER_RANK["sim"])
+    seconds = [
+        measured.get(case.id) or case.world_size * SECONDS_PER_RANK.get(device, SECONDS_PER_RANK["sim"])
         for case, device in cases
-        if case.id not in measured
     ]
+    known = [case.id for case, _ in cases if case.id in measured]
+    others = [case.id for case, _ in cases if case.id not in measured]
     if not others:
         source = "measured in the last run"
     elif not known:
         source = "estimated from typical durations on 2 cores"
     else:
         source = f"{len(known)} measured in the last run, {len(others)} estimated from typical durations"
-    return START_S + sum(known + others) / max(1, min(workers, len(cases))), source
+    workers = max(1, min(workers, len(cases)))
+    if slots is None:
+        return START_S + sum(seconds) / workers, source
+    ordered = sorted(zip((case.world_size for case, _ in cases), seconds, strict=True), key=lambda item: -item[0])
+    return START_S + wall_time(ordered, slots, num_workers=workers), source
 
 
 def in_words(seconds: float) -> str:

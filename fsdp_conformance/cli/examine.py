@@ -1,6 +1,6 @@
 """
-The child process of `doctor`: `python -m fsdp_conformance.cli.examine DEVICE` launches ranks, and prints each finding
-as a line of JSON.
+The child process of `doctor`: `python -m fsdp_conformance.cli.examine DEVICE [shared]` launches ranks, and prints each
+finding as a line of JSON.
 
 The warm process is started first: it imports torch for the ranks while this process imports it for itself.
 """
@@ -13,6 +13,7 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from fsdp_conformance.cli.examination import SHARED
 from fsdp_conformance.cli.surveyor import machine_here
 from fsdp_conformance.errors import ConformanceError
 from fsdp_conformance.harness.processes.forkserver import server_for
@@ -21,8 +22,8 @@ from fsdp_conformance.harness.processes.forkserver import server_for
 WORLD_SIZES = (2, 4)
 
 
-def main(device: str) -> None:
-    """Find out what this machine can do; stops at the first thing that it cannot."""
+def main(device: str, *, shared: bool = False) -> None:
+    """Find out what this machine can do, with `shared` where ranks share devices; stops at what it cannot."""
     began = time.monotonic()
     server_for(("fsdp_conformance.harness.exact_collectives",)).ensure_running()
     machine = machine_here(device)
@@ -31,13 +32,14 @@ def main(device: str) -> None:
         return
     from fsdp_conformance.harness.exact_collectives import OPERATIONS, check_collectives
 
-    most = machine.num_ranks or max(WORLD_SIZES)
+    most = max(WORLD_SIZES) if shared or machine.num_ranks is None else machine.num_ranks
     sizes = [size for size in WORLD_SIZES if size <= most] or [1]
     try:
-        first = check_collectives(device, sizes[0])
+        first = check_collectives(device, sizes[0], shared=shared)
         say("warm", seconds=time.monotonic() - began - first.seconds)
         # The first launch waited for the warm process; the second is what a case pays.
-        for checked in [check_collectives(device, sizes[0]), *(check_collectives(device, size) for size in sizes[1:])]:
+        for size in sizes:
+            checked = check_collectives(device, size, shared=shared)
             say("collectives", operations=OPERATIONS, **asdict(checked))
     except ConformanceError as error:
         say("unlaunched", problem=str(error))
@@ -49,4 +51,4 @@ def say(what: str, **content: Any) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], shared=SHARED in sys.argv[2:])

@@ -31,10 +31,12 @@ from fsdp_conformance.cli.survey import Machine, Survey
 from fsdp_conformance.config import SIMULATED, RunSettings
 from fsdp_conformance.contract.profile import Profile, load_profile
 from fsdp_conformance.errors import AdapterError, EnvironmentUnavailable, RunFileError
+from fsdp_conformance.packing import Slots
 from fsdp_conformance.report import markdown, runfile, terminal
 from fsdp_conformance.report.folding import screen_width
 from fsdp_conformance.report.html.page import NAME as PAGE
 from fsdp_conformance.report.last_run import last_run_of, link_last, report_directory
+from fsdp_conformance.report.recorder import usable_cores
 from fsdp_conformance.report.verify import Verification, verify
 from fsdp_conformance.settings import RunOrder
 from fsdp_conformance.status import Status
@@ -195,8 +197,11 @@ def _announce(
         print(f"  fsdp-conformance list --not-run {options}")
     simulated = sum(device == SIMULATED for _, device in will_run)
     where = f", {simulated} of them on the simulated accelerator" if simulated and machine.device != SIMULATED else ""
-    num_workers = _num_workers(workers, will_run, machine, sharing=settings.share_devices)
-    seconds, source = estimate.estimate(will_run, workers=num_workers, last=last_run_of(settings))
+    num_workers = _num_workers(workers, will_run, machine, settings)
+    slots = _slots(machine, settings)
+    if slots is not None and slots.slots_per_device > 1:
+        print(f"up to {slots.slots_per_device} cases use a device at the same time")
+    seconds, source = estimate.estimate(will_run, workers=num_workers, last=last_run_of(settings), slots=slots)
     to_run = messages.plural(len(will_run), "case")
     messages.say(
         f"running {to_run}{where}: {estimate.in_words(seconds)} ({source})" if will_run else "no case can run here"
@@ -204,13 +209,25 @@ def _announce(
     print(flush=True)
 
 
-def _num_workers(workers: str | None, cases: Sequence[tuple[Case, str]], machine: Machine, *, sharing: bool) -> int:
-    """As many as `-n` makes; `sharing` if ranks share devices."""
+def _slots(machine: Machine, settings: RunSettings) -> Slots | None:
+    """The slots of devices that ranks own; None if they share them."""
+    if not machine.num_ranks or settings.share_devices or settings.ranks == "torchrun":
+        return None
+    return Slots(machine.num_ranks, settings.slots_per_device or machine.auto_slots)
+
+
+def _num_workers(
+    workers: str | None, cases: Sequence[tuple[Case, str]], machine: Machine, settings: RunSettings
+) -> int:
+    """As many as `-n` makes."""
     if workers != "auto":
         return int(workers or 1)
-    if machine.num_ranks is None or machine.device == SIMULATED or sharing:
+    slots = _slots(machine, settings)
+    if slots is None:
         return machine.num_devices
-    return machine.num_ranks // min((case.world_size for case, _ in cases if case.world_size > 1), default=1)
+    smallest = min((case.world_size for case, _ in cases if case.world_size > 1), default=1)
+    alone = max(1, slots.num_devices // smallest)
+    return max(alone, min(alone * slots.slots_per_device, usable_cores()))
 
 
 def _follow(

@@ -31,9 +31,9 @@ def foreseen(cases: Sequence[Case], settings: RunSettings, found: Survey) -> lis
     return [gate(case, declared=found.description.declared, settings=settings, places=places) for case in cases]
 
 
-def foreseen_here(cases: Sequence[Case], machine: Machine) -> list[Gated]:
-    """The same for an implementation that declares every capability."""
-    settings, places = RunSettings(device=machine.device), machine.places()
+def foreseen_here(cases: Sequence[Case], machine: Machine, *, shared: bool = False) -> list[Gated]:
+    """The same for an implementation that declares every capability; with `shared`, where ranks share devices."""
+    settings, places = RunSettings(device=machine.device, share_devices=shared), machine.places()
     return [
         gate(case, declared=lambda device: frozenset(CAPABILITIES), settings=settings, places=places) for case in cases
     ]

@@ -45,11 +45,13 @@ class Machine:
     num_devices: int
     """For the CPU: cores."""
     num_ranks: int | None
-    """How many ranks fit on the devices; None for any number."""
+    """How many ranks of a case fit on the devices; None for any number."""
     simulated: Place = field(default_factory=lambda: _unknown(SIMULATED))
     """The simulated accelerator, on which a CPU run executes the cases that need one."""
     simulator_built: bool = False
     """Whether it has been compiled for this version of torch."""
+    auto_slots: int = 1
+    """How many cases may use a device at the same time with `--slots-per-device auto`."""
 
     def places(self) -> dict[str, Place]:
         """Where cases can run, for `judge.gate`."""

@@ -61,7 +61,7 @@ def machine_here(device: str) -> Machine:
     import importlib.metadata
 
     from fsdp_conformance.config import SIMULATED
-    from fsdp_conformance.harness import devices
+    from fsdp_conformance.harness import devices, leases
     from fsdp_conformance.simulator import build
     from fsdp_conformance.simulator.place import place_of
 
@@ -82,6 +82,7 @@ def machine_here(device: str) -> Machine:
         num_ranks=here.num_ranks,
         simulated=simulated,
         simulator_built=build.is_built(),
+        auto_slots=leases.slots_of(device, 0),
     )
 
 

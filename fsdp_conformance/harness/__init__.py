@@ -21,8 +21,11 @@ Ranks: starting them, watching them, ending them.
     deadlines            the nested deadlines of a case
     parts                whose code a rank runs, so that the suite's own work counts against nobody else
     devices              the devices of this machine, and how many cases fit on them
-    leases               keeps two cases off one GPU
+    leases               how many cases use a GPU at the same time
+    device_memory        the memory of GPUs, without starting CUDA
     backend_trial        tries an accelerator's backend before anything is judged
+    warm_up              makes a device's libraries allocate what they keep
+    ahead                what a rank can do before it has a case: device, libraries, first group
 
 Which rank failed first is decided in `judge.endings`. This file imports nothing, so that `processes.preload` and
 `deadlines` stay free of torch.

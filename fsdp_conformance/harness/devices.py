@@ -75,6 +75,15 @@ def is_scarce(device_type: str) -> bool:
     return device_type not in ("cpu", SIMULATED)
 
 
+def begins_slowly(device_type: str) -> bool:
+    """
+    Whether a rank takes so long to get a device ready that it does so ahead, while the case before runs.
+
+    Real accelerators have a driver, contexts and communicators to start.
+    """
+    return is_scarce(device_type)
+
+
 def backend_for(device_type: str, *, shared: bool = False) -> str:
     """
     The communication backend of that device type, as torch names it; with `shared`, for ranks that share devices.
@@ -175,14 +184,20 @@ def present_environments(device_type: str) -> tuple[frozenset[str], int | None]:
     return frozenset(present), count
 
 
-def slots(device_type: str, world_size: int, *, shared: bool = False) -> int:
+def slots(device_type: str, world_size: int, *, shared: bool = False, per_device: int = 1) -> int:
     """
-    How many cases of that world size fit at the same time, at least 1.
+    How many cases of that world size fit at the same time, at least 1; `per_device` is how many may use one device.
 
     Cases divide an accelerator's devices; where ranks share them, there is one case for each device. On the CPU and the
     simulated accelerator ranks share the cores, and spend most of a case waiting for each other: one case per core
     keeps the cores busy.
     """
+    cores = max(1, device_count("cpu"))
     if not is_scarce(device_type):
-        return max(1, device_count("cpu"))
-    return max(1, device_count(device_type) // (1 if shared else max(1, world_size)))
+        return cores
+    count = device_count(device_type)
+    if shared:
+        return max(1, count)
+    alone = count // max(1, world_size)
+    # Beyond that, cases on one device would wait for cores.
+    return max(1, alone, min(alone * per_device, cores))

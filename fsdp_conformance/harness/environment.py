@@ -35,6 +35,13 @@ NCCL_VARIABLES = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
 }
 
+#: NCCL for a few ranks that live for seconds: without NVLink SHARP's multicast, and with few channels, a communicator
+#: is made sooner and takes less memory.
+_NCCL_SMALL = {"NCCL_NVLS_ENABLE": "0", "NCCL_MAX_NCHANNELS": "2"}
+
+#: Who sets one of these has chosen the number of channels.
+_CHANNELS = ("NCCL_MIN_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS")
+
 #: Prefixes of the variables that a report records.
 _QUOTED = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "OMP_", "MKL_", "CUDA", "CUBLAS", "NCCL_", "GLOO_", "TORCH", "PYTORCH", "FSDP_"
@@ -104,7 +111,7 @@ def rank_variables(rank: int, world_size: int, *, determinism: Determinism, devi
     Some engines read MASTER_ADDR and MASTER_PORT, but nothing listens there: the rendezvous is a file.
     """
     return {
-        **(NCCL_VARIABLES if device_type == "cuda" else {}),
+        **(nccl_variables() if device_type == "cuda" else {}),
         **os.environ,
         **determinism.variables(),
         "RANK": str(rank),
@@ -115,6 +122,14 @@ def rank_variables(rank: int, world_size: int, *, determinism: Determinism, devi
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "29500",
     }
+
+
+def nccl_variables() -> dict[str, str]:
+    """What ranks on GPUs set for NCCL, unless the user has."""
+    small = dict(_NCCL_SMALL)
+    if any(name in os.environ for name in _CHANNELS):
+        del small["NCCL_MAX_NCHANNELS"]
+    return {**NCCL_VARIABLES, **small}
 
 
 def apply_variables(variables: Mapping[str, str]) -> None:

@@ -41,7 +41,7 @@ class CollectivesChecked:
 
 
 class ExactCollectives(ShardedTrainingTestCase):
-    """One launch; `device_type` and the world size come from the payload, which every rank gets."""
+    """One launch; device type, world size and sharing come from the payload, which every rank gets."""
 
     case_timeout_s = 30.0
     reports: Sequence[RankReport | None] = ()
@@ -54,7 +54,7 @@ class ExactCollectives(ShardedTrainingTestCase):
 
     def setUp(self) -> None:
         super().setUp()
-        self.device_type = self.launch_payload[0]
+        self.device_type, _, self.share_devices = self.launch_payload
         self._spawn_processes()
 
     def init_rank(self) -> None:
@@ -104,15 +104,15 @@ def first_wrong(got: torch.Tensor, expected: torch.Tensor) -> str:
 
 
 def check_collectives(
-    device_type: str, world_size: int, *, kind: type[ExactCollectives] = ExactCollectives
+    device_type: str, world_size: int, *, shared: bool = False, kind: type[ExactCollectives] = ExactCollectives
 ) -> CollectivesChecked:
     """
-    Launch that many ranks, let them communicate, and return the results.
+    Launch that many ranks, which share devices with `shared`, let them communicate, and return the results.
 
     Raises EnvironmentUnavailable if they could not be launched.
     """
     case = kind("collectives")
-    case.launch_payload = (device_type, world_size)
+    case.launch_payload = (device_type, world_size, shared)
     result = unittest.TestResult()
     began = time.monotonic()
     case.run(result)  # type: ignore[no-untyped-call]

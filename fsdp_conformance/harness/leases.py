@@ -1,10 +1,14 @@
 """
-Leases on devices: no two cases use one GPU, whatever process runs them.
+Leases on devices: how many cases use a GPU at the same time, whatever process runs them.
 
-A lease is a file lock per device, so it ends with its holder, however the holder ends. Locks are named after the device
-(its UUID if NVML tells it), not after its number in CUDA_VISIBLE_DEVICES: "device 0" of two callers may be two GPUs or
-one. A case gets devices from the caller's own list. The CPU and the simulated accelerator need no leases, because ranks
-share cores.
+A case takes a slot on each of as many devices as it has ranks, so no two of its ranks share one. By default a device
+has one slot. With more, ranks of different cases share a device: each has a context and an allocator of its own, and
+NCCL asks for distinct devices only within a case.
+
+A slot is a file lock, so it ends with its holder, however the holder ends. Locks are named after the device (its UUID
+if NVML tells it), not after its number in CUDA_VISIBLE_DEVICES: "device 0" of two callers may be two GPUs or one. A
+case gets devices from the caller's own list. Whoever counts on a device of its own shares it with no slot of another
+run. The CPU and the simulated accelerator need no leases, because ranks share cores.
 
 Callers take their locks one at a time, so that small cases do not starve one that needs all devices, and so that two
 callers never each hold half of what they need.
@@ -12,10 +16,11 @@ callers never each hold half of what they need.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +29,9 @@ import torch
 from filelock import FileLock, Timeout
 
 from fsdp_conformance.errors import EnvironmentUnavailable
-from fsdp_conformance.harness import devices
+from fsdp_conformance.harness import device_memory, devices
 from fsdp_conformance.harness.deadlines import remaining
+from fsdp_conformance.harness.device_memory import RANK_MIB, DeviceMemory
 
 #: Names the directory of the locks; by default it is this user's, among the temporary files.
 DIRECTORY_VARIABLE = "FSDP_CONFORMANCE_LEASE_DIR"
@@ -41,12 +47,15 @@ _VISIBLE = {
 #: How long a case waits for devices: longer than the cases of all other workers may take, one after another.
 WAIT_S = 3600.0
 
+#: The most slots that `--slots-per-device auto` makes. More ranks on a device would mostly wait for each other.
+MOST_AUTO = 4
+
 _RETRY_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """Devices that no other case uses while the lease is held."""
+    """Devices on which a case holds a slot each, while the lease is held."""
 
     devices: tuple[str, ...] = ()
     """As the caller's own list names them; empty for the CPU."""
@@ -55,12 +64,15 @@ class Lease:
 
 
 @contextmanager
-def lease(device_type: str, count: int, *, timeout_s: float = WAIT_S) -> Iterator[Lease]:
+def lease(
+    device_type: str, count: int, *, slots: int = 1, among: Sequence[str] = (), timeout_s: float = WAIT_S
+) -> Iterator[Lease]:
     """
-    Hold `count` devices of that type; 0 for ranks that share all of them.
+    Hold a slot on `count` devices of that type; 0 for ranks that share all of them.
 
-    If the devices of a type cannot be hidden, all of them are leased together. Raises EnvironmentUnavailable if fewer
-    than `count` devices are visible, or if others hold them for longer than `timeout_s`.
+    A device has `slots` of them (0: see `slots_of`). With `among`, exactly these devices will do. If the devices of a
+    type cannot be hidden, all of them are leased together. Raises EnvironmentUnavailable if fewer than `count` devices
+    are visible, or if others hold them for longer than `timeout_s`.
     """
     if count == 0 or not devices.is_scarce(device_type):
         yield Lease()
@@ -72,51 +84,166 @@ def lease(device_type: str, count: int, *, timeout_s: float = WAIT_S) -> Iterato
             f"or make more devices visible ({_VISIBLE.get(device_type, 'the device variable')})."
         )
     variable = _VISIBLE.get(device_type)
-    locks = lock_names(device_type, names) if variable is not None else [f"{device_type}-all"]
-    with hold(locks, count if variable is not None else 1, directory=lease_directory(), timeout_s=timeout_s) as held:
-        chosen = tuple(names[index] for index in held) if variable is not None else tuple(names)
-        yield Lease(devices=chosen, variables={variable: ",".join(chosen)} if variable is not None else {})
+    directory = lease_directory()
+    if variable is None:
+        with hold([f"{device_type}-all"], 1, directory=directory, timeout_s=timeout_s):
+            yield Lease(devices=tuple(names))
+        return
+    wanted = [name for name in names if not among or name in among]
+    slots = slots_of(device_type, slots)
+
+    def shortage(index: int) -> str:
+        return _shortage(wanted[index], memory_of(device_type, wanted[index])) if slots > 1 else ""
+
+    locks = lock_names(device_type, wanted)
+    with hold(locks, count, slots=slots, shortage=shortage, directory=directory, timeout_s=timeout_s) as held:
+        chosen = tuple(wanted[index] for index in held)
+        yield Lease(devices=chosen, variables={variable: ",".join(chosen)})
 
 
 @contextmanager
-def hold(names: Sequence[str], count: int, *, directory: Path, timeout_s: float) -> Iterator[tuple[int, ...]]:
+def hold(
+    names: Sequence[str],
+    count: int,
+    *,
+    slots: int = 1,
+    shortage: Callable[[int], str] = lambda index: "",
+    directory: Path,
+    timeout_s: float,
+) -> Iterator[tuple[int, ...]]:
     """
-    Hold any `count` of the locks `names`; yields their indices, ascending.
+    Hold a slot of any `count` of the devices `names`, those with the fewest ranks; yields their indices, ascending.
 
-    Raises EnvironmentUnavailable after `timeout_s`, holding nothing.
+    `shortage` says why a device of that index cannot take another rank now, or "". Raises EnvironmentUnavailable after
+    `timeout_s`, holding nothing.
     """
     deadline = time.monotonic() + timeout_s
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     with ExitStack() as locks:
         held: list[int] = []
+        short: dict[int, str] = {}
         try:
             with FileLock(directory / "turn.lock", timeout=timeout_s):
                 while len(held) < count:
-                    for index, name in enumerate(names):
-                        if index in held or len(held) == count:
-                            continue
-                        lock = FileLock(directory / f"{name}.lock")
-                        try:
-                            locks.enter_context(lock.acquire(blocking=False))
-                        except Timeout:
-                            continue
-                        held.append(index)
+                    short = {index: text for index in range(len(names)) if (text := shortage(index))}
+                    found = []
+                    for index in set(range(len(names))) - {*held, *short}:
+                        taken = _free_slot(directory / names[index], slots)
+                        if taken is not None:
+                            found.append((taken.neighbours, index, taken))
+                    for _, index, taken in sorted(found, key=lambda item: item[:2]):
+                        if len(held) < count:
+                            locks.enter_context(taken.resources)
+                            held.append(index)
+                        else:
+                            taken.resources.close()
                     if len(held) < count:
                         if remaining(deadline) == 0:
                             raise Timeout(str(directory))
                         time.sleep(_RETRY_S)
         except Timeout as error:
+            lacking = "; ".join(short.values())
             raise EnvironmentUnavailable(
                 f"only {len(held)} of {count} devices became free within {timeout_s:.0f} s; other cases hold the rest "
-                f"[locks in {directory}]. Run fewer workers, or end the processes that hold them."
+                f"[locks in {directory}]. "
+                + (f"{lacking}. End what uses it, or choose fewer --slots-per-device. " if lacking else "")
+                + "Run fewer workers, or end the processes that hold them."
             ) from error
         yield tuple(sorted(held))
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """A slot of a device."""
+
+    resources: ExitStack
+    neighbours: int
+    """How many other slots of the device are taken."""
+
+
+def _free_slot(device: Path, slots: int) -> _Slot | None:
+    """A free slot of the device whose locks begin with that path; None if there is none."""
+    with ExitStack() as resources:
+        # Whoever has the only slot must be alone, also where another run counts several.
+        if not _locked(resources, device.with_name(f"{device.name}.lock"), shared=slots > 1):
+            return None
+        if slots == 1:
+            return _Slot(resources.pop_all(), 0)
+        free: list[ExitStack] = []
+        for number in range(slots):
+            one = resources.enter_context(ExitStack())
+            if _locked(one, device.with_name(f"{device.name}.slot{number}.lock"), shared=False):
+                free.append(one)
+        if not free:
+            return None
+        for other in free[1:]:
+            other.close()
+        return _Slot(resources.pop_all(), slots - len(free))
+
+
+def _locked(resources: ExitStack, path: Path, *, shared: bool) -> bool:
+    """Lock the file until `resources` end, unless somebody else has locked it."""
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        return False
+    resources.callback(os.close, descriptor)
+    return True
 
 
 def lease_directory() -> Path:
     """The directory of the locks."""
     named = os.environ.get(DIRECTORY_VARIABLE)
     return Path(named) if named else Path(tempfile.gettempdir()) / f"fsdp-conformance-leases-{os.getuid()}"
+
+
+def can_hide(device_type: str) -> bool:
+    """Whether a rank can be shown some devices of that type and not others."""
+    return device_type in _VISIBLE
+
+
+def slots_of(device_type: str, wanted: int) -> int:
+    """
+    How many slots a device has: as many as wanted, or with 0 what the memory of the smallest device holds.
+
+    Raises EnvironmentUnavailable if the memory of a device does not hold what is wanted.
+    """
+    if wanted == 1 or not devices.is_scarce(device_type):
+        return 1
+    if not can_hide(device_type):
+        if wanted > 1:
+            raise EnvironmentUnavailable(
+                f"--slots-per-device must be 1 on devices of type {device_type!r}, got {wanted}: they cannot be hidden "
+                "from ranks one by one, so one case at a time has all of them."
+            )
+        return 1
+    found = {name: memory_of(device_type, name) for name in visible_devices(device_type)}
+    total_mib = {name: memory.total_mib for name, memory in found.items() if memory is not None}
+    if wanted == 0:
+        # A device of unknown memory has one.
+        most = [total // RANK_MIB for total in total_mib.values()] if found.keys() == total_mib.keys() else [1]
+        return max(1, min([MOST_AUTO, *most]))
+    for name, total in total_mib.items():
+        if wanted > max(1, total // RANK_MIB):
+            raise EnvironmentUnavailable(
+                f"--slots-per-device must be at most {max(1, total // RANK_MIB)} here, got {wanted}: device {name} has "
+                f"{total} MiB of memory, and a rank may take {RANK_MIB} MiB. Choose fewer, or auto."
+            )
+    return wanted
+
+
+def memory_of(device_type: str, name: str) -> DeviceMemory | None:
+    """The memory of a device, as the caller's own list names it; None if it is not known."""
+    return device_memory.memory_of(_identity(name, _uuids())) if device_type == "cuda" else None
+
+
+def _shortage(name: str, memory: DeviceMemory | None) -> str:
+    """Why the device cannot take another rank, or ""."""
+    if memory is None or memory.free_mib >= RANK_MIB:
+        return ""
+    return f"device {name} has {memory.free_mib} MiB of free memory, and a rank may take {RANK_MIB} MiB"
 
 
 def visible_devices(device_type: str) -> list[str]:
@@ -131,16 +258,22 @@ def visible_devices(device_type: str) -> list[str]:
 def lock_names(device_type: str, names: Sequence[str]) -> list[str]:
     """A name for each device, the same for every caller on this machine."""
     uuids = _uuids() if device_type == "cuda" else []
-    locks = []
-    for name in names:
-        uuid = uuids[int(name)] if name.isdigit() and int(name) < len(uuids) else name
-        # CUDA_VISIBLE_DEVICES may contain abbreviated UUIDs.
-        full = [item for item in uuids if item.startswith(uuid)] if not uuid.isdigit() else []
-        locks.append(f"{device_type}-{full[0] if len(full) == 1 else uuid}".replace(os.sep, "_"))
-    return locks
+    return [f"{device_type}-{_identity(name, uuids)}".replace(os.sep, "_") for name in names]
+
+
+def _identity(name: str, uuids: Sequence[str]) -> str:
+    """The UUID of the device that a caller's list names by number, UUID, or the beginning of one; or that name."""
+    if name.isdigit():
+        return uuids[int(name)] if int(name) < len(uuids) else name
+    # CUDA_VISIBLE_DEVICES may contain abbreviated UUIDs.
+    full = [item for item in uuids if item.startswith(name)]
+    return full[0] if len(full) == 1 else name
 
 
 def _uuids() -> list[str]:
     """The UUIDs of all GPUs in the driver's order, without starting CUDA; empty if torch cannot tell."""
     ask = getattr(torch.cuda, "_raw_device_uuid_nvml", None)
-    return [str(uuid) for uuid in ask() or []] if ask is not None else []
+    try:
+        return [str(uuid) for uuid in ask() or []] if ask is not None else []
+    except OSError:
+        return []  # no driver: a program's GPUs may be simulated

@@ -43,6 +43,14 @@ class Debugged:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class FirstGroup:
+    """The default group that every rank of a conformance case begins with: it records collectives (`harness.ahead`)."""
+
+    only: str = ""
+    """Its only backend; empty: those of the device."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class CaseOrder:
     """What to run, on how many ranks, and how to start them."""
 
@@ -78,6 +86,12 @@ class CaseOrder:
     """Show no GPU to ranks that compute on the CPU, or on the simulated accelerator."""
     share_devices: bool = False
     """Hold no devices: all ranks see all of them, and share them."""
+    slots_per_device: int = 1
+    """How many cases may use a device at the same time (`leases.slots_of`)."""
+    group: FirstGroup | None = None
+    """The default group that the ranks begin with; None if the test makes its own, or none."""
+    ahead: bool = False
+    """Only get ready, and wait for another order (`processes.prepared`)."""
     debugged: Debugged | None = None
     """One rank has the terminal, and nobody is in a hurry."""
     first_part: Part = Part.ENGINE
@@ -118,18 +132,22 @@ class CaseOrder:
         all are on this one.
         """
         return [
-            RankOrder(
-                case=self,
-                rank=rank,
-                files=RankFiles.under(self.directory, rank),
-                environment={
-                    **rank_variables(rank, self.world_size, determinism=self.determinism, device_type=self.device_type),
-                    **({"LOCAL_RANK": str(rank % self._shared_devices)} if self.share_devices else {}),
-                    **(hosts[rank] if hosts is not None else {}),
-                    **(device_variables if devices.is_scarce(self.device_type) or not self.hides_gpus else _NO_GPUS),
-                    **self.variables,
-                },
-            )
+            RankOrder(case=self, rank=rank, files=RankFiles.under(self.directory, rank), environment=variables)
+            for rank, variables in enumerate(self.rank_environments(device_variables, hosts))
+        ]
+
+    def rank_environments(
+        self, device_variables: Mapping[str, str], hosts: Sequence[Mapping[str, str]] | None = None
+    ) -> list[dict[str, str]]:
+        """The whole environment of each rank, in rank order."""
+        return [
+            {
+                **rank_variables(rank, self.world_size, determinism=self.determinism, device_type=self.device_type),
+                **({"LOCAL_RANK": str(rank % self._shared_devices)} if self.share_devices else {}),
+                **(hosts[rank] if hosts is not None else {}),
+                **(device_variables if devices.is_scarce(self.device_type) or not self.hides_gpus else _NO_GPUS),
+                **self.variables,
+            }
             for rank in range(self.world_size)
         ]
 

@@ -40,6 +40,9 @@ from fsdp_conformance.harness.parts import Part
 from fsdp_conformance.harness.processes import preload
 from fsdp_conformance.outcome import RankError, RankReport
 
+#: How a rank came to be that has run nothing before its case.
+FRESH = frozenset({"forkserver", "prepared"})
+
 #: Exit code of a rank whose report carries an error; MultiProcessTestCase.TEST_ERROR_EXIT_CODE.
 ERROR_EXIT_CODE = 10
 #: Exit code of a rank that failed after it had reported.
@@ -60,6 +63,8 @@ class RankRun:
     """One case on one rank. Subclasses say how the rank came to be (`start`) and prepare it (`prepare`)."""
 
     start: str
+    has_group: bool = False
+    """Whether this rank has made its first group already, before it had a case."""
 
     def __init__(self, order: RankOrder, pipe: Connection) -> None:
         self.order = order

@@ -32,7 +32,7 @@ from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.harness import context, devices
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
-from fsdp_conformance.harness.order import CaseOrder, Debugged, packed
+from fsdp_conformance.harness.order import CaseOrder, Debugged, FirstGroup, packed
 from fsdp_conformance.harness.parts import Part
 from fsdp_conformance.harness.processes.launcher import Launch, launch
 from fsdp_conformance.harness.rank import ERROR_EXIT_CODE, describe_error, destroy_process_group
@@ -73,6 +73,10 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
     """Reuse the ranks of the last case of this world size, if it ended well, instead of starting fresh ones."""
     share_devices: bool = False
     """Let ranks share the devices that there are, without a lease, and communicate through gloo."""
+    slots_per_device: int = 1
+    """How many cases may use a device at the same time; 0: what its memory holds."""
+    first_group: FirstGroup | None = None
+    """The default group that the ranks begin with, so that it can be made ahead; None if a test makes its own."""
     simulated_ranks: bool = False
     """Run the ranks as threads of one process, which take turns (`harness.simulated_ranks`)."""
     debugged: Debugged | None = None
@@ -165,6 +169,8 @@ class ShardedTrainingTestCase(MultiProcessTestCase):
                 reuse=self.reuse_ranks and not self.simulated_ranks and self.torchrun_worker is None,
                 simulated=self.simulated_ranks,
                 share_devices=self.share_devices,
+                slots_per_device=self.slots_per_device,
+                group=self.first_group,
                 name=meeting.name if meeting is not None else "",
                 worker=self.torchrun_worker,
                 debugged=self.debugged,

@@ -18,6 +18,7 @@ It then uses gloo, and inside a test's own `world_size`, `device_count()` return
 from __future__ import annotations
 
 import functools
+import os
 import unittest
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,7 +54,8 @@ class MultiProcessTestCase(ShardedTrainingTestCase):
         super().setUp()
 
     def init_rank(self) -> None:
-        """Set nothing up for the test."""
+        """Set nothing up for the test: it has no launcher that would give it a local rank either."""
+        os.environ.pop("LOCAL_RANK", None)
 
 
 class DistributedTestBase(MultiProcessTestCase, common_distributed.DistributedTestBase):

@@ -3,6 +3,7 @@ The pytest plugin: options, order of cases, verdicts as outcomes, the run file.
 
     options       what can be typed, and the order that it makes
     items         what happens to a case in the process that runs it
+    dealing       which worker of pytest-xdist runs which case next, where ranks own their devices
     controller    the run file, and what the run has shown
 
 pytest loads it in every environment that has this package installed, so loading it imports nothing else of the package,
@@ -16,11 +17,16 @@ earned no certificate, the exit status is not 0.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import pytest
 
 from fsdp_conformance.pytest_plugin import options
 from fsdp_conformance.pytest_plugin.controller import Controller
 from fsdp_conformance.pytest_plugin.items import Cases
+
+if TYPE_CHECKING:
+    from fsdp_conformance.config import RunSettings
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,7 +57,39 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
 
     with options.usage_errors():
         entries = options.selected_entries(config)
-        # More workers than fit for the largest world wait for a lease; fewer would leave devices idle.
+        # More workers than fit for the largest world have smaller cases at hand; fewer would leave devices idle.
         smallest = min((entry.world_size for entry in entries if entry.world_size > 1), default=1)
         settings = options.settings_of(config)
-        return devices.slots(settings.device, smallest, shared=settings.share_devices)
+        per_device = _slots_per_device(settings)
+        return devices.slots(settings.device, smallest, shared=settings.share_devices, per_device=per_device)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config) -> Any:
+    """Where ranks own their devices, deal the cases to workers as they fit. Elsewhere, pytest-xdist does it."""
+    if not options.targets_suites(config) or config.getoption("dist", default="no") != "load":
+        return None
+    from fsdp_conformance.harness import devices
+
+    settings = options.settings_of(config)
+    if settings.share_devices or not devices.is_scarce(settings.device):
+        return None
+    count = devices.device_count(settings.device)
+    if not count:
+        return None
+    from xdist.workermanage import parse_tx_spec_config
+
+    from fsdp_conformance.packing import Slots
+    from fsdp_conformance.pytest_plugin.dealing import DevicesScheduling, sizes_by_node_id
+
+    sizes = sizes_by_node_id(str(config.getoption("conformance_suites")))
+    return DevicesScheduling(len(parse_tx_spec_config(config)), Slots(count, _slots_per_device(settings)), sizes)
+
+
+def _slots_per_device(settings: RunSettings) -> int:
+    """How many cases may use a device at the same time."""
+    if settings.slots_per_device == 1:
+        return 1
+    from fsdp_conformance.harness import leases
+
+    return leases.slots_of(settings.device, settings.slots_per_device)

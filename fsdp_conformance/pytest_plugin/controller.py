@@ -229,3 +229,7 @@ def _check_devices(settings: RunSettings) -> None:
             f"expected at least {asked} devices of type {settings.device!r}, found {count}. "
             "Choose another --device, or a smaller world size."
         )
+    if settings.slots_per_device != 1:
+        from fsdp_conformance.harness import leases
+
+        leases.slots_of(settings.device, settings.slots_per_device)

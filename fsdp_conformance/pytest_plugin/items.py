@@ -52,6 +52,14 @@ class Cases:
         if dropped:
             config.hook.pytest_deselected(items=dropped)
 
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """Let the ranks of the next case get ready while this one runs, on devices where that takes long."""
+        module = sys.modules.get("fsdp_conformance.harness.processes.prepared")
+        if module is not None and _case_of(item) is not None:
+            following = _case_of(nextitem) if nextitem is not None else None
+            module.prepared.expect(following.world_size if following is not None else 0)
+
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]

@@ -54,6 +54,7 @@ _OPTIONS = {
     "reuse_ranks": "reuse_ranks",
     "backend": "conformance_backend",
     "share_devices": "share_devices",
+    "slots_per_device": "conformance_slots_per_device",
     "deadline_scale": "conformance_deadline_scale",
     "stress": "conformance_stress",
     "stress_seed": "conformance_stress_seed",
@@ -91,6 +92,7 @@ def add(parser: pytest.Parser) -> None:
     option("--reuse-ranks", "keep ranks alive from case to case; such a run cannot certify", action="store_true")
     option("--conformance-backend", "make process groups with nccl alone, without gloo for the CPU", metavar="NAME")
     option("--share-devices", "let ranks share GPUs, over gloo; such a run cannot certify", action="store_true")
+    option("--conformance-slots-per-device", "how many cases may use a GPU at a time, or auto", metavar="N")
     option("--conformance-stress", "provoke races in every case; such a run cannot certify", action="store_true")
     option("--conformance-stress-seed", "draw the provocations from this seed", metavar="N")
     option("--conformance-stress-failure", "make one rank of each case fail", metavar="HOW")

@@ -439,6 +439,9 @@ def _remarks(run: RunFile) -> list[str]:
         remarks.append(f"deadlines were multiplied by {settings.deadline_scale:g}")
     if settings.backend:
         remarks.append(f"process groups had the backend {settings.backend} alone (--backend)")
+    if settings.slots_per_device != 1:
+        number = f"up to {settings.slots_per_device}" if settings.slots_per_device else "several"
+        remarks.append(f"{number} cases used a device at the same time (--slots-per-device)")
     if settings.stress_seed is not None:
         remarks.append(f"stress with seed {settings.stress_seed}: {stress.in_words(stress.strikes_of(run.records))}")
     if settings.stress_failure:

@@ -17,6 +17,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.utils import _device
 
 from fsdp_conformance.config import SIMULATED
-from fsdp_conformance.simulator import attention, build, cuda_module
+from fsdp_conformance.simulator import attention, build, cuda_module, process_group
 from fsdp_conformance.simulator.cuda_names import (
     COLLECTIVES,
     CUDA,
@@ -286,19 +287,64 @@ def _install_distributed(replaced: Replacements) -> None:
             replaced.set(module, get_default_backend_for_device=get_default_backend_for_device)
         if not hasattr(module, "ProcessGroupNCCL"):  # a build for the CPU
             replaced.set(module, ProcessGroupNCCL=_process_group_nccl())
+    _install_backends(replaced)
     _install_meshes(replaced)
     attention.install(replaced)
 
 
 def _process_group_nccl() -> type:
-    """What programs use of ProcessGroupNCCL: its options."""
+    """What programs use of ProcessGroupNCCL: its options, and groups that they make of it themselves."""
 
     class Options(build.active().ProcessGroupOptions):  # type: ignore[misc]
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             super().__init__(distributed_c10d.default_pg_timeout.total_seconds())
             self.is_high_priority_stream = is_high_priority_stream
 
-    return type("ProcessGroupNCCL", (), {"Options": Options})
+    def make(
+        _: type, store: Any, rank: int, size: int, options: Any = None, *, timeout: timedelta | None = None
+    ) -> dist.Backend:
+        given = options if isinstance(options, timedelta) else getattr(options, "_timeout", None)
+        return process_group.made_directly(store, rank, size, timeout or given or distributed_c10d.default_pg_timeout)
+
+    return type("ProcessGroupNCCL", (), {"Options": Options, "__new__": make})
+
+
+def _install_backends(replaced: Replacements) -> None:
+    """A program's own backends for CUDA, such as torch.testing's between threads, serve tensors on the accelerator."""
+    backends: Any = distributed_c10d.Backend
+    register = vars(backends)["register_backend"].__func__
+
+    def serve(name: str) -> None:
+        devices = backends.backend_capability.get(name, ())
+        if CUDA in devices and SIMULATED not in devices:
+            replaced.on_undo(functools.partial(backends.backend_capability.__setitem__, name, devices))
+            backends.backend_capability[name] = [*devices, SIMULATED]
+
+    @functools.wraps(register)
+    def register_and_serve(cls: Any, name: str, *args: Any, **kwargs: Any) -> None:
+        register(cls, name, *args, **kwargs)
+        serve(name.lower())
+
+    for name in backends._plugins:
+        serve(name.lower())
+    replaced.set(backends, register_backend=classmethod(register_and_serve))
+    config: Any = distributed_c10d.BackendConfig
+    text = config.__repr__
+
+    def repr_for_caller(self: Any) -> str:
+        said: str = text(self)
+        return _as_script_named(said) if script_asks() else said
+
+    replaced.set(config, __repr__=repr_for_caller)
+
+
+def _as_script_named(said: str) -> str:
+    """ "cpu:gloo,cuda:nccl" for "cpu:gloo,sim:simccl"."""
+    found = {}
+    for pair in said.split(","):
+        device, _, backend = pair.partition(":")
+        found[CUDA if device == SIMULATED else device] = "nccl" if backend == COLLECTIVES else backend
+    return ",".join(f"{device}:{backend}" for device, backend in found.items())
 
 
 def _install_meshes(replaced: Replacements) -> None:

@@ -12,12 +12,14 @@ import functools
 import re
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
+from torch.utils import _python_dispatch
 
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.frames import Frame
@@ -140,9 +142,18 @@ def _follow_backward(replaced: Replacements, extension: Any) -> None:
     replaced.set(torch.autograd, _engine_run_backward=followed)
 
 
+#: torch's narrows the type to a class that mypy says no tensor can have.
+_is_around_others: Callable[[Tensor], bool] = _python_dispatch.is_traceable_wrapper_subclass
+
+
 def _has_memory(tensor: Tensor) -> bool:
-    """Whether it has memory at the moment: a parameter that FSDP has resharded has none, nor has a lazy one."""
-    return not is_lazy(tensor) and tensor.untyped_storage().size() > 0
+    """
+    Whether it has memory of its own now: a parameter that FSDP has resharded has none, nor has a lazy one, nor a tensor
+    around others.
+    """
+    if is_lazy(tensor) or _is_around_others(tensor):
+        return False
+    return tensor.untyped_storage().size() > 0
 
 
 def _joined(title: str, path: str) -> str:

@@ -141,8 +141,9 @@ class ScriptLaunch:
         """Fork the ranks. Raises EnvironmentUnavailable if the warm process cannot start."""
         # These import torch, which the warm process does at the same time.
         from fsdp_conformance.harness.processes import rank_process
-        from fsdp_conformance.harness.processes.launcher import fork_ranks, take_seats
+        from fsdp_conformance.harness.processes.launcher import take_seats
         from fsdp_conformance.harness.processes.leftovers import remove_orphans, shared_memory
+        from fsdp_conformance.harness.processes.rank_set import fork_ranks
         from fsdp_conformance.harness.processes.supervisor import Supervisor
 
         self._resources.callback(remove_orphans, shared_memory())

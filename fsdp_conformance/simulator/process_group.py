@@ -38,6 +38,9 @@ BACKEND: Final = "simccl"
 
 _world_numbers = count()
 
+#: For names of backends that programs make themselves.
+_made = count()
+
 #: The world of threads that the process is running; new groups belong to it.
 _thread_world: str | None = None
 
@@ -100,6 +103,14 @@ def _create(options: Any, backend_options: Any) -> dist.Backend:
         _high_priority(backend_options),
     )
     return group
+
+
+def made_directly(store: Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
+    """A backend that a program makes itself, between processes, as `ProcessGroupNCCL(store, rank, size)` does."""
+    found: dist.Backend = build.active().group_over_gloo(
+        _gloo, store, f"made {next(_made)}", rank, size, timeout.total_seconds(), False
+    )
+    return found
 
 
 def _gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroupGloo:

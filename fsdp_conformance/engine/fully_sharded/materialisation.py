@@ -1,20 +1,24 @@
 """
 Gives parameters and buffers on the meta device memory and values before they are sharded.
 
-Each module that holds some gets memory on the compute device, then values from the user's function or its own
-`reset_parameters`. Outer modules come before inner ones, each module once; tied parameters stay tied. All of this
-happens in the parameters' own dtype, whatever dtype the unit computes in.
+Outer modules come before inner ones, each once; tied parameters stay tied. A user's function gives memory and values to
+the modules that it gets, as in torch's FullyShardedDataParallel. Without one, each module gets memory on the compute
+device, then values from its own `reset_parameters`. All of this happens in the parameters' own dtype, whatever dtype
+the unit computes in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
 
 from fsdp_conformance.engine.accelerator import present_accelerator
 from fsdp_conformance.errors import ConfigError
+
+_WHERE = "meta-device initialisation"
 
 
 def materialise(
@@ -27,37 +31,68 @@ def materialise(
     """
     Give memory and values to tensors on the meta device below `modules`, except in modules that are `skipped`.
 
-    `device`: where to put them; None: the current accelerator, or the CPU. Raises ConfigError naming the parameters of
-    modules that cannot be initialised: without an `init_fn` they need a `reset_parameters`.
+    `init_fn`: called with each module that has such tensors of its own, while they are on meta; it replaces them, for
+    example by `module.to_empty(device=..., recurse=False)`, and sets them. `device`: where tensors are put without it;
+    None: the current accelerator, or the CPU. Raises ConfigError naming the parameters of modules that have no
+    `reset_parameters` when there is no `init_fn`, and those that it left on meta.
     """
     found = [module for module in _walk(modules, skipped) if _has_meta(module)]
     if not found:
         return
-    helpless = [] if init_fn is not None else [module for module in found if not hasattr(module, "reset_parameters")]
-    if helpless:
-        raise ConfigError(
-            [
-                f"cannot initialise {', '.join(_meta_names(module))} of a {type(module).__name__}, on meta: it has no "
-                "reset_parameters, and no param_init_fn was given"
-                for module in helpless
-            ],
-            where="meta-device initialisation",
-        )
-    place = device or present_accelerator() or torch.device("cpu")
-    tied: dict[int, nn.Parameter] = {}
+    ties = _Ties()
     with torch.no_grad():
+        if init_fn is not None:
+            for module in found:
+                with ties.kept(module):
+                    init_fn(module)
+            _check_initialised(found)
+            return
+        _check_initialisable(found)
         for module in found:
-            before = dict(module._parameters)
-            module.to_empty(device=place, recurse=False)
-            for key, parameter in before.items():
-                made = module._parameters[key]
-                if parameter is not None and made is not None:
-                    module._parameters[key] = tied.setdefault(id(parameter), made)
+            with ties.kept(module):
+                module.to_empty(device=device or present_accelerator() or torch.device("cpu"), recurse=False)
         for module in found:
-            if init_fn is not None:
-                init_fn(module)
-            else:
-                module.reset_parameters()  # type: ignore[operator]
+            module.reset_parameters()  # type: ignore[operator]
+
+
+class _Ties:
+    """Parameters that were replaced, so that modules that shared one share what replaces it."""
+
+    def __init__(self) -> None:
+        self._replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+        """By the id of the parameter that was replaced, which is kept alive: ids are used again."""
+
+    @contextmanager
+    def kept(self, module: nn.Module) -> Iterator[None]:
+        """A context that may replace the parameters of `module`: the first replacement of each is everybody's."""
+        before = dict(module._parameters)
+        yield
+        for key, old in before.items():
+            new = module._parameters.get(key)
+            if old is not None and new is not None and new is not old:
+                module._parameters[key] = self._replaced.setdefault(id(old), (old, new))[1]
+
+
+def _check_initialisable(found: Sequence[nn.Module]) -> None:
+    problems = [
+        f"cannot initialise {', '.join(_meta_names(module))} of a {type(module).__name__}, on meta: it has no "
+        "reset_parameters, and no param_init_fn was given"
+        for module in found
+        if not hasattr(module, "reset_parameters")
+    ]
+    if problems:
+        raise ConfigError(problems, where=_WHERE)
+
+
+def _check_initialised(found: Sequence[nn.Module]) -> None:
+    problems = [
+        f"{', '.join(_meta_names(module))} of a {type(module).__name__} must not be on meta after param_init_fn: give "
+        "them memory there, for example with module.to_empty(device=..., recurse=False)"
+        for module in found
+        if _has_meta(module)
+    ]
+    if problems:
+        raise ConfigError(problems, where=_WHERE)
 
 
 def _walk(modules: Sequence[nn.Module], skipped: Callable[[nn.Module], bool]) -> Iterator[nn.Module]:

@@ -98,11 +98,14 @@ def sharded_state_dict(module: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def load_sharded_state_dict(module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+def load_sharded_state_dict(
+    module: nn.Module, state: Mapping[str, Any], *, strict: bool = True
+) -> tuple[list[str], list[str]]:
     """
     Take over a `sharded_state_dict` of this module whose values were loaded. Collective if it has DTensors.
 
-    Raises ParameterReplaced for names and shapes that do not fit, before anything is written.
+    Returns the missing and the unexpected names. Raises ParameterReplaced for parts that do not fit and, with `strict`,
+    for missing and unexpected names, before anything is written.
     """
     flats = list(settled(units_below(module)))
     homes = {id(member.parameter): (flat, i) for flat in flats for i, member in enumerate(flat.members)}
@@ -120,16 +123,16 @@ def load_sharded_state_dict(module: nn.Module, state: Mapping[str, Any], *, stri
             own.append((flat, index, value.part))
         else:
             others[name] = value.full_tensor() if isinstance(value, DTensor) else value
-    if strict:
-        problems = [f"{name} is missing" for name in expected if name not in state]
-        problems += [
-            f"{name} is unexpected: no parameter or buffer has that name" for name in state if name not in expected
-        ]
-        if problems:
-            raise ParameterReplaced(problems, where="load_sharded_state_dict")
+    missing = [name for name in expected if name not in state]
+    unexpected = [name for name in state if name not in expected]
+    if strict and (missing or unexpected):
+        problems = [f"{name} is missing" for name in missing]
+        problems += [f"{name} is unexpected: no parameter or buffer has that name" for name in unexpected]
+        raise ParameterReplaced(problems, where="load_sharded_state_dict")
     load_full_state_dict(module, others, strict=False)
     for flat, index, part in own:
         flat.write_part(index, part)
+    return missing, unexpected
 
 
 def own_pieces(flat: FlatParameter, index: int, part: Tensor) -> Tensor:

@@ -109,8 +109,7 @@ class TorchStateDicts(nn.Module):
         """Load what `_chosen_state_dict` returned. Returns the missing and the unexpected names."""
         if self._state_settings is None or not _is_sharded(self._state_settings):
             return load_full_state_dict(self, state, strict=strict)
-        load_sharded_state_dict(self, state, strict=strict)
-        return [], []
+        return load_sharded_state_dict(self, state, strict=strict)
 
     # --- the optimizer's ---------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.module import _IncompatibleKeys
 
-from fsdp_conformance.engine.errors import TrainingStateError
+from fsdp_conformance.engine.errors import ParameterReplaced, TrainingStateError
 from fsdp_conformance.engine.fully_sharded import full_parameters
 from fsdp_conformance.engine.fully_sharded.deferral import steps_refused
 from fsdp_conformance.engine.fully_sharded.flat_parameter import ReductionHook
@@ -109,11 +109,12 @@ class FullyShardedDataParallel(TorchStateDicts):
         which submodules become separate units, with these options: one of `wrap_policy`, or of torch's.
         `forward_prefetch`: whether to prefetch in forward the unit that came next in the last iteration.
         `ignored_modules`: left alone on each rank; `ignored_states`: the same for modules, or for single parameters.
-        `param_init_fn`: initialises modules on the meta device; None: their `reset_parameters`. `device_id`: where the
-        unit computes and its parameters and buffers are moved; None: where they are. `sync_module_states`: whether
-        parameters and buffers are broadcast from the first rank of the group. `persist_numel`: parameters of at most
-        this many elements stay whole. `reshard_after_forward`: the number of ranks to shard parameters over between
-        forward and backward; None: the whole group.
+        `param_init_fn`: gets each module on the meta device, and gives its own tensors memory and values; None: the
+        unit does, with their `reset_parameters`. `device_id`: where the unit computes and its parameters and buffers
+        are moved; None: where they are. `sync_module_states`: whether parameters and buffers are broadcast from the
+        first rank of the group. `persist_numel`: parameters of at most this many elements stay whole.
+        `reshard_after_forward`: the number of ranks to shard parameters over between forward and backward; None: the
+        whole group.
 
         `limit_all_gathers` and `use_orig_params` exist for compatibility with torch. Streams order the memory that
         gathers use, so the host is never blocked; and only original parameters are supported.
@@ -138,6 +139,10 @@ class FullyShardedDataParallel(TorchStateDicts):
         self.unit = make_unit([module], options)
         mark_unit(self, self.unit)
         setattr(self, _INNER, module)
+        self.register_load_state_dict_post_hook(_forget_names_inside)  # type: ignore[no-untyped-call]
+
+    _loaded_inside = ""
+    """While a module around it loads: the prefix of the names inside, all of which this wrapper has loaded."""
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -310,18 +315,17 @@ class FullyShardedDataParallel(TorchStateDicts):
 
     def state_dict(self, *, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:  # type: ignore[override]
         """
-        Every parameter and persistent buffer, under original names. Collective.
+        Every parameter and persistent buffer, under original names. Collective, also from a module around it.
 
         In full, as `model_state.full_state_dict`, unless `set_state_dict_type` has chosen another kind.
-        With `keep_vars`: the optimizer's parameters, under wrapped names. Raises Unsupported if the caller is a module
-        around it, and this one holds shards: use `full_state_dict` or `sharded_state_dict` on that module.
+        With `keep_vars`: the optimizer's parameters, under wrapped names.
         """
-        if destination is not None and not keep_vars and not self.unit.is_as_wrapped:
-            raise Unsupported("full_state_dict", "state_dict() of a module around units: use full_state_dict on it")
-        if destination is not None or keep_vars:
-            raw: dict[str, Any] = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        if keep_vars:
+            raw: dict[str, Any] = super().state_dict(destination=destination, prefix=prefix, keep_vars=True)
             return raw
-        return {f"{prefix}{name}": value for name, value in self._chosen_state_dict().items()}
+        found = {} if destination is None else destination
+        found.update({f"{prefix}{name}": value for name, value in self._chosen_state_dict().items()})
+        return cast("dict[str, Any]", found)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Write what `state_dict` returned: `model_state.load_full_state_dict`. Raises Unsupported for `assign`."""
@@ -329,6 +333,32 @@ class FullyShardedDataParallel(TorchStateDicts):
             raise Unsupported("full_state_dict", "assign=True: parameters are views of shards")
         missing, unexpected = self._load_chosen_state_dict(state_dict, strict=strict)
         return _IncompatibleKeys(missing, unexpected)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Load this wrapper's part of the state dict of a module around it, and that of the units inside."""
+        if local_metadata.get("assign_to_params_buffers"):
+            raise Unsupported("full_state_dict", "assign=True: parameters are views of shards")
+        own = {name.removeprefix(prefix): state_dict.pop(name) for name in list(state_dict) if name.startswith(prefix)}
+        if not own and not self.check_is_root():
+            return  # the outer wrapper has loaded it
+        # torch goes on to the modules inside, finds nothing for them, and calls `_forget_names_inside`.
+        self._loaded_inside = f"{prefix}{_INNER}."
+        try:
+            missing, unexpected = self._load_chosen_state_dict(own, strict=False)
+        except ParameterReplaced as error:
+            error_msgs.append(str(error))
+            return
+        missing_keys += [f"{prefix}{name}" for name in missing]
+        unexpected_keys += [f"{prefix}{name}" for name in unexpected]
 
     def memory_report(self) -> str:
         """What each unit holds now, in bytes: a line per unit, and the total."""
@@ -417,6 +447,13 @@ class FullyShardedDataParallel(TorchStateDicts):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         raise Unsupported("copyable", "a sharded module cannot be pickled: save its state dict")
+
+
+def _forget_names_inside(wrapper: FullyShardedDataParallel, keys: _IncompatibleKeys) -> None:
+    """Names inside a wrapper are not missing if it has loaded what they are names of. Called by torch."""
+    if wrapper._loaded_inside:
+        keys.missing_keys[:] = [name for name in keys.missing_keys if not name.startswith(wrapper._loaded_inside)]
+        wrapper._loaded_inside = ""
 
 
 def _apply_below(module: nn.Module, fn: Callable[[nn.Module], None]) -> None:

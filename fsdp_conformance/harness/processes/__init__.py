@@ -2,6 +2,8 @@
 Ranks that are processes: forked from a warm server, supervised, ended by pid.
 
     launcher             starts the ranks of one case, or reuses those of the last one (never for a certificate)
+    rank_set             the processes of a case, and those kept for the next one
+    prepared             ranks that get ready for the next case while this one runs
     supervisor           watches them, releases them together, terminates those that hang
     rank_process         a rank's process, from its first line to its last
     forkserver           the warm server that ranks are forked from

@@ -5,97 +5,32 @@ Ranks are fresh unless `--reuse-ranks` asks otherwise. A rank that has run a cas
 process, so its next verdict can depend on the cases before: quick, but no basis for a certificate, and the report says
 "reused". Even then each case gets its own process group, from its own store file, and a case that failed, hung or left
 a rank in an unknown state takes its ranks down with it.
+
+On devices where that takes long, the ranks of the next case get ready while this one runs (`prepared`).
 """
 
 from __future__ import annotations
 
-import atexit
-import contextlib
-import multiprocessing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 from fsdp_conformance.harness import leases
 from fsdp_conformance.harness.leases import Lease
-from fsdp_conformance.harness.order import CaseOrder, RankOrder, encode
+from fsdp_conformance.harness.order import CaseOrder, RankOrder
 from fsdp_conformance.harness.processes import rank_process
 from fsdp_conformance.harness.processes.cuda_imports import server_without_cuda
 from fsdp_conformance.harness.processes.foreground import send_terminal
-from fsdp_conformance.harness.processes.forkserver import WarmProcess, WarmServer, server_for, start_process
+from fsdp_conformance.harness.processes.forkserver import WarmProcess, WarmServer, server_for
 from fsdp_conformance.harness.processes.leftovers import remove_orphans, shared_memory
 from fsdp_conformance.harness.processes.mailbox import Mailbox
+from fsdp_conformance.harness.processes.prepared import prepared
+from fsdp_conformance.harness.processes.rank_set import Member, RankSet, fork_ranks, pool, send_orders
 from fsdp_conformance.harness.processes.supervisor import Seat, Supervisor
 from fsdp_conformance.harness.simulated_ranks import host as rank_host
 from fsdp_conformance.harness.torchrun.worker import CaseMeeting
 from fsdp_conformance.outcome import RankExit, RankReport
-
-#: How long a reused rank may take to end after its pipe was closed, before it is killed.
-_END_TIMEOUT_S = 2.0
-
-Member = tuple[WarmProcess, Connection]
-"""A process and the controller's end of its pipe."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankSet:
-    """The processes of one case, or of several in turn."""
-
-    key: tuple[Any, ...]
-    """What a case must have in common with the one that the ranks were started for."""
-    members: tuple[Member, ...]
-    lease: Lease
-    resources: ExitStack
-    """Gives the devices back."""
-
-    def end(self) -> None:
-        """End the ranks and give back the devices."""
-        for _, connection in self.members:
-            connection.close()
-        for process, _ in self.members:
-            process.join(_END_TIMEOUT_S)
-            if process.exitcode is None:
-                process.kill()
-                process.join(_END_TIMEOUT_S)
-        self.resources.close()
-
-
-class RankPool:
-    """Holds at most one set of idle ranks, which keeps the lease on its devices."""
-
-    def __init__(self) -> None:
-        self._idle: RankSet | None = None
-
-    def take(self, key: tuple[Any, ...]) -> RankSet | None:
-        """The idle set if it fits. A set that does not fit, or has lost a rank, is ended."""
-        found, self._idle = self._idle, None
-        if found is None:
-            return None
-        if found.key == key and all(process.exitcode is None for process, _ in found.members):
-            return found
-        found.end()
-        return None
-
-    def put(self, ranks: RankSet) -> None:
-        """Keep a set whose case ended well."""
-        self.close()
-        self._idle = ranks
-
-    def close(self) -> None:
-        """End the idle set, if there is one."""
-        if self._idle is not None:
-            self._idle.end()
-            self._idle = None
-
-
-#: The pool of this process.
-pool = RankPool()
-
-# Registered after the forkserver's own exit function, so it runs before it: the ranks end before their server.
-atexit.register(pool.close)
 
 
 class Launch:
@@ -163,7 +98,9 @@ def launch(case: CaseOrder, meeting: CaseMeeting | None = None) -> Launch:
     """
     shared_before = shared_memory()  # before the first rank can make any
     key = (case.world_size, case.device_type, frozenset(case.preload_environment.items()))
-    ranks = (pool.take(key) if case.reuse else None) or _start(case, key, meeting)
+    find = server_without_cuda if case.device_type == "cuda" else server_for
+    server = find(case.preload, case.preload_environment)
+    ranks = (pool.take(key) if case.reuse else prepared.take(case, server)) or _start(case, key, server, meeting)
     hosts = meeting.hosts() if meeting is not None else None
     orders = case.for_ranks(ranks.lease.variables, hosts)
     if case.simulated:
@@ -175,55 +112,28 @@ def launch(case: CaseOrder, meeting: CaseMeeting | None = None) -> Launch:
         ]
     else:
         seats = take_seats([orders[meeting.rank]] if meeting is not None else orders, ranks.members)
-    return Launch(case, seats, ranks, shared_before=shared_before, meeting=meeting)
+    started = Launch(case, seats, ranks, shared_before=shared_before & ranks.shared_before, meeting=meeting)
+    if meeting is None:
+        prepared.begin(case, server, ranks.lease)
+    return started
 
 
-def _start(case: CaseOrder, key: tuple[Any, ...], meeting: CaseMeeting | None) -> RankSet:
+def _start(case: CaseOrder, key: tuple[Any, ...], server: WarmServer, meeting: CaseMeeting | None) -> RankSet:
     """Processes that wait for their orders."""
-    find = server_without_cuda if case.device_type == "cuda" else server_for
-    server = find(case.preload, case.preload_environment)
+    shared_before = shared_memory()
     with ExitStack() as resources:
         if meeting is not None:
             # Their launcher has given each worker a device, the one numbered by LOCAL_RANK, and engines rely on that.
             lease = Lease()
         else:
             num_devices = 0 if case.share_devices else case.world_size
-            lease = resources.enter_context(leases.lease(case.device_type, num_devices))
+            lease = resources.enter_context(leases.lease(case.device_type, num_devices, slots=case.slots_per_device))
         main = rank_host.main if case.simulated else rank_process.main
         count = 1 if case.simulated or meeting is not None else case.world_size
         members = fork_ranks(main, count, server, case.directory, case.imports_main)
-        return RankSet(key=key, members=members, lease=lease, resources=resources.pop_all())
-
-
-def fork_ranks(
-    main: Callable[[Connection, Path], None],
-    count: int,
-    server: WarmServer,
-    directory: Path,
-    imports_main: bool = False,
-) -> tuple[Member, ...]:
-    """`count` processes that call `main(pipe, directory)`. If one cannot be started, none is left running."""
-    members: list[Member] = []
-    try:
-        for index in range(count):
-            ours, theirs = multiprocessing.Pipe()
-            try:
-                process = start_process(
-                    main, theirs, directory, server=server, name=f"rank {index}", imports_main=imports_main
-                )
-            except BaseException:
-                ours.close()
-                raise
-            finally:
-                theirs.close()
-            members.append((process, ours))
-    except BaseException:
-        for process, connection in members:
-            process.kill()
-            process.join()
-            connection.close()
-        raise
-    return tuple(members)
+        return RankSet(
+            key=key, members=members, lease=lease, shared_before=shared_before, resources=resources.pop_all()
+        )
 
 
 def take_seats(orders: Sequence[RankOrder], members: Sequence[Member]) -> list[Seat]:
@@ -235,9 +145,3 @@ def take_seats(orders: Sequence[RankOrder], members: Sequence[Member]) -> list[S
             send_terminal(connection)
         seats.append(Seat(order.rank, process, Mailbox(connection), order.files, part=order.case.first_part))
     return seats
-
-
-def send_orders(connection: Connection, orders: Sequence[RankOrder]) -> None:
-    """Send a process its orders. If it has already ended, the supervisor will notice."""
-    with contextlib.suppress(OSError):
-        connection.send_bytes(encode(orders))

@@ -27,6 +27,7 @@ import shutil
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,14 +36,17 @@ from typing import Any, NoReturn
 import torch
 
 from fsdp_conformance.errors import EnvironmentUnavailable
-from fsdp_conformance.harness import context, devices
+from fsdp_conformance.harness import ahead, context, devices
 from fsdp_conformance.harness.context import RankContext
 from fsdp_conformance.harness.environment import apply_collective_timeout, apply_variables
 from fsdp_conformance.harness.order import RankFiles, RankOrder, decode
 from fsdp_conformance.harness.processes import foreground, preload
 from fsdp_conformance.harness.processes.stacks import STACK_SIGNAL
-from fsdp_conformance.harness.rank import RankRun, destroy_process_group
+from fsdp_conformance.harness.rank import ERROR_EXIT_CODE, RankRun, destroy_process_group
 from fsdp_conformance.harness.torchrun import worker as torchrun
+
+#: What a rank says that has got ready before its case, and what it is asked before it gets one.
+READY, ASKED = b"ready", b"still there?"
 
 #: faulthandler needs the file for the life of the process.
 _stack_file: Any = None
@@ -79,9 +83,11 @@ def main(pipe: Connection, directory: Path) -> NoReturn:
     enter(directory)
     (order,) = first_orders(pipe, directory)
     start = "forkserver"
+    if order.case.ahead:
+        order, start = _get_ready(order, pipe, directory), "prepared"
     while True:
         run = _ProcessRun(order, pipe)
-        run.start = start
+        run.start, run.has_group = start, start == "prepared"
         context.switch_to(RankContext(run))
         code = run.run()
         if code or not order.case.reuse:
@@ -95,10 +101,30 @@ def main(pipe: Connection, directory: Path) -> NoReturn:
             leave(0, pipe)
 
 
+def _get_ready(order: RankOrder, pipe: Connection, directory: Path) -> RankOrder:
+    """Do ahead what needs no case, say so, and wait for a case. A rank that cannot leaves, and nobody is blamed."""
+    try:
+        prepare_process(order)
+        ahead.get_ready(order)
+    except BaseException:  # noqa: BLE001 - a rank that has a case will say it again
+        traceback.print_exc()
+        leave(ERROR_EXIT_CODE, pipe)
+    pipe.send_bytes(READY)
+    # Whoever takes a rank that has waited asks whether it is still there: one that was killed meanwhile never answers.
+    _next_message(pipe, directory)
+    pipe.send_bytes(READY)
+    (order,) = first_orders(pipe, directory)
+    return order
+
+
 def first_orders(pipe: Connection, directory: Path) -> Sequence[RankOrder]:
     """The orders that a new process waits for. If its controller ends first, remove the case's files and leave."""
+    return decode(_next_message(pipe, directory))
+
+
+def _next_message(pipe: Connection, directory: Path) -> bytes:
     try:
-        return decode(pipe.recv_bytes())
+        return pipe.recv_bytes()
     except EOFError:
         remove_directory(directory)
         leave(0, pipe)
@@ -208,5 +234,7 @@ def _end_with(sentinel: int, first: Path) -> None:
     """When the controller has ended, remove the files of the case and end this process and its children."""
     multiprocessing.connection.wait([sentinel])
     run = context.current().run
-    remove_directory(run.order.case.directory if run is not None else first)
+    # A rank that got ready before its case has a directory from that time, too.
+    for directory in dict.fromkeys([first, *([run.order.case.directory] if run is not None else [])]):
+        remove_directory(directory)
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -22,14 +22,26 @@ from torch import Tensor
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
 from torch.distributed import DistBackendError, ProcessGroup, Work, distributed_c10d
 
-from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.errors import InvalidCollective, SuiteError
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.recording.call_site import call_site
-from fsdp_conformance.harness.recording.collective_calls import METHODS, input_splits_of, root_of, traffic_of
+from fsdp_conformance.harness.recording.collective_calls import (
+    METHODS,
+    input_splits_of,
+    output_splits_of,
+    root_of,
+    traffic_of,
+)
 from fsdp_conformance.harness.recording.collective_log import Traffic
 from fsdp_conformance.harness.recording.process_group import TwinnedProcessGroup
 from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
-from fsdp_conformance.harness.simulated_ranks.arguments import require_call
+from fsdp_conformance.harness.simulated_ranks.arguments import (
+    PARAMETER_AS_OUTPUT,
+    Call,
+    is_parameter,
+    require_call,
+    require_message,
+)
 from fsdp_conformance.harness.simulated_ranks.meeting import Channel, Contribution, Meeting
 from fsdp_conformance.history.collective import Op
 
@@ -75,6 +87,8 @@ class SimulatedWork(Work):
         rank_scheduler.running().wait_until(self._is_over, self._describe)
         if not self._contribution.is_there:
             raise DistBackendError(self._shared.failure)
+        if self._contribution.refused:
+            raise InvalidCollective([self._contribution.refused], where=f"{self._contribution.op} of simulated ranks")
         return True
 
     def is_completed(self) -> bool:
@@ -88,8 +102,10 @@ class SimulatedWork(Work):
         return self._contribution.is_there
 
     def result(self) -> list[Tensor]:
-        """The outputs."""
-        return list(self._contribution.outputs)
+        """The outputs; of an all-gather into one tensor, the part of each rank."""
+        outputs = list(self._contribution.outputs)
+        whole = self._contribution.op is Op.ALL_GATHER and len(outputs) == len(self._contribution.inputs) == 1
+        return list(outputs[0].chunk(len(self._shared.ranks))) if whole else outputs
 
     def _source_rank(self) -> int:
         """The rank in the group that a message is from, of a receive."""
@@ -139,9 +155,9 @@ class SimulatedProcessGroup(TwinnedProcessGroup):
             self._joined = _world().join(str(self.group_name), ranks, self.rank())
         return self._joined
 
-    def meet(self, traffic: Traffic, *, root: int = 0, sizes: tuple[int, ...] | None = None) -> Work:
+    def meet(self, traffic: Traffic, call: Call) -> Work:
         """Take part in a collective on the CPU."""
-        contribution = self._contribution(traffic, root, sizes)
+        contribution = self._contribution(traffic, call)
         shared = self.shared
         if shared.failure:
             raise DistBackendError(f"{contribution.call} after a failure: {shared.failure}")
@@ -160,8 +176,9 @@ class SimulatedProcessGroup(TwinnedProcessGroup):
         return SimulatedWork(self, contribution, lambda: self._describe(number, contribution, meeting))
 
     def pass_on(self, traffic: Traffic, peer: int, tag: int) -> Work:
-        """Send to a peer, or receive from one."""
-        contribution = self._contribution(traffic, 0, None)
+        """Send to a peer, or receive from one. Raises InvalidCollective for a peer or a tag that there cannot be."""
+        require_message(traffic.op, peer, tag, rank=self.rank(), size=self.size())
+        contribution = self._contribution(traffic, self.call_of(traffic))
         shared = self.shared
         if contribution.op is Op.SEND:
             channel = shared.channels[self.rank(), peer, tag]
@@ -188,17 +205,21 @@ class SimulatedProcessGroup(TwinnedProcessGroup):
         rank_scheduler.running().wait_until(lambda: bool(senders()), lambda: "a message from any rank")
         return senders()[0]
 
-    def _contribution(self, traffic: Traffic, root: int, sizes: tuple[int, ...] | None) -> Contribution:
-        counted = traffic.inputs or traffic.outputs
-        require_call(
-            traffic.op,
-            traffic.inputs,
-            traffic.outputs,
+    def call_of(self, traffic: Traffic, **more: Any) -> Call:
+        """A call with this traffic on this rank."""
+        return Call(
+            op=traffic.op,
+            inputs=traffic.inputs,
+            outputs=traffic.outputs,
             reduce_op=traffic.reduce_op,
-            root=root,
             rank=self.rank(),
             size=self.size(),
+            **more,
         )
+
+    def _contribution(self, traffic: Traffic, call: Call) -> Contribution:
+        require_call(call)
+        counted = traffic.inputs or traffic.outputs
         what = [f"{sum(tensor.numel() for tensor in counted)} {traffic.dtype}"] if counted else []
         words = ", ".join([traffic.reduce_op] * bool(traffic.reduce_op) + what)
         contribution = Contribution(
@@ -207,9 +228,12 @@ class SimulatedProcessGroup(TwinnedProcessGroup):
             inputs=traffic.inputs,
             outputs=traffic.outputs,
             reduce_op=traffic.reduce_op,
-            root=root,
-            sizes=sizes,
+            root=call.root,
+            sizes=call.splits[1] if call.splits is not None else None,
+            together=traffic.op is Op.ALL_REDUCE and not call.coalesced,
         )
+        if traffic.op is Op.GATHER and any(map(is_parameter, traffic.outputs)):
+            contribution.refused = PARAMETER_AS_OUTPUT
         if traffic.op is Op.SCATTER and self.rank() != contribution.root:
             contribution.inputs = ()  # only the root's list counts
         return contribution
@@ -236,7 +260,15 @@ def _method(name: str) -> Callable[..., Work | None]:
         if traffic.op in (Op.SEND, Op.RECV):
             peer, tag = (self.sender(args[-1]), args[-1]) if name == "recv_anysource" else args[1:3]
             return self.pass_on(traffic, peer, tag)
-        work = self.meet(traffic, root=root_of(args, kwargs), sizes=input_splits_of(name, args, kwargs))
+        work = self.meet(
+            traffic,
+            self.call_of(
+                traffic,
+                root=root_of(args, kwargs),
+                coalesced="coalesced" in name,
+                splits=_splits_of(name, args, kwargs),
+            ),
+        )
         if name == "monitored_barrier":
             work.wait()
             return None
@@ -250,6 +282,14 @@ def _method(name: str) -> Callable[..., Work | None]:
 for _name in METHODS:
     if hasattr(ProcessGroup, _name):
         setattr(SimulatedProcessGroup, _name, _method(_name))
+
+
+def _splits_of(
+    name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """How an all-to-all of single tensors splits its output and its input; None for other collectives."""
+    given, taken = output_splits_of(name, args, kwargs), input_splits_of(name, args, kwargs)
+    return None if given is None or taken is None else (given, taken)
 
 
 def _is_on_cpu(traffic: Traffic, options: Sequence[Any]) -> bool:

@@ -38,6 +38,10 @@ class Contribution:
     """Rank in the group."""
     sizes: tuple[int, ...] | None = None
     """For an all-to-all of single tensors: rows of the input for each rank; empty for equal parts."""
+    together: bool = False
+    """For an all-reduce: whether the tensors of each rank are reduced together, to one result."""
+    refused: str = ""
+    """Why the rank cannot have its result, although the others can have theirs."""
     is_there: bool = False
     """Whether the outputs hold the result."""
 
@@ -189,6 +193,8 @@ def _plainly() -> Iterator[None]:
 
 def _all_reduced(brought: Any, rank: int) -> list[Tensor]:
     count = len(brought[rank].inputs)
+    if brought[rank].together and count > 1:
+        return [_reduced([tensor for one in brought for tensor in one.inputs], brought[rank].reduce_op)] * count
     return [_reduced([one.inputs[index] for one in brought], brought[rank].reduce_op) for index in range(count)]
 
 

@@ -3,7 +3,8 @@ How the workers of a torchrun job meet: torchrun starts one worker per rank, and
 order.
 
 The ranks of a case are dealt to hosts in turn: rank 0 to the first worker of the first host, rank 1 to the first of the
-second, and so on. So a case of two ranks already crosses hosts. The first worker is always rank 0.
+second, and so on. So a case of two ranks already crosses hosts. The first worker is always rank 0. Ranks on several
+hosts communicate over the interface by which their host reaches the store (`interface`), unless the user names another.
 
 For each case a worker starts one fresh rank, with the same files and deadlines as on one host. The workers meet at the
 store of torchrun's agent: when a case begins, when every rank has spoken, and when the first worker collects the
@@ -20,6 +21,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -27,6 +29,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from fsdp_conformance.config import TorchrunWorker
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness.rendezvous import meet_at
+from fsdp_conformance.harness.torchrun.interface import interface_variables, network_of_this_process
 from fsdp_conformance.outcome import RankExit, RankReport, rank_report_from_json
 
 #: How often the store is polled.
@@ -44,6 +47,16 @@ _lost: set[int] = set()
 _SILENCE = "the worker of this rank was not heard from before the case's deadline: its host or its agent may be gone"
 
 
+class _Member(NamedTuple):
+    """A worker of the job. Sorted, hosts take turns."""
+
+    local_rank: int
+    rank: int
+    host: int
+    network: str
+    """Equal for workers that can talk over the loopback."""
+
+
 class CaseMeeting:
     """The workers of one case of `world_size` ranks, seen from one of them. `name` is unique in the run."""
 
@@ -54,8 +67,8 @@ class CaseMeeting:
         self._store = PrefixStore(f"{name}/workers", _store(worker))
 
     @functools.cached_property
-    def _workers(self) -> tuple[tuple[int, int, int], ...]:
-        """Local rank, rank and host of every worker of the job, in the order in which cases take them."""
+    def _workers(self) -> tuple[_Member, ...]:
+        """Every worker of the job, in the order in which cases take them."""
         found, problem = _dealt(self.worker)
         if problem:
             raise EnvironmentUnavailable(problem)
@@ -64,7 +77,7 @@ class CaseMeeting:
     @functools.cached_property
     def rank(self) -> int:
         """This worker's rank in a case that is large enough. It is the same in all of them."""
-        return [rank for _, rank, _ in self._workers].index(self.worker.rank)
+        return [member.rank for member in self._workers].index(self.worker.rank)
 
     @property
     def takes_part(self) -> bool:
@@ -72,13 +85,24 @@ class CaseMeeting:
         return self.rank < self.world_size
 
     def hosts(self) -> list[dict[str, str]]:
-        """The variables that place each rank of the case on its host, as torchrun sets them."""
+        """
+        The variables that place each rank of the case on its host, as torchrun sets them.
+
+        That of this worker also names the network interface, if the job has several hosts.
+        """
         members = self._workers[: self.world_size]
-        count = Counter(host for _, _, host in members)
-        return [
-            {"LOCAL_RANK": str(local_rank), "GROUP_RANK": str(host), "LOCAL_WORLD_SIZE": str(count[host])}
-            for local_rank, _, host in members
+        count = Counter(member.host for member in members)
+        places = [
+            {
+                "LOCAL_RANK": str(member.local_rank),
+                "GROUP_RANK": str(member.host),
+                "LOCAL_WORLD_SIZE": str(count[member.host]),
+            }
+            for member in members
         ]
+        if self.takes_part and len({member.network for member in self._workers}) > 1:
+            places[self.rank] |= interface_variables(self.worker.host)
+        return places
 
     def begin(self, timeout_s: float) -> None:
         """
@@ -158,22 +182,22 @@ def _store(worker: TorchrunWorker) -> Store:
 
 
 @functools.cache
-def _dealt(worker: TorchrunWorker) -> tuple[tuple[tuple[int, int, int], ...], str]:
+def _dealt(worker: TorchrunWorker) -> tuple[tuple[_Member, ...], str]:
     """
-    Local rank, rank and host of every worker, sorted, so that hosts take turns; or why that is unknown.
+    Every worker, sorted so that hosts take turns; or why that is unknown.
 
     Collective, once in a job: a worker that does not come is waited for once.
     """
     store = PrefixStore("workers", _store(worker))
-    store.set(str(worker.rank), json.dumps([worker.local_rank, worker.rank, worker.host_rank]))
+    here = _Member(worker.local_rank, worker.rank, worker.host_rank, network_of_this_process())
+    store.set(str(worker.rank), json.dumps(here))
     names = [str(rank) for rank in range(worker.world_size)]
     try:
         store.wait(names, timedelta(seconds=_ARRIVAL_S))
     except (dist.DistNetworkError, dist.DistStoreError, RuntimeError) as error:
         problem = f"not all {worker.world_size} workers came to torchrun's store at {worker.host}:{worker.port} within "
         return (), f"{problem}{_ARRIVAL_S:.0f} s: {error}"
-    said = (json.loads(store.get(name)) for name in names)
-    return tuple(sorted((local, rank, host) for local, rank, host in said)), ""
+    return tuple(sorted(_Member(*json.loads(store.get(name))) for name in names)), ""
 
 
 def _never_heard_of(rank: int) -> RankExit:

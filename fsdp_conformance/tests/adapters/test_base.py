@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from torch import Tensor
+from torch import Tensor, nn
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
@@ -95,6 +95,22 @@ def test_every_flag_of_a_bundled_adapter_is_one() -> None:
     assert {name: unknown(registry.load(name).declared()) for name in registry.names() if "deepspeed" not in name} == {
         name: [] for name in registry.names() if "deepspeed" not in name
     }
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    """An adapter names the distribution, and reports give its installed version; without one, they give none."""
+
+    class OfPytest(TorchAdapter):
+        package = "pytest"
+
+        def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+            return model
+
+    class Unnamed(OfPytest):
+        package = ""
+
+    assert OfPytest.version() == pytest.__version__
+    assert Unnamed.version() == ""
 
 
 def test_undeclared_flags_are_refused() -> None:

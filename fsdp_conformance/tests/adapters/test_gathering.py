@@ -182,3 +182,19 @@ def test_gradients_that_a_rank_lacks_are_none_there() -> None:
         )
 
     assert run_ranks(2, body, timeout_s=TIMEOUT_S) == [(True, True, True)] * 2
+
+
+def test_gradients_of_any_rank_are_gathered_on_all() -> None:
+    """A rank without a gradient gives zeros and reads what the others have; where nobody has one, all read None."""
+
+    def body(rank: int) -> list[bool]:
+        mesh = init_device_mesh("cpu", (2,))
+        values = {name: distribute_tensor(torch.ones(4), mesh, [Shard(0)]) for name in ("one", "none")}
+        parameters = {name: nn.Parameter(value) for name, value in values.items()}
+        if rank == 1:
+            parameters["one"].grad = torch.ones_like(parameters["one"]) * 3
+        grads = full_gradients(parameters, torch.device("cpu"), of_any_rank=True)
+        one = grads["one"]
+        return [one is not None and _same(one, torch.tensor([0.0, 0.0, 3.0, 3.0])), grads["none"] is None]
+
+    assert run_ranks(2, body, timeout_s=TIMEOUT_S) == [[True, True]] * 2

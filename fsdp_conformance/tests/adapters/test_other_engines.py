@@ -20,7 +20,11 @@ from fsdp_conformance.workload import Regime
 #: Adapter to the package that it needs.
 ENGINES = {
     "fairscale-fsdp": "fairscale",
+    "megatron-fsdp-zero1": "megatron_fsdp",
+    "megatron-fsdp-zero2": "megatron_fsdp",
     "megatron-fsdp-zero3": "megatron_fsdp",
+    "colossalai-zero1": "colossalai",
+    "colossalai-zero2": "colossalai",
     "simplefsdp": "torchtitan",
     "accelerate-fsdp2": "accelerate",
     "accelerate-fsdp2-unforced": "accelerate",

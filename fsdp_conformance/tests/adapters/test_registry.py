@@ -12,6 +12,7 @@ import pytest
 
 from fsdp_conformance import settings
 from fsdp_conformance.adapters import registry
+from fsdp_conformance.adapters.absent import ENGINES
 from fsdp_conformance.config import RunSettings
 from fsdp_conformance.errors import AdapterError, AdapterNotFound
 from fsdp_conformance.tests.adapters import example_adapter
@@ -195,6 +196,13 @@ def test_describe_in_a_process_of_its_own(tmp_path: Path) -> None:
         registry.describe(f"{file}:Mime")
     with pytest.raises(AdapterError, match=r"does not implement wrap\(\)"):
         registry.describe("fsdp_conformance.adapters.torch_like:TorchAdapter")
+
+
+@pytest.mark.parametrize("name", [*ENGINES, "BMTrain", "bmtrain-zero3", "colossalai_gemini"])
+def test_an_engine_without_adapter_says_why(name: str) -> None:
+    """Who asks for an engine that was tried learns what was seen, not only that the name is unknown."""
+    with pytest.raises(AdapterNotFound, match=r"has no bundled adapter: .*\(tried with .*write an adapter of your own"):
+        registry.load(name)
 
 
 def test_an_absent_engine_is_said_so(tmp_path: Path) -> None:

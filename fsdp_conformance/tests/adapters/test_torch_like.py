@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from fsdp_conformance.adapters.base import OptimFn
-from fsdp_conformance.adapters.torch_like import TorchAdapter, replace_submodule, unit_classes
+from fsdp_conformance.adapters.torch_like import TorchAdapter, replace_submodule, submodules, unit_classes
 from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import AdapterError, Unsupported
 
@@ -168,3 +168,28 @@ def test_replace_submodule_everywhere() -> None:
 
     assert model[0] is model.again is wrapper
     assert wrapper[0] is inner
+
+
+def test_units_are_found_below_a_wrapper() -> None:
+    """A model that is wrapped already reaches the engine, which may refuse it, although its names have grown."""
+    model = _model()
+    wrapped = nn.Module()
+    wrapped.module = model
+
+    assert submodules(wrapped, ["1", "module.1"]) == [model[1], model[1]]
+    with pytest.raises(AdapterError, match="unit '3', which is not a submodule of Module"):
+        submodules(wrapped, ["3"])
+
+
+def test_what_a_flat_layout_hides_cannot_be_frozen() -> None:
+    """Setting the flags of other parameters instead would train what the user froze."""
+
+    class Flat(Plain):
+        def parameters(self) -> dict[str, nn.Parameter]:
+            return {"flat": next(self.model.parameters())}
+
+    adapter = _set_up(Flat(), nn.Linear(2, 1))
+
+    with pytest.raises(Unsupported, match="shows no parameter 'weight' that can be frozen"):
+        adapter.set_requires_grad(["weight"])
+    adapter.set_requires_grad([])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import runpy
-from collections.abc import Sequence
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,14 @@ FIRST, SECOND = "R001/exact-probe-ws2", "R001/exact-probe-ws4"
 def script() -> dict[str, Any]:
     """The names that the script defines."""
     return runpy.run_path(str(ROOT / "ci/compare_ranks.py"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def neighbours() -> Iterator[None]:
+    """A script finds the modules beside it."""
+    sys.path.insert(0, str(ROOT / "ci"))
+    yield
+    sys.path.remove(str(ROOT / "ci"))
 
 
 def write(directory: Path, *records: CaseRecord, seconds: float | None = 3.0) -> RunFile:
@@ -107,7 +118,7 @@ def test_a_run_that_did_not_end(script: dict[str, Any], tmp_path: Path) -> None:
 def test_kinds(script: dict[str, Any]) -> None:
     """Each must be known, and one alone is compared with nothing."""
     assert list(RANKS) == script["kinds_of"](",".join(RANKS))
-    with pytest.raises(ConfigError, match=r"one of processes, simulated, torchrun, got 'thread'.*two kinds"):
+    with pytest.raises(ConfigError, match=r"one of processes, simulated, torchrun, hosts, got 'thread'.*two kinds"):
         script["kinds_of"]("thread")
 
 
@@ -160,9 +171,208 @@ def test_a_run_that_fails_ends_the_comparison(
     [
         (["torch-fsdp2", "--ranks", "processes"], "at least two kinds"),
         (["torch-fsdp2", "--case", "R999"], "R999"),
+        (["torch-fsdp2", "--delay-ms", "2"], "delay_ms and loss are for hosts"),
+        (["torch-fsdp2", "--ranks", "processes,hosts", "--loss", "1", "--delay-ms", "-1"], "less than 1, got 1"),
     ],
 )
 def test_wrong_usage(script: dict[str, Any], words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Said before anything is run."""
     assert 2 == script["main"](words)
     assert said in capsys.readouterr().err
+
+
+class Hosts:
+    """Two hosts that are this one."""
+
+    addresses = ("10.213.0.1", "10.213.0.2")
+
+    def __init__(self, *, delay_ms: float, loss: float) -> None:
+        self.link = delay_ms, loss
+
+    def __enter__(self) -> Hosts:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        return
+
+    def words(self, host: int, command: Sequence[str]) -> list[str]:
+        return [f"host{host}", f"{self.link}", *command]
+
+
+def test_two_hosts(script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent on each with half of the workers; the first one judges, and the options go to both."""
+    started: list[list[Sequence[str]]] = []
+
+    def run_on_hosts(commands: list[Sequence[str]], log: Path) -> int:
+        started.append(commands)
+        write(tmp_path / "hosts", a_record(FIRST))
+        return 1
+
+    def run(words: Sequence[str]) -> int:
+        write(tmp_path / "processes", a_record(FIRST))
+        return 1
+
+    names = script["compare"].__globals__
+    for name, value in (("run", run), ("run_on_hosts", run_on_hosts), ("TwoHosts", Hosts)):
+        monkeypatch.setitem(names, name, value)
+    words = ["torch-fsdp2", "--ranks", "processes,hosts", "--report", str(tmp_path), "-n", "2"]
+    words += ["--delay-ms", "2", "--loss", "0.01", "--case", "R001/*-ws3"]
+
+    assert script["main"](words) == 0
+    ((first, second),) = started
+    assert (first[:2], second[:2]) == (["host0", "(2.0, 0.01)"], ["host1", "(2.0, 0.01)"])
+    for number, command in enumerate((first, second)):
+        options = dict(itertools.pairwise(command))
+        assert (options["--node-rank"], options["--nproc-per-node"]) == (str(number), "2")
+        assert (options["--master-addr"], options["--ranks"], options["--case"]) == (
+            "10.213.0.1", "torchrun", "R001/*-ws3"
+        )  # fmt: skip
+        assert "-n" not in command
+
+
+def test_the_second_host_does_not_outlive_the_first(
+    script: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The status is that of the first; a second one that hangs is killed, and its log is named."""
+    monkeypatch.setitem(script["run_on_hosts"].__globals__, "_END_S", 0.05)
+    log = tmp_path / "second.log"
+
+    assert script["run_on_hosts"]([["sh", "-c", "exit 3"], ["sh", "-c", "echo up; sleep 300"]], log) == 3
+    assert "had not ended" in capsys.readouterr().err
+    assert script["run_on_hosts"]([["sh", "-c", "exit 0"], ["sh", "-c", "exit 5"]], log) == 0
+
+
+@pytest.mark.parametrize(
+    ("ip", "said"), [(None, "iproute2"), ("echo 'Operation not permitted' >&2; exit 1", "Operation not permitted")]
+)
+def test_a_machine_without_namespaces(
+    script: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ip: str | None,
+    said: str,
+) -> None:
+    """NOT_RUN_ENV, with the reason, after the kinds before it have run."""
+    (tmp_path / "bin").mkdir()
+    if ip is not None:
+        (tmp_path / "bin/ip").write_text(f"#!/bin/sh\n{ip}\n")
+        (tmp_path / "bin/ip").chmod(0o755)
+
+    def run(words: Sequence[str]) -> int:
+        write(tmp_path / "processes", a_record(FIRST))
+        return 1
+
+    monkeypatch.setitem(script["compare"].__globals__, "run", run)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/bin" if ip is not None else str(tmp_path / "bin"))
+    words = ["torch-fsdp2", "--ranks", "processes,hosts", "--report", str(tmp_path), "--case", FIRST]
+
+    assert script["main"](words) == 3
+    complaint = capsys.readouterr().err
+    assert "NOT_RUN_ENV" in complaint
+    assert said in complaint
+
+
+def allows_namespaces() -> str:
+    """Why this machine has no network namespaces for us, or ""."""
+    name = "fsdp-conformance-test"
+    try:
+        made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, check=False, timeout=60)
+    except FileNotFoundError:
+        return "iproute2 is not installed"
+    subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False, timeout=60)
+    return made.stderr.strip()
+
+
+#: Sends a megabyte from the first host to the second.
+SERVER = """
+import socket
+server = socket.create_server(("10.213.0.2", 7000))
+print("up", flush=True)
+connection, _ = server.accept()
+print(sum(len(part) for part in iter(lambda: connection.recv(65536), b"")))
+"""
+CLIENT = """
+import socket
+with socket.create_connection(("10.213.0.2", 7000), 60) as connection:
+    connection.sendall(bytes(1 << 20))
+"""
+
+
+@pytest.mark.parametrize("link", [{}, {"delay_ms": 1.0, "loss": 0.02}], ids=["plain", "slow and lossy"])
+def test_the_link_between_two_hosts(script: dict[str, Any], link: dict[str, float]) -> None:
+    """A megabyte arrives whole, over the only interface that they have in common; then nothing of them is left."""
+    problem = allows_namespaces()
+    if problem:
+        pytest.skip(f"NOT_RUN_ENV: no network namespaces here: {problem}")
+    names: Sequence[str] = ()
+    with script["TwoHosts"](**link) as hosts:
+        names = hosts.names
+        with subprocess.Popen(
+            hosts.words(1, [sys.executable, "-c", SERVER]), stdout=subprocess.PIPE, text=True
+        ) as server:
+            assert server.stdout is not None
+            assert server.stdout.readline() == "up\n"
+            subprocess.run(hosts.words(0, [sys.executable, "-c", CLIENT]), check=True, timeout=120)
+            assert server.communicate(timeout=120)[0] == f"{1 << 20}\n"
+        route = "from fsdp_conformance.harness.torchrun.interface import interface_towards; "
+        route += f"print([interface_towards(host) for host in ('{hosts.addresses[0]}', 'localhost')])"
+        said = subprocess.run(hosts.words(0, [sys.executable, "-c", route]), check=True, capture_output=True, text=True)
+        assert said.stdout.strip() == "['link0', 'link0']"
+    left = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
+    assert not any(name in left for name in names)
+
+
+def test_a_comparison_that_is_told_to_end(script: dict[str, Any], tmp_path: Path) -> None:
+    """Its hosts and all that runs on them go with it."""
+    problem = allows_namespaces()
+    if problem:
+        pytest.skip(f"NOT_RUN_ENV: no network namespaces here: {problem}")
+    code = f"""
+import runpy, sys
+sys.path.insert(0, {str(ROOT / "ci")!r})
+script = runpy.run_path({str(ROOT / "ci/compare_ranks.py")!r})
+def words_on_hosts(hosts, *_):
+    print(*hosts.names, flush=True)
+    return [hosts.words(host, ["sh", "-c", "sleep 300", "sh"]) for host in range(2)]
+script["main"].__globals__["words_on_hosts"] = words_on_hosts
+options = ["--ranks", "hosts,processes", "--case", {FIRST!r}, "--report", {str(tmp_path)!r}]
+sys.exit(script["main"](["torch-fsdp2", *options]))
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as comparison:
+        assert comparison.stdout is not None
+        names = next(line for line in comparison.stdout if line.startswith("fsdp-conformance-")).split()
+        comparison.terminate()
+        assert comparison.wait(60) == 143
+    left = subprocess.run(["ip", "netns", "list"], check=True, capture_output=True, text=True).stdout
+    assert not any(name in left for name in names)
+
+
+@pytest.mark.nightly
+def test_cases_across_two_hosts(tmp_path: Path) -> None:
+    """The same verdicts as on one host, over a link that delays and loses packets."""
+    problem = allows_namespaces()
+    if problem:
+        pytest.skip(f"NOT_RUN_ENV: no network namespaces here: {problem}")
+    words = [
+        "torch-fsdp2",
+        "--ranks",
+        "processes,hosts",
+        "--delay-ms",
+        "1",
+        "--loss",
+        "0.01",
+        "--report",
+        str(tmp_path),
+    ]
+    done = subprocess.run(
+        [sys.executable, ROOT / "ci/compare_ranks.py", *words, "--case", f"{FIRST},R001/exact-probe-ws3"],
+        capture_output=True, text=True, check=False, timeout=400,
+    )  # fmt: skip
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "compare-ranks: 0 of 2 verdicts differ" in done.stdout
+    hosts = {record.case: record for record in read(tmp_path / "hosts").records}
+    assert {record.verdict for record in hosts.values()} == {Verdict.PASS}
+    variables = hosts[FIRST].environment["variables"]
+    assert (variables["GLOO_SOCKET_IFNAME"], variables["LOCAL_RANK"]) == ("link0", "0")

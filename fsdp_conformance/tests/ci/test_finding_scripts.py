@@ -79,6 +79,25 @@ def test_a_script_that_needs_an_accelerator(
         assert capsys.readouterr().out == f"{said}: ci/findings/engine/a.py\n{counted}\n"
 
 
+def test_a_script_runs_in_the_environment_of_its_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Engines have environments of their own, which ci/setup makes; without it, the script is not run."""
+    tool = _tool()
+    monkeypatch.setattr(tool, "OTHER_ENGINES", {"engine": "extra"})
+    _script(tmp_path, "a.py", "import os\nprint(os.environ['WHOSE'])\nraise SystemExit(1)")
+
+    assert tool.main([], root=tmp_path) == 0
+    assert capsys.readouterr().out.startswith("not run: its engine is not installed here: ")
+
+    python = tmp_path / ".venvs/extra/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nWHOSE=WRONG exec {sys.executable} "$@"\n', encoding="utf-8")
+    python.chmod(0o755)
+    assert tool.main([], root=tmp_path) == 0
+    assert capsys.readouterr().out.startswith("wrong as expected: ")
+
+
 @pytest.mark.nightly
 def test_what_needs_an_accelerator_shows_on_the_simulated_one() -> None:
     """So that no machine leaves these scripts unchecked."""

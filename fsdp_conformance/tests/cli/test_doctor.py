@@ -16,6 +16,7 @@ from torch import distributed
 
 from fsdp_conformance.cli import doctor, examination, leftovers
 from fsdp_conformance.cli.command import main
+from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.harness.exact_collectives import ExactCollectives, check_collectives, first_wrong
 from fsdp_conformance.tests.cli.cli_runs import said
 
@@ -48,16 +49,17 @@ def exact(world_size: int, **changes: Any) -> dict[str, Any]:
 
 
 def told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *answers: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *answers: dict[str, Any], words: str = ""
 ) -> tuple[int, str]:
-    """Status and text of a doctor whose child says this."""
+    """Status and text of a doctor with these options, whose child says this."""
 
     @contextlib.contextmanager
-    def examined(device: str) -> Iterator[Iterator[dict[str, Any]]]:
+    def examined(device: str, *, shared: bool) -> Iterator[Iterator[dict[str, Any]]]:
+        assert (device, shared) == (words.partition("--device ")[2].split(" ")[0] or "cpu", "--share" in words)
         yield iter([dict(answer) for answer in answers])
 
     monkeypatch.setattr(doctor, "examined", examined)
-    status = main(["doctor"])
+    status = main(["doctor", *words.split()])
     return status, capsys.readouterr().out
 
 
@@ -169,6 +171,57 @@ def test_the_simulated_accelerator_is_told_of(
 
     assert expected in line_of(text, "simulator")
     assert line_of(text, "simulator").endswith(f"  {state}")
+
+
+#: A machine with one GPU.
+_ONE_GPU = {**_MACHINE, "device": "cuda", "backend": "nccl", "num_devices": 1, "num_ranks": 1,
+            "present": ["accelerator", "cuda", "gloo", "nccl", "pinned_memory"]}  # fmt: skip
+
+
+def test_what_shared_devices_would_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """How many cases with and without, over what, and what it says nothing of."""
+    words = "--device cuda --share-devices"
+    status, text = told(monkeypatch, capsys, _ONE_GPU, _WARM, exact(2), exact(4), words=words)
+    total = len(load_profile("core").entries)
+
+    assert status == 0, text
+    assert line_of(text, "devices") == "devices cuda, 1 device  ok"
+    assert line_of(text, "backend") == "backend gloo  ok"
+    assert "because NCCL wants a device for each rank" in line_of(text, "sharing")
+    assert "nothing is certified" in line_of(text, "sharing")
+    assert f"{total} of {total} in core-" in line_of(text, "cases")
+    assert "can run here with --share-devices, and 4 without" in line_of(text, "cases")
+    assert "exact on 2 and 4 ranks" in line_of(text, "collectives")
+    assert text.rstrip().endswith("run --device cuda --share-devices")
+    assert [line for line in text.splitlines() if len(line) > 80 and "/" not in line and "ready" not in line] == []
+
+
+def test_devices_that_are_not_shared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the option nothing is said of it, but what else would need it."""
+    _, text = told(monkeypatch, capsys, _ONE_GPU, _WARM, exact(1), words="--device cuda")
+
+    assert line_of(text, "sharing") == ""
+    assert "4 of " in line_of(text, "cases")
+    assert "need devices" in line_of(text, "not here")
+
+
+def test_sharing_needs_devices_to_share(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """None is a failure; on the CPU there is nothing to share, and that is a mistake of usage."""
+    none = {**_ONE_GPU, "num_devices": 0, "num_ranks": 0, "present": ["gloo"]}
+    status, text = told(monkeypatch, capsys, none, words="--device cuda --share-devices")
+    assert (status, line_of(text, "devices")) == (3, "devices none of type 'cuda'  failed")
+    assert main(["doctor", "--share-devices"]) == 2
+    assert "on the CPU any number of ranks runs" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_ranks_that_share_a_device_are_launched() -> None:
+    """On the simulated accelerator: as many as cases have, on one device."""
+    found = said("doctor", "--device", "sim", "--share-devices")
+
+    assert found.status == 0, found.out + found.err
+    assert "same single device" in line_of(found.out, "sharing")
+    assert line_of(found.out, "collectives").endswith("  ok")
 
 
 def test_temporary_files_that_cannot_be_written_are_told(

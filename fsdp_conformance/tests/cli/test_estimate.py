@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdp_conformance.cli.estimate import SECONDS_PER_RANK, START_S, estimate, in_words
+from fsdp_conformance.packing import Slots
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.tests.report.evidence import a_case, a_record
 
@@ -39,6 +40,15 @@ def test_workers_share_the_cases() -> None:
 
     assert estimate(CASES[:2], workers=2, last=last)[0] == START_S + 30
     assert estimate(CASES[:2], workers=64, last=last)[0] == START_S + 30
+
+
+def test_devices_that_ranks_own_are_divided() -> None:
+    """Two cases of eight ranks follow one another on eight devices, whatever the workers; not with two slots."""
+    cases = [(a_case(id=f"R001/{name}-ws8", world_size=8), "cuda") for name in ("probe", "other")]
+    last = a_run("R001/probe-ws8", "R001/other-ws8")
+    found = [estimate(cases, workers=4, last=last, slots=Slots(8, slots))[0] for slots in (1, 2)]
+
+    assert found == [START_S + 60, START_S + 30]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,8 @@ import pytest
 
 import fsdp_conformance
 from fsdp_conformance import contract, docs, errors
+from fsdp_conformance.adapters import registry
+from fsdp_conformance.adapters.absent import ENGINES
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.smoke import CHECKS
 from fsdp_conformance.adapters.torch_like import TorchAdapter
@@ -36,7 +38,7 @@ pytestmark = checkout.required
 #: How many blocks of a page nothing here can run. A block that joins them is a change of this table.
 NOT_RUN = {
     "README.md": 1,
-    "docs/gpus-and-clusters.md": 3,
+    "docs/gpus-and-clusters.md": 6,
     "docs/how-it-works.md": 1,
     "docs/quickstart.md": 1,
     "docs/reading-a-verdict.md": 3,
@@ -58,7 +60,7 @@ WORDS_OF = {
 }
 
 #: Programs whose command lines only a comment `not run` excuses.
-FOREIGN = ("pip", "python", "pytest", "torchrun", "sbatch")
+FOREIGN = ("pip", "python", "pytest", "torchrun", "sbatch", "kubectl")
 
 MAX_README_LINES = 180
 #: What the README promises of its adapter.
@@ -399,3 +401,21 @@ def test_a_link_can_be_opened_from_here(tmp_path: object, monkeypatch: pytest.Mo
 
     monkeypatch.chdir(str(tmp_path))
     assert docs.link("reading-a-verdict") == str(ROOT / "docs/reading-a-verdict.md")
+
+
+def test_engines_without_adapter() -> None:
+    """The table of docs/running.md says of each what its error message says, and none of them has an adapter."""
+    rows = [f"| {engine.title} | {engine.tried} | {engine.seen} |" for engine in ENGINES.values()]
+
+    assert [row for row in rows if row not in text_of("docs/running.md")] == []
+    assert set(ENGINES) & set(registry.names()) == set()
+
+
+def test_every_bundled_engine_is_listed() -> None:
+    """The table of docs/running.md names each adapter of an engine that is an extra, by its name or its ending."""
+    lines = [line for line in text_of("docs/running.md").splitlines() if line.startswith("| `")]
+    others = [name for name in registry.names() if (ROOT / f"ci/constraints-{name.partition('-')[0]}.txt").exists()]
+
+    for name in others:
+        first, _, ending = name.rpartition("-")
+        assert any(f"`{name}`" in line or (f"`{first}-" in line and f"`-{ending}`" in line) for line in lines), name

@@ -18,7 +18,7 @@ pytestmark = checkout.required
 WORDS = frozenset(
     {
         "errors", "verdict", "capability", "config", "workload", "case", "outcome", "judge", "contract", "settings",
-        "frames", "status", "refusal", "events", "stress",
+        "frames", "status", "refusal", "events", "stress", "packing",
     }
 )  # fmt: skip
 LAYERS: tuple[frozenset[str], ...] = (

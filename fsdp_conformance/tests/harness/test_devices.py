@@ -8,12 +8,14 @@ import sys
 import threading
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from fsdp_conformance.errors import EnvironmentUnavailable
-from fsdp_conformance.harness import devices, leases
+from fsdp_conformance.harness import device_memory, devices, leases
+from fsdp_conformance.harness.device_memory import RANK_MIB, DeviceMemory
 
 PATIENCE_S = 240.0
 GPUS = ["0", "1", "2", "3"]
@@ -53,6 +55,8 @@ def test_slots_divide_an_accelerators_devices(monkeypatch: pytest.MonkeyPatch) -
     assert [devices.slots("cuda", size) for size in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
     # ranks share cores
     assert devices.slots("cpu", 4) == 8
+    # several cases may use a device, as long as there are cores
+    assert [devices.slots("cuda", size, per_device=2) for size in (1, 2, 3, 8, 16)] == [8, 8, 4, 2, 1]
     # and GPUs if they are told to: a case for each
     assert [devices.slots("cuda", size, shared=True) for size in (2, 16)] == [8, 8]
 
@@ -173,6 +177,137 @@ def test_large_lease_is_not_starved(tmp_path: Path) -> None:
     thread.join(PATIENCE_S)
 
     assert order == ["small given back", "large"]
+
+
+@pytest.mark.usefixtures("gpus")
+def test_several_slots_on_a_device() -> None:
+    """Two cases of four ranks share four devices; no case has two slots of one, and a fifth rank finds none."""
+    with leases.lease("cuda", 4, slots=2) as first, leases.lease("cuda", 3, slots=2) as second:
+        assert (first.devices, second.devices) == (tuple(GPUS), tuple(GPUS[:3]))
+        with (
+            pytest.raises(EnvironmentUnavailable, match="only 1 of 2 devices became free"),
+            leases.lease("cuda", 2, slots=2, timeout_s=0.0),
+        ):
+            raise AssertionError("two ranks of a case share a device, or three cases do")
+        with leases.lease("cuda", 1, slots=2) as third:
+            assert third.devices == ("3",)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_the_emptiest_devices_are_leased_first() -> None:
+    """Cases spread before they share."""
+    with leases.lease("cuda", 3, slots=3), leases.lease("cuda", 2, slots=3) as second:
+        assert second.devices == ("0", "3")
+
+
+@pytest.mark.usefixtures("gpus")
+def test_whoever_needs_a_device_alone_has_it_alone() -> None:
+    """Also from a run that counts several slots; two such runs share what there is."""
+    with (
+        leases.lease("cuda", 4),
+        pytest.raises(EnvironmentUnavailable, match="only 0 of 1"),
+        leases.lease("cuda", 1, slots=4, timeout_s=0.0),
+    ):
+        raise AssertionError("a device was shared with a case that needs it alone")
+    with leases.lease("cuda", 4, slots=2):
+        with (
+            pytest.raises(EnvironmentUnavailable, match="only 0 of 1"),
+            leases.lease("cuda", 1, timeout_s=0.0),
+        ):
+            raise AssertionError("a case got a device alone that another one uses")
+        with leases.lease("cuda", 4, slots=3) as other:
+            assert other.devices == tuple(GPUS)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_lease_on_named_devices() -> None:
+    """These or none."""
+    with leases.lease("cuda", 2, among=("1", "3")) as held:
+        assert held.devices == ("1", "3")
+        with (
+            pytest.raises(EnvironmentUnavailable, match="only 1 of 2"),
+            leases.lease("cuda", 2, among=("0", "3"), timeout_s=0.0),
+        ):
+            raise AssertionError("a device was leased twice")
+    with leases.lease("cuda", 4) as everything:
+        assert everything.devices == tuple(GPUS)
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, *free_mib: int, total_mib: int = 16384) -> None:
+    """As NVML says of the GPUs, in order; a negative number: it knows nothing."""
+
+    def memory_of(device_type: str, name: str) -> DeviceMemory | None:
+        free = free_mib[int(name)]
+        return DeviceMemory(total_mib=total_mib, free_mib=free) if free >= 0 else None
+
+    monkeypatch.setattr(leases, "memory_of", memory_of)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_slots_that_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Automatic ones fit the memory, up to a limit; too many are refused with what would fit."""
+    with_memory(monkeypatch, 0, 0, 0, 0, total_mib=3 * RANK_MIB)
+    assert [leases.slots_of("cuda", wanted) for wanted in (0, 1, 2, 3)] == [3, 1, 2, 3]
+    with pytest.raises(EnvironmentUnavailable, match=r"at most 3 here, got 4: device 0 has 12288 MiB .* Choose fewer"):
+        leases.slots_of("cuda", 4)
+    with_memory(monkeypatch, 0, 0, 0, 0, total_mib=100 * RANK_MIB)
+    assert leases.slots_of("cuda", 0) == leases.MOST_AUTO
+    # without NVML nothing is known: one by itself, and what the user says
+    with_memory(monkeypatch, 0, -1, 0, 0, total_mib=100 * RANK_MIB)
+    assert [leases.slots_of("cuda", wanted) for wanted in (0, 7)] == [1, 7]
+    with_memory(monkeypatch, 0, 0, 0, 0, total_mib=RANK_MIB // 2)
+    assert leases.slots_of("cuda", 0) == 1
+    assert [leases.slots_of(name, 0) for name in ("cpu", "sim", "mps")] == [1, 1, 1]
+    with pytest.raises(EnvironmentUnavailable, match="must be 1 on devices of type 'mps', got 2"):
+        leases.slots_of("mps", 2)
+
+
+@pytest.mark.usefixtures("gpus")
+def test_a_device_that_somebody_else_has_filled_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If several cases share devices; the error names it, and what to do."""
+    with_memory(monkeypatch, 9000, 100, 9000, 9000)
+    with leases.lease("cuda", 3, slots=2) as held:
+        assert held.devices == ("0", "2", "3")
+    with (
+        pytest.raises(
+            EnvironmentUnavailable, match=r"only 3 of 4 .* device 1 has 100 MiB of free memory.*End what uses"
+        ),
+        leases.lease("cuda", 4, slots=2, timeout_s=0.0),
+    ):
+        raise AssertionError("a full device was leased")
+    # alone on a device, a case finds out by itself
+    with leases.lease("cuda", 4) as everything:
+        assert everything.devices == tuple(GPUS)
+
+
+class Nvml:
+    """The library, with one GPU."""
+
+    def __init__(self, *, works: bool = True) -> None:
+        self.works = works
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, handle: Any) -> int:
+        return 0 if uuid == b"GPU-aaaa" else 6
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any, numbers: Any) -> int:
+        if not self.works:
+            return 999
+        numbers._obj.total, numbers._obj.free = 80 << 30, 3 << 20
+        return 0
+
+
+def test_memory_as_nvml_tells_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By UUID, whatever a caller's list calls the device; a GPU or a library that is not there is None."""
+    monkeypatch.setattr(device_memory, "_nvml", Nvml)
+    monkeypatch.setattr(leases, "_uuids", lambda: ["GPU-aaaa", "GPU-bbbb"])
+
+    assert leases.memory_of("cuda", "0") == DeviceMemory(total_mib=80 << 10, free_mib=3)
+    assert leases.memory_of("cuda", "GPU-aa") == leases.memory_of("cuda", "0")
+    assert (leases.memory_of("cuda", "1"), leases.memory_of("xpu", "0")) == (None, None)
+    monkeypatch.setattr(device_memory, "_nvml", lambda: Nvml(works=False))
+    assert device_memory.memory_of("GPU-aaaa") is None
+    monkeypatch.setattr(device_memory, "_nvml", lambda: None)
+    assert device_memory.memory_of("GPU-aaaa") is None
 
 
 @pytest.mark.slow

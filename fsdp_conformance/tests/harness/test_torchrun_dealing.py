@@ -9,6 +9,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from fsdp_conformance.config import TorchrunWorker
+from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness import devices
 from fsdp_conformance.harness.deadlines import Deadlines
@@ -40,6 +41,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[HashStore]:
     monkeypatch.setattr(torchrun, "_store", lambda worker: made)
     monkeypatch.setattr(torchrun, "_ARRIVAL_S", 0.05)
     torchrun._dealt.cache_clear()
+    monkeypatch.setattr(torchrun, "interface_variables", lambda host: {})
     yield made
     torchrun._dealt.cache_clear()
 
@@ -47,7 +49,7 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[HashStore]:
 def meetings(workers: list[TorchrunWorker], store: HashStore, world_size: int) -> list[CaseMeeting]:
     """The same case, seen from every worker, in the order of the workers."""
     for one in workers:
-        store.set(f"workers/{one.rank}", f"[{one.local_rank}, {one.rank}, {one.host_rank}]")
+        store.set(f"workers/{one.rank}", f'[{one.local_rank}, {one.rank}, {one.host_rank}, "net {one.host_rank}"]')
     return [CaseMeeting(one, "case", world_size) for one in workers]
 
 
@@ -75,6 +77,44 @@ def test_hosts_of_different_sizes(store: HashStore) -> None:
 def test_one_host(store: HashStore) -> None:
     """As torchrun has it."""
     assert [meeting.rank for meeting in meetings(job(4), store, 4)] == [0, 1, 2, 3]
+
+
+def test_most_cases_cross_hosts(store: HashStore) -> None:
+    """On two hosts of four, all but those of one rank; dealt host by host, only the largest would."""
+    sizes = [entry.world_size for entry in load_profile("core").entries if entry.world_size <= 8]
+    hosts = {
+        size: {place["GROUP_RANK"] for place in meetings(job(4, 4), store, size)[0].hosts()} for size in set(sizes)
+    }
+    crossing = sum(len(hosts[size]) == 2 for size in sizes)
+
+    assert crossing == sum(size > 1 for size in sizes)
+    assert crossing > 0.99 * len(sizes)
+    assert sum(size > 4 for size in sizes) < 0.05 * len(sizes)
+
+
+def test_ranks_on_several_hosts_use_the_interface_towards_the_store(
+    store: HashStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each worker finds that of its own host. Where all share one network, nothing is set."""
+    asked: list[str] = []
+
+    def found(host: str) -> dict[str, str]:
+        asked.append(host)
+        return {"GLOO_SOCKET_IFNAME": "ens5"}
+
+    monkeypatch.setattr(torchrun, "interface_variables", found)
+    seen = meetings(job(2, 2), store, 2)
+
+    assert [place.get("GLOO_SOCKET_IFNAME") for place in seen[2].hosts()] == [None, "ens5"]
+    assert asked == ["job"]
+    for number in range(4):
+        store.set(f"workers/{number}", f'[{number % 2}, {number}, {number // 2}, "net"]')
+    torchrun._dealt.cache_clear()
+    alone = CaseMeeting(job(2, 2)[0], "case", 2)
+    # A process that joins announces itself: as one of this test's, it has another network.
+    monkeypatch.setattr(torchrun, "network_of_this_process", lambda: "net")
+    assert "GLOO_SOCKET_IFNAME" not in alone.hosts()[0]
+    assert asked == ["job"]
 
 
 def test_a_worker_that_never_came(store: HashStore) -> None:
@@ -155,3 +195,18 @@ def test_timeouts_of_process_groups(tmp_path: Path) -> None:
     assert found["cpu"] == found["shared"] == Deadlines.nested(10.0).collective_s
     assert found["nccl"] > 8 * Deadlines.nested(10.0).case_s
     assert devices.is_scarce("cuda")
+
+
+def test_nccl_is_set_for_few_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few channels and no multicast, unless the user has chosen; other devices have none of it."""
+    for name in ("NCCL_NVLS_ENABLE", "NCCL_MAX_NCHANNELS", "NCCL_MIN_NCHANNELS", "NCCL_MIN_CTAS", "NCCL_MAX_CTAS"):
+        monkeypatch.delenv(name, raising=False)
+
+    def seen(device: str) -> tuple[str | None, str | None]:
+        found = orders(tmp_path, device).for_ranks({})[0].environment
+        return found.get("NCCL_NVLS_ENABLE"), found.get("NCCL_MAX_NCHANNELS")
+
+    assert (seen("cuda"), seen("cpu")) == (("0", "2"), (None, None))
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    monkeypatch.setenv("NCCL_MIN_NCHANNELS", "8")
+    assert seen("cuda") == ("1", None)

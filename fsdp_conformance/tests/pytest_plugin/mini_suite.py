@@ -132,13 +132,18 @@ import pytest
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.errors import AdapterError, AdapterNotFound, EnvironmentUnavailable, RankDied
+from fsdp_conformance.pytest_plugin import dealing
 from fsdp_conformance.tests.report.evidence import LOADED
 
 # The real module imports torch.
 devices = types.ModuleType("fsdp_conformance.harness.devices")
 devices.backend_for = lambda device: "gloo"
 devices.present_environments = lambda device: (frozenset({"gloo"}), None if device == "cpu" else 2)
-devices.slots = lambda device, world_size, shared=False: 2
+devices.slots = lambda device, world_size, shared=False, per_device=1: 2
+# By node id, the world sizes of cases whose ranks own one of eight devices each.
+OWNED = json.loads(os.environ.get("MINI_SUITE_OWNED", "{}"))
+devices.is_scarce = lambda device: bool(OWNED)
+devices.device_count = lambda device: 8
 sys.modules[devices.__name__] = devices
 
 
@@ -158,6 +163,7 @@ def describe(spec, **_):
 
 
 registry.describe = describe
+dealing.sizes_by_node_id = lambda package: OWNED
 
 if "MINI_SUITE_FILE_SIZE" in os.environ:
     size = int(os.environ["MINI_SUITE_FILE_SIZE"])

@@ -196,6 +196,20 @@ def test_cases_can_be_selected_in_several_ways(suite: MiniSuite, options: tuple[
     assert f"incomplete: {options[0].replace('conformance-', '')} left cases out" in result.certificate["reasons"]
 
 
+@pytest.mark.parametrize("acts", [None, {"R001/probe-ws2": "exit"}], ids=["all is well", "a worker dies"])
+def test_cases_that_own_devices_are_dealt_by_size(suite: MiniSuite, acts: dict[str, str] | None) -> None:
+    """By our scheduler, to real workers: each case once, plain tests too, and a worker that dies is replaced."""
+    sizes = {f"test_cases.py::Parity::test_probe_ws{size}": size for size in (1, 2, 4)}
+    result = ran(suite, acts, "-v", "-n", "2", MINI_SUITE_OWNED=json.dumps(sizes))
+
+    assert "scheduling tests via DevicesScheduling" in result.output
+    assert sorted(result.verdicts) == sorted(entry.id for entry in suite.profile.entries)
+    assert len(result.run.records) == len(suite.profile.entries)
+    assert result.output.count("PASSED") == (6 if acts is None else 5)
+    assert ("replacing crashed worker" in result.output) == (acts is not None)
+    assert result.verdicts["R001/probe-ws2"] == ("PASS" if acts is None else "ERROR_SUITE")
+
+
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
 def test_fail_fast_stops_after_the_first_failure(suite: MiniSuite, workers: tuple[str, ...]) -> None:
     """The run has a footer, the status of a failure, and a note on what was not run."""

@@ -61,6 +61,13 @@ def test_everything_typed_is_taken() -> None:
     )
 
 
+def test_slots_are_a_number_or_what_fits() -> None:
+    """0 stands for what fits."""
+    found = [settings.from_words(device="cuda", slots_per_device=word).slots_per_device for word in (None, "3", "auto")]
+
+    assert found == [1, 3, 0]
+
+
 def test_stress_has_a_seed() -> None:
     """The same one every time, unless the user names another."""
     found = [settings.from_words(stress=True, stress_seed=word).stress_seed for word in (None, "0", "12")]
@@ -109,6 +116,22 @@ def test_stress_has_a_seed() -> None:
         (
             {"backend": "simccl", "device": "sim", "ranks": "simulated"},
             "backend must be omitted with simulated ranks, got 'simccl'",
+        ),
+        (
+            {"slots_per_device": "0", "device": "cuda"},
+            "slots_per_device must be a positive integer or 'auto', got '0'",
+        ),
+        (
+            {"slots_per_device": "2"},
+            "slots_per_device is for devices that ranks own, got device 'cpu', where any number of cases runs",
+        ),
+        (
+            {"slots_per_device": "2", "device": "cuda", "share_devices": True},
+            "slots_per_device must be omitted with share_devices, where no rank owns a device",
+        ),
+        (
+            {"slots_per_device": "auto", "device": "cuda", "ranks": "torchrun"},
+            "slots_per_device must be omitted with torchrun, which runs one case at a time",
         ),
         ({"share_devices": True, "device": "xpu"}, "device must be cuda or sim with share_devices, got 'xpu'"),
         (

@@ -764,6 +764,16 @@ def test_a_version_may_be_unknown() -> None:
     assert certificate_of(run).certified
 
 
+@pytest.mark.parametrize(("slots", "number"), [(2, "up to 2"), (0, "several")])
+def test_cases_that_shared_a_device_are_mentioned(slots: int, number: str) -> None:
+    """It changes no verdict, but a reader should know. Alone on a device is the usual."""
+    certificate = certificate_of(a_run(settings={"slots_per_device": slots}))
+
+    assert certificate.certified
+    assert certificate.remarks == (f"{number} cases used a device at the same time (--slots-per-device)",)
+    assert certificate_of(a_run(settings={"slots_per_device": 1})).remarks == ()
+
+
 def test_what_loosens_a_check_is_printed() -> None:
     """And so is what changes the run."""
     run = a_run(settings={"deadline_scale": 4.0})

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_conformance.adapters import watch
 from fsdp_conformance.adapters.watch import AcceleratorWatch
+from fsdp_conformance.harness import warm_up
 from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own
 
 pytestmark = compiled
@@ -46,9 +46,9 @@ def test_workspaces_are_there_before_the_first_mark() -> None:
         counting.begin()
         before = counting.allocated_bytes()
         assert before == len(library.workspaces) << 20
-        assert {dtype for _, dtype in library.workspaces} == set(watch._DTYPES)
+        assert {dtype for _, dtype in library.workspaces} == set(warm_up._DTYPES)
         assert len({thread for thread, _ in library.workspaces}) == 2, "the caller's thread and autograd's"
-        for dtype in watch._DTYPES:
+        for dtype in warm_up._DTYPES:
             _train(device, dtype)
         assert counting.allocated_bytes() == before
 
@@ -69,6 +69,6 @@ def test_it_draws_no_random_number() -> None:
     """Or a model would be built with other values on an accelerator than on the CPU."""
     torch.manual_seed(5)
     state = torch.get_rng_state()
-    watch.warm_up(torch.device("sim", 0))
+    warm_up.warm_up(torch.device("sim", 0))
 
     assert torch.equal(state, torch.get_rng_state())

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullStateDictConfig, StateDictType
 
 from fsdp_conformance.engine.errors import (
     ExecutionOrderError,
@@ -18,6 +19,7 @@ from fsdp_conformance.engine.errors import (
     UsedWhileSharded,
 )
 from fsdp_conformance.engine.fully_sharded.fully_shard import fully_shard
+from fsdp_conformance.engine.fully_sharded.local_pieces import LocalPieces
 from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
 from fsdp_conformance.engine.sharding_strategy import ShardingStrategy
 from fsdp_conformance.errors import ConfigError, Unsupported
@@ -229,6 +231,139 @@ class TestState(ShardedTestCase):
         self.assertEqual(LEARNING_RATE, other.param_groups[0]["lr"])
 
 
+def _around() -> nn.Module:
+    """A plain module with a parameter and buffers of its own, before, between and after two parts."""
+    outer = nn.Module()
+    outer.scale = nn.Parameter(torch.full((2,), 3.0))
+    outer.first = nn.Sequential(Stage(), nn.BatchNorm1d(WIDTH))
+    outer.norm = nn.BatchNorm1d(WIDTH)
+    outer.second = chain()
+    outer.register_buffer("offset", torch.arange(2.0))
+    return outer
+
+
+def _wrapped_inside(outer: nn.Module) -> nn.Module:
+    """Both parts in wrappers, the second with wrappers inside."""
+    outer.first, outer.second = FullyShardedDataParallel(outer.first), sharded(outer.second)  # type: ignore[arg-type]
+    return outer
+
+
+class TestAround(ShardedTestCase):
+    """State dicts of a plain module around wrappers."""
+
+    def test_names_and_values(self) -> None:
+        """Those of the module before its parts were wrapped, which load into one another."""
+        plain, outer = _around(), _wrapped_inside(_around())
+        state = outer.state_dict()
+        self.assertEqual(list(plain.state_dict()), list(state))
+        for name, value in plain.state_dict().items():
+            self.assertTrue(torch.equal(value, state[name]), msg=name)
+            state[name] = value + 1
+        for target in (plain, outer):
+            self.assertEqual("<All keys matched successfully>", str(target.load_state_dict(state)))
+        for name, value in plain.state_dict().items():
+            self.assertTrue(torch.equal(value, outer.state_dict()[name]), msg=name)
+        # The shards themselves, not copies of them.
+        self.assert_same_params(plain.second, outer.second)  # type: ignore[arg-type]
+
+    def test_after_training(self) -> None:
+        """Values of the step, and the next step starts from what was loaded."""
+        outer = _wrapped_inside(_around())
+        before = outer.state_dict()
+        self.train(outer.second, steps=2)  # type: ignore[arg-type]
+        self.assertFalse(torch.equal(before["second.0.linear.weight"], outer.state_dict()["second.0.linear.weight"]))
+        outer.load_state_dict(before)
+        loaded = outer.state_dict()
+        self.train(outer.second, steps=2)  # type: ignore[arg-type]
+        outer.load_state_dict(loaded)
+        for name, value in before.items():
+            self.assertTrue(torch.equal(value, outer.state_dict()[name]), msg=name)
+
+    def test_what_does_not_fit(self) -> None:
+        """Missing and unexpected names are those of the plain module; values of another shape change nothing."""
+        outer = _wrapped_inside(_around())
+        state = outer.state_dict()
+        moved = {("second.9.bias" if name == "second.3.bias" else name): value for name, value in state.items()}
+        del moved["first.0.linear.bias"]
+        found = outer.load_state_dict(moved, strict=False)
+        self.assertEqual(["first.0.linear.bias", "second.3.bias"], found.missing_keys)
+        self.assertEqual(["second.9.bias"], found.unexpected_keys)
+        with self.assertRaisesRegex(RuntimeError, r'Missing.*"second\.3\.bias"[^_]*Unexpected.*"second\.9\.bias"'):
+            outer.load_state_dict(moved)
+        # torch itself does not miss the counters of normalisations in old state dicts, which have no versions.
+        counters = {"norm.num_batches_tracked"}
+        self.assertEqual(set(state), {*outer.load_state_dict({}, strict=False).missing_keys} | counters)
+        wrong = {name: torch.zeros(99) if name == "second.3.bias" else value + 1 for name, value in state.items()}
+        with self.assertRaisesRegex(RuntimeError, r"shape of 3\.bias"):
+            outer.load_state_dict(wrong)
+        self.assertTrue(torch.equal(state["second.0.linear.weight"], outer.state_dict()["second.0.linear.weight"]))
+        with self.assertRaisesRegex(Unsupported, "assign"):
+            outer.load_state_dict(state, assign=True)
+
+    def test_other_kinds(self) -> None:
+        """Sharded ones, and values on the first rank alone, as the wrappers inside were told."""
+        outer = _wrapped_inside(_around())
+        with FullyShardedDataParallel.state_dict_type(outer, StateDictType.SHARDED_STATE_DICT):
+            state = outer.state_dict()
+            self.assertIsInstance(state["second.0.linear.weight"], LocalPieces)
+            self.assertEqual("<All keys matched successfully>", str(outer.load_state_dict(state)))
+            del state["second.3.bias"]
+            self.assertEqual(["second.3.bias"], outer.load_state_dict(state, strict=False).missing_keys)
+        on_one = FullStateDictConfig(rank0_only=True, offload_to_cpu=True)
+        with FullyShardedDataParallel.state_dict_type(outer, StateDictType.FULL_STATE_DICT, on_one):
+            names = [name for name in outer.state_dict() if name.startswith(("first.", "second."))]
+            self.assertEqual(self.rank == 0, bool(names))
+
+    def test_copies(self) -> None:
+        """A copy of the outer module loads into its own shards."""
+        outer = _wrapped_inside(_around())
+        twin = copy.deepcopy(outer)
+        state = {name: value + 1 for name, value in outer.state_dict().items()}
+        twin.load_state_dict(state)
+        self.assertTrue(torch.equal(state["second.3.bias"], twin.state_dict()["second.3.bias"]))
+        self.assertTrue(torch.equal(state["second.3.bias"] - 1, outer.state_dict()["second.3.bias"]))
+
+
+class OnItsOwn(nn.Linear):
+    """A layer whose values do not depend on a random state."""
+
+    def reset_parameters(self) -> None:
+        with torch.no_grad():
+            self.weight.fill_(0.5)
+            self.bias.fill_(0.25)
+
+
+class TestMeta(ShardedTestCase):
+    """Initialisation of modules on meta by a function of the user's."""
+
+    def _model(self, device: str) -> nn.Sequential:
+        first, last = OnItsOwn(4, 4, device=device), OnItsOwn(4, 4, device=device)
+        last.weight = first.weight
+        return nn.Sequential(first, OnItsOwn(4, 3, device=device), last)
+
+    def test_the_function_gives_memory(self) -> None:
+        """It is called once with each module, on meta, as torch calls it; tied parameters stay tied."""
+        called: list[nn.Module] = []
+
+        def init(module: nn.Module) -> None:
+            called.append(module)
+            self.assertTrue(all(each.is_meta for each in module.parameters(recurse=False)))
+            module.to_empty(device="cpu", recurse=False)
+            module.reset_parameters()  # type: ignore[operator]
+
+        model = self._model("meta")
+        model[2].bias = nn.Parameter(torch.empty(4, device="meta"))
+        subject = FullyShardedDataParallel(model, param_init_fn=init)
+        self.assertEqual(list(model), called)
+        self.assertIs(model[0].weight, model[2].weight)
+        self.assert_same_params(self._model("cpu"), subject)
+
+    def test_what_is_left_on_meta(self) -> None:
+        """Named, with what to do."""
+        with self.assertRaisesRegex(ConfigError, r"weight, bias of a OnItsOwn must not be on meta.*to_empty"):
+            FullyShardedDataParallel(self._model("meta"), param_init_fn=lambda module: None)
+
+
 class TestRefusals(ShardedTestCase):
     """What raises."""
 
@@ -244,14 +379,12 @@ class TestRefusals(ShardedTestCase):
         self.train(subject, steps=1)
 
     def test_shards_in_a_state_dict(self) -> None:
-        """A plain module around units does not give shards as if they were parameters."""
-        for wrap in (FullyShardedDataParallel, fully_shard):
-            outer = nn.Module()
-            inner = Stage()
-            wrapped: Any = wrap(inner)
-            outer.inner = wrapped if isinstance(wrapped, nn.Module) else inner
-            with self.assertRaisesRegex(Unsupported, "full_state_dict"):
-                outer.state_dict()
+        """A plain module around a unit in place does not give shards as if they were parameters."""
+        outer, inner = nn.Module(), Stage()
+        fully_shard(inner)
+        outer.inner = inner
+        with self.assertRaisesRegex(Unsupported, "full_state_dict"):
+            outer.state_dict()
 
     def test_copies_of_modules_sharded_in_place(self) -> None:
         """A copy and a pickle are refused, and the message says what to do; a wrapper is refused as a pickle alone."""

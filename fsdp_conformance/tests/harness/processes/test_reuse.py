@@ -11,7 +11,7 @@ import torch
 from torch import distributed
 
 from fsdp_conformance.harness.context import log, running
-from fsdp_conformance.harness.processes.launcher import pool
+from fsdp_conformance.harness.processes.rank_set import pool
 from fsdp_conformance.tests.harness.started_ranks import StartedRanks
 
 PATIENCE_S = 240.0

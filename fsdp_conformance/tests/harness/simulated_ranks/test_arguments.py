@@ -1,10 +1,8 @@
-"""Unusual calls, and calls that make no collective: simulated ranks do what gloo does, or raise where gloo raises."""
+"""Calls that make no collective, sparse tensors and messages from anybody; `test_as_gloo` compares all with gloo."""
 
 from __future__ import annotations
 
-import unittest
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,22 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.harness.simulated_ranks.arguments import require_call
+from fsdp_conformance.errors import ConfigError, InvalidCollective
+from fsdp_conformance.harness.simulated_ranks.arguments import Call, require_call, require_message
 from fsdp_conformance.harness.simulated_ranks.ranks import run_ranks
 from fsdp_conformance.history.collective import Op
-from fsdp_conformance.tests.harness.started_ranks import StartedRanks
 
 SIZE = 3
 
 #: Generous: everything below takes seconds on a free machine.
 TIMEOUT_S = 600.0
-
-RAISES = "raises"
-
-# torch 2.13 renamed these.
-all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _sparse(rank: int, *, twice: bool = False) -> Tensor:
@@ -35,27 +26,6 @@ def _sparse(rank: int, *, twice: bool = False) -> Tensor:
     rows = torch.tensor([[rank, 4, 4] if twice else [rank, 4]])
     values = torch.arange(3.0 * rows.numel()).reshape(-1, 3) + rank
     return torch.sparse_coo_tensor(rows, values, (6, 3), check_invariants=True)
-
-
-def _sparse_sum(rank: int, **options: Any) -> list[Tensor]:
-    mine = _sparse(rank, **options)
-    dist.all_reduce(mine)
-    return [mine.to_dense(), torch.tensor(mine.is_coalesced()), mine.coalesce().indices()]
-
-
-def _sparse_sum_of_a_gradient(rank: int) -> list[Tensor]:
-    """As DDP's reducer does, and a wait by future."""
-    layer = torch.nn.Embedding(6, 3, sparse=True)
-    torch.nn.init.constant_(layer.weight, 1.0)
-    (layer(torch.tensor([rank, 4])).sum() * (rank + 1)).backward()
-    assert layer.weight.grad is not None
-    dist.all_reduce(layer.weight.grad)
-    return [layer.weight.grad.to_dense()]
-
-
-def _in_place(call: Callable[[Tensor], object], mine: Tensor) -> list[Tensor]:
-    call(mine)
-    return [mine.to_dense() if mine.is_sparse else mine]
 
 
 def _from_anybody(rank: int, group: Any = None, receiver: int = 0) -> list[Tensor]:
@@ -77,115 +47,6 @@ def _from_anybody(rank: int, group: Any = None, receiver: int = 0) -> list[Tenso
 def _among_two(rank: int) -> list[Tensor]:
     group = dist.new_group([1, 2])
     return _from_anybody(rank, group, receiver=2)
-
-
-def _empty(count: int, numel: int) -> list[Tensor]:
-    return [torch.zeros(numel) for _ in range(count)]
-
-
-#: By name; each takes the rank. Those that raise do so on every rank.
-CALLS: dict[str, Callable[[int], list[Tensor]]] = {
-    "all_reduce of sparse tensors": _sparse_sum,
-    "all_reduce of sparse tensors that are not coalesced": lambda rank: _sparse_sum(rank, twice=True),
-    "all_reduce of a sparse gradient": _sparse_sum_of_a_gradient,
-    "all_reduce of sparse tensors, their maximum": lambda rank: _in_place(
-        lambda mine: dist.all_reduce(mine, op=dist.ReduceOp.MAX), _sparse(rank)
-    ),
-    "broadcast of sparse tensors": lambda rank: _in_place(lambda mine: dist.broadcast(mine, 0), _sparse(rank)),
-    "reduce of sparse tensors": lambda rank: _in_place(lambda mine: dist.reduce(mine, 0), _sparse(rank)),
-    "reduce_scatter_tensor of too many": lambda rank: _in_place(
-        lambda mine: reduce_scatter_tensor(mine, torch.ones(2 * SIZE + 1)), torch.zeros(2)
-    ),
-    "reduce_scatter_tensor of too few": lambda rank: _in_place(
-        lambda mine: reduce_scatter_tensor(mine, torch.ones(2 * SIZE - 1)), torch.zeros(2)
-    ),
-    "reduce_scatter of other sizes": lambda rank: _in_place(
-        lambda mine: dist.reduce_scatter(mine, _empty(SIZE, 3)), torch.zeros(2)
-    ),
-    "reduce_scatter of too few": lambda rank: _in_place(
-        lambda mine: dist.reduce_scatter(mine, _empty(SIZE - 1, 2)), torch.zeros(2)
-    ),
-    "all_gather_into_tensor, too large": lambda rank: _in_place(
-        lambda whole: all_gather_into_tensor(whole, torch.ones(2)), torch.zeros(2 * SIZE + 1)
-    ),
-    "all_gather_into_tensor, too small": lambda rank: _in_place(
-        lambda whole: all_gather_into_tensor(whole, torch.ones(2)), torch.zeros(2 * SIZE - 1)
-    ),
-    "all_gather of other sizes": lambda rank: _in_place(
-        lambda mine: dist.all_gather([mine, *_empty(SIZE - 1, 3)], torch.ones(2)), torch.zeros(3)
-    ),
-    "all_gather of too few": lambda rank: _in_place(
-        lambda mine: dist.all_gather([mine, *_empty(SIZE - 2, 2)], torch.ones(2)), torch.zeros(2)
-    ),
-    "broadcast from -1": lambda rank: _in_place(lambda mine: dist.broadcast(mine, -1), torch.full((2,), rank)),
-    "broadcast from beyond": lambda rank: _in_place(lambda mine: dist.broadcast(mine, SIZE), torch.full((2,), rank)),
-    "reduce to -1": lambda rank: _in_place(lambda mine: dist.reduce(mine, -1), torch.full((2,), rank)),
-    "reduce to beyond": lambda rank: _in_place(lambda mine: dist.reduce(mine, SIZE), torch.full((2,), rank)),
-    "gather to -1": lambda rank: _in_place(lambda mine: dist.gather(mine, None, -1), torch.full((2,), rank)),
-    "scatter from -1": lambda rank: _in_place(lambda mine: dist.scatter(mine, None, -1), torch.full((2,), rank)),
-    "recv from anybody": _from_anybody,
-    "recv from anybody of a group": _among_two,
-}
-
-
-def outcome(call: Callable[[int], list[Tensor]], rank: int) -> list[Tensor] | str:
-    """What the call leaves on this rank, or that it raises."""
-    try:
-        return call(rank)
-    except Exception:  # noqa: BLE001 - whether it raises is what is compared
-        return RAISES
-
-
-class Calls(StartedRanks):
-    """Every call on three ranks, whose outcomes go into files. Not collected."""
-
-    __test__ = False
-    world_size = SIZE
-    case_timeout_s = 120.0
-
-    def run_calls(self) -> None:
-        outcomes = {name: outcome(call, self.rank) for name, call in CALLS.items()}
-        torch.save(outcomes, Path(self.launch_payload) / f"{self.rank}.pt")
-
-
-def _outcomes(directory: Path, *, simulated: bool) -> list[dict[str, Any]]:
-    """By rank."""
-    directory.mkdir()
-    case = Calls("run_calls")
-    case.simulated_ranks = simulated
-    case.launch_payload = str(directory)
-    result = unittest.TestResult()
-    case.run(result)
-    assert result.wasSuccessful(), [*result.errors, *result.failures]
-    return [torch.load(directory / f"{rank}.pt", weights_only=True) for rank in range(SIZE)]
-
-
-@pytest.mark.slow
-def test_unusual_calls_do_what_they_do_between_processes(tmp_path: Path) -> None:
-    """The same values, or an error, on every rank."""
-    between_processes = _outcomes(tmp_path / "processes", simulated=False)
-    between_threads = _outcomes(tmp_path / "simulated", simulated=True)
-
-    unlike = []
-    for rank, (expected, got) in enumerate(zip(between_processes, between_threads, strict=True)):
-        assert expected.keys() == got.keys()
-        unlike += [
-            f"{name}, rank {rank}: {expected[name]} between processes, {got[name]} between threads"
-            for name in expected
-            if not _equal(expected[name], got[name])
-        ]
-    assert [] == unlike
-    kinds = {name: between_processes[0][name] == RAISES for name in CALLS}
-    assert {True, False} == set(kinds.values()), kinds
-
-
-def _equal(one: list[Tensor] | str, other: list[Tensor] | str) -> bool:
-    if isinstance(one, str) or isinstance(other, str):
-        return one == other
-    return len(one) == len(other) and all(map(torch.equal, one, other))
-
-
-# --- without processes ---
 
 
 def test_sparse_tensors_are_added() -> None:
@@ -223,45 +84,107 @@ def _dense(*numels: int) -> list[Tensor]:
     return [torch.zeros(numel) for numel in numels]
 
 
+def _call(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor], options: dict[str, Any]) -> Call:
+    return Call(op=op, inputs=inputs, outputs=outputs, **{"rank": 0, "size": SIZE, **options})
+
+
+_SPLIT: dict[str, Any] = {"splits": ((), ())}
+_LEAF = torch.zeros(2, requires_grad=True)
+
+
 @pytest.mark.parametrize(
     ("op", "inputs", "outputs", "options", "message"),
     [
         (Op.BROADCAST, _dense(2), _dense(2), {"root": -1}, "the root must be a rank of the group, from 0 to 2, got -1"),
         (Op.SCATTER, [], _dense(2), {"root": 3}, "the root must be a rank of the group, from 0 to 2, got 3"),
         (Op.GATHER, _dense(2), _dense(2, 2), {}, "the output must be a list of 3 tensors, got 2"),
-        (Op.GATHER, _dense(2), _dense(2, 1, 2), {}, "tensors of 2 elements, like the input, got 1 at 1"),
+        (Op.GATHER, _dense(2), _dense(2, 1, 2), {}, r"must have shape \(2,\), like the input, got \(1,\) at 1"),
         (Op.SCATTER, _dense(2, 2), _dense(2), {}, "the input must be a list of 3 tensors, got 2"),
-        (Op.REDUCE_SCATTER, _dense(7), _dense(2), {}, "3 times the elements of the output, 6, got 7"),
-        (Op.REDUCE_SCATTER, _dense(2, 2, 3), _dense(2), {}, "tensors of 2 elements, like the output, got 3 at 2"),
-        (Op.ALL_GATHER, _dense(2), _dense(5), {}, "3 times the elements of the input, 6, got 5"),
-        (Op.ALL_GATHER, _dense(1, 2), _dense(1, 2, 1, 2, 2, 2), {}, "1 elements, like the input, got 2 at 4"),
+        (Op.REDUCE_SCATTER, _dense(7), _dense(2), {}, r"shape \(6,\), 3 times the output, got \(7,\)"),
+        (Op.REDUCE_SCATTER, _dense(3, 2, 2), _dense(2), {}, r"shape \(2,\), like the output, got \(3,\) at 0"),
+        (Op.REDUCE_SCATTER, [torch.zeros(3)], [torch.zeros(())], {}, "the output must have at least one dimension"),
+        (Op.ALL_GATHER, _dense(2), _dense(5), {}, r"shape \(6,\), 3 times the input, got \(5,\)"),
+        (Op.ALL_GATHER, _dense(2), [torch.zeros(3, 2)], {}, r"shape \(6,\), 3 times the input, got \(3, 2\)"),
+        (Op.ALL_GATHER, _dense(1, 2), _dense(1, 2, 1, 2, 2, 2), {}, r"like the input, got \(2,\) at 4"),
+        (Op.ALL_GATHER, _dense(2), [_LEAF, *_dense(2, 2)], {}, "must not be a parameter"),
+        (Op.ALL_GATHER, _dense(2), [torch.zeros(6).double()], {}, "one dtype, got torch.float32, torch.float64"),
+        (Op.BROADCAST, [torch.zeros(2, dtype=torch.int16)], [], {}, "dtype must be one of .*, got torch.int16"),
         (Op.BROADCAST, [_sparse(0)], [_sparse(0)], {}, "tensors must be dense"),
+        (Op.BROADCAST, [torch.zeros(3, 2)[:, 0]], [], {}, r"must be contiguous, got shape \(3,\) with strides \(2,\)"),
+        (Op.SEND, [torch.zeros(3, 2).t()], [], {}, "must be contiguous"),
+        (Op.ALL_REDUCE, [], [], {}, "at least one tensor"),
+        (Op.ALL_REDUCE, _dense(2, 3), _dense(2, 3), {}, "like the first input"),
+        (Op.REDUCE, _dense(2, 2), _dense(2, 2), {}, "one tensor, got 2"),
         (Op.ALL_REDUCE, [_sparse(0)], [_sparse(0)], {"reduce_op": "MAX"}, "reduce_op must be SUM for sparse tensors"),
         (Op.ALL_REDUCE, _dense(2), _dense(2), {"reduce_op": "PREMUL_SUM"}, "reduce_op must be one of SUM"),
+        (Op.ALL_TO_ALL, _dense(2, 2, 2), _dense(2, 2), {}, "the output must be a list of 3 tensors, got 2"),
+        (Op.ALL_TO_ALL, _dense(2, 2, 3), _dense(2, 2, 2), {}, r"like the first output, got \(3,\) at 2"),
+        (Op.ALL_TO_ALL, _dense(4), _dense(4), _SPLIT, "the rows of the output must be a multiple of 3, got 4"),
+        (Op.ALL_TO_ALL, _dense(3), _dense(6), _SPLIT, "the output must have the elements of the input, 3, got 6"),
+        (Op.ALL_TO_ALL, _dense(3), _dense(3), {"splits": ((1, 1), (1, 1, 1))}, "output_split_sizes must be 3 numbers"),
+        (Op.ALL_TO_ALL, _dense(3), _dense(3), {"splits": ((), (-1, 2, 2))}, r"add up to 3.*got \[-1, 2, 2\]"),
     ],
 )  # fmt: skip
 def test_what_makes_no_collective_is_refused(
     op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor], options: dict[str, Any], message: str
 ) -> None:
-    """Each rank is told from its own arguments."""
-    with pytest.raises(ConfigError, match=message):
-        require_call(op, inputs, outputs, **{"reduce_op": "", "root": 0, "rank": 0, "size": SIZE, **options})
+    """Each rank is told from its own arguments, by an exception of the kind that torch's backends raise."""
+    with pytest.raises(InvalidCollective, match=message) as raised:
+        require_call(_call(op, inputs, outputs, options))
+    assert isinstance(raised.value, RuntimeError)
 
 
 @pytest.mark.parametrize(
-    ("op", "inputs", "outputs"),
+    ("op", "inputs", "outputs", "options"),
     [
-        (Op.REDUCE_SCATTER, _dense(6, 3), _dense(2, 1)),
-        (Op.REDUCE_SCATTER, _dense(2, 2, 2), _dense(2)),
-        (Op.ALL_GATHER, _dense(1, 2), _dense(1, 2, 1, 2, 1, 2)),
-        (Op.ALL_GATHER, _dense(1, 2), _dense(3, 6)),
-        (Op.GATHER, _dense(2), _dense(2, 2, 2)),
-        (Op.SCATTER, _dense(2, 2, 2), _dense(2)),
+        (Op.REDUCE_SCATTER, _dense(6, 3), _dense(2, 1), {"coalesced": True}),
+        (Op.REDUCE_SCATTER, _dense(2, 2, 2), _dense(2), {}),
+        (Op.REDUCE_SCATTER, _dense(1, 2, 3), _dense(2), {"rank": 1}),
+        (Op.ALL_GATHER, _dense(1, 2), _dense(1, 2, 1, 2, 1, 2), {}),
+        (Op.ALL_GATHER, _dense(1, 2), _dense(3, 6), {"coalesced": True}),
+        (Op.ALL_REDUCE, _dense(1, 2), _dense(1, 2), {"coalesced": True}),
+        (Op.GATHER, _dense(2), _dense(2, 2, 2), {}),
+        (Op.SCATTER, _dense(2, 2, 2), _dense(2), {}),
+        (Op.ALL_TO_ALL, _dense(6), _dense(3), {"splits": ((1, 1, 1), (6, 0, 0))}),
+        (Op.SEND, [torch.zeros(2, dtype=torch.int16)], [], {}),
+        (Op.BARRIER, [], [], {}),
     ],
 )
-def test_what_makes_one_is_not(op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+def test_what_makes_one_is_not(
+    op: Op, inputs: Sequence[Tensor], outputs: Sequence[Tensor], options: dict[str, Any]
+) -> None:
     """Whole tensors and lists of parts, one or several at a time."""
-    require_call(op, inputs, outputs, reduce_op="", root=0, rank=0, size=SIZE)
+    require_call(_call(op, inputs, outputs, options))
+
+
+@pytest.mark.parametrize(
+    ("peer", "tag", "message"),
+    [
+        (-1, 0, "the peer must be a rank of the group, from 0 to 2, got -1"),
+        (SIZE, 0, "from 0 to 2, got 3"),
+        (1, 0, "the peer must be another rank, got 1"),
+        (0, -1, "tag must be at least 0, got -1"),
+    ],
+)
+def test_messages_that_nobody_can_get(peer: int, tag: int, message: str) -> None:
+    """gloo waits for some of these until its timeout, and others end the process."""
+    with pytest.raises(InvalidCollective, match=message):
+        require_message(Op.RECV, peer, tag, rank=1, size=SIZE)
+    require_message(Op.RECV, 2, 3, rank=1, size=SIZE)
+
+
+def test_a_message_from_beyond_the_group_is_every_ranks_own_error() -> None:
+    """The rank that asks is told at once; the others go on."""
+
+    def body(rank: int) -> float:
+        if rank == 0:
+            with pytest.raises(InvalidCollective, match="from 0 to 2, got 3"):
+                dist.recv(torch.ones(1), SIZE)
+        mine = torch.ones(1)
+        dist.all_reduce(mine)
+        return float(mine)
+
+    assert [3.0] * SIZE == run_ranks(SIZE, body, timeout_s=TIMEOUT_S)
 
 
 def test_an_error_is_every_ranks_own() -> None:

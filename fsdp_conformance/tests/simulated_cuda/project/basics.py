@@ -8,13 +8,16 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.testing._internal import common_cuda, common_distributed, common_fsdp, common_utils
 from torch.testing._internal.common_device_type import instantiate_device_type_tests, onlyCUDA
 from torch.testing._internal.distributed._tensor import common_dtensor
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 #: Read when the tests are collected.
@@ -81,6 +84,38 @@ def test_a_data_loader_with_workers() -> None:
 def test_compile() -> None:
     assert torch.compile(fullgraph=True)(lambda x: x + 1)(torch.zeros(1, device="cuda")).item() == 1
     assert torch.compile(nn.Linear(2, 2).cuda())(torch.ones(1, 2, device="cuda")).shape == (1, 2)
+
+
+class TestBetweenThreads(common_distributed.MultiThreadedTestCase):
+    """torch's own backend between threads is for "cuda"."""
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def setUp(self) -> None:
+        super().setUp()
+        self._spawn_threads()
+
+    def test_sum(self) -> None:
+        total = torch.ones(2, device="cuda")
+        dist.all_reduce(total)
+        self.assertEqual([2.0, 2.0], total.tolist())
+        self.assertEqual("cpu:threaded,cuda:threaded", str(dist.BackendConfig(dist.Backend("threaded"))))
+
+
+def test_a_group_made_by_hand() -> None:
+    # torch's own stubs know neither the constructor without options nor the collectives' old names.
+    group: Any = getattr(dist, "ProcessGroupNCCL")(torch._C._distributed_c10d.HashStore(), 0, 1)  # noqa: B009
+    total = torch.ones(2, device="cuda")
+    group.allreduce([total]).wait()
+    assert (group.size(), total.tolist()) == (1, [1.0, 1.0])
+
+
+def test_a_parameter_that_has_no_memory_of_its_own() -> None:
+    layer = nn.Linear(2, 2, device="cuda")
+    layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach().clone()))
+    assert layer(torch.ones(1, 2, device="cuda")).shape == (1, 2)
 
 
 class TestOnEachDevice(common_utils.TestCase):

@@ -1,0 +1,193 @@
+"""
+Ranks that get ready for the next case while this one runs: fresh ones, and each is used once.
+
+On a GPU most of a short case is its beginning: driver and context, libraries, communicators. None of it depends on the
+case, so a second set of ranks does it meanwhile, on the same devices, and waits (`harness.ahead`). The next case takes
+the set if all that the ranks have done holds for it: world size, server, environment, first group, and devices that it
+can have at once. Otherwise the set is ended, and the case starts ranks as usual. So it does if a rank fails while it
+gets ready: a rank that belongs to a case then fails again, and says why.
+
+A waiting set holds no lease: nobody waits for devices that nobody uses. It takes memory, and is made only where there
+is plenty.
+"""
+
+from __future__ import annotations
+
+import atexit
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.harness import devices, leases
+from fsdp_conformance.harness.deadlines import remaining
+from fsdp_conformance.harness.device_memory import RANK_MIB
+from fsdp_conformance.harness.leases import Lease
+from fsdp_conformance.harness.order import CaseOrder
+from fsdp_conformance.harness.processes import rank_process
+from fsdp_conformance.harness.processes.forkserver import WarmServer
+from fsdp_conformance.harness.processes.leftovers import shared_memory
+from fsdp_conformance.harness.processes.rank_set import Member, RankSet, fork_ranks, send_orders
+
+#: How long a case waits for a set that is not ready. Starting afresh would take as long.
+READY_S = 60.0
+
+#: What a case must have in common with the one that the ranks were told to get ready for.
+_BEGINNING = ("world_size", "device_type", "group", "collective_timeout_s", "determinism", "imports_main")
+
+#: What pytest changes with every test: of no meaning to a rank.
+_CHANGING = frozenset({"PYTEST_CURRENT_TEST"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Waiting:
+    """A set of ranks without a case."""
+
+    case: CaseOrder
+    """What they were told to get ready for."""
+    server: WarmServer
+    environments: list[dict[str, str]]
+    """What they were given, of meaning to a rank."""
+    ranks: RankSet
+    """Its lease names the devices that they use, which they do not hold."""
+
+
+class PreparedRanks:
+    """Holds at most one set of ranks that get ready, or are, for the next case."""
+
+    def __init__(self) -> None:
+        self._waiting: _Waiting | None = None
+        self._next_world_size = 0
+
+    def expect(self, world_size: int) -> None:
+        """After the case that starts next, this process runs one of that world size; 0 if none is known."""
+        self._next_world_size = world_size
+
+    def begin(self, case: CaseOrder, server: WarmServer, lease: Lease) -> None:
+        """Let ranks get ready for a case like this one, which has just started with that lease."""
+        if not can_prepare(case):
+            return
+        self.close()
+        if self._next_world_size != case.world_size or not _has_room(case, lease):
+            return
+        with ExitStack() as resources:
+            prefix = "fsdp-conformance-ahead-"
+            directory = Path(
+                resources.enter_context(tempfile.TemporaryDirectory(prefix=prefix, ignore_cleanup_errors=True))
+            )
+            told = replace(
+                case, ahead=True, directory=directory, file_name=str(directory / "store"), payload=b"", options={}
+            )
+            orders = told.for_ranks(lease.variables)
+            before = shared_memory()
+            try:
+                members = fork_ranks(rank_process.main, case.world_size, server, directory, case.imports_main)
+            except EnvironmentUnavailable:  # the next case will say why
+                return
+            for order, (_, connection) in zip(orders, members, strict=True):
+                send_orders(connection, [order])
+            ranks = RankSet(key=(), members=members, lease=lease, shared_before=before, resources=resources.pop_all())
+        self._waiting = _Waiting(case=told, server=server, environments=_environments(told, lease), ranks=ranks)
+
+    def take(self, case: CaseOrder, server: WarmServer) -> RankSet | None:
+        """The set, with the lease on its devices, if it fits this case and is ready. One that does not is ended."""
+        if not can_prepare(case):
+            return None  # of another kind: a probe, say, before the next case
+        found, self._waiting = self._waiting, None
+        if found is None:
+            return None
+        with ExitStack() as resources:
+            resources.callback(found.ranks.end)
+            # What else the server of this case has imported, a rank can import by itself.
+            if found.server.environment != server.environment or not _same_beginning(found, case):
+                return None
+            lease = _at_once(case, found.ranks.lease)
+            if lease is None:
+                return None
+            # The set ends before its devices are given back.
+            found.ranks.resources.push(lease)
+            if not _are_ready(found.ranks.members, time.monotonic() + READY_S):
+                return None
+            resources.pop_all()
+        return found.ranks
+
+    def close(self) -> None:
+        """End the set, if there is one."""
+        if self._waiting is not None:
+            self._waiting.ranks.end()
+            self._waiting = None
+
+
+def can_prepare(case: CaseOrder) -> bool:
+    """Whether ranks can get ready for such a case before it starts, and it is worth it."""
+    usual = not (case.reuse or case.simulated or case.share_devices or case.worker or case.debugged)
+    return usual and case.group is not None and devices.begins_slowly(case.device_type)
+
+
+def _has_room(case: CaseOrder, lease: Lease) -> bool:
+    """Whether each device has memory for a rank that waits, and then still for one that runs."""
+    found = [leases.memory_of(case.device_type, name) for name in lease.devices]
+    return all(memory is None or memory.free_mib >= 2 * RANK_MIB for memory in found)
+
+
+def _same_beginning(found: _Waiting, case: CaseOrder) -> bool:
+    """Whether the ranks have done what those of the case would do first."""
+    told = found.case
+    if any(getattr(told, name) != getattr(case, name) for name in _BEGINNING):
+        return False
+    if case.group is not None and case.group.only and told.deadlines.collective_s != case.deadlines.collective_s:
+        return False  # the group for tensors on the CPU has this timeout
+    return found.environments == _environments(case, found.ranks.lease)
+
+
+def _environments(case: CaseOrder, lease: Lease) -> list[dict[str, str]]:
+    """The variables of each rank, without those that mean nothing to it."""
+    return [
+        {name: value for name, value in variables.items() if name not in _CHANGING}
+        for variables in case.rank_environments(lease.variables)
+    ]
+
+
+def _at_once(case: CaseOrder, lease: Lease) -> ExitStack | None:
+    """A new lease on the same devices, to be closed; None if somebody else has one of them."""
+    with ExitStack() as held:
+        try:
+            held.enter_context(
+                leases.lease(
+                    case.device_type,
+                    len(lease.devices),
+                    slots=case.slots_per_device,
+                    among=lease.devices,
+                    timeout_s=0.0,
+                )
+            )
+        except EnvironmentUnavailable:
+            return None
+        return held.pop_all()
+
+
+def _are_ready(members: Sequence[Member], deadline: float) -> bool:
+    """Whether each of the ranks says so before the deadline, and again when it is asked."""
+    try:
+        if not all(_says_ready(connection, deadline) for _, connection in members):
+            return False
+        for _, connection in members:
+            connection.send_bytes(rank_process.ASKED)
+        return all(_says_ready(connection, deadline) for _, connection in members)
+    except (EOFError, OSError):
+        return False
+
+
+def _says_ready(connection: Connection, deadline: float) -> bool:
+    return connection.poll(remaining(deadline)) and connection.recv_bytes() == rank_process.READY
+
+
+#: The set of this process.
+prepared = PreparedRanks()
+
+# As with the pool of reused ranks: the ranks end before their server.
+atexit.register(prepared.close)
