@@ -34,7 +34,7 @@ from fsdp_conformance.explore.references import prepare
 from fsdp_conformance.harness import context, devices
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism, apply_collective_timeout, apply_variables, rank_variables
-from fsdp_conformance.harness.order import CaseOrder, RankFiles, RankOrder, packed
+from fsdp_conformance.harness.order import CaseOrder, FirstGroup, RankFiles, RankOrder, packed
 from fsdp_conformance.harness.parts import Part
 from fsdp_conformance.harness.rank import RankRun, destroy_process_group
 from fsdp_conformance.harness.recording import process_group
@@ -160,6 +160,7 @@ def _rank_orders(example: Example, order: RunOrder, determinism: Determinism, di
         payload=packed(payload(order.to_json(), example)),
         options={"fake_pg": False},
         simulated=True,
+        group=FirstGroup(only=order.settings.backend),
         first_part=Part.SUITE,
     )
     return [

@@ -5,7 +5,6 @@ Sharded flat storage, and the chunk component on top of it.
     gradients       the buffer that collects a storage's gradients, and their reduction
     layout          where each tensor lies in a storage and in each rank's shard
     memory_pool     blocks of memory, leased within a limit
-    streams         the gather and reduce streams, and the events that order them
 
     chunk           storage whose tensors have states, with its own or shared blocks, and a partner
     tensor_state    the states of the tensors in a chunk, and the legal moves between them

@@ -34,9 +34,9 @@ from torch.distributed import ProcessGroup, Work
 from fsdp_conformance.engine.chunks.gradients import GradientBuffer, Reduction, ReductionPlan, divide_factors
 from fsdp_conformance.engine.chunks.layout import StorageLayout, padded_numel
 from fsdp_conformance.engine.chunks.memory_pool import Block, MemoryPool
-from fsdp_conformance.engine.chunks.streams import ChunkStreams
 from fsdp_conformance.engine.errors import ChunkError, ChunkStateError, TensorRefused
 from fsdp_conformance.engine.flat_collectives import all_gather, resolve_group
+from fsdp_conformance.engine.streams import ChunkStreams
 from fsdp_conformance.errors import ConfigError
 
 

@@ -34,6 +34,7 @@ def answer_quickly():
     devices = types.ModuleType("fsdp_conformance.harness.devices")
     devices.backend_for = lambda device: "gloo"
     devices.device_count = lambda device: 2
+    devices.is_scarce = lambda device: device != "cpu"
     devices.present_environments = lambda device: (frozenset({"gloo"}), None if device == "cpu" else 2)
     sys.modules[devices.__name__] = devices
     registry.describe_here = lambda spec: registry.AdapterDescription(

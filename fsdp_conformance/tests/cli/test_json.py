@@ -147,7 +147,7 @@ def test_doctor(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[s
     died = {"what": "died", "how": "ended with status 1", "output": "no torch"}
 
     @contextlib.contextmanager
-    def examined(device: str) -> Iterator[Iterator[dict[str, Any]]]:
+    def examined(device: str, *, shared: bool) -> Iterator[Iterator[dict[str, Any]]]:
         yield iter([dict(died)])
 
     monkeypatch.setattr(doctor, "examined", examined)

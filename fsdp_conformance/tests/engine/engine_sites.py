@@ -19,7 +19,7 @@ SiteOf = Callable[[Wait], str | None]
 _ENGINE = os.path.dirname(engine.__file__) + os.sep
 
 #: Modules of the engine that only pass a call on: their caller is the site.
-_HELPERS = ("chunks/streams.py", "streams.py")
+_HELPERS = ("streams.py",)
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def site_in_program(
 
 
 def file_in_engine(path: str) -> str | None:
-    """A file of the engine, relative to it: "chunks/streams.py"; None for other files."""
+    """A file of the engine, relative to it: "chunks/storage.py"; None for other files."""
     return os.path.relpath(path, _ENGINE) if path.startswith(_ENGINE) else None
 
 

@@ -2,94 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
 import pytest
 
-from fsdp_conformance.case import Case
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import INTERPRETATION, Profile, profile_of
 from fsdp_conformance.judge import judge, keep_evidence
 from fsdp_conformance.outcome import CaseRecord
-from fsdp_conformance.report.certificate import Certificate, Scope, State, certify
-from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.report.certificate import Scope, State, certify
 from fsdp_conformance.report.terminal import verdict_words
+from fsdp_conformance.tests.report.certificates import (
+    CASES,
+    PARITY,
+    SHARDS,
+    SHARED,
+    a_profile,
+    a_run,
+    certificate_of,
+    certified,
+    only_reason,
+    states,
+    unsupported,
+)
 from fsdp_conformance.tests.report.evidence import LOADED, a_case, a_finding, a_record, a_report, exits
 from fsdp_conformance.verdict import Verdict
-
-PARITY, SHARDS = "R001/probe-ws2", "R188/probe-ws2"
-
-SHARED = (
-    "incomplete: --share-devices, so ranks shared devices and communicated over gloo: nothing is shown of one device "
-    "per rank, nor of their backend"
-)
-
-#: R001 and R188 are mandatory and need nothing: the base. R093 is of level C: an extension. R070 is of level S.
-CASES = (
-    a_case(requirements=["R001"]),
-    a_case(requirements=["R188"]),
-    a_case(requirements=["R093"], needs=("no_sync",)),
-    a_case(requirements=["R070"]),
-)
-
-
-def a_profile(*cases: Case, **options: Any) -> Profile:
-    """A certifying profile of these cases."""
-    return profile_of("core-test", cases or CASES, **options)
-
-
-def a_run(*records: CaseRecord, profile: Profile | None = None, flags: str = "no_sync", **changes: Any) -> RunFile:
-    """A whole run of fresh ranks with these records; every other case of the profile passes."""
-    profile = profile or a_profile()
-    given = {record.case: record for record in records}
-    settings = {**asdict(RunSettings(implementation="mine", profile=profile.name)), **changes.pop("settings", {})}
-    header = {
-        "interpretation": INTERPRETATION,
-        "suite": "0.1",
-        "suite_sha256": "5417e" * 12,
-        "profile": {"name": profile.name, "sha256": profile.sha256, "cases": len(profile.entries)},
-        "implementation": {
-            "spec": "mine",
-            "name": "mine",
-            "version": "1",
-            "capabilities": flags.split(),
-            "source_sha256": LOADED["adapter"],
-        },
-        "environment": {"torch": LOADED["torch"], "python": "3.11.7"},
-        "settings": settings,
-    }
-    passed = [
-        given.get(entry.id) or a_record(entry.id, requirements=list(entry.requirements)) for entry in profile.entries
-    ]
-    extra = [record for record in records if record.case not in profile.by_id]
-    started = [record.case for record in (*passed, *extra)]
-    return RunFile(path="run.jsonl", **{"header": header, "records": [*passed, *extra], "started": started, **changes})
-
-
-def certified(*records: CaseRecord, profile: Profile | None = None, **changes: Any) -> Certificate:
-    """The certificate of such a run, for a profile that is trusted."""
-    profile = profile or a_profile()
-    return certificate_of(a_run(*records, profile=profile, **changes), profile)
-
-
-def certificate_of(run: RunFile, profile: Profile | None = None) -> Certificate:
-    """The certificate of a run for a profile that is trusted."""
-    profile = profile or a_profile()
-    return certify(run, profile, trusted={profile.name: profile.sha256})
-
-
-def states(certificate: Certificate) -> dict[str, str]:
-    """Each scope's title and state."""
-    return {scope.title: scope.state.value for scope in certificate.scopes}
-
-
-def only_reason(certificate: Certificate) -> str:
-    """The one reason against it."""
-    assert not certificate.certified
-    (reason,) = certificate.reasons
-    return reason
-
 
 # What earns it.
 
@@ -397,11 +333,6 @@ def test_a_should_case_that_hangs_refuses() -> None:
 # Declining.
 
 
-def unsupported(case: str, **changes: Any) -> CaseRecord:
-    """A case that the implementation declined."""
-    return a_record(case, Verdict.UNSUPPORTED, requirements=[case[:4]], **changes)
-
-
 def test_what_is_declined_is_absent_from_the_certificate() -> None:
     """The base stands without it."""
     certificate = certified(unsupported("R093/probe-ws2"), flags="")
@@ -692,119 +623,3 @@ def test_a_machine_that_was_also_narrowed_is_not_to_blame() -> None:
     )
 
     assert certificate.status == 1
-
-
-# What was judged.
-
-
-def test_the_certificate_names_what_was_judged() -> None:
-    """Versions and hashes."""
-    assert certified().subject == {
-        "implementation": "mine",
-        "version": "1",
-        "adapter": LOADED["adapter"],
-        "suite": "0.1",
-        "suite_sha256": "5417e" * 12,
-        "torch": LOADED["torch"],
-        "python": "3.11.7",
-    }
-
-
-@pytest.mark.parametrize(
-    ("part", "key", "words"),
-    [
-        (None, "suite", "the suite's version"),
-        (None, "suite_sha256", "the suite's hash"),
-        ("implementation", "name", "the implementation's name"),
-        ("environment", "python", "the version of Python"),
-    ],
-)
-def test_a_header_that_names_nothing_certifies_nobody(part: str | None, key: str, words: str) -> None:
-    """A certificate says for whom and by what."""
-    run = a_run()
-    del (run.header[part] if part else run.header)[key]
-
-    assert only_reason(certificate_of(run)) == f"the header does not name what was judged: {words} is missing"
-
-
-@pytest.mark.parametrize(
-    ("part", "key", "words"),
-    [
-        ("implementation", "source_sha256", "the hash of the adapter's source"),
-        ("environment", "torch", "the version of torch"),
-    ],
-)
-def test_what_the_ranks_say_too_must_be_in_the_header(part: str, key: str, words: str) -> None:
-    """Its absence is a reason by itself, and the records do not fit either."""
-    run = a_run()
-    del run.header[part][key]
-    certificate = certificate_of(run)
-
-    assert certificate.reasons[0] == f"the header does not name what was judged: {words} is missing"
-    assert certificate.reasons[1].startswith("the record contradicts itself (its ranks loaded ")
-    assert certificate.subject["adapter" if key == "source_sha256" else key] == ""
-
-
-def test_all_that_a_header_lacks_is_said_at_once() -> None:
-    """A package that is not installed has no version either."""
-    run = a_run()
-    run.header["environment"]["python"] = "absent"
-    del run.header["suite"]
-
-    assert only_reason(certificate_of(run)) == (
-        "the header does not name what was judged: the suite's version, the version of Python is missing"
-    )
-
-
-def test_a_version_may_be_unknown() -> None:
-    """Some engines have none."""
-    run = a_run()
-    run.header["implementation"]["version"] = ""
-
-    assert certificate_of(run).certified
-
-
-@pytest.mark.parametrize(("slots", "number"), [(2, "up to 2"), (0, "several")])
-def test_cases_that_shared_a_device_are_mentioned(slots: int, number: str) -> None:
-    """It changes no verdict, but a reader should know. Alone on a device is the usual."""
-    certificate = certificate_of(a_run(settings={"slots_per_device": slots}))
-
-    assert certificate.certified
-    assert certificate.remarks == (f"{number} cases used a device at the same time (--slots-per-device)",)
-    assert certificate_of(a_run(settings={"slots_per_device": 1})).remarks == ()
-
-
-def test_what_loosens_a_check_is_printed() -> None:
-    """And so is what changes the run."""
-    run = a_run(settings={"deadline_scale": 4.0})
-    run.header["implementation"] |= {
-        "shims": ["patches torch.cuda.Event"],
-        "padding": 0.25,
-        "max_unsharded": 3,
-        "accumulation": "reduced",
-        "environment": {"ENGINE_SAFE": "1"},
-        "declines_on": {"cpu": ["hsdp", "zero2"]},
-    }
-    certificate = certificate_of(run)
-
-    run.header["implementation"]["max_unsharded"] = 1
-    assert "max_unsharded: up to 1 unit below the root with full parameters at once" in certificate_of(run).declarations
-    assert certificate.remarks == ("deadlines were multiplied by 4",)
-    assert certificate.declarations == (
-        "shim: patches torch.cuda.Event",
-        "padding: up to 25% more bytes on the wire than the shards have",
-        "accumulation: micro-batches are reduced one by one",
-        "max_unsharded: up to 3 units below the root with full parameters at once",
-        "environment: ENGINE_SAFE=1",
-        "declines on cpu: hsdp, zero2",
-    )
-
-
-def test_a_certificate_is_json() -> None:
-    """As the footer has it."""
-    data = certified().to_json()
-
-    assert data["certified"] is True
-    assert data["reasons"] == []
-    assert data["counts"] == {"PASS": 4}
-    assert data["scopes"][0]["names"] == ["base"]

@@ -9,8 +9,7 @@ import pytest
 from fsdp_conformance.outcome import case_record_from_json
 from fsdp_conformance.report.certificate import State
 from fsdp_conformance.report.terminal import render_record
-from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record, a_report
-from fsdp_conformance.tests.report.test_certificate import (
+from fsdp_conformance.tests.report.certificates import (
     CASES,
     PARITY,
     a_profile,
@@ -19,6 +18,7 @@ from fsdp_conformance.tests.report.test_certificate import (
     certified,
     unsupported,
 )
+from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record, a_report
 from fsdp_conformance.verdict import Verdict
 
 #: Cases that need an accelerator go to the simulated one in a run on the CPU.

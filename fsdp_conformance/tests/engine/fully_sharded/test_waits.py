@@ -83,6 +83,6 @@ class TestWaits(OnSim):
         torch.get_device_module(SIMULATED).synchronize()
         checker.clear()
         sites: set[str] = set()
-        with noting_sites(sites, dropped, partial(site_in_program, helpers=("chunks/streams.py",))):
+        with noting_sites(sites, dropped, partial(site_in_program, helpers=("streams.py",))):
             program(subject, inputs)
         return self.found(), sites
