@@ -74,6 +74,19 @@ def test_a_case_that_kills_enough_needs_no_others() -> None:
     assert [(task.named, task.others) for task in kill_matrix.planned(CASES[:1], 3, popular)] == [((), ())]
 
 
+def test_what_a_case_names_can_be_trusted() -> None:
+    """Then only others are tried, and none where other methods name two of its mutants. What was seen counts more."""
+    seen = _pair(CASES[0].case.id, CASES[0].case.kills[0], killed=False)
+    pairs = kill_matrix.trusting([seen], CASES)
+    probe, axis = kill_matrix.planned(CASES, 3, pairs)
+
+    assert pairs[0] == seen
+    assert [pair.mutant for pair in pairs] == [*CASES[0].case.kills, *CASES[1].case.kills]
+    assert (probe.named, axis.named) == ((), ())
+    assert probe.others == ()
+    assert len(axis.others) == 3
+
+
 def test_others_are_tried_until_enough_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest of them is left; every named one is tried."""
     monkeypatch.setattr(
