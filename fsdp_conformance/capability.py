@@ -206,7 +206,7 @@ _ALL = [
             "mixed_precision": "Units can compute in a lower precision than their parameters are stored in.",
             "mp_per_unit": "Units can have different precision policies.",
             "mp_reduce": "The dtype of the gradient reduction can be chosen.",
-            "fp16": "Units can compute, and reduce their gradients, in float16.",
+            "fp16": "Units compute, and reduce their gradients, in float16; a whole model in float16 trains, too.",
             "mp_buffers": "Buffers can have a dtype policy.",
             "mp_eval_full": "Evaluation can run in full precision.",
         },

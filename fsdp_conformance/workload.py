@@ -63,14 +63,14 @@ class Workload:
     """
     A training problem. Everything is a pure function of its arguments and the same in every process.
 
-    `dtype` arguments are floating dtypes: float32 for the implementation and the DDP reference, float64 for the twin.
+    Models and batches are in `dtype`, for the implementation and for the references but one: the twin is in float64.
     """
 
     name: str
     build: Callable[[int], nn.Module]
-    """build(rank): a new float32 model on the CPU. Equal on every rank except for `local_params`."""
+    """build(rank): a new model on the CPU, in `dtype`. Equal on every rank except for `local_params`."""
     batch: Callable[[BatchKey], Batch]
-    """A rank-dependent micro-batch on the CPU; floating tensors are float32."""
+    """A rank-dependent micro-batch on the CPU; floating tensors are in `dtype`."""
     loss: Callable[[Any, Batch], Tensor]
     """loss(output, batch): a scalar. The data-parallel gradient is the mean over ranks of its gradient."""
     optimizers: dict[str, Callable[[Any], Optimizer]]
@@ -84,10 +84,12 @@ class Workload:
     """FQNs of parameters that are never averaged over ranks (experts); all under `local_units`."""
     ignored: tuple[str, ...] = ()
     exact: bool = False
-    """True: every correct float32 run is bitwise equal to the float64 one, in any reduction order."""
+    """True: every correct run in `dtype` is bitwise equal to the float64 one, in any reduction order."""
     exact_steps: int = 3
     """How many steps stay exact; more run out of mantissa."""
     micro_batch_size: int = 1
+    dtype: str = "float32"
+    """Of the whole model; a plan's dtypes are those that its units compute in."""
     capabilities: frozenset[str] = frozenset()
     """Flags that the *model* needs (frozen_mixed, unused_divergent, ...). Undeclared ones are probed (R000)."""
     build_on_meta: Callable[[int], nn.Module] | None = None

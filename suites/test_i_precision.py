@@ -14,7 +14,7 @@ from fsdp_conformance.checks import memory
 from fsdp_conformance.checks.communication import reductions_in
 from fsdp_conformance.checks.references import Kind
 from fsdp_conformance.checks.result import comparison
-from fsdp_conformance.fixtures import deep, precision
+from fsdp_conformance.fixtures import deep, precision, probes
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import BatchKey, Regime
 
@@ -146,6 +146,19 @@ class LowPrecision(ConformanceTestCase):
         workload = precision.extremes()
         run = self.train(workload, self.plan(workload, param_dtype="float16"))
         self.check_parity(run, workload, requirement="R090")
+
+    @conformance_case(
+        "R091",
+        chapter="I",
+        axes={"world_size": (2, 4)},
+        needs=("fp16",),
+        kills=("trains-in-float32-anyway", "averages-float32-alone"),
+    )
+    def test_whole_model_in_float16(self, world_size: int) -> None:
+        """A model in float16 keeps its parameters and gradients in it, and trains like DDP."""
+        workload = probes.exact_half()
+        run = self.train(workload, self.plan(workload))
+        self.check_parity(run, workload, requirement="R091")
 
     @conformance_case(
         "R086",

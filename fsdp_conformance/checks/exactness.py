@@ -1,7 +1,7 @@
 """
 Proof that a probe is exact, required before it demands bitwise equality of an implementation.
 
-The workload is trained in one process in float64 and in float32, with ranks added in every order that a correct
+The workload is trained in one process in float64 and in its own dtype, with ranks added in every order that a correct
 implementation may choose. Unless all runs agree bit for bit, the probe is unusable: NotExact.
 """
 
@@ -47,17 +47,18 @@ def assert_exact(workload: Workload, regime: Regime, world_size: int) -> int:
     if not demands_bitwise(workload, regime, world_size):
         raise NotExact(f"this combination of workload, regime and world size is not exact [{where}]")
     twins = single_process_histories(workload, regime, world_size=world_size, dtype=torch.float64)
-    compared = 0
+    own, compared = getattr(torch, workload.dtype), 0
     for order in Order:
-        runs = single_process_histories(workload, regime, world_size=world_size, dtype=torch.float32, order=order)
+        runs = single_process_histories(workload, regime, world_size=world_size, dtype=own, order=order)
         for run, twin in zip(runs, twins, strict=True):
             for (label, got), (_, expected) in zip(values(run), values(twin), strict=True):
                 compared += 1
                 if not torch.equal(got.double(), expected.double()):
                     worst = (got.double() - expected.double()).abs().max().item()
                     raise NotExact(
-                        f"{label} in float32: expected bitwise equality with float64, got a difference of {worst:.3g} "
-                        f"[{where}, rank {run.rank}, order {order}]. Use fewer steps or fewer bits in the data."
+                        f"{label} in {workload.dtype}: expected bitwise equality with float64, got a difference of "
+                        f"{worst:.3g} [{where}, rank {run.rank}, order {order}]. Use fewer steps or fewer bits in the "
+                        "data."
                     )
     return compared
 

@@ -68,7 +68,7 @@ class Reference(ABC):
         ranks: Iterable[int],
         world_size: int,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         source: str | None = None,
     ) -> None:
         if regime.optimizer not in {*workload.optimizers, *workload.optimizer_sets}:
@@ -78,7 +78,7 @@ class Reference(ABC):
         self.regime = regime
         self.world_size = world_size
         self.device = torch.device(device)
-        self.dtype = dtype
+        self.dtype = dtype or getattr(torch, workload.dtype)
         self.sets_to_none = True
         """Whether gradients are None after a step, and not zero."""
         self.replicas = [self._replica(rank, source or self.name) for rank in ranks]

@@ -361,7 +361,8 @@ class _Judge:
         """The model's dtype, since the expected value is a float64 twin."""
         if not expected.is_floating_point():
             return expected.dtype
-        return self.references.dtypes.get(name, torch.float32)
+        of_the_model: torch.dtype = getattr(torch, self.references.workload.dtype)
+        return self.references.dtypes.get(name, of_the_model)
 
     def _difference(
         self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound, difference: Difference

@@ -65,6 +65,40 @@ class DividesFloat16ByTooMuch(SeamFSDP2):
         return wrapped
 
 
+@known_wrong("R091")
+class TrainsInFloat32Anyway(SeamFSDP2):
+    """A model in float16 becomes one in float32 when it is wrapped; inputs are cast."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        if any(parameter.dtype is torch.float16 for parameter in model.parameters()):
+            model.float().register_forward_pre_hook(lambda _, args: tuple(arg.float() for arg in args))
+        return super().wrap(model, plan)
+
+
+@known_wrong("R091")
+class AveragesFloat32Alone(SeamFSDP2):
+    """Parameters that are in float16 have gradients of their own on each rank."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        wrapped = super().wrap(model, plan)
+        for module in wrapped.modules():
+            if isinstance(module, FSDPModule) and all(each.dtype is torch.float16 for each in module.parameters()):
+                module.set_custom_reduce_scatter(_OwnRows())
+        return wrapped
+
+
+class _OwnRows(ReduceScatter):
+    """No reduce-scatter: a rank keeps its part of its own gradients."""
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> None:
+        output_tensor.copy_(input_tensor.chunk(group.size())[group.rank()])
+
+
 class _Scaled(ReduceScatter):
     """A reduce-scatter that in float16 multiplies by `before` first, and corrects for it afterwards."""
 

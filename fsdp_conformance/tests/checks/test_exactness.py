@@ -36,6 +36,18 @@ def test_a_probe_is_exact_at_even_world_sizes(name: str, world_size: int) -> Non
     assert assert_exact(workload_by_name(name), Regime(), world_size) > 10
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_probe_in_float16_is_exact(world_size: int) -> None:
+    """It is compared in its own dtype, which has too few bits for the factors of other world sizes."""
+    assert assert_exact(probes.exact_half(), Regime(), world_size) > 10
+
+
+def test_a_probe_in_float16_runs_out_of_bits() -> None:
+    """Eight ranks add up to more than it holds."""
+    with pytest.raises(NotExact, match="in float16: expected bitwise equality with float64"):
+        assert_exact(probes.exact_half(), Regime(), 8)
+
+
 @pytest.mark.parametrize("world_size", [2, 3, 5])
 @pytest.mark.parametrize("reduced", [(), (False, True), (False, False, True), (True, False, True), (True, True, True)])
 def test_accumulation_is_exact(reduced: tuple[bool, ...], world_size: int) -> None:

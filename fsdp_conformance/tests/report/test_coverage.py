@@ -28,7 +28,7 @@ PROFILE = profile_of(
     ],
 )
 CONTRACT = replace(
-    contract.load(), requirements={name: contract.load()[name] for name in ("R001", "R003", "R091", "R117")}
+    contract.load(), requirements={name: contract.load()[name] for name in ("R001", "R003", "R117", "R131")}
 )
 
 
@@ -51,7 +51,7 @@ def a_table(*engines: Tally, **changes: object) -> Coverage:
         "hybrid": lambda device: frozenset({"hsdp"} if device == "cpu" else ()),
         "plain": lambda device: frozenset(),
     }
-    given = {"contract": CONTRACT, "excused": {"R091": "There is no case yet."}, **changes}
+    given = {"contract": CONTRACT, "excused": {"R131": "There is no case yet."}, **changes}
     return coverage(engines, PROFILE.entries, declared, **given)  # type: ignore[arg-type]
 
 
@@ -73,10 +73,10 @@ def test_a_row_counts_cases_known_wrong_engines_and_adapters() -> None:
     assert [(each.requirement.id, each.cases, each.adapters, each.reason) for each in table.rows] == [
         ("R001", 2, ("hybrid", "plain"), ""),
         ("R003", 2, ("hybrid", "plain"), ""),
-        ("R091", 0, (), "There is no case yet."),
         ("R117", 1, ("hybrid",), ""),
+        ("R131", 0, (), "There is no case yet."),
     ]
-    assert row(table, "R003").wrong > row(table, "R091").wrong == 0
+    assert row(table, "R003").wrong > row(table, "R131").wrong == 0
     assert table.problems == ()
 
 
@@ -93,7 +93,7 @@ def test_a_failure_counts_for_the_requirements_that_it_names() -> None:
     assert texts(table, "R001") == ["not judged", "✗ 2 of 2", "✗ 2 of 2", "✗ 2 of 2"]
     assert texts(table, "R003") == ["✗ 2 of 2", "not judged", "not judged", "✗ 2 of 2"]
     assert texts(table, "R117") == ["not run"] * 4
-    assert texts(table, "R091") == [""] * 4
+    assert texts(table, "R131") == [""] * 4
 
 
 def test_a_verdict_on_a_case_that_has_changed_is_not_shown() -> None:
@@ -129,16 +129,18 @@ def test_a_cell(cell: Seen, text: str) -> None:
 
 def test_rows_that_are_empty_without_a_reason_are_named() -> None:
     """And reasons that no longer hold, and cases that nothing shows to be able to fail."""
-    assert [text.partition(" ")[0] for text in a_table(excused={}).problems] == ["R091"]
-    stale = a_table(excused={"R091": "None yet.", "R001": "None yet."}).problems
+    assert [text.partition(" ")[0] for text in a_table(excused={}).problems] == ["R131"]
+    stale = a_table(excused={"R131": "None yet.", "R001": "None yet."}).problems
     assert stale == ("R001 (Losses equal DDP's) has 2 cases for 2 adapters, and a reason why it has none",)
-    alone = coverage([], PROFILE.entries, {}, contract=CONTRACT, excused={"R091": "None yet.", "R117": "Nobody."})
+    alone = coverage([], PROFILE.entries, {}, contract=CONTRACT, excused={"R131": "None yet.", "R117": "Nobody."})
     assert [text.partition(" ")[0] for text in alone.problems] == ["R001", "R003"]
     unkilled = coverage(
-        [], profile_of("some", [a_case(requirements=("R091",))]).entries, {"plain": lambda device: frozenset()},
-        contract=replace(CONTRACT, requirements={"R091": CONTRACT["R091"]}), excused={},
+        [], profile_of("some", [a_case(requirements=("R131",))]).entries, {"plain": lambda device: frozenset()},
+        contract=replace(CONTRACT, requirements={"R131": CONTRACT["R131"]}), excused={},
     )  # fmt: skip
-    assert unkilled.problems == ("R091 (Whole-model half precision) has 1 cases, but no known-wrong engine names it",)
+    (problem,) = unkilled.problems
+    assert problem.startswith("R131 (Buffer semantics are documented, and")
+    assert problem.endswith("has 1 cases, but no known-wrong engine names it")
 
 
 def test_two_columns_of_one_engine_are_refused() -> None:
@@ -157,7 +159,7 @@ def test_the_page_has_a_table_for_each_chapter() -> None:
     assert "## A. Numerical parity with DDP\n\n| requirement | cases | known wrong | adapters | one |\n" in text
     assert "| [R001](page.md#r001) Losses equal DDP's | 2 |" in text
     assert "| 2 of 2 | ✓ 1 of 2 |" in text
-    assert "Whole-model half precision. There is no case yet. |  |  |  |\n" in text
+    assert "Buffer semantics are documented, and the reference matches them. There is no case yet. |  |  |  |\n" in text
     assert (
         "## N. Unused parameters and rank-divergent graphs\n\n| requirement | cases | known wrong | adapters |\n"
         in text
@@ -179,4 +181,4 @@ def test_the_command_shows_runs_beside_the_contract(tmp_path: Path) -> None:
     entry = smoke.entries[0]
     assert found["requirements"].keys() == contract.load().requirements.keys()
     assert found["requirements"][entry.primary]["shown"]["one"].startswith("✓")
-    assert found["requirements"]["R091"]["reason"] == contract.uncovered()["R091"]
+    assert found["requirements"]["R131"]["reason"] == contract.uncovered()["R131"]
