@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import sys
@@ -88,21 +89,23 @@ def planned(cases: Sequence[BoundCase], others: int, there: Sequence[Pair] = ())
         done[pair.case].add(pair.mutant)
     methods, naming = _methods(bound_cases())
     general = general_kills(there, methods, naming)
+    kills = Counter(pair.mutant for pair in there if pair.killed)
     for bound in cases:
         id_ = bound.case.id
         named = tuple(name for name in bound.case.kills if name not in done[id_])
         missing = ENOUGH - len(general.get(id_, ())) if others else 0
-        able = [name for name in _likeliest(bound) if name not in done[id_]] if missing > 0 else []
+        able = [name for name in _likeliest(bound, kills) if name not in done[id_]] if missing > 0 else []
         budget = max(0, others - len(done[id_].difference(bound.case.kills)))
         shared = frozenset(name for name in named if naming[name] - {methods[id_]})
         yield Task(id_, named, tuple(able[:budget]), missing, shared)
 
 
-def _likeliest(bound: BoundCase) -> list[str]:
+def _likeliest(bound: BoundCase, kills: Counter[str]) -> list[str]:
     """
     The mutants that a case does not name and that declare what it needs, those that it is likely to kill first.
 
-    Those are defects that a requirement of the case names; then those of its chapter; then those that many cases name.
+    Those are, in turn, a defect that a requirement of the case or its chapter names, and one that many cases name or
+    killed (`kills`).
     """
     case = bound.case
     able = [
@@ -125,7 +128,9 @@ def _likeliest(bound: BoundCase) -> list[str]:
             name,
         )
 
-    return sorted(able, key=order)
+    popular = sorted(able, key=lambda name: (-popularity[name] - kills[name], name))
+    in_turn = itertools.chain.from_iterable(zip(sorted(able, key=order), popular, strict=True))
+    return list(dict.fromkeys(in_turn))
 
 
 @cache
