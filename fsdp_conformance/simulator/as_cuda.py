@@ -7,7 +7,7 @@ device, `torch.device` itself, autocast, GradScaler, meshes, process groups, che
 the script's own threads run in others, and a mode would see every operation.
 
 For the script, a simulated device has `device.type == "cuda"` and `tensor.is_cuda`; for torch it is what it is
-(`cuda_names.script_asks`). Printed from Python it is "cuda:0"; messages of torch's C++ say "sim:0". Features without a
+(`cuda_names.script_asks`). Printed, it is "cuda:0", in messages of torch's C++ too (`messages`). Features without a
 counterpart raise NotSimulated.
 """
 
@@ -29,12 +29,13 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.utils import _device
 
 from fsdp_conformance.config import SIMULATED
-from fsdp_conformance.simulator import attention, build, cuda_module, process_group
+from fsdp_conformance.simulator import attention, build, cuda_module, messages, process_group
 from fsdp_conformance.simulator.cuda_names import (
     COLLECTIVES,
     CUDA,
     NotSimulated,
     Replacements,
+    asks_for_gloo,
     script_asks,
     shown_to_script,
     simulated,
@@ -96,6 +97,7 @@ def install(labels: Labels) -> Replacements:
     _install_distributed(replaced)
     _install_checkpoints(replaced)
     _install_refusals(replaced)
+    messages.install(replaced)
     return replaced
 
 
@@ -231,8 +233,8 @@ def _set_default_tensor_type(kind: Any, _original: Callable[..., Any] = torch.se
 
 def _install_mixed_precision(replaced: Replacements) -> None:
     extension = build.active()
-    extension.set_cuda_autocast(True)
-    replaced.on_undo(functools.partial(extension.set_cuda_autocast, False))
+    extension.set_cuda_names(True)
+    replaced.on_undo(functools.partial(extension.set_cuda_names, False))
     mode, scaler = torch.amp.autocast_mode, torch.amp.grad_scaler
     replaced.set(mode.autocast, __init__=translated(mode.autocast.__init__))
     available = translated(mode.is_autocast_available)
@@ -371,11 +373,14 @@ def _with_backend(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def translating(*args: Any, **kwargs: Any) -> Any:
+        asked = kwargs.get("backend")
         if args and isinstance(args[0], str):
+            asked = args[0]
             args = (simulated_backend(args[0]), *args[1:])
         if "backend" in kwargs:
             kwargs["backend"] = simulated_backend(kwargs["backend"])
-        return function(*args, **kwargs)
+        with process_group.as_gloo(asks_for_gloo(asked)):
+            return function(*args, **kwargs)
 
     return translating
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from itertools import count
 from typing import Any, Final
@@ -30,7 +31,7 @@ from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.simulator import build
 
-__all__ = ["BACKEND", "register", "thread_world"]
+__all__ = ["BACKEND", "as_gloo", "register", "thread_world"]
 
 #: The backend for tensors on the device; between ranks that are threads, also for CPU tensors, because gloo would
 #: connect every pair of ranks.
@@ -39,10 +40,42 @@ BACKEND: Final = "simccl"
 _world_numbers = count()
 
 #: For names of backends that programs make themselves.
-_made = count()
+_made_numbers = count()
 
 #: The world of threads that the process is running; new groups belong to it.
 _thread_world: str | None = None
+
+
+#: Whether the program asked for gloo on the device; None if it named no backend.
+_asked_for_gloo: ContextVar[bool | None] = ContextVar("asked_for_gloo", default=None)
+
+
+@contextmanager
+def as_gloo(asked: bool | None) -> Iterator[None]:
+    """
+    A context in which new groups do what gloo does beyond NCCL: they all-reduce sparse tensors.
+
+    With None, a group is like the default group, as for `new_group` without a backend.
+    """
+    token = _asked_for_gloo.set(asked)
+    try:
+        yield
+    finally:
+        _asked_for_gloo.reset(token)
+
+
+def _allows_sparse() -> bool:
+    asked = _asked_for_gloo.get()
+    return _default_group_allows_sparse() if asked is None else asked
+
+
+def _default_group_allows_sparse() -> bool:
+    if not dist.is_initialized():
+        return False
+    group = dist.distributed_c10d._get_default_group()
+    return any(
+        group._get_backend(device).allows_sparse for device in group._device_types if device.type == SIMULATED
+    )
 
 
 def register() -> None:
@@ -78,13 +111,20 @@ def thread_world() -> Iterator[str]:
 
 def _create(options: Any, backend_options: Any) -> dist.Backend:
     """Create a group's backend from torch's _DistributedBackendOptions and the extension's `ProcessGroupOptions`."""
+    allows_sparse = _allows_sparse()
+    group = _made(options, backend_options)
+    if allows_sparse:
+        group.allow_sparse()
+    return group
+
+
+def _made(options: Any, backend_options: Any) -> Any:
     extension = build.active()
-    group: dist.Backend
     timeout_s = options.timeout.total_seconds()
     if _thread_world is not None:
         # Threads number their groups separately, so two groups can have the same name: add their ranks to it.
         ranks = ",".join(map(str, options.global_ranks_in_group)) or "all"
-        group = extension.group_of_threads(
+        return extension.group_of_threads(
             _thread_world,
             f"{options.group_id} of ranks {ranks}",
             options.group_rank,
@@ -92,8 +132,7 @@ def _create(options: Any, backend_options: Any) -> dist.Backend:
             timeout_s,
             _high_priority(backend_options),
         )
-        return group
-    group = extension.group_over_gloo(
+    return extension.group_over_gloo(
         _gloo,
         options.store,
         options.group_id,
@@ -102,13 +141,12 @@ def _create(options: Any, backend_options: Any) -> dist.Backend:
         timeout_s,
         _high_priority(backend_options),
     )
-    return group
 
 
 def made_directly(store: Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
     """A backend that a program makes itself, between processes, as `ProcessGroupNCCL(store, rank, size)` does."""
     found: dist.Backend = build.active().group_over_gloo(
-        _gloo, store, f"made {next(_made)}", rank, size, timeout.total_seconds(), False
+        _gloo, store, f"made {next(_made_numbers)}", rank, size, timeout.total_seconds(), False
     )
     return found
 
