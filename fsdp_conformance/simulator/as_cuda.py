@@ -62,6 +62,17 @@ _ABOUT_DEVICES = (
     "get_autocast_dtype", "set_autocast_dtype", "set_autocast_enabled", "set_default_device", "get_device_module",
 )  # fmt: skip
 
+#: Ways to make a tensor in a format that the device has not.
+_FORMATS = {
+    "compressed sparse tensors": (
+        "sparse_compressed_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor", "sparse_bsc_tensor",
+        "Tensor.to_sparse_csr", "Tensor.to_sparse_csc", "Tensor.to_sparse_bsr", "Tensor.to_sparse_bsc",
+    ),
+    "quantized tensors": (
+        "quantize_per_tensor", "quantize_per_tensor_dynamic", "quantize_per_channel", "_empty_affine_quantized",
+    ),
+}  # fmt: skip
+
 #: Priority of our handling of storages in checkpoints: before torch's own, which start at 10.
 _PRIORITY = 5
 
@@ -412,7 +423,13 @@ def _install_checkpoints(replaced: Replacements) -> None:
 
 
 def _install_refusals(replaced: Replacements) -> None:
-    """Reject what would compile code for a GPU, or copy between the GPUs of one process."""
+    """Reject what would compile code for a GPU, or copy between the GPUs of one process; and formats of tensors."""
+    for kind, names in _FORMATS.items():
+        for name in names:
+            owner: Any = torch.Tensor if name.startswith("Tensor.") else torch
+            bare = name.removeprefix("Tensor.")
+            if hasattr(owner, bare):
+                replaced.set(owner, **{bare: _without_format(getattr(owner, bare), name, kind)})
     replaced.on_undo(when_imported("torch.utils.cpp_extension", functools.partial(_refuse_kernels, replaced)))
     for name in ("broadcast", "broadcast_coalesced", "gather", "scatter"):
         replaced.set(torch.nn.parallel.comm, **{name: _without_data_parallel})
@@ -422,6 +439,21 @@ def _refuse_kernels(replaced: Replacements) -> None:
     module = sys.modules["torch.utils.cpp_extension"]
     for name in ("load", "load_inline"):
         replaced.set(module, **{name: _without_cuda(getattr(module, name), name)})
+
+
+def _without_format(function: Callable[..., Any], name: str, kind: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        places = [tensor.device.type for tensor in tensors]
+        if kwargs.get("device") is not None:
+            places = [torch.device(kwargs["device"]).type]
+        if SIMULATED in places:
+            why = f"it has no {kind}. Use dense tensors, or sparse ones in coordinate format"
+            raise NotSimulated(f"torch.{name} on a GPU", why)
+        return function(*args, **kwargs)
+
+    return checking
 
 
 def _without_data_parallel(*args: Any, **kwargs: Any) -> Any:

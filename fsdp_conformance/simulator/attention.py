@@ -43,7 +43,9 @@ def _admit(replaced: Replacements) -> None:
         if query.device.type != SIMULATED:
             check(query, *others)
 
-    replaced.set(module, _validate_device=check_unless_simulated)
+    # It would warn on each first use that it is slow without torch.compile, which runs eagerly here.
+    warned = {*getattr(module, "_WARNINGS_SHOWN", ()), "flex_attention_performance"}
+    replaced.set(module, _validate_device=check_unless_simulated, _WARNINGS_SHOWN=warned)
 
 
 def _register(replaced: Replacements) -> None:

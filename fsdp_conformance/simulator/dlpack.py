@@ -101,6 +101,8 @@ def _order(stream: Any, device: torch.device) -> None:
     index = device.index
     if stream is None or stream == _DEFAULT:
         consumer = streams.default_stream(index)
+    elif stream < _FIRST_HANDLE:
+        raise ValueError(f"stream must be the `cuda_stream` of a stream, and there is no stream with the handle {stream}")
     else:
         consumer = streams.stream_by_id(stream - _FIRST_HANDLE + 1, index)
     producer = streams.current_stream(index)
