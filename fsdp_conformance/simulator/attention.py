@@ -28,7 +28,7 @@ _SHARDABLE_DIMS = (0, 1)
 
 
 def install(replaced: Replacements) -> None:
-    """When DTensor is imported, register the strategies, unless torch has some; when flex attention is, admit the device."""
+    """When DTensor is imported, register the strategies; when flex attention is, admit the device."""
     replaced.on_undo(when_imported("torch.distributed.tensor", functools.partial(_register, replaced)))
     replaced.on_undo(when_imported(_FLEX, functools.partial(_admit, replaced)))
 
@@ -36,7 +36,7 @@ def install(replaced: Replacements) -> None:
 def _admit(replaced: Replacements) -> None:
     """Flex attention checks the type of the device, and asks no more of it."""
     module = sys.modules[_FLEX]
-    check = module._validate_device  # type: ignore[attr-defined]
+    check = module._validate_device
 
     @functools.wraps(check)
     def check_unless_simulated(query: Any, *others: Any) -> None:
@@ -49,6 +49,7 @@ def _admit(replaced: Replacements) -> None:
 
 
 def _register(replaced: Replacements) -> None:
+    """Register the strategies, unless torch has some."""
     import torch
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.experimental import register_sharding

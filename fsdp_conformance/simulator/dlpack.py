@@ -17,6 +17,7 @@ import torch.utils.dlpack
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.simulator import streams
 from fsdp_conformance.simulator.cuda_names import Replacements
+from fsdp_conformance.simulator.device import current_device, index_of
 
 _CUDA = 2
 _EXTENSION = 12
@@ -30,7 +31,8 @@ _FIRST_HANDLE = 1 << 12
 
 def install(replaced: Replacements) -> None:
     """Replace the methods of tensors, and what torch's own `from_dlpack` asks."""
-    give, place = torch.Tensor.__dlpack__, torch.Tensor.__dlpack_device__
+    give: Any = torch.Tensor.__dlpack__
+    place: Any = torch.Tensor.__dlpack_device__
 
     @functools.wraps(place)
     def device_for_consumer(self: torch.Tensor) -> Any:
@@ -46,8 +48,8 @@ def install(replaced: Replacements) -> None:
         copy: bool | None = None,
     ) -> Any:
         # The keywords that are not given are left out: versions of torch have different ones.
-        options = {"max_version": max_version, "dl_device": dl_device, "copy": copy}
-        options = {name: value for name, value in options.items() if value is not None}
+        given: dict[str, Any] = {"max_version": max_version, "dl_device": dl_device, "copy": copy}
+        options = {name: value for name, value in given.items() if value is not None}
         if self.device.type != SIMULATED:
             return give(self, stream=stream, **options)
         _check_device(self)
@@ -68,11 +70,12 @@ def install(replaced: Replacements) -> None:
 
 def handle_of(stream: torch.Stream) -> int:
     """`stream.cuda_stream`: 0 for the default stream."""
-    return stream.stream_id and _FIRST_HANDLE + stream.stream_id - 1
+    number = int(stream.stream_id)
+    return _FIRST_HANDLE + number - 1 if number else 0
 
 
 def _numbered(device: torch.device) -> tuple[Any, int]:
-    return _device_type(_CUDA), streams.current_device() if device.index is None else device.index
+    return _device_type(_CUDA), index_of(device)
 
 
 def _device_type(number: int) -> Any:
@@ -80,7 +83,7 @@ def _device_type(number: int) -> Any:
 
 
 def _check_device(tensor: torch.Tensor) -> None:
-    current = streams.current_device()
+    current = current_device()
     if tensor.device.index != current:
         raise BufferError(
             f"Can't export tensors on a different CUDA device index. Expected: {tensor.device.index}. "
@@ -102,7 +105,9 @@ def _order(stream: Any, device: torch.device) -> None:
     if stream is None or stream == _DEFAULT:
         consumer = streams.default_stream(index)
     elif stream < _FIRST_HANDLE:
-        raise ValueError(f"stream must be the `cuda_stream` of a stream, and there is no stream with the handle {stream}")
+        raise ValueError(
+            f"stream must be the `cuda_stream` of a stream, and there is no stream with the handle {stream}"
+        )
     else:
         consumer = streams.stream_by_id(stream - _FIRST_HANDLE + 1, index)
     producer = streams.current_stream(index)

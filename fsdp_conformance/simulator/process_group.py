@@ -12,6 +12,8 @@ size.
 A collective does not block the host: its result is fetched when the output is first touched. So ranks may issue the
 collectives of different groups in different orders, as on an accelerator. One difference remains: when an output is
 touched, the host waits for the peers, not just a stream (csrc/deliveries.h).
+
+Sparse tensors are all-reduced only in groups for which a program asks for gloo (`as_gloo`): NCCL does not support it.
 """
 
 from __future__ import annotations
@@ -45,7 +47,6 @@ _made_numbers = count()
 #: The world of threads that the process is running; new groups belong to it.
 _thread_world: str | None = None
 
-
 #: Whether the program asked for gloo on the device; None if it named no backend.
 _asked_for_gloo: ContextVar[bool | None] = ContextVar("asked_for_gloo", default=None)
 
@@ -72,10 +73,9 @@ def _allows_sparse() -> bool:
 def _default_group_allows_sparse() -> bool:
     if not dist.is_initialized():
         return False
-    group = dist.distributed_c10d._get_default_group()
-    return any(
-        group._get_backend(device).allows_sparse for device in group._device_types if device.type == SIMULATED
-    )
+    group: Any = distributed_c10d._get_default_group()
+    backends = [group._get_backend(device) for device in group._device_types if device.type == SIMULATED]
+    return any(getattr(backend, "allows_sparse", False) for backend in backends)
 
 
 def register() -> None:
@@ -115,7 +115,8 @@ def _create(options: Any, backend_options: Any) -> dist.Backend:
     group = _made(options, backend_options)
     if allows_sparse:
         group.allow_sparse()
-    return group
+    made: dist.Backend = group
+    return made
 
 
 def _made(options: Any, backend_options: Any) -> Any:

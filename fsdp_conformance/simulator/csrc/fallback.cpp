@@ -433,8 +433,7 @@ class Call {
     for (size_t i = 0; i < arguments_.size(); ++i) {
       if (use_of(i) == Argument::Write || use_of(i) == Argument::ReadWrite) {
         size_t place = 0;
-        each_tensor(
-            arguments_[i], [&](const at::Tensor& tensor) { targets.emplace_back(place++, memory_of(tensor)); });
+        each_tensor(arguments_[i], [&](const at::Tensor& tensor) { targets.emplace_back(place++, memory_of(tensor)); });
       }
     }
     for (size_t i = 0; i < fresh_.size(); ++i) {

@@ -55,10 +55,10 @@ at::Tensor with_parts(
 }
 
 at::Tensor sparse_empty(
-    c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout, Maybe device,
+    at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout> layout, Maybe device,
     std::optional<bool> pin_memory, std::optional<at::MemoryFormat> memory_format) {
   const c10::DeviceGuard on(home_of(device));
-  return at::native::empty_sparse_symint(size, dtype, layout, device, pin_memory, memory_format);
+  return at::native::empty_sparse(size, dtype, layout, device, pin_memory, memory_format);
 }
 
 at::Tensor sparse_clone(const at::Tensor& self, std::optional<at::MemoryFormat> memory_format) {
@@ -72,7 +72,6 @@ at::Tensor& sparse_copy_(at::Tensor& self, const at::Tensor& source, bool non_bl
       "Found self type = ", self.toString(), " and src type = ", source.toString());
   return at::native::copy_sparse_(self, source, non_blocking);
 }
-
 
 /// Tensors in other formats.
 void refuse(const c10::OperatorHandle& op, torch::jit::Stack* /*stack*/) {
@@ -92,8 +91,7 @@ at::Tensor sparse_like(const at::Tensor& like, const at::Tensor& indices, const 
   const bool on_host = values.is_cpu();
   const c10::DeviceGuard on(values.device());
   auto made = at::detail::make_tensor<at::SparseTensorImpl>(
-      c10::DispatchKeySet(on_host ? c10::DispatchKey::SparseCPU : c10::DispatchKey::SparsePrivateUse1),
-      values.dtype());
+      c10::DispatchKeySet(on_host ? c10::DispatchKey::SparseCPU : c10::DispatchKey::SparsePrivateUse1), values.dtype());
   replace_parts(made, like, indices, values);
   return made;
 }

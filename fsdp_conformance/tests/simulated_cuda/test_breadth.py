@@ -1,17 +1,17 @@
-"""Attention by the name of its kernel, flex attention, DLPack, error messages, formats of tensors: under CUDA's names."""
+"""Attention by the name of its kernel, flex attention, DLPack, error messages, formats of tensors."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
 
-import numpy
+import numpy as np
 import pytest
 import torch
-import torch.utils.dlpack
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # not in its __all__
 
 from fsdp_conformance.simulated_cuda import simulated_cuda
 from fsdp_conformance.simulator import checker
@@ -22,6 +22,11 @@ from fsdp_conformance.tests.simulator.simulator_process import compiled, in_proc
 pytestmark = compiled
 
 FUSED = (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION)
+
+
+def attention(qkv: Tensor, mask: Tensor | None = None, *, is_causal: bool = False) -> Tensor:
+    query, key, value = qkv
+    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=is_causal)
 
 
 def kinds() -> list[HazardKind]:
@@ -42,7 +47,7 @@ def on_side_stream(write: Callable[[], object], *, waits: bool) -> None:
 
 
 def inputs(dtype: torch.dtype, device: str = "cuda", length: int = 8) -> Tensor:
-    """Queries, keys and values at once: (3, batch, heads, length, channels)."""
+    """Queries, keys and values in one tensor: (3, batch, heads, length, channels)."""
     torch.manual_seed(0)
     return torch.randn(3, 2, 2, length, 16).to(device, dtype).requires_grad_()
 
@@ -63,7 +68,7 @@ class TestAttention:
                         qkv = inputs(dtype, device)
                         allowed = backend if device == "cuda" or backend not in FUSED else SDPBackend.FLASH_ATTENTION
                         with sdpa_kernel(allowed):
-                            out = functional.scaled_dot_product_attention(*qkv, is_causal=True)
+                            out = attention(qkv, is_causal=True)
                         out.sum().backward()
                         results.append((out.detach().cpu(), qkv.grad.cpu()))  # type: ignore[union-attr]
                     assert all(map(torch.equal, *results)), (dtype, backend)
@@ -83,10 +88,10 @@ class TestAttention:
                 qkv = inputs(dtype)
                 attn_mask = None if given is None else given.cuda()
                 with sdpa_kernel(backend), pytest.raises(RuntimeError, match="No available kernel"):
-                    functional.scaled_dot_product_attention(*qkv, attn_mask=attn_mask)
+                    attention(qkv, attn_mask)
                 with sdpa_kernel([backend, SDPBackend.MATH]):
-                    functional.scaled_dot_product_attention(*qkv, attn_mask=attn_mask)
-            masked = functional.scaled_dot_product_attention(*inputs(torch.bfloat16), attn_mask=mask.cuda())
+                    attention(qkv, attn_mask)
+            masked = attention(inputs(torch.bfloat16), mask.cuda())
             assert masked.shape == (2, 2, 8, 16)
 
     @in_process_of_its_own
@@ -98,7 +103,7 @@ class TestAttention:
                     qkv = inputs(torch.bfloat16).detach()
                     on_side_stream(lambda written=qkv: written[2].mul_(2), waits=waits)  # type: ignore[misc]
                     with sdpa_kernel(backend):
-                        functional.scaled_dot_product_attention(*qkv)
+                        attention(qkv)
                     assert (HazardKind.READ_AFTER_WRITE in kinds()) == (not waits), backend
 
 
@@ -114,8 +119,9 @@ class TestFlexAttention:
             mask = create_block_mask(lambda b, h, q, k: q >= k, None, None, 32, 32, device="cuda")
             got, expected = inputs(torch.float32, length=32), inputs(torch.float32, length=32)
             # The change of scores is 1 for all, which softmax does not see.
-            out = torch.compile(flex_attention)(*got, score_mod=lambda score, *place: score + 1, block_mask=mask)
-            plain = functional.scaled_dot_product_attention(*expected, is_causal=True)
+            flex = torch.compile(flex_attention)
+            out = flex(got[0], got[1], got[2], score_mod=lambda score, b, h, q, k: score + 1, block_mask=mask)
+            plain = attention(expected, is_causal=True)
             torch.testing.assert_close(out, plain)
             for result in (out, plain):
                 result.square().sum().backward()
@@ -124,7 +130,7 @@ class TestFlexAttention:
             for waits in (False, True):
                 qkv = inputs(torch.float32, length=32).detach()
                 on_side_stream(lambda written=qkv: written[2].mul_(2), waits=waits)  # type: ignore[misc]
-                flex_attention(*qkv, block_mask=mask)
+                flex_attention(qkv[0], qkv[1], qkv[2], block_mask=mask)
                 assert (HazardKind.READ_AFTER_WRITE in kinds()) == (not waits)
 
 
@@ -136,7 +142,7 @@ class Consumer:
         self.stream = stream
 
     def take(self) -> Tensor:
-        return torch.utils.dlpack.from_dlpack(self.tensor.__dlpack__(stream=self.stream))
+        return from_dlpack(self.tensor.__dlpack__(stream=self.stream))
 
 
 class TestDlpack:
@@ -148,15 +154,15 @@ class TestDlpack:
         with simulated_cuda(2):
             tensor = torch.ones(3, device="cuda")
             assert tuple(map(int, tensor.__dlpack_device__())) == (2, 0)
-            back = torch.from_dlpack(tensor)
+            back = from_dlpack(tensor)
             back.add_(1)
             assert (back.device, back.data_ptr()) == (tensor.device, tensor.data_ptr())
             assert tensor.tolist() == [2, 2, 2]
-            capsule = torch.utils.dlpack.to_dlpack(tensor)
-            assert torch.from_dlpack(capsule).data_ptr() == tensor.data_ptr()
-            assert torch.from_dlpack(tensor, device="cuda:0").data_ptr() == tensor.data_ptr()
-            assert torch.from_dlpack(tensor, copy=True).data_ptr() != tensor.data_ptr()
-            assert torch.from_dlpack(tensor, device="cpu").device.type == "cpu"
+            capsule = to_dlpack(tensor)
+            assert from_dlpack(capsule).data_ptr() == tensor.data_ptr()
+            assert from_dlpack(tensor, device="cuda:0").data_ptr() == tensor.data_ptr()
+            assert from_dlpack(tensor, copy=True).data_ptr() != tensor.data_ptr()
+            assert from_dlpack(tensor, device="cpu").device.type == "cpu"
             with pytest.raises(BufferError, match="different CUDA device index"):
                 torch.ones(2, device="cuda:1").__dlpack__()
             with pytest.raises(BufferError, match="require gradient"):
@@ -166,14 +172,14 @@ class TestDlpack:
     def test_numpy(self) -> None:
         """From and to NumPy through the CPU; from the device NumPy refuses, as on CUDA."""
         with simulated_cuda(1):
-            array = numpy.arange(3.0)
-            tensor = torch.from_dlpack(array).cuda()
-            assert torch.from_dlpack(array, device="cuda").tolist() == [0, 1, 2]
-            assert numpy.from_dlpack(tensor.cpu()).tolist() == [0, 1, 2]
+            array = np.arange(3.0)
+            tensor = from_dlpack(array).cuda()
+            assert from_dlpack(array, device="cuda").tolist() == [0, 1, 2]
+            assert np.from_dlpack(tensor.cpu()).tolist() == [0, 1, 2]
             with pytest.raises((RuntimeError, BufferError), match="device"):
-                numpy.from_dlpack(tensor)
+                np.from_dlpack(tensor)
             with pytest.raises(TypeError, match="can't convert cuda:0 device type tensor to numpy"):
-                numpy.asarray(tensor)
+                np.asarray(tensor)
 
     @in_process_of_its_own
     def test_a_consumers_stream_is_ordered(self) -> None:
@@ -199,7 +205,7 @@ class TestDlpack:
         with simulated_cuda(1, hazards="report"):
             for waits in (False, True):
                 tensor = torch.ones(3, device="cuda")
-                shared = torch.from_dlpack(tensor)
+                shared = from_dlpack(tensor)
                 on_side_stream(lambda written=shared: written.mul_(2), waits=waits)  # type: ignore[misc]
                 tensor.add(1)
                 assert kinds() == ([] if waits else [HazardKind.READ_AFTER_WRITE])
