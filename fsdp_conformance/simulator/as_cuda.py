@@ -283,7 +283,10 @@ def _install_distributed(replaced: Replacements) -> None:
     @functools.wraps(said)
     def get_backend(group: Any = None) -> Any:
         backend = said(group)
-        return "nccl" if COLLECTIVES in str(backend) and script_asks() else backend
+        if COLLECTIVES not in str(backend) or not script_asks():
+            return backend
+        asked = distributed_c10d._get_default_group() if group is None else group
+        return "gloo" if process_group.is_gloo(asked) else "nccl"
 
     def get_default_backend_for_device(device: Any) -> Any:
         backend = default_of(device)  # type: ignore[misc]

@@ -33,7 +33,7 @@ from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.simulator import build
 
-__all__ = ["BACKEND", "as_gloo", "register", "thread_world"]
+__all__ = ["BACKEND", "as_gloo", "is_gloo", "register", "thread_world"]
 
 #: The backend for tensors on the device; between ranks that are threads, also for CPU tensors, because gloo would
 #: connect every pair of ranks.
@@ -65,17 +65,18 @@ def as_gloo(asked: bool | None) -> Iterator[None]:
         _asked_for_gloo.reset(token)
 
 
+def is_gloo(group: Any) -> bool:
+    """Whether the program asked for gloo for the tensors on the device of a group."""
+    devices = [device for device in group._device_types if device.type == SIMULATED]
+    # A recorder may stand in for the backend.
+    return any(getattr(group._get_backend(device), "allows_sparse", False) for device in devices)
+
+
 def _allows_sparse() -> bool:
     asked = _asked_for_gloo.get()
-    return _default_group_allows_sparse() if asked is None else asked
-
-
-def _default_group_allows_sparse() -> bool:
-    if not dist.is_initialized():
-        return False
-    group: Any = distributed_c10d._get_default_group()
-    backends = [group._get_backend(device) for device in group._device_types if device.type == SIMULATED]
-    return any(getattr(backend, "allows_sparse", False) for backend in backends)
+    if asked is not None:
+        return asked
+    return dist.is_initialized() and is_gloo(distributed_c10d._get_default_group())
 
 
 def register() -> None:

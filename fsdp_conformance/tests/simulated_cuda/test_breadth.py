@@ -8,6 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -223,6 +224,28 @@ class TestDlpack:
                 tensor.__dlpack__(stream="1")
             with pytest.raises(ValueError, match="no stream with the handle 5"):
                 tensor.__dlpack__(stream=5)
+
+
+class TestBackends:
+    """A group says which backend the program asked for, and does what that one does with sparse tensors."""
+
+    @in_process_of_its_own
+    def test_gloo_and_nccl(self) -> None:
+        """By default as the default group; NCCL refuses what gloo reduces."""
+        with simulated_cuda(1):
+            for backend, other in (("nccl", "gloo"), ("gloo", "nccl")):
+                dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+                groups = {None: backend, dist.new_group(): backend, dist.new_group(backend=other): other}
+                for group, name in groups.items():
+                    assert dist.get_backend(group) == name
+                    gradient = torch.eye(3, device="cuda").to_sparse()
+                    if name == "gloo":
+                        dist.all_reduce(gradient, group=group)
+                        assert gradient.to_dense().trace().item() == 3
+                    else:
+                        with pytest.raises(RuntimeError, match="NCCL does not support all_reduce with sparse"):
+                            dist.all_reduce(gradient, group=group)
+                dist.destroy_process_group()
 
 
 class TestMessages:
