@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.dlpack import from_dlpack, to_dlpack  # type: ignore[attr-defined]  # not in its __all__
@@ -234,7 +235,7 @@ class TestBackends:
         """By default as the default group; NCCL refuses what gloo reduces."""
         with simulated_cuda(1):
             for backend, other in (("nccl", "gloo"), ("gloo", "nccl")):
-                dist.init_process_group(backend, rank=0, world_size=1, store=dist.HashStore())
+                dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
                 groups = {None: backend, dist.new_group(): backend, dist.new_group(backend=other): other}
                 for group, name in groups.items():
                     assert dist.get_backend(group) == name
