@@ -397,6 +397,49 @@ print(other.sum().item())
 """,
     ),
     Script(
+        name="sparse-gradients",
+        what="DDP over gloo with an embedding's sparse gradients, and one that is reduced by hand",
+        text="""
+import copy
+
+group = dist.new_group(backend="gloo")
+torch.manual_seed(1)
+module = nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 1)).to(device)
+model = nn.parallel.DistributedDataParallel(copy.deepcopy(module), process_group=group)
+optimizers = [
+    torch.optim.SparseAdam([model.module[0].weight], lr=0.1),
+    torch.optim.SGD(model.module[1].parameters(), lr=0.1),
+]
+for step in range(3):
+    model(torch.tensor([rank, 3, step], device=device)).square().sum().backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+module(torch.tensor([rank, 3, 3], device=device)).sum().backward()
+gradient = module[0].weight.grad
+work = dist.all_reduce(gradient, group=group, async_op=True)
+work.wait()
+with torch.no_grad():
+    module[0].weight.add_(gradient, alpha=-0.1)
+print(module[0].weight.sum().item(), model.module[0].weight.sum().item())
+""",
+    ),
+    Script(
+        name="dlpack-with-a-stream",
+        what="another library's stream writes memory that it took in order, and is waited for",
+        text="""
+from torch.utils.dlpack import from_dlpack
+
+batch = torch.zeros(64, device=device)
+theirs = torch.cuda.Stream()
+taken = from_dlpack(batch.__dlpack__(stream=theirs.cuda_stream))
+with torch.cuda.stream(theirs):
+    taken.fill_(1.0)
+torch.cuda.current_stream().wait_stream(theirs)
+print((batch * 2).sum().item())
+""",
+    ),
+    Script(
         name="out-of-memory-caught",
         what="a batch that does not fit is halved",
         memory=1 << 30,

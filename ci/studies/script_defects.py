@@ -464,6 +464,35 @@ dist.all_reduce(metric, group=group)  # wrong
 print(metric.sum())
 """,
     ),
+    Script(
+        name="sparse-gradient-too-early",
+        what="a sparse gradient is used before its all-reduce is done",
+        kind=HazardKind.READ_AFTER_WRITE,
+        text="""
+group = dist.new_group(backend="gloo")
+embedding = nn.Embedding(8, 4, sparse=True).to(device)
+embedding(torch.tensor([rank, 3, 3], device=device)).sum().backward()
+work = dist.all_reduce(embedding.weight.grad, group=group, async_op=True)
+with torch.no_grad():
+    embedding.weight.add_(embedding.weight.grad, alpha=-0.1)  # wrong
+work.wait()
+""",
+    ),
+    Script(
+        name="dlpack-without-a-stream",
+        what="another library's stream writes memory that it took without an order",
+        kind=HazardKind.READ_AFTER_WRITE,
+        text="""
+from torch.utils.dlpack import from_dlpack
+
+batch = torch.zeros(64, device=device)
+theirs = torch.cuda.Stream()
+taken = from_dlpack(batch.__dlpack__(stream=theirs.cuda_stream))
+with torch.cuda.stream(theirs):
+    taken.fill_(1.0)
+print((batch * 2).sum().item())  # wrong
+""",
+    ),
 )
 
 DEFECTS = (*COLLECTIVES, *UNINITIALIZED, *RACES)

@@ -223,7 +223,6 @@ for position in range(4):
     print((scores @ values[:, used]).sum().item())  # wrong
 """,
         ("used = slice(0, position + 1)", "used = slice(0, 8)"),
-        beyond="a product of a matrix that is written in part counts as written",
     ),
     _pair(
         "gathered-ahead",

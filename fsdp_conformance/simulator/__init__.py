@@ -6,8 +6,8 @@ accelerator would run concurrently is tracked with vector clocks: an access that
 on is a hazard, whatever the timing. `activation.activate()` registers the device with torch; the first use needs a C++
 compiler.
 
-Not supported: sparse, nested and quantized tensors, CUDA graphs, memory shared between processes. Some of torch's
-composite operations choose by the type of the device and may choose differently than on the CPU; convolution,
+Not supported: compressed sparse, nested and quantized tensors, CUDA graphs, memory shared between processes. Some of
+torch's composite operations choose by the type of the device and may choose differently than on the CPU; convolution,
 attention, dropout and recurrent networks are handled. torch has one slot for an external device, so the simulated one
 cannot be used beside another such backend.
 
@@ -38,7 +38,9 @@ Under CUDA's names, for scripts and tests that say "cuda":
     cuda_module       torch.cuda as the program sees it
     cuda_tools        profilers, the memory's history and limit, CUDA's runtime
     cuda_names        CUDA's names, who asks for them, and attributes that are replaced
-    attention         attention on DTensors
+    attention         attention on DTensors, flex attention
+    dlpack            exchange of tensors with other libraries
+    messages          CUDA's names in messages of torch's C++
     labels            names of modules and parameters in findings
     on_import         does something once a module has been imported
 

@@ -7,7 +7,7 @@ device, `torch.device` itself, autocast, GradScaler, meshes, process groups, che
 the script's own threads run in others, and a mode would see every operation.
 
 For the script, a simulated device has `device.type == "cuda"` and `tensor.is_cuda`; for torch it is what it is
-(`cuda_names.script_asks`). Printed from Python it is "cuda:0"; messages of torch's C++ say "sim:0". Features without a
+(`cuda_names.script_asks`). Printed, it is "cuda:0", in messages of torch's C++ too (`messages`). Features without a
 counterpart raise NotSimulated.
 """
 
@@ -29,12 +29,13 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.utils import _device
 
 from fsdp_conformance.config import SIMULATED
-from fsdp_conformance.simulator import attention, build, cuda_module, process_group
+from fsdp_conformance.simulator import attention, build, cuda_module, messages, process_group
 from fsdp_conformance.simulator.cuda_names import (
     COLLECTIVES,
     CUDA,
     NotSimulated,
     Replacements,
+    asks_for_gloo,
     script_asks,
     shown_to_script,
     simulated,
@@ -60,6 +61,17 @@ _METHODS = (
 _ABOUT_DEVICES = (
     "get_autocast_dtype", "set_autocast_dtype", "set_autocast_enabled", "set_default_device", "get_device_module",
 )  # fmt: skip
+
+#: Ways to make a tensor in a format that the device has not.
+_FORMATS = {
+    "compressed sparse tensors": (
+        "sparse_compressed_tensor", "sparse_csr_tensor", "sparse_csc_tensor", "sparse_bsr_tensor", "sparse_bsc_tensor",
+        "Tensor.to_sparse_csr", "Tensor.to_sparse_csc", "Tensor.to_sparse_bsr", "Tensor.to_sparse_bsc",
+    ),
+    "quantized tensors": (
+        "quantize_per_tensor", "quantize_per_tensor_dynamic", "quantize_per_channel", "_empty_affine_quantized",
+    ),
+}  # fmt: skip
 
 #: Priority of our handling of storages in checkpoints: before torch's own, which start at 10.
 _PRIORITY = 5
@@ -96,6 +108,7 @@ def install(labels: Labels) -> Replacements:
     _install_distributed(replaced)
     _install_checkpoints(replaced)
     _install_refusals(replaced)
+    messages.install(replaced)
     return replaced
 
 
@@ -231,8 +244,8 @@ def _set_default_tensor_type(kind: Any, _original: Callable[..., Any] = torch.se
 
 def _install_mixed_precision(replaced: Replacements) -> None:
     extension = build.active()
-    extension.set_cuda_autocast(True)
-    replaced.on_undo(functools.partial(extension.set_cuda_autocast, False))
+    extension.set_cuda_names(True)
+    replaced.on_undo(functools.partial(extension.set_cuda_names, False))
     mode, scaler = torch.amp.autocast_mode, torch.amp.grad_scaler
     replaced.set(mode.autocast, __init__=translated(mode.autocast.__init__))
     available = translated(mode.is_autocast_available)
@@ -270,7 +283,10 @@ def _install_distributed(replaced: Replacements) -> None:
     @functools.wraps(said)
     def get_backend(group: Any = None) -> Any:
         backend = said(group)
-        return "nccl" if COLLECTIVES in str(backend) and script_asks() else backend
+        if COLLECTIVES not in str(backend) or not script_asks():
+            return backend
+        asked = distributed_c10d._get_default_group() if group is None else group
+        return "gloo" if process_group.is_gloo(asked) else "nccl"
 
     def get_default_backend_for_device(device: Any) -> Any:
         backend = default_of(device)  # type: ignore[misc]
@@ -371,11 +387,14 @@ def _with_backend(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def translating(*args: Any, **kwargs: Any) -> Any:
+        asked = kwargs.get("backend")
         if args and isinstance(args[0], str):
+            asked = args[0]
             args = (simulated_backend(args[0]), *args[1:])
         if "backend" in kwargs:
             kwargs["backend"] = simulated_backend(kwargs["backend"])
-        return function(*args, **kwargs)
+        with process_group.as_gloo(asks_for_gloo(asked)):
+            return function(*args, **kwargs)
 
     return translating
 
@@ -407,7 +426,13 @@ def _install_checkpoints(replaced: Replacements) -> None:
 
 
 def _install_refusals(replaced: Replacements) -> None:
-    """Reject what would compile code for a GPU, or copy between the GPUs of one process."""
+    """Reject what would compile code for a GPU, or copy between the GPUs of one process; and formats of tensors."""
+    for kind, names in _FORMATS.items():
+        for name in names:
+            owner: Any = torch.Tensor if name.startswith("Tensor.") else torch
+            bare = name.removeprefix("Tensor.")
+            if hasattr(owner, bare):
+                replaced.set(owner, **{bare: _without_format(getattr(owner, bare), name, kind)})
     replaced.on_undo(when_imported("torch.utils.cpp_extension", functools.partial(_refuse_kernels, replaced)))
     for name in ("broadcast", "broadcast_coalesced", "gather", "scatter"):
         replaced.set(torch.nn.parallel.comm, **{name: _without_data_parallel})
@@ -417,6 +442,21 @@ def _refuse_kernels(replaced: Replacements) -> None:
     module = sys.modules["torch.utils.cpp_extension"]
     for name in ("load", "load_inline"):
         replaced.set(module, **{name: _without_cuda(getattr(module, name), name)})
+
+
+def _without_format(function: Callable[..., Any], name: str, kind: str) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def checking(*args: Any, **kwargs: Any) -> Any:
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        places = [tensor.device.type for tensor in tensors]
+        if kwargs.get("device") is not None:
+            places = [torch.device(kwargs["device"]).type]
+        if SIMULATED in places:
+            why = f"it has no {kind}. Use dense tensors, or sparse ones in coordinate format"
+            raise NotSimulated(f"torch.{name} on a GPU", why)
+        return function(*args, **kwargs)
+
+    return checking
 
 
 def _without_data_parallel(*args: Any, **kwargs: Any) -> Any:

@@ -1,31 +1,55 @@
 """
-Attention on DTensors, under CUDA's names.
+Attention under CUDA's names: on DTensors, and flex attention.
 
 The device computes attention with the CPU's flash kernel, for which DTensor has no sharding strategy: it has them for
 CUDA's kernels. This adds one, as for those: batches and heads can be sharded, everything else is replicated.
+
+torch's flex attention names the devices that it runs on. Here it runs as it does without torch.compile: with all scores
+in memory, forward and backward.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from typing import Any
 
+from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.simulator.cuda_names import Replacements
 from fsdp_conformance.simulator.on_import import when_imported
 
 #: A way to shard: the placements of the outputs, then those of the arguments, None for those that are not tensors.
 _Sharding = tuple[list[Any], list[Any]]
 
+_FLEX = "torch.nn.attention.flex_attention"
+
 #: Queries, keys and values are (batch, heads, length, channels); the logarithm of the sum is (batch, heads, length).
 _SHARDABLE_DIMS = (0, 1)
 
 
 def install(replaced: Replacements) -> None:
-    """Register the strategies when DTensor is imported, unless torch has some."""
+    """When DTensor is imported, register the strategies; when flex attention is, admit the device."""
     replaced.on_undo(when_imported("torch.distributed.tensor", functools.partial(_register, replaced)))
+    replaced.on_undo(when_imported(_FLEX, functools.partial(_admit, replaced)))
+
+
+def _admit(replaced: Replacements) -> None:
+    """Flex attention checks the type of the device, and asks no more of it."""
+    module = sys.modules[_FLEX]
+    check = module._validate_device
+
+    @functools.wraps(check)
+    def check_unless_simulated(query: Any, *others: Any) -> None:
+        if query.device.type != SIMULATED:
+            check(query, *others)
+
+    # It would warn on each first use that it is slow without torch.compile, which runs eagerly here.
+    warned = {*getattr(module, "_WARNINGS_SHOWN", ()), "flex_attention_performance"}
+    replaced.set(module, _validate_device=check_unless_simulated, _WARNINGS_SHOWN=warned)
 
 
 def _register(replaced: Replacements) -> None:
+    """Register the strategies, unless torch has some."""
     import torch
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.experimental import register_sharding

@@ -68,6 +68,14 @@ def simulated_backend(backend: Any) -> Any:
     return {"nccl": COLLECTIVES, "gloo": f"cpu:gloo,{SIMULATED}:{COLLECTIVES}"}.get(backend.lower(), backend)
 
 
+def asks_for_gloo(backend: Any) -> bool | None:
+    """Whether a backend means gloo for GPUs: "gloo", "cpu:gloo,cuda:gloo"; None if there is none."""
+    if not isinstance(backend, str):
+        return None
+    pairs = dict(pair.strip().lower().partition(":")[::2] for pair in backend.split(","))
+    return "gloo" in pairs or pairs.get(CUDA) == "gloo"
+
+
 def simulated_map(location: Any) -> Any:
     """`map_location` of torch.load: a name, a mapping from names to names, or a function."""
     if isinstance(location, dict):

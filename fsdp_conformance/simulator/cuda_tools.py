@@ -14,7 +14,7 @@ import torch
 import torch.autograd.profiler
 import torch.cuda.profiler
 
-from fsdp_conformance.simulator import memory
+from fsdp_conformance.simulator import dlpack, memory
 from fsdp_conformance.simulator.cuda_names import NotSimulated, Replacements, translated
 from fsdp_conformance.simulator.streams import Stream
 
@@ -27,7 +27,8 @@ def install(replaced: Replacements) -> None:
     for module in (torch.cuda, torch.cuda.profiler):
         replaced.set(module, cudart=lambda: runtime, check_error=_check_error)
     replaced.set(torch.autograd.profiler, emit_nvtx=_EmitNvtx)
-    replaced.set(Stream, cuda_stream=property(lambda stream: stream.stream_id))
+    dlpack.install(replaced)
+    replaced.set(Stream, cuda_stream=property(dlpack.handle_of))
     fraction = _MemoryFraction()
     answers: dict[str, Any] = {
         "memory_snapshot": lambda mempool_id=None, include_traces=True: _segments(),

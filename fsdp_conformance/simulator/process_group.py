@@ -12,12 +12,15 @@ size.
 A collective does not block the host: its result is fetched when the output is first touched. So ranks may issue the
 collectives of different groups in different orders, as on an accelerator. One difference remains: when an output is
 touched, the host waits for the peers, not just a stream (csrc/deliveries.h).
+
+Sparse tensors are all-reduced only in groups for which a program asks for gloo (`as_gloo`): NCCL does not support it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from datetime import timedelta
 from itertools import count
 from typing import Any, Final
@@ -30,7 +33,7 @@ from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.simulator import build
 
-__all__ = ["BACKEND", "register", "thread_world"]
+__all__ = ["BACKEND", "as_gloo", "is_gloo", "register", "thread_world"]
 
 #: The backend for tensors on the device; between ranks that are threads, also for CPU tensors, because gloo would
 #: connect every pair of ranks.
@@ -39,10 +42,41 @@ BACKEND: Final = "simccl"
 _world_numbers = count()
 
 #: For names of backends that programs make themselves.
-_made = count()
+_made_numbers = count()
 
 #: The world of threads that the process is running; new groups belong to it.
 _thread_world: str | None = None
+
+#: Whether the program asked for gloo on the device; None if it named no backend.
+_asked_for_gloo: ContextVar[bool | None] = ContextVar("asked_for_gloo", default=None)
+
+
+@contextmanager
+def as_gloo(asked: bool | None) -> Iterator[None]:
+    """
+    A context in which new groups do what gloo does beyond NCCL: they all-reduce sparse tensors.
+
+    With None, a group is like the default group, as for `new_group` without a backend.
+    """
+    token = _asked_for_gloo.set(asked)
+    try:
+        yield
+    finally:
+        _asked_for_gloo.reset(token)
+
+
+def is_gloo(group: Any) -> bool:
+    """Whether the program asked for gloo for the tensors on the device of a group."""
+    devices = [device for device in group._device_types if device.type == SIMULATED]
+    # A recorder may stand in for the backend.
+    return any(getattr(group._get_backend(device), "allows_sparse", False) for device in devices)
+
+
+def _allows_sparse() -> bool:
+    asked = _asked_for_gloo.get()
+    if asked is not None:
+        return asked
+    return dist.is_initialized() and is_gloo(distributed_c10d._get_default_group())
 
 
 def register() -> None:
@@ -78,13 +112,21 @@ def thread_world() -> Iterator[str]:
 
 def _create(options: Any, backend_options: Any) -> dist.Backend:
     """Create a group's backend from torch's _DistributedBackendOptions and the extension's `ProcessGroupOptions`."""
+    allows_sparse = _allows_sparse()
+    group = _made(options, backend_options)
+    if allows_sparse:
+        group.allow_sparse()
+    made: dist.Backend = group
+    return made
+
+
+def _made(options: Any, backend_options: Any) -> Any:
     extension = build.active()
-    group: dist.Backend
     timeout_s = options.timeout.total_seconds()
     if _thread_world is not None:
         # Threads number their groups separately, so two groups can have the same name: add their ranks to it.
         ranks = ",".join(map(str, options.global_ranks_in_group)) or "all"
-        group = extension.group_of_threads(
+        return extension.group_of_threads(
             _thread_world,
             f"{options.group_id} of ranks {ranks}",
             options.group_rank,
@@ -92,8 +134,7 @@ def _create(options: Any, backend_options: Any) -> dist.Backend:
             timeout_s,
             _high_priority(backend_options),
         )
-        return group
-    group = extension.group_over_gloo(
+    return extension.group_over_gloo(
         _gloo,
         options.store,
         options.group_id,
@@ -102,13 +143,12 @@ def _create(options: Any, backend_options: Any) -> dist.Backend:
         timeout_s,
         _high_priority(backend_options),
     )
-    return group
 
 
 def made_directly(store: Store, rank: int, size: int, timeout: timedelta) -> dist.Backend:
     """A backend that a program makes itself, between processes, as `ProcessGroupNCCL(store, rank, size)` does."""
     found: dist.Backend = build.active().group_over_gloo(
-        _gloo, store, f"made {next(_made)}", rank, size, timeout.total_seconds(), False
+        _gloo, store, f"made {next(_made_numbers)}", rank, size, timeout.total_seconds(), False
     )
     return found
 

@@ -19,6 +19,7 @@ __all__ = [
     "default_stream",
     "set_stream",
     "stream",
+    "stream_by_id",
     "synchronize",
 ]
 
@@ -117,12 +118,12 @@ def stream(stream: torch.Stream | None) -> StreamContext:
 def current_stream(device: Any = None) -> Stream:
     """This thread's current stream of a device."""
     index = index_of(device)
-    return _stream(build.load().current_stream_id(index), index)
+    return stream_by_id(build.load().current_stream_id(index), index)
 
 
 def default_stream(device: Any = None) -> Stream:
     """The stream of a device on which operations run unless another is chosen."""
-    return _stream(0, index_of(device))
+    return stream_by_id(0, index_of(device))
 
 
 def set_stream(stream: torch.Stream | None) -> None:
@@ -139,7 +140,8 @@ def synchronize(device: Any = None) -> None:
     build.load().host_waits_device(index_of(device))
 
 
-def _stream(stream_id: int, index: int) -> Stream:
+def stream_by_id(stream_id: int, index: int) -> Stream:
+    """The stream of a device with a `stream_id`: 0 is the default stream."""
     return Stream(
         stream_id=stream_id, device_index=index, device_type=int(torch._C._autograd.DeviceType.PrivateUse1.value)
     )

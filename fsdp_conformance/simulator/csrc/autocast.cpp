@@ -14,6 +14,7 @@
 #include <unordered_map>
 #include <unordered_set>
 
+#include "cuda_names.h"
 #include "runtime.h"
 #include "traits.h"
 
@@ -38,8 +39,7 @@ enum class Cast : uint8_t {
   Banned,
 };
 
-/// Whether autocast follows CUDA's lists.
-std::atomic<bool> cuda_autocast{false};
+std::atomic<bool> cuda_names_on{false};
 
 bool is_lower_on_cpu(const std::string& name) {
   static const auto* names = new std::unordered_set<std::string>{
@@ -210,7 +210,7 @@ class WithCast : public c10::OperatorKernel {
   WithCast(Cast on_cpu, Cast on_cuda) : on_cpu_(on_cpu), on_cuda_(on_cuda) {}
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    const Cast policy = cuda_autocast.load(std::memory_order_relaxed) ? on_cuda_ : on_cpu_;
+    const Cast policy = cuda_names() ? on_cuda_ : on_cpu_;
     if (policy == Cast::None) {
       op.redispatchBoxed(keys & kBelowAutocast, stack);
       return;
@@ -246,8 +246,12 @@ class WithCast : public c10::OperatorKernel {
 
 }  // namespace
 
-void set_cuda_autocast(bool on) {
-  cuda_autocast.store(on, std::memory_order_relaxed);
+bool cuda_names() {
+  return cuda_names_on.load(std::memory_order_relaxed);
+}
+
+void set_cuda_names(bool on) {
+  cuda_names_on.store(on, std::memory_order_relaxed);
 }
 
 void register_autocast() {

@@ -70,11 +70,6 @@ c10::intrusive_ptr<Work> SimGroup::allreduce_coalesced(Tensors& tensors, const c
   return issue(std::move(call));
 }
 
-c10::intrusive_ptr<Work> SimGroup::allreduce_sparse(Tensors&, const c10d::AllreduceOptions&) {
-  TORCH_CHECK(
-      false, "neither NCCL nor simccl supports all_reduce with sparse tensors. Please use dense tensors instead.");
-}
-
 c10::intrusive_ptr<Work> SimGroup::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   TORCH_CHECK(tensors.size() == 1, kOneDevice);
   const Argument tensor{as_real(tensors[0]), "tensor"};

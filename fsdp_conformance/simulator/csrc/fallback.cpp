@@ -7,8 +7,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 
 #include "allocator.h"
 #include "generator.h"
@@ -16,6 +18,7 @@
 #include "pinned.h"
 #include "runtime.h"
 #include "settle.h"
+#include "sparse.h"
 #include "traits.h"
 #include "uninitialized.h"
 
@@ -126,11 +129,16 @@ class Call {
     {
       // As in torch's generated code for the CPU: what the kernel calls is below autograd.
       const OnHost on_host;
-      op_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack_);
+      op_.redispatchBoxed(c10::DispatchKeySet(host_key()), stack_);
     }
     for (auto& entry : entries_) {
       if (entry.written) {
         update(entry);
+      }
+    }
+    for (const auto& sparse : sparse_) {
+      if (sparse.written) {
+        update_sparse(sparse);
       }
     }
     give_results(checked, stream, site);
@@ -153,7 +161,7 @@ class Call {
         poison(result);
       }
     }
-    if (checked && traits_.host_waits) {
+    if (checked && traits_.host_waits && !NoHostWait::active()) {
       host_waits_stream(stream, site);
     }
   }
@@ -165,7 +173,13 @@ class Call {
     bool read;
     bool written;
   };
+  struct Sparse {
+    const at::Tensor* tensor;  // on the device; owned by `arguments_`. Its parts are entries of their own.
+    at::Tensor host;
+    bool written;
+  };
   struct Input {
+    size_t argument;
     size_t place;   // in its list
     int64_t shift;  // bytes of the tensors before it in its list
     Unset unset;
@@ -287,10 +301,14 @@ class Call {
       other_ = &tensor;
     }
     TORCH_CHECK_NOT_IMPLEMENTED(
-        tensor.layout() == c10::kStrided, traits_.name, ": expected a strided tensor, got layout ", tensor.layout(),
+        tensor.layout() == c10::kStrided || is_sparse_coo(tensor), traits_.name,
+        ": expected a strided or a sparse COO tensor, got layout ", tensor.layout(),
         ": the simulated accelerator has no kernels for other layouts");
     const bool writes = use != Argument::Read;
     const bool reads = use != Argument::Write;
+    if (is_sparse_coo(tensor)) {
+      return host_of_sparse(tensor, use);
+    }
     if (const auto known = by_tensor_.find(tensor.unsafeGetTensorImpl()); known != by_tensor_.end()) {
       Entry& entry = entries_[known->second];
       entry.read |= reads;
@@ -300,6 +318,27 @@ class Call {
     by_tensor_.emplace(tensor.unsafeGetTensorImpl(), entries_.size());
     entries_.push_back({&tensor, host_view_over(tensor, host_storage_of(tensor.storage())), reads, writes});
     return entries_.back().host;
+  }
+
+  /// The kernel may write the values where they are. It replaces the indices, or leaves them alone.
+  at::Tensor host_of_sparse(const at::Tensor& tensor, Argument use) {
+    for (auto& known : sparse_) {
+      if (known.tensor->is_same(tensor)) {
+        known.written |= use != Argument::Read;
+        return known.host;
+      }
+    }
+    const auto* parts = parts_of(tensor);
+    const at::Tensor indices = host_of(parts_.emplace_back(parts->indices()), Argument::Read);
+    const at::Tensor values =
+        host_of(parts_.emplace_back(parts->values()), use == Argument::Read ? use : Argument::ReadWrite);
+    const OnHost on_host;
+    sparse_.push_back({&tensor, sparse_like(tensor, indices, values), use != Argument::Read});
+    return sparse_.back().host;
+  }
+
+  c10::DispatchKey host_key() const {
+    return sparse_.empty() ? c10::DispatchKey::CPU : c10::DispatchKey::SparseCPU;
   }
 
   /// Tensors that share memory must share it on the CPU too, because kernels check for that.
@@ -320,8 +359,9 @@ class Call {
         "Expected all tensors to be on the same device, but found at least two devices, ", c10::Device(kSim, device_),
         " and ", other_->device(), "! (", traits_.name, ")");
     TORCH_CHECK_NOT_IMPLEMENTED(
-        op_.hasComputedKernelForDispatchKey(c10::DispatchKey::CPU), "Could not run '", traits_.name,
-        "' on the simulated accelerator: it runs the kernels of the CPU, and the CPU has none for this operation.");
+        op_.hasComputedKernelForDispatchKey(host_key()), "Could not run '", traits_.name,
+        "' on the simulated accelerator: it runs the kernels of the CPU, and the CPU has none for this operation",
+        sparse_.empty() ? "." : " on sparse tensors.");
   }
 
   void note_arguments(c10::Stream stream, const SitePtr& site) {
@@ -339,7 +379,7 @@ class Call {
     // The host reads scalars on the CPU.
     for (const auto& value : arguments_) {
       each_tensor(value, [&](const at::Tensor& tensor) {
-        if (tensor.is_cpu()) {
+        if (tensor.is_cpu() && tensor.layout() == c10::kStrided) {
           expose_pinned(tensor);
           spoilt_ |= note_access(tensor, Kind::Read, kHost, site);
         }
@@ -357,17 +397,27 @@ class Call {
       }
       size_t place = 0;
       int64_t shift = 0;
-      each_tensor(arguments_[i], [&](const at::Tensor& tensor) {
+      each_tensor(arguments_[i], [&](const at::Tensor& argument) {
+        const at::Tensor tensor = memory_of(argument);
         auto unset = unset_of(tensor);
         if (unset && traits_.host_waits && !(i == 0 && traits_.decides_by_mask)) {
           spoilt_ |= note_use(tensor, *unset, lane_of(stream), site);
         } else if (unset) {
-          unset_.push_back({place, shift, std::move(*unset)});
+          unset_.push_back({i, place, shift, std::move(*unset)});
         }
         ++place;
         shift += static_cast<int64_t>(tensor.nbytes());
       });
     }
+  }
+
+  /// The tensor with the data: the values of a sparse one.
+  static at::Tensor memory_of(const at::Tensor& tensor) {
+    return is_sparse_coo(tensor) ? parts_of(tensor)->values() : tensor;
+  }
+
+  int64_t shift_of(const Input& input) const {
+    return traits_.flow == Flow::Pieces ? input.shift : 0;
   }
 
   static bool is_zero(const c10::IValue& value) {
@@ -383,7 +433,7 @@ class Call {
     for (size_t i = 0; i < arguments_.size(); ++i) {
       if (use_of(i) == Argument::Write || use_of(i) == Argument::ReadWrite) {
         size_t place = 0;
-        each_tensor(arguments_[i], [&](const at::Tensor& tensor) { targets.emplace_back(place++, tensor); });
+        each_tensor(arguments_[i], [&](const at::Tensor& tensor) { targets.emplace_back(place++, memory_of(tensor)); });
       }
     }
     for (size_t i = 0; i < fresh_.size(); ++i) {
@@ -393,8 +443,19 @@ class Call {
     for (const auto& input : unset_) {
       for (const auto& [place, target] : targets) {
         if (first_dim && (!traits_.over_lists || place == input.place)) {
-          spread(input.unset, target, traits_.flow, traits_.flow == Flow::Pieces ? input.shift : 0);
+          spread(input.unset, target, sparse_.empty() ? traits_.flow : Flow::Selects, shift_of(input));
         }
+        if (traits_.flow == Flow::Product && !input.unset.all && sparse_.empty()) {
+          spread_operand(input.argument, target);
+        }
+      }
+    }
+  }
+
+  void spread_operand(size_t argument, const at::Tensor& target) {
+    for (const auto& [place, dims] : traits_.kept) {
+      if (place == argument) {
+        spread_product(arguments_[argument].toTensor(), dims, target);
       }
     }
   }
@@ -429,6 +490,18 @@ class Call {
         impl->storage_offset() != host.storage_offset()) {
       impl->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
     }
+  }
+
+  void update_sparse(const Sparse& sparse) {
+    const auto* host = parts_of(sparse.host);
+    // Indices count as read, but the kernel may have resized their memory.
+    const at::Tensor indices = parts_of(*sparse.tensor)->indices();
+    for (const auto& entry : entries_) {
+      if (!entry.written && entry.tensor->is_same(indices)) {
+        update(entry);
+      }
+    }
+    replace_parts(*sparse.tensor, sparse.host, result_of(host->indices()), result_of(host->values()));
   }
 
   void give_results(bool checked, c10::Stream stream, const SitePtr& site) {
@@ -473,8 +546,12 @@ class Call {
         return host;  // a CPU tensor among the arguments
       }
     }
+    if (is_sparse_coo(host)) {
+      return sparse_result_of(host);
+    }
     TORCH_CHECK_NOT_IMPLEMENTED(
-        host.layout() == c10::kStrided && !host.is_nested(), traits_.name, ": expected a strided result, got layout ",
+        host.layout() == c10::kStrided && !host.is_nested(), traits_.name,
+        ": expected a strided or a sparse COO result, got layout ",
         host.is_nested() ? "nested" : c10::str(host.layout()),
         ": the simulated accelerator has no tensors of other layouts");
     const auto* storage = host.storage().unsafeGetStorageImpl();
@@ -490,6 +567,16 @@ class Call {
     return fresh_.back();
   }
 
+  at::Tensor sparse_result_of(const at::Tensor& host) {
+    for (const auto& known : sparse_) {
+      if (host.is_same(known.host)) {
+        return *known.tensor;
+      }
+    }
+    const auto* parts = parts_of(host);
+    return sparse_like(host, result_of(parts->indices()), result_of(parts->values()));
+  }
+
   const c10::OperatorHandle& op_;
   const Traits& traits_;
   torch::jit::Stack* stack_;
@@ -498,6 +585,8 @@ class Call {
   const at::Tensor* other_ = nullptr;  // the first tensor on another device
   std::vector<c10::IValue> arguments_;
   std::vector<Entry> entries_;
+  std::deque<at::Tensor> parts_;  // of sparse arguments
+  std::vector<Sparse> sparse_;
   std::unordered_map<const c10::TensorImpl*, size_t> by_tensor_;
   std::unordered_map<const c10::StorageImpl*, c10::Storage> host_storages_;
   std::vector<Storages> storages_;
@@ -509,6 +598,20 @@ class Call {
 };
 
 }  // namespace
+
+namespace {
+thread_local bool no_host_wait = false;
+}  // namespace
+
+NoHostWait::NoHostWait() : before_(std::exchange(no_host_wait, true)) {}
+
+NoHostWait::~NoHostWait() {
+  no_host_wait = before_;
+}
+
+bool NoHostWait::active() {
+  return no_host_wait;
+}
 
 void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call(op, traits_of(op), stack).run();
@@ -587,20 +690,15 @@ bool chooses_by_device(const std::string& name) {
   return names->count(name) > 0 || starts_with(name, "aten::_foreach_");
 }
 
-}  // namespace
-
-void register_fallbacks() {
-  // torch uses a backend's boxed fallback only for operations without any kernel. An operation with a CPU kernel and a
-  // composite kernel (layer norm, for example) would run the composite one here, whose sums differ from the CPU's in
-  // the last bit. So each of these operations gets the fallback by name.
+void register_fallbacks_for(c10::DispatchKey key, c10::DispatchKey host_key) {
   auto& dispatcher = c10::Dispatcher::singleton();
-  auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
+  auto* library = new torch::Library(torch::Library::IMPL, "aten", key, __FILE__, __LINE__);
   for (const auto& name : dispatcher.getAllOpNames()) {
     if (!starts_with(name.name, "aten::")) {
       continue;
     }
     const auto op = dispatcher.findOp(name);
-    if (!op || !op->hasSchema() || op->hasKernelForDispatchKey(c10::DispatchKey::PrivateUse1)) {
+    if (!op || !op->hasSchema() || op->hasKernelForDispatchKey(key)) {
       continue;
     }
     const bool composed = op->hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd) ||
@@ -609,7 +707,8 @@ void register_fallbacks() {
     if (!composed) {
       continue;
     }
-    if (!op->hasKernelForDispatchKey(c10::DispatchKey::CPU) && !chooses_by_device(name.name)) {
+    const bool chooses = host_key == c10::DispatchKey::CPU && chooses_by_device(name.name);
+    if (!op->hasKernelForDispatchKey(host_key) && !chooses) {
       continue;
     }
     std::string text = name.name.substr(6);
@@ -618,6 +717,16 @@ void register_fallbacks() {
     }
     library->impl(text.c_str(), torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
+}
+
+}  // namespace
+
+void register_fallbacks() {
+  // torch uses a backend's boxed fallback only for operations without any kernel. An operation with a CPU kernel and a
+  // composite kernel (layer norm, for example) would run the composite one here, whose sums differ from the CPU's in
+  // the last bit. So each of these operations gets the fallback by name, and the same for sparse tensors.
+  register_fallbacks_for(c10::DispatchKey::PrivateUse1, c10::DispatchKey::CPU);
+  register_fallbacks_for(c10::DispatchKey::SparsePrivateUse1, c10::DispatchKey::SparseCPU);
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {

@@ -18,6 +18,20 @@ std::vector<at::Tensor> on_host(
     const std::string& name, const std::vector<at::Tensor>& read,
     const std::function<std::vector<at::Tensor>()>& compute);
 
+/// For its lifetime, operations of this thread do not make the host wait, although it needs to know a result: they
+/// belong to something that runs on the device alone.
+class NoHostWait {
+ public:
+  NoHostWait();
+  ~NoHostWait();
+  NoHostWait(const NoHostWait&) = delete;
+  NoHostWait& operator=(const NoHostWait&) = delete;
+  static bool active();
+
+ private:
+  bool before_;
+};
+
 /// Register the fallback by name for operations for which torch would not choose the CPU's kernel: see the definition.
 void register_fallbacks();
 

@@ -147,6 +147,7 @@ c10::intrusive_ptr<c10d::Backend> SimGroup::split(
       split_off(on_device_), split_off(on_host_), static_cast<int>(place - ranks.begin()),
       static_cast<int>(ranks.size()), opts->group_name, std::move(options));
   part->eager_ = eager_;
+  part->sparse_ = sparse_;
   return part;
 }
 #endif

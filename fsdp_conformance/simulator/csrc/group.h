@@ -85,6 +85,9 @@ class SimGroup : public c10d::Backend {
   void eagerConnectSingleDevice(at::Device);
   void abort();
   void shutdown();
+  /// The program asked for gloo, which all-reduces sparse tensors, unlike NCCL.
+  void allow_sparse();
+  bool allows_sparse() const;
 
 #if SIM_TORCH_AT_LEAST(2, 9)
   c10::intrusive_ptr<c10d::Backend> split(
@@ -147,6 +150,9 @@ class SimGroup : public c10d::Backend {
   int checked_rank(int64_t rank, const char* what, const char* collective) const;
   void check_pairs(const Tensors& outputs, const Tensors& inputs, const char* collective) const;
 
+  /// A number of every rank, for the host.
+  std::vector<int64_t> counts_of_all(int64_t count) const;
+
   // Legs.
 
   Leg move_leg(Op op, const std::string& name, const Argument& argument) const;
@@ -187,6 +193,7 @@ class SimGroup : public c10d::Backend {
   const std::shared_ptr<GroupState> on_host_;
   const c10::intrusive_ptr<SimOptions> options_;
   bool eager_ = false;
+  bool sparse_ = false;
   std::atomic<uint64_t> num_collectives_{0};
   std::mutex mutex_;  // guards the next two: autograd's threads issue collectives too
   std::map<std::pair<c10::DeviceIndex, std::pair<int, int>>, c10::Stream> streams_;

@@ -94,6 +94,8 @@ void register_collectives(pybind11::module_& module) {
   // With the methods of the base class, and those that c10d expects only of torch's own backends.
   py::class_<SimGroup, c10d::Backend, c10::intrusive_ptr<SimGroup>>(module, "ProcessGroup")
       .def_property_readonly("options", &SimGroup::options)
+      .def("allow_sparse", &SimGroup::allow_sparse)
+      .def_property_readonly("allows_sparse", &SimGroup::allows_sparse)
       .def("_set_default_timeout", &SimGroup::setTimeout, py::arg("timeout"));
   module.def(
       "group_over_gloo", &group_over_gloo, py::arg("gloo"), py::arg("store"), py::arg("name"), py::arg("rank"),

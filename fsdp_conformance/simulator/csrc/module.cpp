@@ -5,6 +5,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "allocator.h"
+#include "cuda_names.h"
 #include "fallback.h"
 #include "generator.h"
 #include "host_ops.h"
@@ -20,7 +21,6 @@ void register_checker(py::module_& module);
 __attribute__((weak)) void register_collectives(py::module_& module);
 void register_device();
 void register_autocast();
-void set_cuda_autocast(bool on);
 void bind_classes(py::module_& module);
 void register_whole();
 
@@ -115,7 +115,7 @@ void bind_memory(py::module_& module) {
 }
 
 void bind_sites(py::module_& module) {
-  module.def("set_cuda_autocast", &set_cuda_autocast);
+  module.def("set_cuda_names", &set_cuda_names);
   module.def("set_tracing", &set_tracing);
   module.def("tracing", &tracing);
   module.def("set_label", &set_label);

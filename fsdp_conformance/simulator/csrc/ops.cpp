@@ -3,8 +3,6 @@
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/native/Resize.h>
-#include <ATen/native/transformers/attention.h>
-#include <ATen/ops/_fused_sdp_choice.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
@@ -343,23 +341,6 @@ bool makes_no_nested_tensor(const at::Tensor& /*tensor*/, const at::Tensor& /*ma
 
 // Operations for which torch would compute other numbers than on the CPU.
 
-int64_t fused_sdp_choice(
-    const at::Tensor& query, const at::Tensor& key, const at::Tensor& value, const std::optional<at::Tensor>& mask,
-    double dropout, bool is_causal, std::optional<double> scale, bool enable_gqa) {
-  const auto host = [](const at::Tensor& tensor) {
-    at::Tensor view = host_view(tensor);
-    if (tensor.requires_grad()) {
-      view.set_requires_grad(true);
-    }
-    return view;
-  };
-  std::optional<at::Tensor> host_mask;
-  if (mask && mask->defined()) {
-    host_mask = host(*mask);
-  }
-  return at::_fused_sdp_choice(host(query), host(key), host(value), host_mask, dropout, is_causal, scale, enable_gqa);
-}
-
 /// The CPU's dropout. For an accelerator torch would use native_dropout, which rounds the scale once more.
 at::Tensor dropout(const at::Tensor& input, double p, bool train) {
   TORCH_CHECK(p >= 0 && p <= 1, "dropout probability has to be between 0 and 1, but got ", p);
@@ -408,7 +389,6 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("record_stream", TORCH_FN(record_tensor_stream));
   library.impl("_has_compatible_shallow_copy_type", TORCH_FN(has_compatible_shallow_copy_type));
   library.impl("_nested_tensor_from_mask_left_aligned", TORCH_FN(makes_no_nested_tensor));
-  library.impl("_fused_sdp_choice", TORCH_FN(fused_sdp_choice));
   library.impl("dropout", TORCH_FN(dropout));
   library.impl("dropout_", TORCH_FN(dropout_));
 }
@@ -421,8 +401,3 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
 }
 
 }  // namespace sim
-
-namespace at::native {
-// In torch's namespace, as the macro requires.
-REGISTER_PRIVATEUSE1_DISPATCH(_fused_sdp_choice_stub, &sim::fused_sdp_choice)
-}  // namespace at::native

@@ -118,6 +118,24 @@ Flow flow_of(const c10::OperatorHandle& op, const std::string& base) {
   return op.hasTag(at::Tag::pointwise) || starts_with(name, "_foreach_") ? Flow::Elementwise : Flow::Selects;
 }
 
+using SliceDims = std::vector<std::pair<size_t, std::vector<int64_t>>>;
+
+/// Products of matrices, and attention, which is made of them: (batch, head, query, channel).
+const SliceDims& kept_of(const std::string& name) {
+  static const auto* products = new std::unordered_map<std::string, SliceDims>{
+      {"mm", {{0, {0}}, {1, {1}}}},
+      {"addmm", {{1, {0}}, {2, {1}}}},
+      {"bmm", {{0, {0, 1}}, {1, {0, 2}}}},
+      {"baddbmm", {{1, {0, 1}}, {2, {0, 2}}}},
+      {"mv", {{0, {0}}}},
+      {"addmv", {{1, {0}}}},
+      {"_scaled_dot_product_flash_attention_for_cpu", {{0, {0, 1, 2}}, {1, {0, 1}}, {2, {0, 1, 3}}}}};
+  static const auto* nothing = new SliceDims();
+  // `addmm_` is the same in place.
+  const auto found = products->find(name.back() == '_' ? name.substr(0, name.size() - 1) : name);
+  return found == products->end() ? *nothing : found->second;
+}
+
 Traits read_traits(const c10::OperatorHandle& op) {
   const auto& schema = op.schema();
   Traits traits;
@@ -157,8 +175,11 @@ Traits read_traits(const c10::OperatorHandle& op) {
       traits.returns_view = true;
     }
   }
-  traits.host_waits = op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape);
-  traits.flow = flow_of(op, base);
+  // CUDA's coalesce counts the different indices, and the host waits for their number.
+  traits.host_waits = op.hasTag(at::Tag::data_dependent_output) || op.hasTag(at::Tag::dynamic_output_shape) ||
+      base == "aten::_coalesce";
+  traits.kept = kept_of(bare(base));
+  traits.flow = traits.kept.empty() ? flow_of(op, base) : Flow::Product;
   // These choose by a mask, and may find unwritten values where the mask is false.
   traits.decides_by_mask = base == "aten::masked_select" || starts_with(base, "aten::index");
   traits.over_lists = starts_with(base, "aten::_foreach_");

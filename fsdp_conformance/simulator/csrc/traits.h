@@ -4,6 +4,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "flow.h"
@@ -24,6 +25,9 @@ struct Traits {
   bool mixes_devices = false;  // accepts CPU tensors beside device tensors
   int beta = -1;               // index of the argument; where it is 0, the first argument is not read
   Flow flow = Flow::Selects;
+  // For Flow::Product, by argument: the dimensions that the operand and the result have in common. The result at an
+  // index depends on the operand only where it has the same index in these.
+  std::vector<std::pair<size_t, std::vector<int64_t>>> kept;
   bool decides_by_mask = false;  // the first argument does not decide about the shape of the result
 };
 

@@ -1,10 +1,18 @@
 #include "uninitialized.h"
 
+#include <ATen/ops/isnan.h>
+
+#include "host_ops.h"
+
 namespace sim {
 namespace {
 
 /// Beyond this many runs, a strided result counts as written.
 constexpr int64_t kMostRuns = 4096;
+
+/// Beyond this many slices or elements, a product counts as written.
+constexpr int64_t kMostSlices = 4096;
+constexpr int64_t kMostElements = 1 << 20;
 
 /// The runs of an extent; nothing if there are too many.
 std::vector<std::pair<int64_t, int64_t>> runs_of(const Extent& extent) {
@@ -33,6 +41,37 @@ bool fill(const std::vector<Unwritten>& bytes, int64_t begin, int64_t end) {
     reached = std::max(reached, one.end);
   }
   return reached >= end;
+}
+
+/// The elements of a tensor on the device that are NaN count as unwritten.
+void spoil_nans(const at::Tensor& tensor, const OriginPtr& origin) {
+  const auto place = bytes_of(tensor);
+  if (!place) {
+    return;
+  }
+  const OnHost on_host;
+  const at::Tensor nans = at::isnan(host_view(tensor)).contiguous();
+  const bool* nan = nans.const_data_ptr<bool>();
+  const auto itemsize = static_cast<int64_t>(tensor.itemsize());
+  std::vector<int64_t> index(static_cast<size_t>(tensor.dim()), 0);
+  std::vector<Unwritten> bytes;
+  for (int64_t i = 0; i < tensor.numel(); ++i) {
+    if (nan[i]) {
+      int64_t begin = place->extent.offset;
+      for (size_t dim = 0; dim < index.size(); ++dim) {
+        begin += index[dim] * tensor.stride(static_cast<int64_t>(dim)) * itemsize;
+      }
+      if (!bytes.empty() && bytes.back().end == begin) {
+        bytes.back().end += itemsize;
+      } else {
+        bytes.push_back({begin, begin + itemsize, origin});
+      }
+    }
+    for (auto dim = index.size(); dim-- > 0 && ++index[dim] == tensor.size(static_cast<int64_t>(dim));) {
+      index[dim] = 0;
+    }
+  }
+  Checker::get().spoil(place->block, std::move(bytes));
 }
 
 void spoil_all(const Bytes& target, const OriginPtr& origin) {
@@ -95,6 +134,37 @@ void spread(const Unset& from, const at::Tensor& to, Flow flow, int64_t shift) {
   }
   if (from.all) {
     spoil_all(*target, origin);
+  }
+}
+
+void spread_product(const at::Tensor& operand, const std::vector<int64_t>& kept, const at::Tensor& result) {
+  if (!on_sim(result) || !at::isFloatingType(result.scalar_type()) || result.numel() > kMostElements) {
+    return;
+  }
+  int64_t num_slices = 1;
+  for (const int64_t dim : kept) {
+    if (dim >= operand.dim() || dim >= result.dim() || operand.size(dim) != result.size(dim)) {
+      return;  // not the result proper, but attention's logarithms, or fewer heads of keys than of queries
+    }
+    num_slices *= operand.size(dim);
+  }
+  if (num_slices > kMostSlices) {
+    return;
+  }
+  const OnHost on_host;
+  for (int64_t number = 0; number < num_slices; ++number) {
+    at::Tensor from = operand;
+    at::Tensor to = result;
+    int64_t rest = number;
+    for (auto dim = kept.rbegin(); dim != kept.rend(); ++dim) {  // from the last, so that the others keep their places
+      const int64_t index = rest % operand.size(*dim);
+      rest /= operand.size(*dim);
+      from = from.select(*dim, index);
+      to = to.select(*dim, index);
+    }
+    if (const auto unset = unset_of(from)) {
+      spoil_nans(to, unset->bytes.front().origin);
+    }
   }
 }
 

@@ -36,6 +36,10 @@ std::optional<Unset> unset_of(const at::Tensor& tensor);
 /// The tensor was computed from values that were not written. `shift`: where in it those of the input begin, in bytes.
 void spread(const Unset& from, const at::Tensor& to, Flow flow, int64_t shift = 0);
 
+/// The same for a product, of which the operand is unwritten in part. `kept`: see Traits. In the slices of the result
+/// that depend on unwritten values, those elements are unwritten that are NaN, as memory is that nothing has written.
+void spread_product(const at::Tensor& operand, const std::vector<int64_t>& kept, const at::Tensor& result);
+
 /// The operation uses the tensor's value. If it is unwritten that is a hazard: raises, or returns true to poison.
 bool note_use(const at::Tensor& tensor, const Unset& unset, Lane lane, const SitePtr& site);
 

@@ -1,6 +1,7 @@
 // One translation unit: torch's headers take most of the compiler's time, so they are read once for all of these.
 #include "arguments.cpp"
 #include "collectives.cpp"
+#include "collectives_sparse.cpp"
 #include "deliveries.cpp"
 #include "group.cpp"
 #include "group_bindings.cpp"

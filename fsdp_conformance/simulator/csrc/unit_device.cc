@@ -1,5 +1,6 @@
 // One translation unit: torch's headers take most of the compiler's time, so they are read once for all of these.
 #include "allocator.cpp"
+#include "attention.cpp"
 #include "autocast.cpp"
 #include "classes.cpp"
 #include "device.cpp"
@@ -12,6 +13,7 @@
 #include "pinned.cpp"
 #include "runtime.cpp"
 #include "site.cpp"
+#include "sparse.cpp"
 #include "timer.cpp"
 #include "traits.cpp"
 #include "uninitialized.cpp"

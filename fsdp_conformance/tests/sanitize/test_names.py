@@ -45,6 +45,23 @@ def test_nccl_is_the_simulated_collectives(backend: Any, expected: Any) -> None:
     assert expected == cuda_names.simulated_backend(backend)
 
 
+@pytest.mark.parametrize(
+    ("backend", "expected"),
+    [
+        ("gloo", True),
+        ("Gloo", True),
+        ("cpu:gloo,cuda:gloo", True),
+        ("cpu:gloo, cuda:nccl", False),
+        ("nccl", False),
+        ("cpu:gloo", False),
+        (None, None),
+    ],
+)
+def test_gloo_may_be_asked_for_on_gpus(backend: Any, expected: bool | None) -> None:
+    """By its name alone, or for CUDA; without a backend nothing is known."""
+    assert cuda_names.asks_for_gloo(backend) is expected
+
+
 def test_map_location_keeps_the_names_that_files_have() -> None:
     """In a mapping only the places to go to are translated: files say cuda."""
     assert {"cuda:0": "sim:1"} == cuda_names.simulated_map({"cuda:0": "cuda:1"})

@@ -134,6 +134,51 @@ class TestUses:
         assert uses() > 0
 
     @in_process_of_its_own
+    def test_products_with_an_operand_that_is_written_in_part(self) -> None:
+        """What a row or a column decides that is not written; the rest of the product is written."""
+        checker.set_uninitialized(True)
+        rows, columns, batch = empty(3, 4), empty(4, 3), empty(2, 3, 4)
+        rows[:2] = 1.0
+        columns.t()[:2] = 1.0
+        batch[0] = 1.0
+        for product in (
+            rows @ ones(4, 3),
+            (ones(3, 4) @ columns).t(),
+            torch.addmm(ones(3), rows, ones(4, 3)),
+            torch.addmm(ones(3, 3), ones(3, 4), columns).t(),
+            nn.functional.linear(rows, ones(5, 4)),
+            rows @ ones(4),
+            torch.addmv(ones(3), rows, ones(4)),
+            torch.mm(rows, ones(4, 3), out=empty(3, 3)),
+            rows.to(torch.bfloat16) @ ones(4, 3).to(torch.bfloat16),
+        ):
+            product[:2].sum().item()
+            assert uses() == 0
+            product[2].sum().item()
+            assert uses() == 1
+        for product in (batch @ ones(2, 4, 3), torch.baddbmm(ones(2, 2, 4), ones(2, 2, 3), batch)):
+            product[0].sum().item()
+            assert uses() == 0
+            product[1].sum().item()
+            assert uses() == 1
+
+    @in_process_of_its_own
+    def test_attention_over_a_cache_that_is_filled_in_part(self) -> None:
+        """All positions, those that are written, and all with a mask; in a loop of its own and in torch's operation."""
+        checker.set_uninitialized(True)
+        keys, values = empty(1, 2, 8, 4), empty(1, 2, 8, 4)
+        keys[:, :, :3], values[:, :, :3] = 1.0, 1.0
+        query = ones(1, 2, 1, 4)
+        attention = nn.functional.scaled_dot_product_attention
+        attention(query, keys[:, :, :3], values[:, :, :3]).sum().item()
+        (torch.softmax(query @ keys[:, :, :3].transpose(2, 3), -1) @ values[:, :, :3]).sum().item()
+        assert uses() == 0
+        attention(query, keys, values).sum().item()
+        assert uses() == 1
+        (torch.softmax(query @ keys.transpose(2, 3), -1) @ values).sum().item()
+        assert uses() == 1
+
+    @in_process_of_its_own
     def test_it_says_where_the_memory_comes_from(self) -> None:
         """The allocation and the use; whether it was handed on."""
         checker.set_uninitialized(True)
@@ -220,6 +265,12 @@ class TestNoUse:
         cache = empty(4, 8)
         cache[0] = 1.0
         (cache[:1] @ ones(8, 1)).sum().item()
+        (cache @ ones(8, 1))[0].item()
+        (ones(1, 8) @ cache.t())[0, 0].item()
+        torch.where(mask[:4], (cache @ ones(8)), ones(4)).sum().item()
+        lengths = torch.zeros(4, 1, device="sim")
+        lengths[0] = 1.0
+        (cache @ ones(8, 1)).nan_to_num(0.0).mul(lengths).sum().item()
         flat.cpu()
 
         assert uses() == 0
