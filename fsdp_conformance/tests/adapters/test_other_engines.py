@@ -26,6 +26,7 @@ ENGINES = {
     "colossalai-zero1": "colossalai",
     "colossalai-zero2": "colossalai",
     "simplefsdp": "torchtitan",
+    "accelerate-fsdp1": "accelerate",
     "accelerate-fsdp2": "accelerate",
     "accelerate-fsdp2-unforced": "accelerate",
     "lightning-fsdp2": "lightning_fabric",
