@@ -4,7 +4,7 @@ replicate: an optimizer that is made after a forward holds the root's gathered p
 Expected: an error, or the parameters change. Seen with torch 2.13.0 (gloo, CPU): model.parameters() after a forward
 gives plain tensors in the place of the root's parameters, which have no gradients at the step; nothing raises.
 Run: torchrun --nproc-per-node 2 ci/findings/torch-replicate/optimizer_made_after_a_forward.py
-Upstream: https://github.com/pytorch/pytorch/issues/149205 (closed) has the same for fully_shard; replicate shares its code.
+Upstream: https://github.com/pytorch/pytorch/issues/149205 (closed) is the same for fully_shard, whose code it shares.
 """
 
 from datetime import timedelta
