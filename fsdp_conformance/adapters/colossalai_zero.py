@@ -30,6 +30,8 @@ class ColossalAIZeRO(TorchAdapter):
     capabilities: ClassVar[frozenset[str]] = frozenset({"init_never", "shared_params", "shared_module"})
     declines: ClassVar[frozenset[str]] = frozenset({"wrap_again"})
     declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY
+    #: Its import takes seconds, which every rank would pay.
+    preload: ClassVar[tuple[str, ...]] = ("colossalai.zero", "colossalai.accelerator")
     shims: ClassVar[tuple[str, ...]] = (
         stub_cuda.SHIM,
         "Colossal-AI's CpuAccelerator calls itself cuda, and its streams do nothing: the engine refuses the CPU",

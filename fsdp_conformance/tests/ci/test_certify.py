@@ -63,6 +63,15 @@ def test_every_engine_has_a_quick_round_before_the_first_one_is_judged_in_full(t
     assert output.splitlines()[-1] == f"run files: {tmp_path}/r"
 
 
+def test_what_is_asked_for_by_name_comes_first(tmp_path: Path) -> None:
+    """Its first verdicts do not wait for three other engines; each engine is judged in its own environment."""
+    _, calls, _ = certify(tmp_path, "--with", "deepspeed")
+
+    stages = ["deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3"]
+    assert [call.split()[2] for call in calls] == [*stages, "torch-fsdp2", "torch-fsdp1", "reference"] * 2
+    assert (tmp_path / "setups").read_text(encoding="utf-8").split() == (["deepspeed"] * 3 + ["main"] * 3) * 2
+
+
 @pytest.mark.parametrize("workers", [["-n", "1"], ["-n1"]])
 def test_workers_alone_change_nothing_else(workers: list[str], tmp_path: Path) -> None:
     """Whether the number is a word of its own or not."""
