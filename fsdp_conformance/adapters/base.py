@@ -491,4 +491,8 @@ class Adapter(ABC):
         self.module().train(mode)
 
     def close(self) -> None:
-        """Release the engine's resources, before the process group is destroyed. Collective."""
+        """
+        Release the engine's resources, before the process group is destroyed. Collective.
+
+        Also called if `setup` has raised: there may be no engine yet.
+        """

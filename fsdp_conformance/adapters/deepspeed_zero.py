@@ -60,8 +60,8 @@ class DeepSpeedZeRO(Adapter):
     )
     stage: ClassVar[int]
 
-    engine: Any
-    """DeepSpeed's engine."""
+    engine: Any = None
+    """DeepSpeed's engine; None if it has refused the plan."""
     names: OriginalNames
     plan: Plan
     device: torch.device
@@ -263,7 +263,8 @@ class DeepSpeedZeRO(Adapter):
         return self.names.parameters_of(self.engine.module)
 
     def close(self) -> None:
-        self.engine.destroy()
+        if self.engine is not None:
+            self.engine.destroy()
 
     def _overwrite_master(self, parameter: nn.Parameter, value: Tensor) -> None:
         from deepspeed.utils import safe_set_full_fp32_param
