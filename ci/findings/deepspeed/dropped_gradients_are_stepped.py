@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-import deepspeed  # noqa: E402  it reads the variable
-from deepspeed.utils import safe_get_full_fp32_param  # noqa: E402
+import deepspeed
+from deepspeed.utils import safe_get_full_fp32_param
 
 os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="29500")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

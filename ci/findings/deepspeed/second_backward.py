@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
-import deepspeed  # noqa: E402  it reads the variable
+import deepspeed
 
 os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="29500")
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
