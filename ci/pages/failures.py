@@ -1,8 +1,9 @@
 """
 What the kept runs show that engines do wrong: the part of docs/scoreboard.md that says why cases failed.
 
-A failed case is *judged* if ci/known-findings.toml has an entry for it, whose reason names the script under ci/findings
-that shows the defect without this package. Entries of one engine that name the same script are one defect.
+A failed case is known if ci/known-findings.toml has an entry for it. Its reason names the script under ci/findings that
+shows the defect without this package; entries of one engine that name the same script are one defect. A reason that
+names none begins with "By design:", or with "Not settled:" as long as nobody knows whether the engine is wrong.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from fsdp_conformance.verdict import ACCUSING, Verdict
 
 #: Foretold or not, it is a failure.
 _FAILED = ACCUSING | {Verdict.XFAIL}
+_BY_DESIGN, _UNSETTLED = "By design: ", "Not settled: "
 _SCRIPT = re.compile(r"\s*\((ci/findings/\S+\.py)\)")
 _THREAD = re.compile(r"https://github\.com/[\w.-]+/([\w.-]+)/(?:issues|pull)/(\d+)")
 
@@ -33,7 +35,7 @@ class Defect:
     reason: str
     """A sentence."""
     script: str
-    """Its path."""
+    """Its path; "" for what is by design or not settled."""
     cases: tuple[str, ...]
     """Those that fail because of it."""
     upstream: str
@@ -57,7 +59,18 @@ class Failures:
     """Not possible on that machine, or inconclusive."""
     defects: tuple[Defect, ...]
     unknown: tuple[str, ...]
-    """Failed cases that nobody has judged."""
+    """Failed cases without an entry that says why."""
+
+    @property
+    def proven(self) -> int:
+        """How many of the defects have a script."""
+        return sum(bool(defect.script) for defect in self.defects)
+
+    @property
+    def unsettled(self) -> int:
+        """Failed cases of which nobody knows whether the engine is wrong."""
+        open_ones = [defect for defect in self.defects if defect.reason.startswith(_UNSETTLED)]
+        return len(self.unknown) + sum(len(defect.cases) for defect in open_ones)
 
 
 def failures(tally: Tally, entries: Collection[Entry], known: Sequence[Expectation]) -> Failures:
@@ -66,15 +79,16 @@ def failures(tally: Tally, entries: Collection[Entry], known: Sequence[Expectati
     verdicts = {case: shown.verdict for case, shown in tally.cases.items() if now.get(case) == shown.digest}
     failed = {case: verdict for case, verdict in verdicts.items() if verdict in _FAILED}
     mine = [entry for entry in known if entry.is_for(tally.name, tally.torch)]
-    by_script: dict[str, tuple[str, list[str]]] = {}
+    defects: dict[tuple[str, str], tuple[str, list[str]]] = {}
     unknown = []
     for case, verdict in failed.items():
         entry = next((each for each in mine if fnmatchcase(case, each.case) and each.verdict == verdict), None)
-        script = _SCRIPT.search(entry.reason) if entry is not None else None
-        if entry is None or script is None:
+        named = _SCRIPT.search(entry.reason) if entry is not None else None
+        if entry is None or not (named or entry.reason.startswith((_BY_DESIGN, _UNSETTLED))):
             unknown.append(case)
             continue
-        by_script.setdefault(script[1], (_SCRIPT.sub("", entry.reason), []))[1].append(case)
+        key = (named[1], "") if named else ("", entry.reason)
+        defects.setdefault(key, (_SCRIPT.sub("", entry.reason), []))[1].append(case)
     return Failures(
         engine=tally.name,
         passed=sum(verdict is Verdict.PASS for verdict in verdicts.values()),
@@ -87,9 +101,9 @@ def failures(tally: Tally, entries: Collection[Entry], known: Sequence[Expectati
                 reason=reason,
                 script=script,
                 cases=tuple(cases),
-                upstream=" ".join(read_script(ROOT / script).upstream.split()),
+                upstream=" ".join(read_script(ROOT / script).upstream.split()) if script else "",
             )
-            for script, (reason, cases) in sorted(by_script.items())
+            for (script, _), (reason, cases) in sorted(defects.items())
         ),
         unknown=tuple(unknown),
     )
@@ -102,26 +116,27 @@ def markdown(found: Sequence[Failures]) -> str:
 
 def _lines(found: Sequence[Failures]) -> Iterator[str]:
     defects = [defect for each in found for defect in each.defects]
-    scripts = {defect.script: defect for defect in defects}
+    scripts = {defect.script: defect for defect in defects if defect.script}
     new = sum(not defect.found_upstream for defect in scripts.values())
     yield f"{len(scripts)} defects, {new} of which were not found upstream. A defect that engines share counts once."
     yield ""
-    yield "| engine | passed | declined | failed | not judged | defects |"
-    yield "|---|--:|--:|--:|--:|--:|"
+    yield "| engine | passed | declined | failed | not judged | failed, not settled | defects |"
+    yield "|---|--:|--:|--:|--:|--:|--:|"
     for each in found:
-        counts = (each.passed, each.declined, each.failed, each.left + len(each.unknown), len(each.defects))
+        counts = (each.passed, each.declined, each.failed, each.left, each.unsettled, each.proven)
         yield f"| {each.engine} | " + " | ".join(map(str, counts)) + " |"
     yield ""
     yield "| engine | what is wrong | cases | script | upstream |"
     yield "|---|---|--:|---|---|"
     for defect in defects:
-        name = defect.script.rpartition("/")[2]
-        script = f"[`{name}`](../{defect.script})"
+        script = f"[`{defect.script.rpartition('/')[2]}`](../{defect.script})" if defect.script else ""
         yield f"| {defect.engine} | {defect.reason} | {len(defect.cases)} | {script} | {_upstream(defect)} |"
 
 
 def _upstream(defect: Defect) -> str:
     """A few words, and the first thread."""
+    if not defect.script:
+        return ""
     thread = _THREAD.search(defect.upstream)
     link = f"[{thread[1]}#{thread[2]}]({thread[0]})" if thread else ""
     if defect.found_upstream:

@@ -63,8 +63,8 @@ _FAILURES = """\
 ## What fails, and why
 
 Of the same runs, without the cases that have changed since. `ci/known-findings.toml` has an entry for every failed
-case, and the script that it names shows the defect without this package: `ci/findings/run` runs them all. *Upstream* is
-the nearest thread that a search found.
+case, and the script that it names shows the defect without this package: `ci/findings/run` runs them all. An entry
+without a script is by design, or not settled yet. *Upstream* is the nearest thread that a search found.
 
 """
 
@@ -133,7 +133,7 @@ def main(arguments: Sequence[str]) -> int:
         keep(tallies_of([verify(path) for path in parsed.run_files]))
         PAGE.write_text(page(), encoding="utf-8")
         unknown = [
-            f"{each.engine}: {case} fails, and ci/known-findings.toml has no entry for it, with a script"
+            f"{each.engine}: {case} fails, and ci/known-findings.toml has no entry for it that names a script"
             for each in failed()
             for case in each.unknown
         ]

@@ -45,7 +45,7 @@ def test_every_engine_that_was_run_is_bundled() -> None:
 
 
 def test_every_failure_has_been_judged() -> None:
-    """By an entry of ci/known-findings.toml, whose script shows the defect without this package."""
+    """By an entry of ci/known-findings.toml, with a script that shows the defect, or a reason to have none."""
     assert [(each.engine, each.unknown) for each in scoreboard.failed() if each.unknown] == []
 
 
@@ -81,7 +81,7 @@ def test_runs_replace_an_engines_column(elsewhere: Path, capsys: pytest.CaptureF
 
     assert "| engine | reference | torch-fsdp2 |" in first
     assert ("✗" in first.split("## What ran")[1], "✗" in second.split("## What ran")[1]) == (False, True)
-    assert f"| reference | {len(SMOKE.by_id) - 1} | 0 | 1 | 1 | 0 |" in second
+    assert f"| reference | {len(SMOKE.by_id) - 1} | 0 | 1 | 0 | 1 | 0 |" in second
     assert (elsewhere / "verdicts/torch-fsdp2.json").read_text(encoding="utf-8") == other
     assert sorted(path.name for path in (elsewhere / "verdicts").iterdir()) == ["reference.json", "torch-fsdp2.json"]
 
@@ -143,5 +143,20 @@ def test_failures_of_one_script_are_one_defect() -> None:
     (defect,) = found.defects
     assert (defect.reason, defect.script, defect.cases) == ("It is wrong.", script, (first.id, second.id))
     assert found.unknown == (third.id,)
-    assert "| torch-fsdp2 | 1 | 1 | 3 | 1 | 1 |" in text
+    assert "| torch-fsdp2 | 1 | 1 | 3 | 0 | 1 | 1 |" in text
     assert "[pytorch#75373](https://github.com/pytorch/pytorch/issues/75373)" in text
+
+
+def test_what_is_by_design_or_not_settled_is_no_defect() -> None:
+    """Neither needs a script; what is not settled is counted as such."""
+    entries = SMOKE.entries[:3]
+    reasons = ["By design: it replicates.", "Not settled: it may be the simulator.", "It is wrong, they say."]
+    known = [Expectation(case=e.id, verdict="FAIL", reason=r) for e, r in zip(entries, reasons, strict=True)]
+    cases = {entry.id: Shown(verdict=Verdict.FAIL, digest=digest_of(entry)) for entry in entries}
+    found = failures.failures(replace(scoreboard.kept()[0], name="mine", cases=cases), SMOKE.entries, known)
+    text = failures.markdown([found])
+
+    assert (found.failed, found.proven, found.unsettled, found.unknown) == (3, 0, 2, (entries[2].id,))
+    assert "0 defects, 0 of which" in text
+    assert "| mine | 0 | 0 | 3 | 0 | 2 | 0 |" in text
+    assert "| mine | Not settled: it may be the simulator. | 1 |  |  |" in text
