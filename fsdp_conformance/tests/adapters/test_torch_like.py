@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from fsdp_conformance.adapters.base import OptimFn
-from fsdp_conformance.adapters.torch_like import TorchAdapter, replace_submodule, submodules, unit_classes
+from fsdp_conformance.adapters.torch_like import (
+    TorchAdapter,
+    refuse_other_norm,
+    replace_submodule,
+    submodules,
+    unit_classes,
+    units_to_shard,
+    wrap_units,
+)
 from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import AdapterError, Unsupported
 
@@ -157,6 +165,39 @@ def test_unit_classes_refuse_what_no_class_can_say() -> None:
         unit_classes(_model(), Plan(units=("nowhere",)))
 
     assert caught.value.capability == "multi_module_unit"
+
+
+def test_units_to_shard_end_with_the_model() -> None:
+    """In the plan's order; several modules of one unit are a list."""
+    model = _model()
+
+    assert units_to_shard(model, Plan(units=("2", "0+1"))) == [model[2], [model[0], model[1]], model]
+    assert units_to_shard(model, Plan()) == [model]
+    with pytest.raises(AdapterError, match="unit 'nowhere'"):
+        units_to_shard(model, Plan(units=("nowhere",)))
+
+
+def test_wrap_units_from_the_inside_out() -> None:
+    """Each unit is in its wrapper wherever it appears; an outer one has the wrappers of those inside it."""
+    linear = nn.Linear(2, 2)
+    model: Any = nn.Sequential(nn.Sequential(linear, nn.Tanh()), linear)
+
+    wrappers = wrap_units(model, Plan(units=("0.0", "0")), nn.Sequential)
+
+    assert list(wrappers) == ["0.0", "0", ""]
+    assert wrappers[""][0] is model
+    assert model[0] is wrappers["0"]
+    assert model[1] is wrappers["0.0"] is wrappers["0"][0][0]
+    assert wrappers["0.0"][0] is linear
+
+
+def test_a_norm_that_was_not_announced_is_refused() -> None:
+    """An engine that clips as its constructor was told would clip by the other one."""
+    refuse_other_norm(Plan(max_norm=1.5), 1.5)
+    refuse_other_norm(Plan(), None)
+    for max_norm in (2.0, None):
+        with pytest.raises(Unsupported, match=f"max_norm must be 1.5 as at construction, got {max_norm}"):
+            refuse_other_norm(Plan(max_norm=1.5), max_norm)
 
 
 def test_replace_submodule_everywhere() -> None:
