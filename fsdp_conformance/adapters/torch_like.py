@@ -227,6 +227,14 @@ class TorchAdapter(Adapter):
     def loss_scale(self) -> float:
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
+    def drop_grads(self, names: Iterable[str]) -> None:
+        names = set(names)
+        if names >= set(self.names.parameters):
+            # Whatever the engine shows in place of the user's parameters, such as flat ones.
+            self.discard_gradients()
+        else:
+            super().drop_grads(names)
+
     def discard_gradients(self) -> None:
         """Set all gradients to None, after an exception in a step."""
         for parameter in self.model.parameters():

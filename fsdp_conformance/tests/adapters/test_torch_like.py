@@ -63,6 +63,41 @@ def test_full_reads_parameters_gradients_and_state() -> None:
     assert adapter.full_optim_state()["weight"]["momentum_buffer"].tolist() == [[-1.0, -1.0]]
 
 
+class Hidden(Plain):
+    """Has one flat parameter in place of the user's."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        wrapped = nn.Module()
+        wrapped.flat = nn.Parameter(torch.ones(3))
+        return wrapped
+
+
+def test_gradients_of_flat_parameters_can_be_dropped_together() -> None:
+    """A user can drop all of them, as for a step that is skipped, but not those of one parameter of his own."""
+    adapter = _set_up(Hidden(), nn.Linear(2, 1))
+    flat: Any = adapter.module().flat
+    flat.sum().backward()
+
+    with pytest.raises(
+        Unsupported, match="the wrapped model shows no parameter 'weight' that has a gradient"
+    ) as caught:
+        adapter.drop_grads(["weight"])
+    assert caught.value.capability == "orig_params"
+    assert flat.grad is not None
+
+    adapter.drop_grads(["weight", "bias"])
+    assert flat.grad is None
+
+
+def test_the_gradients_of_some_parameters_are_dropped() -> None:
+    """The others stay."""
+    adapter = _set_up(Plain(), nn.Linear(2, 1))
+    adapter.backward(adapter.forward(torch.ones(1, 2)).sum())
+    adapter.drop_grads(["weight"])
+
+    assert [parameter.grad is None for parameter in adapter.parameters().values()] == [True, False]
+
+
 class Flat(Plain):
     """The parameters are full inside the context only; outside they are empty."""
 
