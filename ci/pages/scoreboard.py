@@ -15,6 +15,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from known_findings import known_findings
+
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.contract.profile import FULL, load_profile
 from fsdp_conformance.errors import ConformanceError
@@ -22,7 +24,9 @@ from fsdp_conformance.report import coverage
 from fsdp_conformance.report.coverage import Coverage, Declared
 from fsdp_conformance.report.tally import Tally, tallies_of, tally_from_json
 from fsdp_conformance.report.verify import verify
+from pages import failures
 from pages.blocks import ROOT
+from pages.failures import Failures
 
 #: One file for each engine.
 KEPT = ROOT / "ci/verdicts"
@@ -53,7 +57,14 @@ $ ci/certify --with deepspeed --report results
 $ ci/scoreboard results/*/run.jsonl
 ```
 
-## What ran
+"""
+
+_FAILURES = """\
+## What fails, and why
+
+Of the same runs, without the cases that have changed since. `ci/known-findings.toml` has an entry for every failed
+case, and the script that it names shows the defect without this package: `ci/findings/run` runs them all. An entry
+without a script is by design, or not settled yet. *Upstream* is the nearest thread that a search found.
 
 """
 
@@ -93,7 +104,15 @@ def table() -> Coverage:
 
 def page() -> str:
     """The page's text."""
-    return _PAGE + coverage.markdown(table(), link="requirements.md")
+    ran, _, chapters = coverage.markdown(table(), link="requirements.md").partition("\n## ")
+    return f"{_PAGE}## What ran\n\n{ran}\n{_FAILURES}{failures.markdown(failed())}\n## {chapters}"
+
+
+@functools.cache
+def failed() -> list[Failures]:
+    """What each engine's runs show that it does wrong."""
+    entries = load_profile(FULL).entries
+    return [failures.failures(each, entries, known_findings()) for each in kept()]
 
 
 def keep(tallies: Sequence[Tally]) -> None:
@@ -106,17 +125,22 @@ def keep(tallies: Sequence[Tally]) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The exit status: 0, 1 if the table has rows that are empty without a reason, or the error's own."""
+    """The exit status: 0, 1 for rows that are empty without a reason or failures that are not known, or the error's."""
     parser = argparse.ArgumentParser(prog="ci/scoreboard", description="Write docs/scoreboard.md from run files.")
     parser.add_argument("run_files", nargs="*", type=Path, metavar="RUN", help="a run file, or its directory")
     parsed = parser.parse_args(arguments)
     try:
         keep(tallies_of([verify(path) for path in parsed.run_files]))
         PAGE.write_text(page(), encoding="utf-8")
-        for problem in table().problems:
+        unknown = [
+            f"{each.engine}: {case} fails, and ci/known-findings.toml has no entry for it that names a script"
+            for each in failed()
+            for case in each.unknown
+        ]
+        for problem in (*table().problems, *unknown):
             print(f"scoreboard: {problem}", file=sys.stderr)
         print(f"{PAGE.relative_to(ROOT)}: {len(table().rows)} requirements, {len(table().engines)} engines")
-        return 1 if table().problems else 0
+        return 1 if table().problems or unknown else 0
     except ConformanceError as error:
         print(f"scoreboard: {error}", file=sys.stderr)
         return error.exit_status

@@ -41,7 +41,7 @@ Adapters:
     megatron_fsdp       Megatron-FSDP with ZeRO-1, 2 and 3
     colossalai_zero     Colossal-AI's ZeRO-1 and 2
     simplefsdp          torchtitan's SimpleFSDP
-    accelerate_fsdp2    Accelerate's plugin for FSDP2
+    accelerate_fsdp     Accelerate's plugins for FSDP1 and FSDP2
     lightning_fsdp2     Lightning Fabric's strategy for FSDP2
     stub_cuda           CUDA's streams and events for engines that use them on the CPU, too
 """

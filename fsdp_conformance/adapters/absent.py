@@ -32,6 +32,11 @@ ENGINES: dict[str, Absent] = {
         tried="bmtrain 1.0.1",
         seen='it calls NCCL itself, and its import raises "Run pip install nvidia-nccl-cu11" without it',
     ),
+    "lightning-fsdp1": Absent(
+        title="Lightning Fabric's FSDPStrategy",
+        tried="lightning-fabric 2.6.6",
+        seen='it raises "FSDP is only available on GPU" with any accelerator but CUDA',
+    ),
     "vescale": Absent(
         title="veScale",
         tried="vescale 0.0.1",

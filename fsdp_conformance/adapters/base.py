@@ -481,8 +481,15 @@ class Adapter(ABC):
             parameter.requires_grad_(name not in names)
 
     def drop_grads(self, names: Iterable[str]) -> None:
-        """Set the gradients of the named parameters to None, which freezes them without the flag."""
-        parameters = self.parameters()
+        """
+        Set the gradients of the named parameters to None, which freezes them without the flag.
+
+        Raises Unsupported if the user has no such parameter, as with flat parameters.
+        """
+        names, parameters = list(names), self.parameters()
+        hidden = [name for name in names if name not in parameters]
+        if hidden:
+            raise Unsupported("orig_params", f"the wrapped model shows no parameter {hidden[0]!r} that has a gradient")
         for name in names:
             parameters[name].grad = None
 
@@ -491,4 +498,8 @@ class Adapter(ABC):
         self.module().train(mode)
 
     def close(self) -> None:
-        """Release the engine's resources, before the process group is destroyed. Collective."""
+        """
+        Release the engine's resources, before the process group is destroyed. Collective.
+
+        Also called if `setup` has raised: there may be no engine yet.
+        """

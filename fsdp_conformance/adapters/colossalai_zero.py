@@ -18,9 +18,8 @@ from torch.optim import Optimizer
 from fsdp_conformance.adapters import stub_cuda
 from fsdp_conformance.adapters.base import CPU_ONLY, OptimFn
 from fsdp_conformance.adapters.sharded import full_copy, state_tensors
-from fsdp_conformance.adapters.torch_like import TorchAdapter
+from fsdp_conformance.adapters.torch_like import TorchAdapter, refuse_other_norm
 from fsdp_conformance.config import Plan
-from fsdp_conformance.errors import Unsupported
 
 
 class ColossalAIZeRO(TorchAdapter):
@@ -30,6 +29,8 @@ class ColossalAIZeRO(TorchAdapter):
     capabilities: ClassVar[frozenset[str]] = frozenset({"init_never", "shared_params", "shared_module"})
     declines: ClassVar[frozenset[str]] = frozenset({"wrap_again"})
     declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY
+    #: Its import takes seconds, which every rank would pay.
+    preload: ClassVar[tuple[str, ...]] = ("colossalai.zero", "colossalai.accelerator")
     shims: ClassVar[tuple[str, ...]] = (
         stub_cuda.SHIM,
         "Colossal-AI's CpuAccelerator calls itself cuda, and its streams do nothing: the engine refuses the CPU",
@@ -62,10 +63,7 @@ class ColossalAIZeRO(TorchAdapter):
             self.optimizer.backward(loss, retain_graph=retain_graph)
 
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
-        if max_norm != self.plan.max_norm:
-            raise Unsupported(
-                "clip_grad_norm", f"max_norm must be {self.plan.max_norm} as at construction, got {max_norm}"
-            )
+        refuse_other_norm(self.plan, max_norm)
         super().step()
         return None if max_norm is None else torch.tensor(self.optimizer.get_grad_norm())
 

@@ -21,7 +21,7 @@ from fsdp_conformance.adapters.base import CPU_ONLY, Adapter, LoadedKeys, ModelF
 from fsdp_conformance.adapters.names import OriginalNames
 from fsdp_conformance.adapters.optimizers import Several
 from fsdp_conformance.adapters.sharded import full_copy, state_tensors
-from fsdp_conformance.adapters.torch_like import compute_device
+from fsdp_conformance.adapters.torch_like import compute_device, refuse_other_norm
 from fsdp_conformance.config import InitMode, Offload, Plan
 from fsdp_conformance.errors import EnvironmentUnavailable, Unsupported
 from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
@@ -60,8 +60,8 @@ class DeepSpeedZeRO(Adapter):
     )
     stage: ClassVar[int]
 
-    engine: Any
-    """DeepSpeed's engine."""
+    engine: Any = None
+    """DeepSpeed's engine; None if it has refused the plan."""
     names: OriginalNames
     plan: Plan
     device: torch.device
@@ -143,10 +143,7 @@ class DeepSpeedZeRO(Adapter):
         self.engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
 
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
-        if max_norm != self.plan.max_norm:
-            raise Unsupported(
-                "clip_grad_norm", f"max_norm must be {self.plan.max_norm} as at construction, got {max_norm}"
-            )
+        refuse_other_norm(self.plan, max_norm)
         self.engine.step()
         norm = self.engine.get_global_grad_norm() if max_norm is not None else None
         return None if norm is None else torch.as_tensor(norm, dtype=torch.float32)
@@ -263,7 +260,8 @@ class DeepSpeedZeRO(Adapter):
         return self.names.parameters_of(self.engine.module)
 
     def close(self) -> None:
-        self.engine.destroy()
+        if self.engine is not None:
+            self.engine.destroy()
 
     def _overwrite_master(self, parameter: nn.Parameter, value: Tensor) -> None:
         from deepspeed.utils import safe_set_full_fp32_param
@@ -321,14 +319,7 @@ class DeepSpeedZeRO3(DeepSpeedZeRO):
             return super().full_params()
 
     def full_params_context(
-        self,
-        unit: str = "",
-        *,
-        recurse: bool = True,
-        writeback: bool = False,
-        rank0_only: bool = False,
-        to_cpu: bool = False,
-        with_grads: bool = False,
+        self, unit: str = "", *, recurse: bool = True, **undeclared: bool
     ) -> AbstractContextManager[Any]:
         # Writes are not offered: with a modifier rank they reach every shard, but not the optimizer's own copies, from
         # which the next step starts.

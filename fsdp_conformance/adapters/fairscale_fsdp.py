@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
-from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_conformance.adapters import stub_cuda
 from fsdp_conformance.adapters.base import CPU_ONLY, LoadedKeys
-from fsdp_conformance.adapters.torch_like import TorchAdapter, replace_submodule, submodules
+from fsdp_conformance.adapters.torch_like import TorchAdapter, wrap_units
 from fsdp_conformance.config import Plan, Sharding
 
 
@@ -45,14 +43,10 @@ class FairScaleFSDP(TorchAdapter):
         stub_cuda.install(plan, "FairScale")
         from fairscale.nn.data_parallel import FullyShardedDataParallel
 
-        _give_streams(FullyShardedDataParallel)
+        stub_cuda.seems_available_in(FullyShardedDataParallel, "_setup_streams")
         kept = plan.sharding is Sharding.GRAD_OPTIM or plan.reshard_after_forward is False
         options = {"compute_device": self.device, "reshard_after_forward": not kept, "bucket_cap_mb": 2**-10}
-        self.wrappers: dict[str, Any] = {}
-        for unit, module in zip(plan.units, submodules(model, plan.units), strict=True):
-            self.wrappers[unit] = FullyShardedDataParallel(module, **options)
-            replace_submodule(model, module, self.wrappers[unit])
-        self.wrappers[""] = FullyShardedDataParallel(model, **options)
+        self.wrappers = wrap_units(model, plan, lambda module: FullyShardedDataParallel(module, **options))
         root: nn.Module = self.wrappers[""]
         return root
 
@@ -60,17 +54,11 @@ class FairScaleFSDP(TorchAdapter):
         return self.full_params_context(writeback=writeback)
 
     def full_params_context(
-        self,
-        unit: str = "",
-        *,
-        recurse: bool = True,
-        writeback: bool = False,
-        rank0_only: bool = False,
-        to_cpu: bool = False,
-        with_grads: bool = False,
+        self, unit: str = "", *, recurse: bool = True, writeback: bool = False, **undeclared: bool
     ) -> AbstractContextManager[Any]:
-        wrapper = self.wrappers[unit]
-        context: AbstractContextManager[Any] = wrapper.summon_full_params(recurse=recurse, volatile=not writeback)
+        context: AbstractContextManager[Any] = self.wrappers[unit].summon_full_params(
+            recurse=recurse, volatile=not writeback
+        )
         return context
 
     def no_sync(self) -> AbstractContextManager[Any]:
@@ -88,17 +76,3 @@ class FairScaleFSDP(TorchAdapter):
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
         found = self.model.load_state_dict(state, strict=strict)
         return LoadedKeys(list(found.missing_keys), list(found.unexpected_keys))
-
-
-def _give_streams(wrapper: Any) -> None:
-    """Let FairScale make its streams, which do nothing here, although there is no CUDA."""
-    original = wrapper._setup_streams
-    if getattr(original, "gives_streams", False):
-        return
-
-    def _setup_streams(module: Any) -> None:
-        with patch.object(torch.cuda, "is_available", return_value=True):
-            original(module)
-
-    vars(_setup_streams)["gives_streams"] = True
-    wrapper._setup_streams = _setup_streams

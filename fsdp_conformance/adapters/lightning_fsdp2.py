@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fsdp_conformance.adapters.base import CPU_ONLY, OptimFn
 from fsdp_conformance.adapters.torch_fsdp2 import reshard_option
-from fsdp_conformance.adapters.torch_like import TorchAdapter, submodules
+from fsdp_conformance.adapters.torch_like import TorchAdapter, units_to_shard
 from fsdp_conformance.config import Plan
 
 
@@ -37,11 +37,8 @@ class LightningFSDP2(TorchAdapter):
 
         def parallelize(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
             options: dict[str, Any] = {"mesh": mesh["data_parallel"], **reshard_option(plan)}
-            for unit in plan.units:
-                modules = submodules(model, unit.split("+"))
-                target: Any = modules if len(modules) > 1 else modules[0]
-                fully_shard(target, **options)
-            fully_shard(model, **options)
+            for unit in units_to_shard(model, plan):
+                fully_shard(unit, **options)
             return model
 
         size = dist.get_world_size()

@@ -18,6 +18,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import traceback
 from collections.abc import Mapping
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 #: The entry point group that names implementations.
 ENTRY_POINTS = "fsdp_conformance.adapters"
 
+#: A requirement of this package that belongs to an extra.
+_EXTRA = re.compile(r"""(?P<package>[\w.-]+).*extra == ["'](?P<extra>[\w-]+)["']""")
 _FORMS = "the name of an entry point, package.module:Class, or path/to/file.py:Class"
 
 
@@ -148,7 +151,7 @@ def describe_here(spec: str) -> AdapterDescription:
     except (ImportError, importlib.metadata.PackageNotFoundError) as error:
         raise AdapterNotFound(
             f"the engine of {adapter.display_name()!r} cannot be imported: {_words(error)} [implementation {spec!r}]. "
-            f"Install it in this environment ({sys.prefix}) and try again."
+            + _how_to_install(adapter)
         ) from error
     # A third party's module may import its engine immediately, which a warm process must not do: see `Adapter.preload`.
     bundled = adapter.__module__ if adapter.__module__.startswith("fsdp_conformance.") else None
@@ -268,6 +271,24 @@ def _import_file(path: str, spec: str) -> ModuleType:
         del sys.modules[name]
         raise _not_importable(str(file), error, spec) from error
     return module
+
+
+def _how_to_install(adapter: type[Adapter]) -> str:
+    """What to do about an engine that is not here; a bundled adapter's engine is an extra of this package."""
+    here = f"Install it in this environment ({sys.prefix})"
+    extra = _extra_of(adapter.package) if adapter.__module__.startswith("fsdp_conformance.") else ""
+    if not extra:
+        return f"{here} and try again."
+    return (
+        f"{here}: pip install 'fsdp-conformance[{extra}]'. In a checkout, `ci/certify --with {extra}` installs tested "
+        "versions in a separate environment."
+    )
+
+
+def _extra_of(package: str) -> str:
+    """The extra of this package that requires the engine's package, or ""."""
+    extras = (_EXTRA.fullmatch(line) for line in importlib.metadata.requires("fsdp-conformance") or ())
+    return next((found["extra"] for found in extras if found and found["package"] == package), "")
 
 
 def _not_importable(what: str, error: Exception, spec: str) -> AdapterNotFound:

@@ -8,8 +8,10 @@ A run with them judges an engine's sharding, not the order of its streams. Adapt
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -89,6 +91,21 @@ def install(plan: Plan, engine: str) -> None:
     tensor: Any = torch.Tensor
     tensor.record_stream = _returns(None)
     tensor.cuda = _itself
+
+
+def seems_available_in(cls: type, method: str) -> None:
+    """Let a method of an engine's class find CUDA available, so that it makes its streams, which do nothing here."""
+    original = getattr(cls, method)
+    if getattr(original, "sees_cuda", False):
+        return
+
+    @functools.wraps(original)
+    def with_cuda(*args: Any, **kwargs: Any) -> Any:
+        with patch.object(torch.cuda, "is_available", return_value=True):
+            return original(*args, **kwargs)
+
+    vars(with_cuda)["sees_cuda"] = True
+    setattr(cls, method, with_cuda)
 
 
 def _returns(value: Any) -> Callable[..., Any]:

@@ -37,9 +37,12 @@ _OF_THE_LOOP = frozenset({"cpu_compute", "no_sync", "clip_grad_norm"})
 
 
 def engine_of(adapter: type[Adapter]) -> type[Adapter] | None:
-    """The bundled engine whose calls an adapter makes: itself, or for a variant of FSDP1, FSDP1; None for any other."""
-    module = adapter.__module__.rpartition(".")[0]
-    return next((e for e in _BY_CALLS if module == __package__ and issubclass(adapter, e)), None)
+    """
+    The bundled engine whose calls are all that an adapter makes: itself, or for a variant of FSDP1, FSDP1.
+
+    None for any other, also for one that inherits from such an adapter and makes other calls, as `torch-zero1` does.
+    """
+    return next((e for e in _BY_CALLS if adapter.__module__ == e.__module__ and issubclass(adapter, e)), None)
 
 
 def beyond_calls(engine: type[Adapter], capabilities: frozenset[str]) -> list[str]:

@@ -14,7 +14,7 @@ Everything else works as in stock torch: the optimizer is built from `wrapped.pa
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, ClassVar
 
@@ -227,6 +227,14 @@ class TorchAdapter(Adapter):
     def loss_scale(self) -> float:
         return 1.0 if self.scaler is None else self.scaler.get_scale()
 
+    def drop_grads(self, names: Iterable[str]) -> None:
+        names = set(names)
+        if names >= set(self.names.parameters):
+            # Whatever the engine shows in place of the user's parameters, such as flat ones.
+            self.discard_gradients()
+        else:
+            super().drop_grads(names)
+
     def discard_gradients(self) -> None:
         """Set all gradients to None, after an exception in a step."""
         for parameter in self.model.parameters():
@@ -314,6 +322,35 @@ def apply_tensor_parallelism(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> 
 def all_units(plan: Plan) -> list[str]:
     """The units below the root, innermost first, including local units."""
     return [*(unit for unit in plan.local_units if unit and unit not in plan.units), *plan.units]
+
+
+def units_to_shard(model: nn.Module, plan: Plan) -> list[Any]:
+    """
+    What `fully_shard` and its like take, in order: the plan's units, innermost first, then the model.
+
+    Each is a module, or a list of modules for a unit of several.
+    """
+    units = [submodules(model, unit.split("+")) for unit in plan.units]
+    return [*(modules if len(modules) > 1 else modules[0] for modules in units), model]
+
+
+def wrap_units(model: nn.Module, plan: Plan, wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
+    """
+    Put each of the plan's units, innermost first, in a wrapper of its own, then the model.
+
+    Returns the wrappers by unit; that of the model is under "".
+    """
+    wrappers = {}
+    for unit, module in zip(plan.units, submodules(model, plan.units), strict=True):
+        wrappers[unit] = wrap(module)
+        replace_submodule(model, module, wrappers[unit])
+    return {**wrappers, "": wrap(model)}
+
+
+def refuse_other_norm(plan: Plan, max_norm: float | None) -> None:
+    """For engines that are told at construction how to clip. Raises Unsupported if a step asks for another norm."""
+    if max_norm != plan.max_norm:
+        raise Unsupported("clip_grad_norm", f"max_norm must be {plan.max_norm} as at construction, got {max_norm}")
 
 
 def submodules(model: nn.Module, fqns: Iterable[str]) -> list[nn.Module]:

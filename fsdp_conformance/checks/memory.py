@@ -76,10 +76,16 @@ def sizes(workload: Workload, plan: Plan, *, world_size: int) -> Sizes:
 def shards_alone(
     history: TrainingHistory, workload: Workload, plan: Plan, *, world_size: int, padding: float
 ) -> CheckResult:
-    """After wrapping, the device holds this rank's shard, with at most the declared padding, and the buffers (R033)."""
+    """
+    After wrapping, the device holds this rank's shard, with at most the declared padding, and the buffers (R033).
+
+    Where the plan shards the optimizer state alone (ZeRO-1), it holds the parameters, and at most as much again, which
+    is what buckets for their gradients take.
+    """
     bytes_of = sizes(workload, plan, world_size=world_size)
     held = _above_base(history, _first(history, Point.SETUP))
-    bound = int(bytes_of.shard * (1 + padding)) + bytes_of.buffers + SCALARS
+    own = 2 * bytes_of.full if plan.sharding is Sharding.OPTIM else bytes_of.shard
+    bound = int(own * (1 + padding)) + bytes_of.buffers + SCALARS
     tally = Tally("bytes after wrap", "R033", rank=history.rank)
     tally.compare(
         held <= bound, "held after wrapping", expected=f"at most {bound} B", got=f"{held} B", phase="init",
@@ -132,9 +138,14 @@ def resharded_after_forward(
 def nothing_full_after_backward(
     history: TrainingHistory, workload: Workload, plan: Plan, *, world_size: int, padding: float
 ) -> CheckResult:
-    """When backward returns, a rank has gained its shard of the gradients and nothing else (R035)."""
+    """
+    When backward returns, a rank has gained its shard of the gradients and nothing else (R035).
+
+    Where the plan shards the optimizer state alone (ZeRO-1), it has gained the gradients.
+    """
     bytes_of = sizes(workload, plan, world_size=world_size)
-    bound = int(bytes_of.shard * (1 + padding)) + SCALARS
+    own = bytes_of.full if plan.sharding is Sharding.OPTIM else bytes_of.shard
+    bound = int(own * (1 + padding)) + SCALARS
     tally = Tally("bytes after backward", "R035", rank=history.rank)
     figures = {}
     for step, before, after in _pairs(history, Point.BACKWARD):

@@ -8,6 +8,7 @@ Each engine has an environment of its own: `.venvs/fairscale/bin/python -m pytes
 from __future__ import annotations
 
 import importlib.util
+import sys
 
 import pytest
 
@@ -26,6 +27,7 @@ ENGINES = {
     "colossalai-zero1": "colossalai",
     "colossalai-zero2": "colossalai",
     "simplefsdp": "torchtitan",
+    "accelerate-fsdp1": "accelerate",
     "accelerate-fsdp2": "accelerate",
     "accelerate-fsdp2-unforced": "accelerate",
     "lightning-fsdp2": "lightning_fabric",
@@ -49,8 +51,13 @@ def test_it_is_known_without_the_engine(name: str) -> None:
 @pytest.mark.parametrize("name", ABSENT)
 def test_what_to_install(name: str) -> None:
     """The adapter is there, its engine is not."""
-    with pytest.raises(AdapterNotFound, match=rf"the engine of '{name}' cannot be imported: .*Install it in "):
+    extra = name.partition("-")[0]
+    with pytest.raises(AdapterNotFound, match=rf"the engine of '{name}' cannot be imported: ") as caught:
         registry.describe_here(name)
+    assert f"Install it in this environment ({sys.prefix}): pip install 'fsdp-conformance[{extra}]'" in str(
+        caught.value
+    )
+    assert f"`ci/certify --with {extra}`" in str(caught.value)
 
 
 @pytest.mark.slow

@@ -230,3 +230,9 @@ def test_the_registry_imports_no_torch() -> None:
     code = "import sys; from fsdp_conformance.adapters import registry; registry.names(); print('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("name", registry.names())
+def test_a_bundled_adapter_that_has_refused_can_be_closed(name: str) -> None:
+    """`close` is called although `setup` has raised: an error in it would be that of a rank that ends badly."""
+    registry.load(name)().close()

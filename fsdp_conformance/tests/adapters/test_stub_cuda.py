@@ -63,6 +63,27 @@ def test_cuda_stays_unavailable(cuda: Any) -> None:
     assert not cuda.is_available() or torch.version.cuda
 
 
+def test_one_method_finds_cuda_available() -> None:
+    """That method alone, however often it is asked for, with its arguments and result, and not after an exception."""
+
+    class Engine:
+        def sees(self, wanted: bool) -> tuple[bool, bool]:
+            if not wanted:
+                raise ValueError("not wanted")
+            return wanted, torch.cuda.is_available()
+
+    before = torch.cuda.is_available()
+    for _ in range(2):
+        stub_cuda.seems_available_in(Engine, "sees")
+        once = Engine.sees
+
+    assert Engine.sees is once
+    assert Engine().sees(True) == (True, True)
+    with pytest.raises(ValueError, match="not wanted"):
+        Engine().sees(False)
+    assert torch.cuda.is_available() is before
+
+
 def test_each_stub_is_a_function_of_its_own(cuda: Any) -> None:
     """torch._dynamo rejects a function that it finds under two names."""
     stubs = [getattr(cuda, name) for name in REPLACED if name not in ("Stream", "Event")]

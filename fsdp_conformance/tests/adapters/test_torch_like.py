@@ -13,7 +13,15 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from fsdp_conformance.adapters.base import OptimFn
-from fsdp_conformance.adapters.torch_like import TorchAdapter, replace_submodule, submodules, unit_classes
+from fsdp_conformance.adapters.torch_like import (
+    TorchAdapter,
+    refuse_other_norm,
+    replace_submodule,
+    submodules,
+    unit_classes,
+    units_to_shard,
+    wrap_units,
+)
 from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import AdapterError, Unsupported
 
@@ -53,6 +61,41 @@ def test_full_reads_parameters_gradients_and_state() -> None:
     assert grads["weight"].tolist() == [[-1.0, -1.0]]
     assert torch.equal(adapter.full_params()["weight"], -weight.detach())
     assert adapter.full_optim_state()["weight"]["momentum_buffer"].tolist() == [[-1.0, -1.0]]
+
+
+class Hidden(Plain):
+    """Has one flat parameter in place of the user's."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        wrapped = nn.Module()
+        wrapped.flat = nn.Parameter(torch.ones(3))
+        return wrapped
+
+
+def test_gradients_of_flat_parameters_can_be_dropped_together() -> None:
+    """A user can drop all of them, as for a step that is skipped, but not those of one parameter of his own."""
+    adapter = _set_up(Hidden(), nn.Linear(2, 1))
+    flat: Any = adapter.module().flat
+    flat.sum().backward()
+
+    with pytest.raises(
+        Unsupported, match="the wrapped model shows no parameter 'weight' that has a gradient"
+    ) as caught:
+        adapter.drop_grads(["weight"])
+    assert caught.value.capability == "orig_params"
+    assert flat.grad is not None
+
+    adapter.drop_grads(["weight", "bias"])
+    assert flat.grad is None
+
+
+def test_the_gradients_of_some_parameters_are_dropped() -> None:
+    """The others stay."""
+    adapter = _set_up(Plain(), nn.Linear(2, 1))
+    adapter.backward(adapter.forward(torch.ones(1, 2)).sum())
+    adapter.drop_grads(["weight"])
+
+    assert [parameter.grad is None for parameter in adapter.parameters().values()] == [True, False]
 
 
 class Flat(Plain):
@@ -157,6 +200,39 @@ def test_unit_classes_refuse_what_no_class_can_say() -> None:
         unit_classes(_model(), Plan(units=("nowhere",)))
 
     assert caught.value.capability == "multi_module_unit"
+
+
+def test_units_to_shard_end_with_the_model() -> None:
+    """In the plan's order; several modules of one unit are a list."""
+    model = _model()
+
+    assert units_to_shard(model, Plan(units=("2", "0+1"))) == [model[2], [model[0], model[1]], model]
+    assert units_to_shard(model, Plan()) == [model]
+    with pytest.raises(AdapterError, match="unit 'nowhere'"):
+        units_to_shard(model, Plan(units=("nowhere",)))
+
+
+def test_wrap_units_from_the_inside_out() -> None:
+    """Each unit is in its wrapper wherever it appears; an outer one has the wrappers of those inside it."""
+    linear = nn.Linear(2, 2)
+    model: Any = nn.Sequential(nn.Sequential(linear, nn.Tanh()), linear)
+
+    wrappers = wrap_units(model, Plan(units=("0.0", "0")), nn.Sequential)
+
+    assert list(wrappers) == ["0.0", "0", ""]
+    assert wrappers[""][0] is model
+    assert model[0] is wrappers["0"]
+    assert model[1] is wrappers["0.0"] is wrappers["0"][0][0]
+    assert wrappers["0.0"][0] is linear
+
+
+def test_a_norm_that_was_not_announced_is_refused() -> None:
+    """An engine that clips as its constructor was told would clip by the other one."""
+    refuse_other_norm(Plan(max_norm=1.5), 1.5)
+    refuse_other_norm(Plan(), None)
+    for max_norm in (2.0, None):
+        with pytest.raises(Unsupported, match=f"max_norm must be 1.5 as at construction, got {max_norm}"):
+            refuse_other_norm(Plan(max_norm=1.5), max_norm)
 
 
 def test_replace_submodule_everywhere() -> None:

@@ -98,6 +98,22 @@ def test_shards_alone(held: int, right: bool) -> None:
     assert holds(result) == right
 
 
+@pytest.mark.parametrize(
+    ("held", "grown", "right"), [(2 * FULL, FULL, True), (2 * FULL + SCALARS + 1, FULL, False), (FULL, 2 * FULL, False)]
+)
+def test_where_the_optimizer_state_alone_is_sharded(held: int, grown: int, right: bool) -> None:
+    """ZeRO-1 holds parameters and gradients in full, but neither twice; a bucket for gradients may be there early."""
+    zero1 = plan(sharding=Sharding.OPTIM)
+    history = run(held=held, backward=grown)
+    results = [
+        check(history, WORKLOAD, zero1, world_size=2, padding=0.0)
+        for check in (memory.shards_alone, memory.nothing_full_after_backward)
+    ]
+
+    assert all(holds(result) for result in results) is right
+    assert not holds(memory.shards_alone(history, WORKLOAD, plan(), world_size=2, padding=0.0))
+
+
 def test_offloaded_shards_are_not_on_the_device() -> None:
     """Nothing held is right there."""
     result = memory.shards_alone(run(held=0), WORKLOAD, plan(offload="cpu"), world_size=2, padding=0.15)

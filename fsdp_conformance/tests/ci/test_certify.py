@@ -47,7 +47,8 @@ def certify(tmp_path: Path, *arguments: str, quick: int = 0, whole: int = 0) -> 
         timeout=120,
         check=False,
     )
-    return done.returncode, calls.read_text(encoding="utf-8").splitlines() if calls.exists() else [], done.stdout
+    output = done.stdout + done.stderr
+    return done.returncode, calls.read_text(encoding="utf-8").splitlines() if calls.exists() else [], output
 
 
 def test_every_engine_has_a_quick_round_before_the_first_one_is_judged_in_full(tmp_path: Path) -> None:
@@ -61,6 +62,23 @@ def test_every_engine_has_a_quick_round_before_the_first_one_is_judged_in_full(t
         *(f"run --implementation {e} --report {tmp_path}/r/{e} -n auto" for e in engines),
     ]
     assert output.splitlines()[-1] == f"run files: {tmp_path}/r"
+
+
+def test_what_is_asked_for_by_name_comes_first(tmp_path: Path) -> None:
+    """Its first verdicts do not wait for three other engines; each engine is judged in its own environment."""
+    _, calls, _ = certify(tmp_path, "--with", "deepspeed")
+
+    stages = ["deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3"]
+    assert [call.split()[2] for call in calls] == [*stages, "torch-fsdp2", "torch-fsdp1", "reference"] * 2
+    assert (tmp_path / "setups").read_text(encoding="utf-8").split() == (["deepspeed"] * 3 + ["main"] * 3) * 2
+
+
+def test_an_extra_that_is_none_is_refused_with_those_that_there_are(tmp_path: Path) -> None:
+    """Before anything runs."""
+    status, calls, output = certify(tmp_path, "--with", "deepsped")
+
+    assert (status, calls) == (2, [])
+    assert output == "certify: --with must name an extra that has adapters: deepspeed; got deepsped\n"
 
 
 @pytest.mark.parametrize("workers", [["-n", "1"], ["-n1"]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,10 +11,12 @@ import pytest
 from fsdp_conformance import contract
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.errors import UsageError
+from fsdp_conformance.report.expectations import Expectation
+from fsdp_conformance.report.tally import Shown, digest_of
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.report.test_tally import ran
 from fsdp_conformance.verdict import Verdict
-from pages import scoreboard
+from pages import failures, scoreboard
 
 pytestmark = checkout.required
 
@@ -41,6 +44,11 @@ def test_every_engine_that_was_run_is_bundled() -> None:
     assert {each.name for each in scoreboard.kept()} - scoreboard.bundled().keys() == set()
 
 
+def test_every_failure_has_been_judged() -> None:
+    """By an entry of ci/known-findings.toml, with a script that shows the defect, or a reason to have none."""
+    assert [(each.engine, each.unknown) for each in scoreboard.failed() if each.unknown] == []
+
+
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A checkout whose page and tallies may be overwritten."""
@@ -49,6 +57,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(scoreboard, "PAGE", tmp_path / "scoreboard.md")
     # What is cached would be another checkout's.
     monkeypatch.setattr(scoreboard, "table", scoreboard.table.__wrapped__)
+    monkeypatch.setattr(scoreboard, "failed", scoreboard.failed.__wrapped__)
     return tmp_path
 
 
@@ -57,9 +66,8 @@ def run_of(directory: Path, name: str, **verdicts: Verdict) -> str:
     return ran(directory, cases=tuple(SMOKE.by_id), profile=SMOKE, name=name, **verdicts).run.path
 
 
-@pytest.mark.usefixtures("capsys")
-def test_runs_replace_an_engines_column(elsewhere: Path) -> None:
-    """Other engines keep theirs."""
+def test_runs_replace_an_engines_column(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Other engines keep theirs. A failure that nobody has judged is a problem."""
     primary = SMOKE.entries[0].primary
     paths = [run_of(elsewhere / name, name) for name in ("reference", "torch-fsdp2")]
     assert scoreboard.main(paths) == 0
@@ -67,11 +75,13 @@ def test_runs_replace_an_engines_column(elsewhere: Path) -> None:
 
     other = (elsewhere / "verdicts/torch-fsdp2.json").read_text(encoding="utf-8")
     again = run_of(elsewhere / "again", "reference", **{primary: Verdict.HANG})
-    assert scoreboard.main([again]) == 0
+    assert scoreboard.main([again]) == 1
+    assert "reference: R001/exact-probe-ws2 fails, and ci/known-findings.toml has no entry" in capsys.readouterr().err
     second = (elsewhere / "scoreboard.md").read_text(encoding="utf-8")
 
     assert "| engine | reference | torch-fsdp2 |" in first
     assert ("✗" in first.split("## What ran")[1], "✗" in second.split("## What ran")[1]) == (False, True)
+    assert f"| reference | {len(SMOKE.by_id) - 1} | 0 | 1 | 0 | 1 | 0 |" in second
     assert (elsewhere / "verdicts/torch-fsdp2.json").read_text(encoding="utf-8") == other
     assert sorted(path.name for path in (elsewhere / "verdicts").iterdir()) == ["reference.json", "torch-fsdp2.json"]
 
@@ -104,3 +114,49 @@ def test_what_was_edited_by_hand_is_refused(elsewhere: Path, capsys: pytest.Capt
     file.unlink()
     assert scoreboard.main([str(path)]) == 2
     assert "needs runs that verify" in capsys.readouterr().err
+
+
+def test_failures_of_one_script_are_one_defect() -> None:
+    """A failure is counted with its entry only if the case is still what it was, and the verdict the one foretold."""
+    first, second, third, fourth, fifth = SMOKE.entries[:5]
+    shown = {
+        first: Verdict.FAIL,
+        second: Verdict.FAIL,
+        third: Verdict.HANG,
+        fourth: Verdict.UNSUPPORTED,
+        fifth: Verdict.PASS,
+    }
+    cases = {entry.id: Shown(verdict=verdict, digest=digest_of(entry)) for entry, verdict in shown.items()}
+    changed = SMOKE.entries[5]
+    cases[changed.id] = Shown(verdict=Verdict.FAIL, digest="00000000")
+    script = "ci/findings/torch-fsdp2/units_differ_between_ranks.py"
+    known = [
+        Expectation(case=entry.id, verdict="FAIL", reason=f"It is wrong ({script}).", implementation="torch-*")
+        for entry in (first, second, third)
+    ]
+    tally = replace(scoreboard.kept()[0], name="torch-fsdp2", cases=cases)
+
+    found = failures.failures(tally, SMOKE.entries, known)
+    text = failures.markdown([found])
+
+    assert (found.passed, found.declined, found.failed, found.left) == (1, 1, 3, 0)
+    (defect,) = found.defects
+    assert (defect.reason, defect.script, defect.cases) == ("It is wrong.", script, (first.id, second.id))
+    assert found.unknown == (third.id,)
+    assert "| torch-fsdp2 | 1 | 1 | 3 | 0 | 1 | 1 |" in text
+    assert "[pytorch#75373](https://github.com/pytorch/pytorch/issues/75373)" in text
+
+
+def test_what_is_by_design_or_not_settled_is_no_defect() -> None:
+    """Neither needs a script; what is not settled is counted as such."""
+    entries = SMOKE.entries[:3]
+    reasons = ["By design: it replicates.", "Not settled: it may be the simulator.", "It is wrong, they say."]
+    known = [Expectation(case=e.id, verdict="FAIL", reason=r) for e, r in zip(entries, reasons, strict=True)]
+    cases = {entry.id: Shown(verdict=Verdict.FAIL, digest=digest_of(entry)) for entry in entries}
+    found = failures.failures(replace(scoreboard.kept()[0], name="mine", cases=cases), SMOKE.entries, known)
+    text = failures.markdown([found])
+
+    assert (found.failed, found.proven, found.unsettled, found.unknown) == (3, 0, 2, (entries[2].id,))
+    assert "0 defects, 0 of which" in text
+    assert "| mine | 0 | 0 | 3 | 0 | 2 | 0 |" in text
+    assert "| mine | Not settled: it may be the simulator. | 1 |  |  |" in text

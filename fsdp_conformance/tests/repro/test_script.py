@@ -123,6 +123,13 @@ def test_an_adapter_of_ones_own_is_refused_by_name(tmp_path: Path) -> None:
         _script("R001/exact-probe-ws2", spec)
 
 
+@pytest.mark.parametrize("implementation", ["torch-zero1", "torch-replicate", "accelerate-fsdp1"])
+def test_an_adapter_that_inherits_from_torchs_is_refused(implementation: str) -> None:
+    """It makes other calls: a script of the base class's would show another engine, with a stock optimizer."""
+    with pytest.raises(NoScript, match=f"{implementation} is not a bundled adapter of torch"):
+        _script("R001/exact-probe-ws2", implementation)
+
+
 def _shown(directory: Path, case_id: str, implementation: str) -> tuple[int, str]:
     """Run the script with torchrun where this package cannot be imported."""
     (directory / "shown.py").write_text(_script(case_id, implementation), encoding="utf-8")
