@@ -4,7 +4,7 @@ ZeRO-3: a second backward through one forward raises an error of autograd about 
 Expected: it works, or the error says that it is not possible. Seen with DeepSpeed 0.19.8 (torch 2.13.0, gloo, CPU):
 "The size of tensor a (0) must match the size of tensor b (4)".
 Run: python ci/findings/deepspeed/second_backward.py
-Upstream: no report found (searched November 2026).
+Upstream: https://github.com/deepspeedai/DeepSpeed/pull/8045 (open) is exact; reported as issue 3539 of 2023 (closed).
 """
 
 import os
