@@ -36,7 +36,13 @@ class Assignments(ConformanceTestCase):
         chapter="AA",
         world_size=1,
         needs=("reducer",),
-        kills=("closes-before-adding", "limits-never-advance", "one-bucket-for-all-dtypes", "buckets-as-closed"),
+        kills=(
+            "buckets-in-reverse",
+            "closes-before-adding",
+            "limits-never-advance",
+            "one-bucket-for-all-dtypes",
+            "buckets-as-closed",
+        ),
     )
     def test_assignment_by_size(self) -> None:
         """

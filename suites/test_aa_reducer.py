@@ -164,7 +164,7 @@ class Misuse(Reducing):
         axes={"detail": ("off", "info")},
         world_size=2,
         needs=("reducer",),
-        kills=("unfinished-unnoticed", "unfinished-without-names"),
+        kills=("reducer-refuses-nothing", "unfinished-unnoticed", "unfinished-without-names"),
         timeout_s=30,
     )
     def test_unfinished_reduction(self, detail: str) -> None:
@@ -362,7 +362,7 @@ class Hooks(Reducing):
         chapter="AA",
         axes={"world_size": (2, 3)},
         needs=("reducer",),
-        kills=("divides-after-hook", "divides-before-hook", "hook-result-dropped"),
+        kills=("reducer-negates", "divides-after-hook", "divides-before-hook", "hook-result-dropped"),
     )
     def test_hook_replaces_the_average(self, world_size: int) -> None:
         """A hook receives the rank's own undivided gradients, and its result becomes the gradient, undivided."""
@@ -394,7 +394,10 @@ class Hooks(Reducing):
         axes={"mistake": ("second", "not-callable", "wrong-bucket")},
         world_size=2,
         needs=("reducer",),
-        kills=("any-hook-accepted",),
+        kills=(
+            "reducer-gives-no-reasons",
+            "any-hook-accepted",
+        ),
     )
     def test_hook_refused(self, mistake: str) -> None:
         """A second hook, one that is not callable, and one for another kind of bucket are rejected."""

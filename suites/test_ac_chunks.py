@@ -111,7 +111,7 @@ class Filling(Chunks):
         chapter="AC",
         axes={"world_size": (1, 2, 3, 4)},
         needs=("chunk_pool",),
-        kills=("padding-not-zeroed", "every-shard-full"),
+        kills=("chunk-shows-copies-that-are-shifted", "padding-not-zeroed", "every-shard-full"),
     )
     def test_close(self, world_size: int) -> None:
         """
@@ -178,7 +178,13 @@ class States(Chunks):
         chapter="AC",
         world_size=1,
         needs=("chunk_pool",),
-        kills=("used-once-only", "any-transition", "same-state-refused", "refused-moves-all-the-same"),
+        kills=(
+            "parts-refuse-nothing",
+            "used-once-only",
+            "any-transition",
+            "same-state-refused",
+            "refused-moves-all-the-same",
+        ),
     )
     def test_transitions(self) -> None:
         """Nine of the transitions between five states are legal, others are rejected, and staying is allowed."""
@@ -224,7 +230,16 @@ class States(Chunks):
             state = chunk.state(0)
         self.go(chunk, *ways[state], count=1)
 
-    @conformance_case("R178", chapter="AC", world_size=2, needs=("chunk_pool",), kills=("releases-in-use",))
+    @conformance_case(
+        "R178",
+        chapter="AC",
+        world_size=2,
+        needs=("chunk_pool",),
+        kills=(
+            "parts-give-no-reasons",
+            "releases-in-use",
+        ),
+    )
     def test_release_guarded(self) -> None:
         """A chunk can be released only when none of its tensors is in use."""
         pool = self.pool()
@@ -272,7 +287,7 @@ class RoundTrips(Chunks):
         chapter="AC",
         axes={"world_size": (1, 2, 3, 4)},
         needs=("chunk_pool",),
-        kills=("block-not-returned", "released-for-good"),
+        kills=("chunk-says-that-it-is-whole", "block-not-returned", "released-for-good"),
     )
     def test_access_and_release(self, world_size: int) -> None:
         """Gathered tensors have their values in every round, and the block goes back to the pool."""
@@ -295,7 +310,16 @@ class RoundTrips(Chunks):
             self.expect_use("R179", pool, 2, 0, when="after the release")
             self.check_equal("R179", chunk.shard, self.shard_of(), check="shard after the release")
 
-    @conformance_case("R179", chapter="AC", world_size=2, needs=("chunk_pool",), kills=("gathers-again",))
+    @conformance_case(
+        "R179",
+        chapter="AC",
+        world_size=2,
+        needs=("chunk_pool",),
+        kills=(
+            "chunk-never-moves",
+            "gathers-again",
+        ),
+    )
     def test_second_access(self) -> None:
         """A second access takes no block, communicates nothing, and does not change the values."""
         pool = self.pool()
@@ -361,7 +385,7 @@ class Statistics(Chunks):
         chapter="AC",
         axes={"world_size": (2, 4)},
         needs=("chunk_pool",),
-        kills=("norm-counts-padding", "norms-add-up", "norm-before-the-mean"),
+        kills=("chunk-doubles-everything", "norm-counts-padding", "norms-add-up", "norm-before-the-mean"),
     )
     def test_squared_norm(self, world_size: int) -> None:
         """The squared norm covers the valid elements of this rank's shard, from the last reduction only."""
@@ -441,7 +465,7 @@ class Pool(Chunks):
         chapter="AC",
         world_size=1,
         needs=("chunk_pool",),
-        kills=("miscounts-when-empty", "double-return-accepted", "untyped-blocks"),
+        kills=("parts-refuse-nothing", "miscounts-when-empty", "double-return-accepted", "untyped-blocks"),
     )
     def test_counters(self) -> None:
         """Blocks have the pool's size and dtype; leasing too many or returning one twice raises and changes nothing."""

@@ -114,7 +114,7 @@ class Relations(Costs):
         chapter="AD",
         axes={"world_size": (2, 3, 4)},
         needs=("mesh",),
-        kills=("gathers-one-shard", "no-start-up"),
+        kills=("what-is-dear-is-cheap", "gathers-one-shard", "no-start-up"),
     )
     def test_one_axis(self, world_size: int) -> None:
         """
@@ -148,7 +148,7 @@ class Relations(Costs):
         chapter="AD",
         axes={"world_size": (2, 4)},
         needs=("mesh",),
-        kills=("counts-elements", "every-tensor-alike"),
+        kills=("everything-costs-the-same", "counts-elements", "every-tensor-alike"),
     )
     def test_bytes(self, world_size: int) -> None:
         """More bytes cost more, whether through more elements or a wider dtype."""

@@ -229,7 +229,7 @@ class Shards(Mesh):
         chapter="AD",
         axes={"dim": (0, 1), "world_size": (1,)},
         needs=("mesh",),
-        kills=("balanced-shards", "empty-shards-missing", "empty-shards-flat"),
+        kills=("mesh-negates", "balanced-shards", "empty-shards-missing", "empty-shards-flat"),
     )
     def test_shards(self, dim: int, world_size: int) -> None:
         """Splits like `torch.chunk`, but into one shard per rank: empty shards keep their other dims."""
@@ -247,7 +247,7 @@ class Shards(Mesh):
         chapter="AD",
         axes={"dim": (0, 1), "world_size": (1,)},
         needs=("mesh",),
-        kills=("padding-not-zero", "padding-copies", "unpads-the-front"),
+        kills=("mesh-adds-a-dimension", "padding-not-zero", "padding-copies", "unpads-the-front"),
     )
     def test_padding(self, dim: int, world_size: int) -> None:
         """Padding appends zeros and unpadding removes them; padding by zero returns the same object."""

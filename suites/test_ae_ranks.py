@@ -204,7 +204,15 @@ class Collectives(ConformanceTestCase):
             )
 
     @conformance_case(
-        "R186", chapter="AE", world_size=1, needs=("sim_ranks",), kills=("mismatch-unnoticed",), processes=PROCESSES
+        "R186",
+        chapter="AE",
+        world_size=1,
+        needs=("sim_ranks",),
+        kills=(
+            "failed-ranks-return-nothing",
+            "mismatch-unnoticed",
+        ),
+        processes=PROCESSES,
     )
     def test_different_calls(self) -> None:
         """Ranks that call different collectives raise an error that names both calls, instead of waiting forever."""
@@ -243,7 +251,7 @@ class Bodies(ConformanceTestCase):
         chapter="AE",
         axes={"world_size": (2, 4)},
         needs=("sim_ranks", "reducer"),
-        kills=("trains-otherwise", "takes-what-is-there"),
+        kills=("collectives-return-nothing", "trains-otherwise", "takes-what-is-there"),
         processes=PROCESSES,
     )
     def test_same_verdict(self, world_size: int) -> None:

@@ -50,6 +50,7 @@ standard library; the classes are imported in the ranks, by `adapters.registry.l
     mesh            components: collectives along a mesh axis, uneven shards
     cost            components: the cost of redistributions on a mesh
     ranks           components: simulated ranks that mix values or miss errors
+    whole_parts     components: everything that one returns, or refuses, is wrong
 
     variants        correct implementations that are unusual, which no case may accuse
 """

@@ -4,8 +4,8 @@ DistributedDataParallel: a ModuleList, which has no forward, is wrapped without 
 Expected: an error or a warning, as from FullyShardedDataParallel and fully_shard. Seen with torch 2.13.0 (one process,
 CPU): nothing until the wrapper is called, which raises NotImplementedError.
 Run: python ci/findings/torch-ddp/containers_are_accepted.py
-Upstream: no report found (searched November 2026); https://github.com/pytorch/pytorch/issues/113794 (closed) asked for it
-for FullyShardedDataParallel.
+Upstream: no report found (searched November 2026); for FullyShardedDataParallel it was asked for:
+https://github.com/pytorch/pytorch/issues/113794 (closed).
 """
 
 import warnings
