@@ -267,7 +267,8 @@ def test_an_encoder_with_padding_makes_no_nested_tensors() -> None:
 @in_process_of_its_own
 def test_other_layouts_are_refused_by_name() -> None:
     """Compressed sparse and nested tensors: the error names the operation."""
-    compressed = torch.sparse_csr_tensor([0, 1], [0], [1.0], device="sim", check_invariants=False)
+    with warnings.catch_warnings(action="ignore"):  # torch: "support is in beta state"
+        compressed = torch.sparse_csr_tensor([0, 1], [0], [1.0], device="sim", check_invariants=False)
     with pytest.raises(NotImplementedError, match=r"aten::\w+: nested, quantized and compressed sparse tensors"):
         compressed.to_dense()
     with pytest.raises(NotImplementedError, match=r"aten::_nested_tensor_from_mask: expected .* got layout nested"):
