@@ -5,7 +5,7 @@ Expected: its parameters, as without sharding, and as with torch's own FullyShar
 Seen with fairscale 0.4.13 (torch 2.13.0, gloo, CPU): they are attributes of the module, and views of a flat parameter.
 CUDA's streams are replaced.
 Run: python ci/findings/fairscale/no_parameters_in_forward.py
-Upstream: no report found (searched November 2026).
+Upstream: https://github.com/facebookresearch/fairscale/issues/430 (open) is exact.
 """
 
 import sys
