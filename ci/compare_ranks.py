@@ -29,7 +29,7 @@ from fsdp_conformance.verdict import Verdict
 HOSTS = "hosts"
 KINDS = (*RANKS, HOSTS)
 
-#: Where the agents on two hosts meet. The hosts are ours, so nobody else has the port.
+#: The port on which the agents of the two hosts meet. Only this script uses these hosts, so it is free.
 _PORT = 29400
 
 #: How long the second host may take to end after the first, which judges.

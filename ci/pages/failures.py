@@ -3,7 +3,7 @@ What the kept runs show that engines do wrong: the part of docs/scoreboard.md th
 
 A failed case is known if ci/known-findings.toml has an entry for it. Its reason names the script under ci/findings that
 shows the defect without this package; entries of one engine that name the same script are one defect. A reason that
-names none begins with "By design:", or with "Not settled:" as long as nobody knows whether the engine is wrong.
+names none begins with "By design:", or with "Not settled:" until it is known whether the engine is wrong.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Failures:
 
     @property
     def unsettled(self) -> int:
-        """Failed cases of which nobody knows whether the engine is wrong."""
+        """Failed cases for which it is not known yet whether the engine is wrong."""
         open_ones = [defect for defect in self.defects if defect.reason.startswith(_UNSETTLED)]
         return len(self.unknown) + sum(len(defect.cases) for defect in open_ones)
 

@@ -35,7 +35,7 @@ def allocating(init_fn: Any, device: torch.device) -> Any:
     """
     The user's function for engines whose own also has to allocate memory, before which modules are on meta.
 
-    What cannot be called is returned as it is: the engine is to refuse it.
+    A value that cannot be called is returned unchanged: refusing it is up to the engine.
     """
     if not callable(init_fn):
         return init_fn

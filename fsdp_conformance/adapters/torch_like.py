@@ -336,7 +336,7 @@ def units_to_shard(model: nn.Module, plan: Plan) -> list[Any]:
 
 def wrap_units(model: nn.Module, plan: Plan, wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
     """
-    Put each of the plan's units, innermost first, in a wrapper of its own, then the model.
+    Wrap each of the plan's units, innermost first, and then the model.
 
     Returns the wrappers by unit; that of the model is under "".
     """

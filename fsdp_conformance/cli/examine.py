@@ -23,7 +23,7 @@ WORLD_SIZES = (2, 4)
 
 
 def main(device: str, *, shared: bool = False) -> None:
-    """Find out what this machine can do, with `shared` where ranks share devices; stops at what it cannot."""
+    """Find out what this machine can do; with `shared`, ranks share devices. Stops at the first thing that fails."""
     began = time.monotonic()
     server_for(("fsdp_conformance.harness.exact_collectives",)).ensure_running()
     machine = machine_here(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -45,82 +45,69 @@ def _changed(owner: C, change: Callable[[Method], Method], *, also_private: bool
 # --- refusals ---------------------------------------------------------------------------------------------------------
 
 
-def _silent(method: Method) -> Method:
+def _refusing(method: Method, says: str) -> Method:
+    """The method with another message in the place of the engine's errors; without one, it returns None instead."""
+
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             return method(*args, **kwargs)
         except (ConfigError, EngineError):
+            if says:
+                raise RuntimeError(says) from None
             return None
 
     return call
 
 
-def _wordless(method: Method) -> Method:
-    @functools.wraps(method)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return method(*args, **kwargs)
-        except (ConfigError, EngineError):
-            raise RuntimeError("that does not work") from None
-
-    return call
+_WORDLESS = "that does not work"
 
 
 class _Refusing(ReferenceComponents):
-    """Chunks, pools and mesh collectives whose errors are changed."""
+    """Chunks, pools, mesh collectives and assignments to buckets with another message in their errors, or none."""
 
-    def change(self, method: Method) -> Method:
-        """The method with other errors."""
-        raise NotImplementedError
+    says: ClassVar[str] = ""
 
     def chunk_pool(self, num_blocks: int, numel: int, dtype: torch.dtype, device: torch.device) -> ChunkPool:
-        pool = _changed(SeamPool, self.change)(num_blocks, numel, dtype, device)
-        pool.chunk_class = _changed(EngineChunk, self.change)
+        pool = _changed(SeamPool, self._refusing)(num_blocks, numel, dtype, device)
+        pool.chunk_class = _changed(EngineChunk, self._refusing)
         return pool
 
     def mesh_collectives(self) -> MeshCollectives:
-        return _changed(EngineMesh, self.change)()
+        return _changed(EngineMesh, self._refusing)()
 
-    def bucket_assignment(
-        self,
-        tensors: Sequence[Tensor],
-        limits: Sequence[int],
-        sparse_flags: Sequence[bool] = (),
-        order: Sequence[int] = (),
-    ) -> Assignment:
-        found: Assignment = self.change(super().bucket_assignment)(tensors, limits, sparse_flags, order)
+    def bucket_assignment(self, *args: Any, **options: Any) -> Assignment:
+        found: Assignment = self._refusing(super().bucket_assignment)(*args, **options)
         return found
+
+    def _refusing(self, method: Method) -> Method:
+        return _refusing(method, self.says)
 
 
 @known_wrong("R178", "R179", "R164", shows=("refusal",))
 class PartsRefuseNothing(_Refusing):
     """What a chunk, a pool, a mesh collective or an assignment to buckets must refuse has no effect and no error."""
 
-    def change(self, method: Method) -> Method:
-        return _silent(method)
-
 
 @known_wrong("R178", "R179", "R164", shows=("refusal",))
 class PartsGiveNoReasons(_Refusing):
     """Whatever a chunk, a pool, a mesh collective or an assignment to buckets refuses, the error does not say what."""
 
-    def change(self, method: Method) -> Method:
-        return _wordless(method)
+    says = _WORDLESS
 
 
 @known_wrong("R166", "R170", shows=("refusal",))
 class ReducerRefusesNothing(SeamReducer):
     """Nothing is said of unfinished reductions, gradients that come twice, and hooks of the wrong kind."""
 
-    reducer_class = _changed(Reducer, _silent, also_private=True)
+    reducer_class = _changed(Reducer, functools.partial(_refusing, says=""), also_private=True)
 
 
 @known_wrong("R166", "R170", shows=("refusal",))
 class ReducerGivesNoReasons(SeamReducer):
     """Whatever a reducer refuses, the error does not say what."""
 
-    reducer_class = _changed(Reducer, _wordless, also_private=True)
+    reducer_class = _changed(Reducer, functools.partial(_refusing, says=_WORDLESS), also_private=True)
 
 
 @known_wrong("R164", "R166", "R170")
@@ -141,14 +128,8 @@ class ReducerNegates(SeamReducer):
 class BucketsInReverse(ReferenceComponents):
     """Buckets, and the tensors in them, come in the opposite order."""
 
-    def bucket_assignment(
-        self,
-        tensors: Sequence[Tensor],
-        limits: Sequence[int],
-        sparse_flags: Sequence[bool] = (),
-        order: Sequence[int] = (),
-    ) -> Assignment:
-        found = super().bucket_assignment(tensors, limits, sparse_flags, order)
+    def bucket_assignment(self, *args: Any, **options: Any) -> Assignment:
+        found = super().bucket_assignment(*args, **options)
         return Assignment([bucket[::-1] for bucket in found.buckets[::-1]], found.limits[::-1])
 
 
@@ -172,17 +153,21 @@ class ChunkShowsCopiesThatAreShifted(SeamChunks):
     chunk_class = _Rolled
 
 
+def _doubled(statistics: ShardStatistics) -> ShardStatistics:
+    return statistics._replace(squared_norm=2 * statistics.squared_norm)
+
+
 class _Doubling(EngineChunk):
     def append(self, tensor: Tensor) -> object:
         return super().append(tensor * 2)
 
     def statistics(self) -> ShardStatistics:
-        return ShardStatistics(super().statistics().squared_norm * 2, super().statistics().overflow)
+        return _doubled(super().statistics())
 
 
 class _DoublingPool(SeamPool):
     def statistics(self) -> ShardStatistics:
-        return ShardStatistics(super().statistics().squared_norm * 2, super().statistics().overflow)
+        return _doubled(super().statistics())
 
 
 @known_wrong("R177", "R180")
@@ -239,18 +224,16 @@ class ChunkSaysThatItIsWhole(SeamChunks):
 
 
 def _spoilt(change: Callable[[Tensor], Tensor]) -> Callable[[Method], Method]:
-    """A method whose results are changed; where it has none, the tensor that it writes to."""
+    """A method that returns changed tensors. What it writes to its arguments stays right."""
 
     def spoil(method: Method) -> Method:
         @functools.wraps(method)
-        def call(self: Any, tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-            found = method(self, tensor, *args, **kwargs)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found = method(*args, **kwargs)
             if isinstance(found, Tensor):
                 return change(found)
             if isinstance(found, list | tuple):
                 return [change(each) for each in found]
-            if method.__name__ in ("broadcast", "scatter"):
-                tensor.copy_(change(tensor))
             return found
 
         return call
@@ -260,7 +243,7 @@ def _spoilt(change: Callable[[Tensor], Tensor]) -> Callable[[Method], Method]:
 
 @known_wrong("R182", "R183")
 class MeshNegates(ReferenceComponents):
-    """Every result has the opposite sign."""
+    """Every tensor that is returned has the opposite sign."""
 
     def mesh_collectives(self) -> MeshCollectives:
         return _changed(EngineMesh, _spoilt(torch.neg))()
@@ -272,7 +255,7 @@ def _one_deeper(tensor: Tensor) -> Tensor:
 
 @known_wrong("R182", "R183")
 class MeshAddsADimension(ReferenceComponents):
-    """Every result has a dimension of length one in front."""
+    """Every tensor that is returned has a dimension of length one in front."""
 
     def mesh_collectives(self) -> MeshCollectives:
         return _changed(EngineMesh, _spoilt(_one_deeper))()
