@@ -502,7 +502,7 @@ class Pool(Chunks):
         axes={"policy": ("fifo", "next-use"), "world_size": (1, 2)},
         needs=("chunk_pool",),
         kills=lambda values: {
-            "fifo": ["evicts-the-newest"],
+            "fifo": ["evicts-the-newest", "chunk-doubles-everything", "chunk-says-that-it-is-whole"],
             "next-use": ["evicts-the-nearest-use", "ignores-next-use"],
         }[values["policy"]],
     )

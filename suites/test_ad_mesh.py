@@ -356,7 +356,17 @@ class Wholes(Mesh):
             details = f"stride {got.stride()}"
             self.expect_equal("R183", "is_contiguous", got.is_contiguous(), True, details=details, fqn=where)
 
-    @conformance_case("R183", chapter="AD", world_size=4, needs=("mesh",), kills=("meta-communicates",))
+    @conformance_case(
+        "R183",
+        chapter="AD",
+        world_size=4,
+        needs=("mesh",),
+        kills=(
+            "meta-communicates",
+            "sums-over-the-world",
+            "mesh-talks-to-the-world",
+        ),
+    )
     def test_meta(self) -> None:
         """Collectives on meta tensors send nothing."""
         collectives = self.start("2x2", 1)

@@ -163,7 +163,7 @@ class Collectives(ConformanceTestCase):
         axes={"program": tuple(PROGRAMS)},
         world_size=4,
         needs=("sim_ranks",),
-        kills=lambda values: (_WRONG[values["program"]],),
+        kills=lambda values: (_WRONG[values["program"]], "ranks-return-the-opposite-sign", "ranks-return-too-much"),
         processes=PROCESSES,
     )
     def test_as_between_processes(self, program: str) -> None:
@@ -179,7 +179,16 @@ class Collectives(ConformanceTestCase):
             self.check_equal("R186", mine, want, check=program, fqn=f"result {index}")
 
     @conformance_case(
-        "R186", chapter="AE", world_size=1, needs=("sim_ranks",), kills=("common-random-numbers",), processes=PROCESSES
+        "R186",
+        chapter="AE",
+        world_size=1,
+        needs=("sim_ranks",),
+        kills=(
+            "common-random-numbers",
+            "ranks-return-the-opposite-sign",
+            "ranks-return-too-much",
+        ),
+        processes=PROCESSES,
     )
     def test_random_numbers(self) -> None:
         """Each rank has its own torch and Python random numbers, whatever other ranks draw in between."""

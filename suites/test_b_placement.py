@@ -51,6 +51,8 @@ class InitModes(ConformanceTestCase):
         kills=(
             "sum-instead-of-mean",
             "optimizes-what-was-moved",
+            "leaves-buffers-behind",
+            "reference-leaves-buffers-behind",
         ),
     )
     def test_after(self, world_size: int) -> None:
@@ -59,7 +61,7 @@ class InitModes(ConformanceTestCase):
 
     def check_init_mode(self, mode: InitMode) -> None:
         """Parity, and every parameter and buffer on the device."""
-        workload = probes.exact_nested()
+        workload = replace(probes.exact_nested(), build=_with_a_buffer)
         adapter = self.subject()
         run = self.train(workload, self.plan(workload, init_mode=mode), adapter=adapter)
         self.check_parity(run, workload)
@@ -93,6 +95,8 @@ class InitModes(ConformanceTestCase):
         kills=(
             "ignores-offload",
             "accepts-moved-offload",
+            "gives-no-reasons",
+            "breaks-down-at-every-error",
         ),
     )
     def test_offloaded_and_moved(self) -> None:
@@ -120,7 +124,11 @@ class InitModes(ConformanceTestCase):
         world_size=2,
         needs=("device_id",),
         environment=("accelerator",),
-        kills=("uses-the-current-device",),
+        kills=(
+            "uses-the-current-device",
+            "leaves-buffers-behind",
+            "reference-leaves-buffers-behind",
+        ),
     )
     def test_not_the_current_device(self) -> None:
         """With an explicit device that is not the current one, every parameter and buffer ends up on the explicit."""
@@ -273,6 +281,8 @@ class InitModes(ConformanceTestCase):
         kills=(
             "accepts-mixed-devices",
             "moves-back-silently",
+            "gives-no-reasons",
+            "reference-breaks-down-at-every-error",
         ),
     )
     def test_moved_between_init_and_forward(self) -> None:
@@ -283,7 +293,17 @@ class InitModes(ConformanceTestCase):
         with self.refusal("R023", reason, names=(self.device.type, "cpu")):
             self.train(workload, plan, on_setup=lambda adapter: adapter.module().to("cpu"))
 
-    @conformance_case("R024", chapter="B", world_size=2, needs=("pg_sanity",), kills=("believes-any-group",))
+    @conformance_case(
+        "R024",
+        chapter="B",
+        world_size=2,
+        needs=("pg_sanity",),
+        kills=(
+            "believes-any-group",
+            "claims-every-check",
+            "fsdp1-claims-every-check",
+        ),
+    )
     def test_group_that_contradicts_the_launcher(self) -> None:
         """A process group of one rank in a launch of two is reported."""
         with self.refusal(
@@ -291,6 +311,13 @@ class InitModes(ConformanceTestCase):
         ):
             workload = models.wide_mlp()
             self.train(workload, self.plan(workload, local_units=("",)))
+
+
+def _with_a_buffer(rank: int) -> nn.Module:
+    """The probe's model, with a buffer in a unit that no forward reads."""
+    model = probes.exact_nested().build(rank)
+    model.get_submodule("stages.1").register_buffer("constant", torch.arange(3.0))
+    return model
 
 
 @torch.no_grad()

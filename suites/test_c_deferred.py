@@ -92,7 +92,7 @@ class DeferredInit(ConformanceTestCase):
         chapter="C",
         world_size=2,
         needs=("meta_init",),
-        kills=("meta-error-without-the-name", "leaves-garbage"),
+        kills=("meta-error-without-the-name", "leaves-garbage", "gives-no-reasons", "reference-gives-no-reasons"),
     )
     def test_left_on_meta(self) -> None:
         """A forward with a parameter that nothing initialises raises and names it, if the wrap has not raised."""
@@ -262,7 +262,17 @@ class DeferredInit(ConformanceTestCase):
 class InitFunctions(ConformanceTestCase):
     """Initialisation by a function of the user's."""
 
-    @conformance_case("R028", chapter="C", world_size=2, needs=("meta_init_fn",), kills=("accepts-any-init-function",))
+    @conformance_case(
+        "R028",
+        chapter="C",
+        world_size=2,
+        needs=("meta_init_fn",),
+        kills=(
+            "accepts-any-init-function",
+            "reference-gives-no-reasons",
+            "reference-breaks-down-at-every-error",
+        ),
+    )
     def test_not_callable(self) -> None:
         """An init function that cannot be called is refused when the model is wrapped."""
         workload = deferred.deferred_nested()

@@ -49,7 +49,11 @@ class Bytes(ConformanceTestCase):
         axes={"world_size": (2, 4), "reshard": (True, False)},
         needs=("zero3", "reshard_after_forward", "sharded_state"),
         environment=("accelerator",),
-        kills=lambda values: ["keeps-parameters-after-forward" if values["reshard"] else "ignores-reshard"],
+        kills=lambda values: (
+            ["keeps-parameters-after-forward", "hoards-parameters", "reference-keeps-parameters-after-forward"]
+            if values["reshard"]
+            else ["ignores-reshard"]
+        ),
     )
     def test_freed_after_forward(self, world_size: int, reshard: bool) -> None:
         """At the loss, a unit that is resharded after forward holds no full parameters; one that is not holds all."""
@@ -132,7 +136,11 @@ class Bytes(ConformanceTestCase):
         axes={"world_size": (2,), "optimizer": ("sgd", "adam"), "micro_batches": (1, 3)},
         only=lambda values: values["optimizer"] == "sgd" or values["micro_batches"] == 1,
         environment=("accelerator",),
-        kills=("leaks-every-step",),
+        kills=(
+            "leaks-every-step",
+            "hoards-parameters",
+            "reference-hoards-parameters",
+        ),
     )
     def test_no_growth(self, world_size: int, optimizer: str, micro_batches: int) -> None:
         """Exactly as many bytes are held after the third, fourth and fifth step as after the second."""
@@ -147,7 +155,11 @@ class Bytes(ConformanceTestCase):
         world_size=2,
         needs=("cpu_offload_params",),
         environment=("accelerator", "pinned_memory"),
-        kills=("leaks-every-step",),
+        kills=(
+            "leaks-every-step",
+            "hoards-parameters",
+            "reference-hoards-parameters",
+        ),
     )
     def test_no_growth_with_offload(self) -> None:
         """With parameters offloaded to pinned memory, the bytes held on the device do not grow from step to step."""
@@ -220,7 +232,16 @@ class Bytes(ConformanceTestCase):
 class Lifecycle(ConformanceTestCase):
     """Parameters and gradients as user code and optimizers see them."""
 
-    @conformance_case("R036", chapter="D", axes={"world_size": (2, 3)}, kills=("shows-its-own-parameters",))
+    @conformance_case(
+        "R036",
+        chapter="D",
+        axes={"world_size": (2, 3)},
+        kills=(
+            "shows-its-own-parameters",
+            "takes-biases-for-buffers",
+            "reference-takes-biases-for-buffers",
+        ),
+    )
     def test_parameters_that_user_code_sees(self, world_size: int) -> None:
         """A unit's own code sees full parameters: as attributes in forward and backward, by name in forward."""
         workload = deep.deep_4()
@@ -245,7 +266,10 @@ class Lifecycle(ConformanceTestCase):
         chapter="D",
         axes={"world_size": (2, 3), "accumulation": ("each", "deferred")},
         needs=lambda values: ["no_sync"] if values["accumulation"] == "deferred" else [],
-        kills=("replicated-gradients",),
+        kills=(
+            "replicated-gradients",
+            "shards-gradients-otherwise",
+        ),
     )
     def test_gradients_match_parameters(self, world_size: int, accumulation: str) -> None:
         """After backward, a gradient has the shape, dtype, device and placement of its parameter."""
@@ -262,7 +286,10 @@ class Lifecycle(ConformanceTestCase):
         world_size=2,
         needs=("cpu_offload_params",),
         environment=lambda values: ["accelerator"] + ["pinned_memory"] * (values["offload"] == "cpu_pinned"),
-        kills=("replicated-gradients",),
+        kills=(
+            "replicated-gradients",
+            "shards-gradients-otherwise",
+        ),
     )
     def test_offloaded_gradients_match_parameters(self, offload: str) -> None:
         """With offload, gradients are on the CPU like their parameters."""

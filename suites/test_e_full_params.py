@@ -278,7 +278,12 @@ class Writes(FullAccessCase):
         world_size=2,
         needs=("full_params_rank0",),
         environment=("accelerator",),
-        kills=("reference-shows-on-the-device", "fsdp1-shows-on-the-device"),
+        kills=(
+            "reference-shows-on-the-device",
+            "fsdp1-shows-on-the-device",
+            "reference-shows-one-unit",
+            "reference-stays-whole",
+        ),
     )
     def test_on_the_cpu(self) -> None:
         """On the CPU, the first rank sees full parameters there, and no device memory is held for them."""
@@ -310,7 +315,11 @@ class Writes(FullAccessCase):
         chapter="E",
         world_size=2,
         needs=("full_params_rank0", "full_params_writeback"),
-        kills=("reference-accepts-writes-on-one-rank",),
+        kills=(
+            "reference-accepts-writes-on-one-rank",
+            "reference-gives-no-reasons",
+            "reference-persists-always",
+        ),
     )
     def test_first_rank_writes(self) -> None:
         """Keeping what the first rank alone writes is rejected, or its values arrive on every rank."""
@@ -423,7 +432,11 @@ class States(FullAccessCase):
         chapter="E",
         world_size=2,
         needs=("full_params", "manual_unshard", "sharded_state"),
-        kills=("reference-reshards-on-leaving",),
+        kills=(
+            "reference-reshards-on-leaving",
+            "reference-damages-gathered-parameters",
+            "reference-gathers-noise",
+        ),
     )
     def test_unsharded_before(self) -> None:
         """A unit that was unsharded by hand before the context is still unsharded after it, and can be resharded."""

@@ -137,6 +137,7 @@ class StateMachine(ConformanceTestCase):
         kills=(
             "rank-dependent-order",
             "reference-ignores-order",
+            "ddp-keeps-last-bucket",
         ),
         timeout_s=45,
     )
@@ -180,7 +181,12 @@ class Refusals(ConformanceTestCase):
         "R055",
         chapter="F",
         world_size=2,
-        kills=("accepts-containers", "warns-of-something-else"),
+        kills=(
+            "accepts-containers",
+            "warns-of-something-else",
+            "gives-no-reasons",
+            "reference-breaks-down-at-every-error",
+        ),
         processes="Python catches warnings for all threads of a process at once",
     )
     def test_container(self) -> None:
@@ -236,7 +242,13 @@ class Refusals(ConformanceTestCase):
         "R057",
         chapter="F",
         axes={"mistake": ("replicas", "reshard-group", "device"), "world_size": (4,)},
-        kills=("accepts-anything", "ignores-what-it-does-not-offer", "breaks-down"),
+        kills=(
+            "accepts-anything",
+            "ignores-what-it-does-not-offer",
+            "breaks-down",
+            "gives-no-reasons",
+            "reference-breaks-down-at-every-error",
+        ),
     )
     def test_invalid_configuration(self, mistake: str, world_size: int) -> None:
         """
@@ -254,7 +266,17 @@ class Refusals(ConformanceTestCase):
 class WrappedModule(ConformanceTestCase):
     """What user code can still do with a wrapped module."""
 
-    @conformance_case("R060", chapter="F", world_size=2, kills=("loses-attributes", "loses-attribute-writes"))
+    @conformance_case(
+        "R060",
+        chapter="F",
+        world_size=2,
+        kills=(
+            "loses-attributes",
+            "loses-attribute-writes",
+            "shows-an-empty-module",
+            "reference-shows-an-empty-module",
+        ),
+    )
     def test_behaves_like_the_original(self) -> None:
         """
         Attributes, indexing, the training flag and the user's own names survive wrapping and reach the original module.
@@ -286,7 +308,16 @@ class WrappedModule(ConformanceTestCase):
                 f"none of the modules has the original class: {inner}",
             )
 
-    @conformance_case("R060", chapter="F", world_size=2, kills=("shows-a-copy",))
+    @conformance_case(
+        "R060",
+        chapter="F",
+        world_size=2,
+        kills=(
+            "shows-a-copy",
+            "shows-an-empty-module",
+            "reference-shows-an-empty-module",
+        ),
+    )
     def test_written_attribute_is_used(self) -> None:
         """What user code sets on a submodule takes effect in the next forward."""
         workload = probes.exact_mlp()
@@ -317,7 +348,17 @@ class WrappedModule(ConformanceTestCase):
             output: Tensor = adapter.forward(*batch.args, **batch.kwargs)
         return output.detach().clone()
 
-    @conformance_case("R061", chapter="F", world_size=2, needs=("copyable",), kills=("copies-share-storage",))
+    @conformance_case(
+        "R061",
+        chapter="F",
+        world_size=2,
+        needs=("copyable",),
+        kills=(
+            "copies-share-storage",
+            "reference-damages-gathered-parameters",
+            "reference-gathers-noise",
+        ),
+    )
     def test_deepcopy(self) -> None:
         """A deep copy has its own parameters of equal value and gives the same output, or deepcopy raises."""
         workload = models.wide_mlp()

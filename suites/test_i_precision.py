@@ -28,7 +28,12 @@ class LowPrecision(ConformanceTestCase):
         axes={"world_size": (2, 4)},
         needs=("mixed_precision",),
         environment=("accelerator",),
-        kills=("keeps-low-precision-copies", "keeps-copies-in-any-precision"),
+        kills=(
+            "keeps-low-precision-copies",
+            "keeps-copies-in-any-precision",
+            "hoards-parameters",
+            "reference-hoards-parameters",
+        ),
     )
     def test_copies_live_while_gathered(self, world_size: int) -> None:
         """Between steps and after each backward, shards are held in their own dtype alone, and no more than without."""
@@ -48,7 +53,12 @@ class LowPrecision(ConformanceTestCase):
         chapter="I",
         world_size=2,
         needs=("mixed_precision",),
-        kills=("ignores-param-dtype", "rounds-integer-inputs"),
+        kills=(
+            "ignores-param-dtype",
+            "rounds-integer-inputs",
+            "confuses-half-precisions",
+            "reference-confuses-half-precisions",
+        ),
     )
     def test_dtypes_in_forward(self) -> None:
         """In forward, parameters are in bfloat16, and integer inputs keep their dtype."""
@@ -73,7 +83,12 @@ class LowPrecision(ConformanceTestCase):
         world_size=2,
         axes={"optimizer": ("sgd", "adam")},
         needs=("mixed_precision",),
-        kills=("keeps-gradients-in-low-precision", "keeps-state-in-low-precision"),
+        kills=(
+            "keeps-gradients-in-low-precision",
+            "keeps-state-in-low-precision",
+            "has-no-full-precision",
+            "reference-has-no-full-precision",
+        ),
     )
     def test_dtypes_for_the_optimizer(self, optimizer: str) -> None:
         """After backward, and between steps, parameters, gradients and optimizer state are in float32."""
@@ -122,6 +137,9 @@ class LowPrecision(ConformanceTestCase):
         kills=lambda values: {
             ("bfloat16", "default"): ["ignores-param-dtype", "always-reduces-in-float32"],
             ("bfloat16", "bfloat16"): ["always-reduces-in-float32"],
+            ("own", "bfloat16"): [
+                "ignores-reduce-dtype", "confuses-half-precisions", "reference-confuses-half-precisions"
+            ],
         }.get((values["compute"], values["reduce"]), ["ignores-reduce-dtype"]),
     )  # fmt: skip
     def test_dtype_on_the_wire(self, world_size: int, compute: str, reduce: str) -> None:
@@ -180,7 +198,15 @@ class LowPrecision(ConformanceTestCase):
         self.check_rounding(run, workload, plan, regime, requirement="R086")
 
     @conformance_case(
-        "R088", chapter="I", world_size=2, needs=("mixed_precision",), kills=("rounds-inputs-outside-of-autograd",)
+        "R088",
+        chapter="I",
+        world_size=2,
+        needs=("mixed_precision",),
+        kills=(
+            "rounds-inputs-outside-of-autograd",
+            "detaches-inputs",
+            "reference-detaches-inputs",
+        ),
     )
     def test_gradients_of_inputs(self) -> None:
         """A float32 input receives a float32 gradient from a forward in bfloat16."""

@@ -272,7 +272,10 @@ class Accumulation(ConformanceTestCase):
         world_size=2,
         axes={"misuse": ("step", "nesting")},
         needs=("no_sync", "deferral_checks"),
-        kills=("reference-forgets-deferral", "claims-deferral-checks"),
+        kills=lambda values: (
+            ["reference-forgets-deferral", "claims-deferral-checks", "claims-every-check"]
+            + ["reference-gives-no-reasons"] * (values["misuse"] == "step")
+        ),
     )
     def test_misuse(self, misuse: str) -> None:
         """An optimizer step inside a context that defers the reduction, and another such context in it, are refused."""

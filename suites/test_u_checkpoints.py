@@ -185,7 +185,12 @@ class Checkpoints(ConformanceTestCase):
         world_size=11,
         needs=("checkpoint",),
         timeout_s=120.0,
-        kills=("checkpoint-sorts-shards-as-text", "checkpoint-floors-shard-size"),
+        kills=(
+            "checkpoint-sorts-shards-as-text",
+            "checkpoint-floors-shard-size",
+            "loads-nothing",
+            "reference-loads-nothing",
+        ),
     )
     def test_more_than_ten_shards(self) -> None:
         """With eleven ranks, every row of a checkpoint comes back to its place."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from fsdp_conformance.case import conformance_case
-from fsdp_conformance.fixtures import structures
+from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.fixtures import probes, structures
 from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.workload import BatchKey, Regime
 
 
 class Structures(ConformanceTestCase):
@@ -23,6 +24,24 @@ class Structures(ConformanceTestCase):
         regime = Regime(keep_outputs=True)
         run = self.train(workload, regime=regime)
         self.check_parity(run, workload, regime, requirements={"gradient": "R157", "output": "R157"})
+
+    @conformance_case("R157", chapter="X", world_size=2, kills=("detaches-inputs", "reference-detaches-inputs"))
+    def test_gradients_of_inputs(self) -> None:
+        """The gradient of the loss with respect to an input equals that of the model that is not sharded."""
+        workload = probes.exact_nested()
+        key = BatchKey(step=0, rank=self.rank, world_size=self.world_size)
+        expected, got = workload.batch(key), self.placed(workload.batch(key))
+        for batch in (expected, got):
+            batch.args[0].requires_grad_()
+        workload.loss(workload.build(self.rank)(*expected.args, **expected.kwargs), expected).backward()
+        adapter = self.subject()
+        with self.blaming("implementation"):
+            adapter.setup(lambda: workload.build(self.rank), workload.optimizers["sgd"], self.plan(workload))
+            adapter.backward(workload.loss(adapter.forward(*got.args, **got.kwargs), got))
+        gradient = expected.args[0].grad
+        if gradient is None or not gradient.any():
+            raise SuiteError(f"the gradient of the input must not be zero [{self.case.id}, rank {self.rank}]")
+        self.check_equal("R157", got.args[0].grad, gradient, check="gradient of the input", step=0, phase="backward")
 
     @conformance_case(
         "R157",

@@ -40,7 +40,8 @@ def buffer_digests(history: TrainingHistory, *, exclude: Collection[str] = ()) -
 
 def schedule_digests(history: TrainingHistory) -> dict[str, str]:
     """
-    {"schedule step 0": digest} over phase, op, bytes, dtype and group size of the collectives of training and eval.
+    {"schedule step 0": digest} over phase, op, reduction, bytes, dtype and group size of each collective of training
+    and evaluation.
 
     Equal on all ranks if all ranks issue the same sequence (R067). Collectives over one rank are left out, because no
     other rank takes part in them.
@@ -49,7 +50,7 @@ def schedule_digests(history: TrainingHistory) -> dict[str, str]:
     for step in history.steps:
         hashed = hashlib.sha256()
         for record in in_step(history, step.step, *TRAINING, "eval"):
-            entry = (record.phase, record.op.value, record.nbytes, record.dtype, len(record.group))
+            entry = (record.phase, record.op.value, record.reduce_op, record.nbytes, record.dtype, len(record.group))
             hashed.update(f"{entry}\n".encode())
         digests[f"schedule step {step.step}"] = hashed.hexdigest()
     return digests

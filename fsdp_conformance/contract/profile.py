@@ -309,8 +309,8 @@ def profile_of(
     if not only:
         of_components = name.startswith(COMPONENTS)
         chosen = [case for case in chosen if (case.chapter in COMPONENT_CHAPTERS) is of_components]
-    if name.startswith(QUICK) and not only:
-        chosen, certifies = quickest(chosen), False
+    if name.startswith(QUICK):
+        chosen, certifies = (chosen if only else quickest(chosen)), False
     problems += [
         f"{case.id}: requirement must be one of the contract's, got {requirement!r}"
         for case in chosen
@@ -389,8 +389,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         cases = collect_cases(options.suites)
         if options.write:
-            profile = profile_of(options.write, cases, only=options.only, certifies=not options.not_certifying)
             path = options.output or PROFILES / f"{options.write}.json"
+            # Chosen once: what cases kill changes more often than a date.
+            chosen = (
+                list(_read(path, named=str(path)).by_id) if options.write.startswith(QUICK) and path.exists() else []
+            )
+            only = options.only or chosen
+            profile = profile_of(options.write, cases, only=only, certifies=not options.not_certifying)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")
             print(f"{path}: {len(profile.entries)} cases, sha256 {profile.sha256[:12]}")

@@ -51,6 +51,7 @@ standard library; the classes are imported in the ranks, by `adapters.registry.l
     cost            components: the cost of redistributions on a mesh
     ranks           components: simulated ranks that mix values or miss errors
     whole_parts     components: everything that one returns, or refuses, is wrong
+    whole_engines   engines: everything that one refuses, communicates, reads, computes or keeps is wrong
 
     variants        correct implementations that are unusual, which no case may accuse
 """

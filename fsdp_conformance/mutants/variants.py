@@ -52,14 +52,14 @@ class WrapsFiner(TorchFSDP2):
             and any(True for _ in module.parameters(recurse=False))
             # A child that is not called, because its parent reads its parameters, would not be gathered.
             and not _is_shared(model, module)
-            and type(module).forward in _CALLED
+            and type(module) in _CALLED
         ]
         innermost_first = sorted(finer, key=lambda name: -name.count("."))
         return super().wrap(model, replace(plan, units=(*innermost_first, *plan.units)))
 
 
-#: Modules that their parents call, as they do nothing else.
-_CALLED = frozenset({nn.Linear.forward, nn.LayerNorm.forward, nn.Embedding.forward})
+#: Modules that their parents call, as they do nothing else. Attention reads the parameters of a subclass of Linear.
+_CALLED = frozenset({nn.Linear, nn.LayerNorm, nn.Embedding})
 
 
 def _is_shared(model: nn.Module, module: nn.Module) -> bool:

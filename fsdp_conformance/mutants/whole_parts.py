@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_conformance.adapters.components import (
@@ -119,6 +121,14 @@ class ReducerNegates(SeamReducer):
             if parameter.requires_grad:
                 parameter.register_hook(torch.neg)  # type: ignore[no-untyped-call]
         return super().reducer(module, options)
+
+
+@known_wrong("R165", "R167")
+class ReducerHasOneBucket(SeamReducer):
+    """All gradients share one bucket, whatever its size."""
+
+    def reducer(self, module: nn.Module, options: ReducerOptions) -> GradientReducer:
+        return super().reducer(module, replace(options, bucket_cap_bytes=2**40))
 
 
 # --- assignments ------------------------------------------------------------------------------------------------------
@@ -311,3 +321,51 @@ class CollectivesReturnNothing(SeamRanks):
 
 def _zeroed(results: Callable[[Any, int], list[Tensor]]) -> Callable[[Any, int], list[Tensor]]:
     return lambda brought, rank: [torch.zeros_like(right) for right in results(brought, rank)]
+
+
+class _Talking(EngineMesh):
+    def __getattribute__(self, name: str) -> Any:
+        found = super().__getattribute__(name)
+        if name.startswith("_") or not callable(found):
+            return found
+
+        @functools.wraps(found)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            dist.all_reduce(torch.zeros(1))
+            return found(*args, **kwargs)
+
+        return call
+
+
+@known_wrong("R182", "R183")
+class MeshTalksToTheWorld(ReferenceComponents):
+    """Each mesh collective first sums one element over all ranks."""
+
+    def mesh_collectives(self) -> MeshCollectives:
+        return _Talking()
+
+
+def _altered(result: Any, change: Callable[[Any], Any]) -> Any:
+    """A result with each tensor and float in it changed."""
+    if isinstance(result, list | tuple):
+        return type(result)(_altered(part, change) for part in result)
+    if isinstance(result, Mapping):
+        return {key: _altered(part, change) for key, part in result.items()}
+    is_number = isinstance(result, float) or (isinstance(result, Tensor) and result.is_floating_point())
+    return change(result) if is_number else result
+
+
+@known_wrong("R186", "R187")
+class RanksReturnTheOppositeSign(ReferenceComponents):
+    """Numbers that simulated ranks return have the opposite sign."""
+
+    def run_ranks(self, world_size: int, function: Callable[[int], Any]) -> list[Any]:
+        return [_altered(result, lambda number: -number) for result in super().run_ranks(world_size, function)]
+
+
+@known_wrong("R186", "R187")
+class RanksReturnTooMuch(ReferenceComponents):
+    """Numbers that simulated ranks return are too large by an eighth."""
+
+    def run_ranks(self, world_size: int, function: Callable[[int], Any]) -> list[Any]:
+        return [_altered(result, lambda number: number * 1.125) for result in super().run_ranks(world_size, function)]

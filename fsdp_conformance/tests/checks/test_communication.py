@@ -317,10 +317,18 @@ def test_equal_schedules_have_equal_digests() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"op": Op.ALL_REDUCE}, {"nbytes": 284}, {"dtype": "bfloat16"}, {"phase": "step"}, {"group": (0, 1, 2)}]
+    "change",
+    [
+        {"op": Op.ALL_REDUCE},
+        {"reduce_op": "MAX"},
+        {"nbytes": 284},
+        {"dtype": "bfloat16"},
+        {"phase": "step"},
+        {"group": (0, 1, 2)},
+    ],
 )
 def test_another_schedule_has_another_digest(change: dict[str, object]) -> None:
-    """Op, bytes, dtype, phase and group size of every collective count; only its step's digest changes."""
+    """Op, reduction, bytes, dtype, phase and group size of each collective count; only its step's digest changes."""
     ours = history(full_sharding(STAIRCASE, PLAN))
     other = history(ours.collectives)
     index = next(index for index, record in enumerate(other.collectives) if record.step == 1)

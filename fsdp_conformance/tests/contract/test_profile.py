@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,13 +69,18 @@ def test_profiles_that_follow_from_the_core() -> None:
     assert (load_profile("base-2026.11"), shipped("base-2025.01"), shipped("nothing")) == (base, None, None)
 
 
-def test_the_quick_profile_is_the_cases_that_kill_most() -> None:
-    """On two ranks of the CPU; `--write quick-2026.11` makes it so again."""
+def test_the_quick_profile_stays_as_it_was_chosen(tmp_path: Path) -> None:
+    """Its cases follow the suites, but are not chosen again when others kill more; another date is another choice."""
     cases = collect_cases()
     quick = load_profile("quick")
     chosen = [case for case in cases if case.id in quick.by_id]
+    file = tmp_path / "quick.json"
+    file.write_text(json.dumps(replace(quick, entries=quick.entries[:3]).to_json()), encoding="utf-8")
 
-    assert difference(quick, profile_of(quick.name, cases)) == []
+    assert difference(quick, profile_of(quick.name, cases, only=list(quick.by_id), certifies=False)) == []
+    assert main(["--write", quick.name, "--output", str(file)]) == 0
+    assert len(load_profile(str(file)).entries) == 3
+    assert len(profile_of("quick-2027.01", cases).entries) == len(quick.entries)
     assert {(case.world_size, case.environment) for case in chosen} == {(2, ())}
     assert len({name for case in chosen for name in case.kills}) > len(chosen)
 

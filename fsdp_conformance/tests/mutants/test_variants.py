@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.fixtures import models
+from fsdp_conformance.fixtures import models, transformer
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.mutants import MUTANTS, VARIANTS
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
@@ -118,6 +118,10 @@ class Differences(RankTestCase):
         adapter = variant("groups-parameters")()
         self.run_training(adapter)
         self.assertEqual(2, len(adapter.optimizer.param_groups))
+
+    def test_attention(self) -> None:
+        """Attention reads the parameters of its output projection without calling it, so that is no unit."""
+        self.run_training(variant("wraps-finer"), transformer.transformer())
 
     def test_validation(self) -> None:
         """A gradient that is not finite is noticed by the rank that has it."""
