@@ -16,6 +16,7 @@ from typing import Any
 
 from fsdp_conformance.errors import ConformanceError
 from fsdp_conformance.harness.processes.forkserver import import_and_fork
+from fsdp_conformance.harness.processes.priority import keep_priority
 
 
 def main() -> int:
@@ -23,6 +24,7 @@ def main() -> int:
     Follow orders: any number of {"survey": words, "output": path, "answer": path} and {"smoke": implementation,
     "device": type, "answer": path}, and then one {"pytest": words}.
     """
+    keep_priority()
     import_and_fork()
     for line in sys.stdin:
         order = json.loads(line)

@@ -36,6 +36,7 @@ from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism, apply_collective_timeout, apply_variables, rank_variables
 from fsdp_conformance.harness.order import CaseOrder, FirstGroup, RankFiles, RankOrder, packed
 from fsdp_conformance.harness.parts import Part
+from fsdp_conformance.harness.processes.priority import keep_priority
 from fsdp_conformance.harness.rank import RankRun, destroy_process_group
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
@@ -219,6 +220,7 @@ _NO_MORE = 99
 def _run(order: RunOrder, answers: Any, scratch: Path) -> NoReturn:
     """The whole life of a runner."""
     os.setsid()
+    keep_priority()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     status = 1
     try:
