@@ -374,12 +374,18 @@ class _Judge:
         elif self.diverged.get(name, step + 1) <= step and self.kind in (Kind.PARAMETER, Kind.CLIPPED):
             likely = f"a consequence of the wrong gradient in step {self.diverged[name]}"
         else:
-            likely = explain.likely(self._evidence(step, name, got, expected, bound))
+            likely = self._likely(step, name, got, expected, bound)
         return self._differs(
             step, name, self.kind, number(difference.got), number(difference.expected), details=counted,
             bound=bound.text(), likely=likely,
             call=self.writers.of_gradient(step, name) if self.kind is Kind.GRADIENT else None, **difference.place(),
         )  # fmt: skip
+
+    def _likely(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> str | None:
+        try:
+            return explain.likely(self._evidence(step, name, got, expected, bound))
+        except Exception as error:  # noqa: BLE001 - a difference that was found must not be lost for want of its cause
+            return f"unknown: a bug in the suite, please report it: {type(error).__name__}: {error}"
 
     def _evidence(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> explain.Evidence:
         references = self.references

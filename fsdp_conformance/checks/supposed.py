@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from fsdp_conformance.checks.explain import IN_LOW_PRECISION
 from fsdp_conformance.checks.references import Kind, References, values
-from fsdp_conformance.checks.structures import placed
+from fsdp_conformance.checks.structures import placed, walk
 from fsdp_conformance.checks.units import ROOT, owner
 from fsdp_conformance.history.training import Tensors
 from fsdp_conformance.workload import Batch, BatchKey
@@ -48,7 +48,9 @@ def supposed_losses(references: References, step: int, micro: int) -> Iterator[S
         return
     rank = references.rank
     for mistake in (*_mistakes(references, step, micro), *_others_batches(references, step)):
-        yield mistake.phrase, _Replay(references, step, mistake, rank).loss(micro)
+        replay = _Replay(references, step, mistake, rank)
+        if replay.is_possible(micro):
+            yield mistake.phrase, replay.loss(micro)
 
 
 def supposed_gradients(references: References, step: int, losses: Sequence[Tensor]) -> Iterator[tuple[str, Tensors]]:
@@ -62,10 +64,13 @@ def supposed_gradients(references: References, step: int, losses: Sequence[Tenso
         return
     for mistake in (*_mistakes(references, step, references.regime.micro_batches - 1), *_one_batch(references, step)):
         own = _Replay(references, step, mistake, references.rank)
-        if not own.has(losses):
+        others = [
+            _Replay(references, step, mistake, rank) for rank in range(references.world_size) if rank != references.rank
+        ]
+        runs = [own, *others]
+        every_micro = range(references.regime.micro_batches)
+        if not all(run.is_possible(micro) for run in runs for micro in every_micro) or not own.has(losses):
             continue
-        others = (rank for rank in range(references.world_size) if rank != references.rank)
-        runs = [own, *(_Replay(references, step, mistake, rank) for rank in others)]
         found = [run.gradients() for run in runs]
         names = {name for grads in found for name in grads}
         yield mistake.phrase, {name: _total(name, found) / references.world_size for name in names}
@@ -144,6 +149,14 @@ def supposed_parameters(references: References, step: int, name: str) -> Iterato
     yield "the optimizer's step counter advanced twice", replay(_with_counter(grad, 1))
 
 
+def _shapes(batch: Batch) -> list[tuple[str, object]]:
+    """Of all tensors that a model is called with, by their paths."""
+    return [
+        (path, item.shape if isinstance(item, Tensor) else type(item))
+        for path, item in walk((batch.args, batch.kwargs))
+    ]
+
+
 # --- one forward and backward -----------------------------------------------------------------------------------------
 
 
@@ -158,6 +171,11 @@ class _Replay:
         self.model = references.workload.build(rank).to(mistake.dtype)
         self._load()
         self.model.train()
+
+    def is_possible(self, micro: int) -> bool:
+        """Whether the inputs of a micro-batch have the shapes of the right ones: the target would not fit others."""
+        right, seen = self._batches(micro)
+        return _shapes(seen) == _shapes(right)
 
     def loss(self, micro: int) -> Tensor:
         """Of one micro-batch, in float64."""
@@ -179,12 +197,16 @@ class _Replay:
         return {name: p.grad.double() for name, p in self.model.named_parameters() if p.grad is not None}
 
     def _loss(self, micro: int) -> Tensor:
+        # An engine sees what the model is called with; the loss and its target are the user's.
+        right, seen = self._batches(micro)
+        return self.references.workload.loss(self.model(*seen.args, **seen.kwargs), right)
+
+    def _batches(self, micro: int) -> tuple[Batch, Batch]:
+        """The right batch, and the one that the model sees."""
         workload = self.references.workload
         key = BatchKey(step=self.step, micro=micro, rank=self.rank, world_size=self.references.world_size)
-        # An engine sees what the model is called with; the loss and its target are the user's.
         right = self._placed(workload.batch(key))
-        seen = right if self.mistake.key is None else self._placed(workload.batch(self.mistake.key(key)))
-        return workload.loss(self.model(*seen.args, **seen.kwargs), right)
+        return right, right if self.mistake.key is None else self._placed(workload.batch(self.mistake.key(key)))
 
     def _placed(self, batch: Batch) -> Batch:
         return placed(batch, torch.device("cpu"), self.mistake.dtype)

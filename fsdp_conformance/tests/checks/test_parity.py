@@ -199,6 +199,22 @@ def test_a_parameter_that_follows_a_gradient_says_so() -> None:
     assert found["parameter parity"] == "a consequence of the wrong gradient in step 1"
 
 
+def test_a_difference_is_told_when_its_cause_cannot_be_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes wrong in the search for a cause is our mistake, and the finding says so."""
+
+    def broken(evidence: object) -> None:
+        raise KeyError("no such signature")
+
+    references = references_of(models.norm_mlp())
+    history = damaged(implementation_run(references))
+    history.steps[0].losses[0] += 1
+    monkeypatch.setattr(parity.explain, "likely", broken)
+    found = _findings(history, references)
+
+    assert [finding.check for finding in found] == ["loss parity"]
+    assert found[0].likely == "unknown: a bug in the suite, please report it: KeyError: 'no such signature'"
+
+
 def test_zero_may_stand_for_none() -> None:
     """With `none_or_zero` a gradient of zeros is taken for none, and the other way round; otherwise it is a finding."""
     references = references_of(probes.exact_unused(), Regime(unused_parameters=True))

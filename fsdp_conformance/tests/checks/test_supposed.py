@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from fsdp_conformance.checks.parity import kind_parity
 from fsdp_conformance.checks.references import Kind, References
-from fsdp_conformance.checks.supposed import supposed_gradients, supposed_parameters
-from fsdp_conformance.fixtures import models
+from fsdp_conformance.checks.supposed import supposed_gradients, supposed_losses, supposed_parameters
+from fsdp_conformance.fixtures import deep, models
 from fsdp_conformance.history.training import Tensors, TrainingHistory
 from fsdp_conformance.tests.checks.reference_runs import damaged, implementation_run, references_of
 from fsdp_conformance.workload import BatchKey, Regime
@@ -202,3 +202,17 @@ def test_a_norm_of_part_of_the_gradients() -> None:
         "the squared norms of replicated gradients are added over ranks",
         f"the norm of {first!r} alone",
     ]
+
+
+def test_inputs_of_other_shapes_are_no_explanation() -> None:
+    """Where each rank and step has batches of its own size, no engine can have taken the inputs of another."""
+    found = references_of(deep.deep_ragged(), rank=RANK, world_size=WORLD_SIZE)
+    sizes = {len(found.workload.batch(BatchKey(step=1, micro=0, rank=rank, world_size=2)).args[0]) for rank in range(2)}
+    right = found.expected.steps[1].losses[0]
+
+    assert len(sizes) == 2
+    of_losses = [phrase for phrase, _ in supposed_losses(found, 1, 0)]
+    of_gradients = [phrase for phrase, _ in supposed_gradients(found, 1, [right])]
+    assert any(phrase.startswith("stale parameters") for phrase in of_losses)
+    assert of_gradients
+    assert not any("another rank's data" in phrase or "stale inputs" in phrase for phrase in of_losses + of_gradients)
