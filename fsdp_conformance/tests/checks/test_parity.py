@@ -208,7 +208,7 @@ def test_a_difference_is_told_when_its_cause_cannot_be_worked_out(monkeypatch: p
     references = references_of(models.norm_mlp())
     history = damaged(implementation_run(references))
     history.steps[0].losses[0] += 1
-    monkeypatch.setattr(parity.explain, "likely", broken)
+    monkeypatch.setattr("fsdp_conformance.checks.explain.likely", broken)
     found = _findings(history, references)
 
     assert [finding.check for finding in found] == ["loss parity"]
