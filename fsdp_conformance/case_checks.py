@@ -426,9 +426,9 @@ class CaseChecks:
         """
         Bytes allocated on this rank's accelerator now, without those that the process group still holds. Collective.
 
-        NCCL keeps the tensors of a collective whose Work nobody waited for until the first collective after its watchdog
-        has seen the end. DistributedDataParallel waits for futures instead, so the group holds its last buckets: memory of
-        the backend, which no engine can return. `expected` bytes end the waiting for the watchdog.
+        NCCL keeps the tensors of a collective whose Work nobody waited for until the first collective after its
+        watchdog has seen the end. DistributedDataParallel waits for futures instead, so the group holds its last
+        buckets, which no engine can return. The wait for the watchdog ends at `expected` bytes.
         """
         module = torch.get_device_module(self.device_type)
         for _ in range(_WATCHDOG_ROUNDS):
