@@ -8,6 +8,7 @@ raise.
 from __future__ import annotations
 
 import gc
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
@@ -44,6 +46,10 @@ from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload, every_p
 if TYPE_CHECKING:
     from fsdp_conformance.case import Case
 
+
+#: How often, and how many seconds apart, memory is counted that NCCL's watchdog may yet release: it wakes every 0.1 s.
+_WATCHDOG_ROUNDS = 5
+_WATCHDOG_PERIOD_S = 0.15
 
 #: The capability flag with which an implementation shows values of a kind.
 _SHOWN_BY = {Kind.GRADIENT: "full_grads", Kind.BUFFER: "full_buffers"}
@@ -415,6 +421,26 @@ class CaseChecks:
     def allocated_bytes(self) -> int:
         """Bytes allocated on this rank's accelerator now."""
         return watch_for(self.device).allocated_bytes()
+
+    def allocated_bytes_without_backend(self, expected: int) -> int:
+        """
+        Bytes allocated on this rank's accelerator now, without those that the process group still holds. Collective.
+
+        NCCL keeps the tensors of a collective whose Work nobody waited for until the first collective after its
+        watchdog has seen the end. DistributedDataParallel waits for futures instead, so the group holds its last
+        buckets, which no engine can return. The wait for the watchdog ends at `expected` bytes.
+        """
+        module = torch.get_device_module(self.device_type)
+        for _ in range(_WATCHDOG_ROUNDS):
+            module.synchronize(self.device)
+            flag = torch.tensor(float(self.allocated_bytes() > expected), device=self.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            more = flag.item()
+            del flag
+            if not more:
+                break
+            time.sleep(0 if self.device_type == SIMULATED else _WATCHDOG_PERIOD_S)
+        return self.allocated_bytes()
 
     def activations(self, workload: Workload) -> Activations:
         """Bytes that one forward of the unwrapped model takes on this rank's device, beyond its parameters."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import re
 import traceback
 import unittest
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,6 +34,7 @@ from fsdp_conformance.adapters.torch_like import compute_device
 from fsdp_conformance.adapters.validator import validate
 from fsdp_conformance.config import InitMode, Plan
 from fsdp_conformance.errors import AdapterError, SuiteError, Unsupported
+from fsdp_conformance.frames import Frame, Owner, owner
 from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
@@ -49,6 +51,16 @@ CHECKS = {
     "ADAPTER-06": "local tensors are those that this rank stores",
     "ADAPTER-07": "micro-batches before the last one are not reduced",
 }
+#: The method of SmokeRun that makes each check.
+_BODIES = dict(
+    zip(CHECKS, ("_protocol", "_setup", "_parameters", "_gradients", "_step", "_local", "_deferred"), strict=True)
+)
+
+#: A frame of a stack as faulthandler writes it.
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+),? in (?P<function>\S+)')
+
+#: This many of the frames in which a rank waited are shown, innermost first, and the adapter's.
+_FRAMES_SHOWN = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +113,7 @@ def merge(reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> li
         if report is not None
     }
     end = attribute(reports, exits)
+    reached, waits = _where_stuck(exits)
     ended = False
     results = []
     for check, title in CHECKS.items():
@@ -115,9 +128,9 @@ def merge(reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> li
         done = any(result["done"] for result in mine.values())
         if ended:
             not_run = "the ranks had ended"
-        elif not done and end.first is not None:
+        elif not done and end.first is not None and check >= reached:
             # First, because what other ranks report ("connection closed by peer") is a consequence.
-            problems.insert(0, end.headline)
+            problems[:0] = [end.headline, *waits]
             ended = True
         results.append(
             SmokeResult(
@@ -129,6 +142,39 @@ def merge(reports: Sequence[RankReport | None], exits: Sequence[RankExit]) -> li
             )
         )
     return results
+
+
+def _where_stuck(exits: Sequence[RankExit]) -> tuple[str, list[str]]:
+    """
+    The check that the ranks without a report had reached ("": unknown), and the frames in which the first one waited.
+
+    Such a rank can no longer say what it has checked, but the stack that was taken of it shows where it was.
+    """
+    found: list[tuple[str, list[str]]] = []
+    for end in exits:
+        if end.reported or not end.stack:
+            continue
+        frames = [
+            Frame(file=each["file"], line=int(each["line"]), function=each["function"])
+            for each in _FRAME.finditer(end.stack)
+        ]
+        ours = [index for index, frame in enumerate(frames) if frame.file == __file__]
+        checks = {body: check for check, body in _BODIES.items()}
+        names = (frames[index].function for index in reversed(ours))  # outermost first
+        check = next((checks[name] for name in names if name in checks), "")
+        above = frames[: ours[0]] if ours else []
+        # The innermost frame says for what it waited, even if it is torch's; the outermost one is the adapter's.
+        inner = [
+            frame
+            for frame in above[:-1]
+            if frame is above[0] or owner(frame.file) not in (Owner.TORCH, Owner.PYTHON, Owner.MACHINERY)
+        ]
+        shown = [*inner[:_FRAMES_SHOWN], *above[-1:]]
+        lines = [
+            f"rank {end.rank} was at {frame}" if not at else f"  called at {frame}" for at, frame in enumerate(shown)
+        ]
+        found.append((check, lines))
+    return min(found, key=lambda each: each[0], default=("", []))
 
 
 def _by_problem(results: Mapping[int, Mapping[str, Any]]) -> dict[str, list[int]]:
@@ -231,11 +277,8 @@ class SmokeRun:
 
     def run(self, results: list[dict[str, Any]]) -> None:
         """Append one dict per entry of CHECKS to `results`, with what was found and how far the check came."""
-        steps: tuple[Callable[[], None], ...] = (
-            self._protocol, self._setup, self._parameters, self._gradients, self._step, self._local, self._deferred
-        )  # fmt: skip
         stopped = ""
-        for (check, title), body in zip(CHECKS.items(), steps, strict=True):
+        for check, title in CHECKS.items():
             self.problems, self.breaches = [], []
             result = {
                 "check": check, "title": title, "problems": self.problems, "breaches": self.breaches,
@@ -244,7 +287,7 @@ class SmokeRun:
             # Appended before it is done, so that its findings survive if the ranks diverge in the middle of it.
             results.append(result)
             if not stopped:
-                self._guarded(body)
+                self._guarded(getattr(self, _BODIES[check]))
                 if self._anywhere(bool(self.problems)) and check in ("ADAPTER-01", "ADAPTER-02", "ADAPTER-04"):
                     stopped = f"{check} found problems, and the checks after it depend on it"
             result["done"] = True

@@ -342,7 +342,10 @@ def _scaled_otherwise(evidence: Evidence, got: Tensor, expected: Tensor) -> Iter
     ratio = _uniform_ratio(got, expected)
     if ratio is None or _close(ratio, 1):
         return
-    yield f"scaled: got / expected = {_figure(ratio)}" + (" at every element" if expected.numel() > 1 else "")
+    where = " at every element" if expected.numel() > 1 else ""
+    # Some engines clip unless they are told not to.
+    clipped = ", as by gradient clipping" if evidence.kind == "gradient" and 0 < ratio < 1 else ""
+    yield f"scaled: got / expected = {_figure(ratio)}{where}{clipped}"
 
 
 def _update_scaled(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:

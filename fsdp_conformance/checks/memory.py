@@ -283,10 +283,14 @@ def gradients_freed(history: TrainingHistory, workload: Workload, plan: Plan, *,
     return tally.result()
 
 
+def bytes_before(history: TrainingHistory) -> int:
+    """Bytes that were allocated before the model was built."""
+    return _first(history, Point.BEFORE_SETUP).allocated
+
+
 def all_freed(history: TrainingHistory, allocated: int) -> CheckResult:
     """`allocated` bytes, counted after the model was dropped, are at most those before it was built (R040)."""
-    base = _first(history, Point.BEFORE_SETUP).allocated
-    held = allocated - base
+    held = allocated - bytes_before(history)
     tally = Tally("bytes given back", "R040", rank=history.rank)
     tally.compare(
         held <= 0, "held after the model was dropped", expected="0 B", got=f"{held} B",

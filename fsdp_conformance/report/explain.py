@@ -184,7 +184,7 @@ def _record(record: CaseRecord, width: int) -> list[str]:
         lines += _labelled(width, "then", sentence)
     for title, text in _evidence(record):
         lines += ["", f"-- {title}", text.rstrip()]
-    closer_look = [f"closer: {closer(record.case)}"] if record.verdict in ACCUSING else []
+    closer_look = [f"closer: {closer(record)}"] if record.verdict in ACCUSING else []
     return [*lines, "", f"repro: {record.repro}", *closer_look]
 
 

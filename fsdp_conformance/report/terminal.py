@@ -11,11 +11,12 @@ Findings and verdicts as plain text: what people read first when a run fails.
         same in   7 more cases: R003/..., ...
         violates  R003, R092
         repro     fsdp-conformance run --implementation my.py:Mine --case R003/rank-coded-ws3
-        closer    fsdp-conformance debug | replay | repro R003/rank-coded-ws3
+        closer    fsdp-conformance debug R003/rank-coded-ws3 --implementation torch-fsdp2
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -121,7 +122,9 @@ def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = ()) -> list
     if finding is not None:
         fields += [Field("likely", finding.likely or ""), Field("look at", look_at(record, finding))]
     if record.verdict not in QUIET and len(record.findings) > 1:
-        fields.append(Field("and", f"{len(record.findings) - 1} more findings: fsdp-conformance explain {record.case}"))
+        further = len(record.findings) - 1
+        findings = "finding" if further == 1 else "findings"
+        fields.append(Field("and", f"{further} more {findings}: fsdp-conformance explain {record.case}"))
     if others:
         ids = ", ".join(item.case for item in others[:_OTHERS_NAMED])
         more = len(others) - _OTHERS_NAMED
@@ -131,13 +134,14 @@ def record_fields(record: CaseRecord, others: Sequence[CaseRecord] = ()) -> list
         fields.append(Field("violates", ", ".join(violated) if len(violated) > 1 else ""))
     fields.append(Field("repro", record.repro, verbatim=True))
     if record.verdict in ACCUSING:
-        fields.append(Field("closer", closer(record.case), verbatim=True))
+        fields.append(Field("closer", closer(record), verbatim=True))
     return [one for one in fields if one.text]
 
 
-def closer(case: str) -> str:
-    """The commands that lead from a failure to the faulty line, in one line."""
-    return f"fsdp-conformance debug | replay | repro {case}"
+def closer(record: CaseRecord) -> str:
+    """The command that gives a rank of the case the terminal: to be pasted, so it names the engine and the device."""
+    options = [re.search(rf" {option} .+?(?= --|$)", record.repro) for option in ("--implementation", "--device")]
+    return f"fsdp-conformance debug {record.case}" + "".join(found[0] for found in options if found)
 
 
 def headline(record: CaseRecord) -> str:

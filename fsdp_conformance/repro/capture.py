@@ -74,6 +74,12 @@ def capture(bound: BoundCase, chosen: RunSettings) -> Captured:
         getattr(test, bound.method)()
     except NoScript:
         raise
+    except AttributeError as error:
+        if not isinstance(error.obj, Training):
+            raise NoScript(f"the body of {bound.case.id} needs ranks: {error}") from error
+        raise NoScript(
+            f"{bound.case.id} does more than train and compare: it looks at the run's {error.name}"
+        ) from error
     except Exception as error:
         raise NoScript(f"the body of {bound.case.id} needs ranks: {type(error).__name__}: {error}") from error
     finally:

@@ -203,6 +203,7 @@ c10::intrusive_ptr<Work> SimGroup::issue(Issue call, std::shared_ptr<CollectiveC
   std::optional<c10::Stream> stream;
   Noted noted;
   if (held[0].device().type() == kSim) {
+    clear_shelves();
     const SitePtr site = checking() ? here(call.op) : nullptr;
     Operation running(&site);
     if (!call.through.empty()) {
@@ -295,9 +296,7 @@ c10::intrusive_ptr<SimWork> SimGroup::make_work(
       std::move(end));
 }
 
-End SimGroup::end_of(c10::Stream stream, const Tensors& held) {
-  auto clock = Checker::get().snapshot(lane_of(stream));
-  auto shelf = std::make_shared<Shelf>(held, clock);
+void SimGroup::clear_shelves() {
   std::vector<std::shared_ptr<Shelf>> shelves;
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -305,9 +304,15 @@ End SimGroup::end_of(c10::Stream stream, const Tensors& held) {
   }
   const auto cleared = [](const auto& earlier) { return earlier->clear_if_host_knows(); };
   shelves.erase(std::remove_if(shelves.begin(), shelves.end(), cleared), shelves.end());
-  shelves.push_back(shelf);
   std::lock_guard<std::mutex> lock(mutex_);
   shelves_.insert(shelves_.end(), shelves.begin(), shelves.end());
+}
+
+End SimGroup::end_of(c10::Stream stream, const Tensors& held) {
+  auto clock = Checker::get().snapshot(lane_of(stream));
+  auto shelf = std::make_shared<Shelf>(held, clock);
+  std::lock_guard<std::mutex> lock(mutex_);
+  shelves_.push_back(shelf);
   return {stream, std::move(clock), std::move(shelf)};
 }
 

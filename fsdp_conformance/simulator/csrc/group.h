@@ -184,6 +184,9 @@ class SimGroup : public c10d::Backend {
       std::shared_ptr<CollectiveCall> call, OpType type, const std::string& op, const Tensors& inputs, Tensors results,
       std::optional<End> end) const;
 
+  /// Release the tensors of those earlier collectives that the host knows to have run. As with NCCL, whatever
+  /// collective comes next does so, a synchronous one too.
+  void clear_shelves();
   /// The end of the work on a stream so far. The tensors are held until it is waited for, or until the host knows of
   /// it.
   End end_of(c10::Stream stream, const Tensors& held);

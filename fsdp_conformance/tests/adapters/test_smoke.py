@@ -8,6 +8,7 @@ import re
 import pytest
 
 from fsdp_conformance.adapters import registry
+from fsdp_conformance.adapters import smoke as smoke_module
 from fsdp_conformance.adapters.smoke import CHECKS, SmokeResult, merge, smoke
 from fsdp_conformance.errors import AdapterNotFound
 from fsdp_conformance.outcome import RankExit, RankReport
@@ -144,3 +145,42 @@ def test_results_are_json_and_ranks_are_merged() -> None:
 
     assert merged[2].problems == ("everywhere", "here [rank 0]")
     assert json.loads(json.dumps(merged[2].to_json()))["problems"] == ["everywhere", "here [rank 0]"]
+
+
+def test_a_rank_that_never_answers_is_told_with_the_check_and_the_place() -> None:
+    """It cannot report what it has checked; the stack that was taken of it can."""
+    stack = "\n".join(
+        f'  File "{file}", line {line} in {function}'
+        for file, line, function in (
+            ("/lib/site-packages/acme/build.py", 50, "wait"),
+            ("/lib/site-packages/acme/__init__.py", 510, "initialize"),
+            ("my_adapter.py", 16, "setup"),
+            (smoke_module.__file__, 283, "_begin"),
+            (smoke_module.__file__, 265, "_setup"),
+            (smoke_module.__file__, 247, "run"),
+        )
+    )
+    exits = [
+        RankExit(rank=rank, pid=1, exitcode=None, time=0.0, reported=False, ended_by_controller=True, stack=stack)
+        for rank in range(2)
+    ]
+
+    merged = merge([None, None], exits)
+
+    assert merged[0].problems == ()
+    assert merged[1].problems == (
+        "rank 0 did not report in time and was terminated",
+        "rank 0 was at /lib/site-packages/acme/build.py:50 in wait",
+        "  called at /lib/site-packages/acme/__init__.py:510 in initialize",
+        "  called at my_adapter.py:16 in setup",
+    )
+    assert {result.not_run for result in merged[2:]} == {"the ranks had ended"}
+
+
+def test_without_a_stack_it_is_the_first_check_as_ever() -> None:
+    """Nothing is known of such a rank, so nothing counts as checked."""
+    exits = [RankExit(rank=0, pid=1, exitcode=-11, time=0.0, reported=False)]
+
+    merged = merge([None], exits)
+
+    assert merged[0].problems == ("rank 0 was killed by SIGSEGV before it reported",)

@@ -127,7 +127,7 @@ rank 1 counted twice: its gradient divided by 3 is added once more""",
             """\
 rank 1 missing: equals the sum over ranks 0, 2, 3, divided by 4
 rank 1 counted twice: its gradient divided by 4 is added once more
-scaled: got / expected = 0.9 at every element""",
+scaled: got / expected = 0.9 at every element, as by gradient clipping""",
         )
 
     def test_micro_batches(self) -> None:
@@ -209,7 +209,9 @@ averaged twice, or one of 2 backwards missing, or divided by 4 instead of 2:
         same = [[CODE] for _ in range(8)]
         right = replace(gradient(8), expected=CODE, contributions=same)
 
-        self.assertEqual("scaled: got / expected = 0.75 at every element", cause(right, CODE * 0.75))
+        self.assertEqual(
+            "scaled: got / expected = 0.75 at every element, as by gradient clipping", cause(right, CODE * 0.75)
+        )
 
     def test_coincidence_in_pieces(self) -> None:
         """A single rank's gradient is no piece, and neither are pieces that are right."""

@@ -13,6 +13,7 @@ from fsdp_conformance.errors import ConfigError, UsageError
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.tests.cli.cli_runs import with_adapter, words
+from fsdp_conformance.tests.simulator.simulator_ranks import compiled
 from fsdp_conformance.verdict import Verdict
 
 _CASE = "R001/exact-probe-ws2"
@@ -98,6 +99,18 @@ def test_a_breakpoint_has_the_input_of_the_command(tmp_path: Path, monkeypatch: 
     assert "(Pdb) 42" in out
     assert f"✓ {_CASE}  PASS" in out
     assert sorted(path.name for path in tmp_path.iterdir() if path.name != "__pycache__") == ["my_adapter.py"]
+
+
+@pytest.mark.nightly
+@compiled
+def test_the_simulated_accelerator_can_be_debugged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is on the simulated device when the rank stops, and the case is judged there."""
+    said = "p self.device.type\nc\n"
+    status, out = _debugged(tmp_path, "--device", "sim", said=said, monkeypatch=monkeypatch)
+
+    assert status == 0, out
+    assert "'sim'" in out
+    assert f"✓ {_CASE}  PASS" in out
 
 
 @pytest.mark.nightly

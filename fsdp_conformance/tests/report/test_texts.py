@@ -21,6 +21,7 @@ from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.report.terminal import (
     basis,
     certificate_text,
+    closer,
     duration,
     render_findings,
     render_record,
@@ -130,8 +131,16 @@ class Texts(TestCase):
     look at   The ratio got / expected: the world size means summed, its inverse means divided twice, another constant
               means a wrong group or divisor.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R003/rank-coded-ws2
-    closer    fsdp-conformance debug | replay | repro R003/rank-coded-ws2""",
+    closer    fsdp-conformance debug R003/rank-coded-ws2 --implementation torch-fsdp2""",
         )
+
+    def test_the_command_for_a_closer_look_can_be_pasted(self) -> None:
+        """It names the engine and the device: `debug` alone would run torch-fsdp2 on the CPU."""
+        repro = (
+            "fsdp-conformance run --implementation my adapter.py:Mine --device sim --stress --case R003/rank-coded-ws2"
+        )
+        expected = "fsdp-conformance debug R003/rank-coded-ws2 --implementation my adapter.py:Mine --device sim"
+        self.assertEqual(expected, closer(replace(failed(), repro=repro)))
 
     def test_a_hang_shows_where_each_rank_waits(self) -> None:
         """The innermost frame that is not machinery, and the last collective."""
@@ -149,7 +158,7 @@ class Texts(TestCase):
     look at   The line where each rank waits: a collective that some ranks skip, issue in another order, or on another
               group.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2
-    closer    fsdp-conformance debug | replay | repro R067/uneven-ws2""",
+    closer    fsdp-conformance debug R067/uneven-ws2 --implementation torch-fsdp2""",
         )
 
     def test_a_crash_shows_what_followed_from_it(self) -> None:
@@ -177,7 +186,7 @@ class Texts(TestCase):
     look at   What rank 1 printed, and its last collectives (`fsdp-conformance explain R001/probe-ws4`): native code, an
               exit that the engine calls, or the system ending a process that takes too much memory.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws4
-    closer    fsdp-conformance debug | replay | repro R001/probe-ws4""",
+    closer    fsdp-conformance debug R001/probe-ws4 --implementation torch-fsdp2""",
         )
 
     def test_the_finding_that_says_most_is_shown(self) -> None:
@@ -199,9 +208,9 @@ class Texts(TestCase):
     likely    computed in bfloat16: with parameters that were rounded to it
     look at   The ratio got / expected: the world size means summed, its inverse means divided twice, another constant
               means a wrong group or divisor.
-    and       1 more findings: fsdp-conformance explain R003/rank-coded-ws2
+    and       1 more finding: fsdp-conformance explain R003/rank-coded-ws2
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R003/rank-coded-ws2
-    closer    fsdp-conformance debug | replay | repro R003/rank-coded-ws2""",
+    closer    fsdp-conformance debug R003/rank-coded-ws2 --implementation torch-fsdp2""",
         )
 
     def test_an_exception_has_its_own_advice(self) -> None:
@@ -223,7 +232,7 @@ class Texts(TestCase):
     likely    only rank 1 raised: the others lost it as a peer, or had gone on
     look at   The exception's message, and what is different on rank 1: its shards, its batch, a branch on the rank.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws4
-    closer    fsdp-conformance debug | replay | repro R001/probe-ws4
+    closer    fsdp-conformance debug R001/probe-ws4 --implementation torch-fsdp2
 
 (FAIL) R001  Losses equal DDP's
     case      R001/probe-ws4
@@ -232,7 +241,7 @@ class Texts(TestCase):
     likely    every rank raised: the same exception
     look at   The exception's message. What the ranks did before is under `fsdp-conformance explain R001/probe-ws4`.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R001/probe-ws4
-    closer    fsdp-conformance debug | replay | repro R001/probe-ws4""",
+    closer    fsdp-conformance debug R001/probe-ws4 --implementation torch-fsdp2""",
         )
 
     def test_an_option_that_ddp_lacks_is_the_adapters(self) -> None:
@@ -279,7 +288,7 @@ class Texts(TestCase):
     same in   5 more cases: R003/rank-coded-ws3, R003/rank-coded-ws4, R003/rank-coded-ws6, R003/rank-coded-ws7 and 1
               more
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R003/rank-coded-ws2
-    closer    fsdp-conformance debug | replay | repro R003/rank-coded-ws2
+    closer    fsdp-conformance debug R003/rank-coded-ws2 --implementation torch-fsdp2
 
 (HANG) R067  All ranks issue the same collectives   HANG
     case      R067/uneven-ws2
@@ -292,7 +301,7 @@ class Texts(TestCase):
     look at   The line where each rank waits: a collective that some ranks skip, issue in another order, or on another
               group.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2
-    closer    fsdp-conformance debug | replay | repro R067/uneven-ws2""",
+    closer    fsdp-conformance debug R067/uneven-ws2 --implementation torch-fsdp2""",
         )
 
     def test_the_summary_has_a_denominator(self) -> None:
@@ -388,7 +397,7 @@ cases       1 of core-2026.11:
     look at   The line where each rank waits: a collective that some ranks skip, issue in another order, or on another
               group.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2
-    closer    fsdp-conformance debug | replay | repro R067/uneven-ws2""",
+    closer    fsdp-conformance debug R067/uneven-ws2 --implementation torch-fsdp2""",
         )
 
     def test_a_requirement_is_explained_without_a_run(self) -> None:
@@ -448,7 +457,7 @@ forward all_gather 1024B float32 [0,1]
 forward all_gather
 
 repro: fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2
-closer: fsdp-conformance debug | replay | repro R067/uneven-ws2""",
+closer: fsdp-conformance debug R067/uneven-ws2 --implementation torch-fsdp2""",
         )
 
     def test_a_run_in_markdown(self) -> None:
@@ -487,7 +496,7 @@ core-2026.11 | 5 of 5 cases | torch 2.13.0 | device cpu | python 3.12.1 | 1 min 
     look at   The ratio got / expected: the world size means summed, its inverse means divided twice, another constant
               means a wrong group or divisor.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R003/rank-coded-ws2
-    closer    fsdp-conformance debug | replay | repro R003/rank-coded-ws2
+    closer    fsdp-conformance debug R003/rank-coded-ws2 --implementation torch-fsdp2
 ```
 
 </details>
@@ -506,7 +515,7 @@ core-2026.11 | 5 of 5 cases | torch 2.13.0 | device cpu | python 3.12.1 | 1 min 
     look at   The line where each rank waits: a collective that some ranks skip, issue in another order, or on another
               group.
     repro     fsdp-conformance run --implementation torch-fsdp2 --case R067/uneven-ws2
-    closer    fsdp-conformance debug | replay | repro R067/uneven-ws2
+    closer    fsdp-conformance debug R067/uneven-ws2 --implementation torch-fsdp2
 ```
 
 </details>

@@ -19,12 +19,12 @@ from fsdp_conformance.repro.refused import NoScript
 from fsdp_conformance.repro.script import script
 from fsdp_conformance.repro.sources import Sources
 from fsdp_conformance.selftest.cases import BoundCase
-from fsdp_conformance.suites import test_a_parity, test_f_misuse, test_i_precision, test_n_unused
+from fsdp_conformance.suites import test_a_parity, test_d_memory, test_f_misuse, test_i_precision, test_n_unused
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.tests.cli.cli_runs import with_adapter
 from fsdp_conformance.workload import BatchKey
 
-_MODULES = (test_a_parity, test_f_misuse, test_i_precision, test_n_unused)
+_MODULES = (test_a_parity, test_d_memory, test_f_misuse, test_i_precision, test_n_unused)
 
 
 def _bound(case_id: str) -> BoundCase:
@@ -100,8 +100,9 @@ def test_everything_that_is_used_is_defined_before_it_is_needed() -> None:
         ("R086/accumulates-in-the-reduce-dtype-micro-batches2-ws2", "does not compare for parity"),
         ("R054/wrapped-already-ws2", "does more than train and compare: it calls refusal"),
         ("R052/read-at-any-point-ws2", "has read"),
+        ("R040/given-back-at-once-ws2", "does more than train and compare: it looks at the run's memory"),
     ],
-    ids=["not exact", "no parity", "a refusal", "an event"],
+    ids=["not exact", "no parity", "a refusal", "an event", "bytes"],
 )
 def test_what_a_script_cannot_show_is_refused_with_the_reason(case_id: str, reason: str) -> None:
     """And with what to do instead; nothing of the world that was imagined is left."""

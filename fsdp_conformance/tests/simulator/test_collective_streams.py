@@ -199,15 +199,24 @@ class Memory(OnSim):
 
     def test_a_dropped_work_holds_until_the_host_knows(self) -> None:
         """As NCCL's watchdog: released at the next collective after the host has waited."""
-        before = self.allocated()
-        mine = torch.zeros(256, device=self.device)
-        dist.all_reduce(mine, async_op=True)
-        del mine
-        self.assertEqual(before + 1024, self.allocated())
-        sim.synchronize()
-        dist.all_reduce(torch.zeros(1, device=self.device), async_op=True).wait()
-        self.assertEqual(before, self.allocated())
-        self.assertEqual([], self.found())
+        for wait_for_future in (False, True):  # DistributedDataParallel waits for futures, and never for the Work
+            for async_op in (False, True):
+                with self.subTest(wait_for_future=wait_for_future, async_op=async_op):
+                    before = self.allocated()
+                    mine = torch.zeros(256, device=self.device)
+                    work = dist.all_reduce(mine, async_op=True)
+                    if wait_for_future:
+                        work.get_future().wait()
+                    del mine, work
+                    self.assertEqual(before + 1024, self.allocated())
+                    sim.synchronize()
+                    self.assertEqual(before + 1024, self.allocated())
+                    later = dist.all_reduce(torch.zeros(1, device=self.device), async_op=async_op)
+                    if async_op:
+                        later.wait()
+                    del later
+                    self.assertEqual(before, self.allocated())
+                    self.assertEqual([], self.found())
 
     def test_memory_that_is_freed_by_hand_in_flight(self) -> None:
         """A storage that is resized away under a running collective is a hazard where the memory is used again."""
