@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import traceback
+import unittest
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +40,14 @@ def kinds() -> list[HazardKind]:
     found = [hazard.kind for hazard in checker.hazards()]
     checker.clear()
     return found
+
+
+def as_torch_raises(error: Exception) -> None:
+    """Raise an error as torch's Python code does."""
+    code = compile("def fail(error):\n    raise error\n", nn.Module.__init__.__code__.co_filename, "exec")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    names["fail"](error)
 
 
 def on_side_stream(write: Callable[[], object], *, waits: bool) -> None:
@@ -284,6 +295,25 @@ class TestMessages:
             assert str(RuntimeError("sim:0")) == "sim:0"
             with pytest.raises(ValueError, match="'sim:0'"):
                 int("sim:0")
+
+
+    @in_process_of_its_own
+    def test_unittest_reads_messages(self) -> None:
+        """It takes the traceback away first. Torch's Python code and descriptions of tensors name the type alone."""
+        reads = unittest.TestCase().assertRaisesRegex
+        with simulated_cuda(2):
+            with reads(RuntimeError, "cuda:0 and cuda:1!"):
+                torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1")
+            with reads(RuntimeError, "on sim"):
+                raise RuntimeError("on sim")
+            for text, wanted in (
+                ("TensorOptions(device=sim, layout=Strided)", "device=cuda, "),
+                ("got cpu for DTensor and sim for FSDP", "cpu for DTensor and cuda for"),
+                ("unsupported device type sim", "type cuda"),
+                ("got sim: 4, and sim.py", "got sim: 4, and sim.py"),
+            ):
+                with reads(ValueError, re.escape(wanted)):
+                    as_torch_raises(ValueError(text))
 
 
 class TestFormats:
