@@ -246,11 +246,15 @@ class TestBackends:
     def test_gloo_and_nccl(self) -> None:
         """By default as the default group; NCCL refuses what gloo reduces."""
         with simulated_cuda(1):
+            assert "simccl" not in dist.Backend.backend_list
             for backend, other in (("nccl", "gloo"), ("gloo", "nccl")):
                 dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
                 groups = {None: backend, dist.new_group(): backend, dist.new_group(backend=other): other}
                 for group, name in groups.items():
                     assert dist.get_backend(group) == name
+                    process_group = group or dist.distributed_c10d._get_default_group()
+                    assert process_group.name() == name
+                    process_group.barrier().wait()
                     gradient = torch.eye(3, device="cuda").to_sparse()
                     if name == "gloo":
                         dist.all_reduce(gradient, group=group)
@@ -298,12 +302,26 @@ class TestMessages:
 
 
     @in_process_of_its_own
+    def test_our_own_messages(self) -> None:
+        """They name the device as the program does; so do streams and events when they are printed."""
+        with simulated_cuda(1):
+            with pytest.raises(NotImplementedError) as caught:
+                torch.cuda.Event(interprocess=True)
+            assert "cannot share memory of cuda" in str(caught.value)
+            assert "sim" not in str(caught.value)
+            assert repr(torch.cuda.Stream()).startswith("<torch.cuda.Stream device=cuda:0 ")
+            assert repr(torch.cuda.Event()) == "<torch.cuda.Event device=cuda>"
+
+    @in_process_of_its_own
     def test_unittest_reads_messages(self) -> None:
         """It takes the traceback away first. Torch's Python code and descriptions of tensors name the type alone."""
         reads = unittest.TestCase().assertRaisesRegex
         with simulated_cuda(2):
             with reads(RuntimeError, "cuda:0 and cuda:1!"):
                 torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1")
+            with unittest.TestCase().assertRaises(RuntimeError) as caught:
+                torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1")
+            assert "cuda:0 and cuda:1!" in str(caught.exception)
             with reads(RuntimeError, "on sim"):
                 raise RuntimeError("on sim")
             for text, wanted in (
