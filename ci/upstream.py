@@ -350,9 +350,7 @@ def _explained(files: Sequence[Outcome], known: KnownFailures) -> Iterable[str]:
     listed = Counter(known[each.file, test] for each in files for test in each.failed if (each.file, test) in known)
     for entry, number in listed.most_common():
         yield f"- {number}, {entry.kind}: {entry.why}"
-    others = [
-        reason for each in files for test, reason in each.failed.items() if (each.file, test) not in known
-    ]
+    others = [reason for each in files for test, reason in each.failed.items() if (each.file, test) not in known]
     for number, kind, example in grouped(others):
         yield f"- {number}, {kind}: {example[:240]}"
 

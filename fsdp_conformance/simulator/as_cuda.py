@@ -368,9 +368,6 @@ def _install_backends(replaced: Replacements) -> None:
 
     for name in backends._plugins:
         serve(name.lower())
-    # A program that goes through all backends does not know this one.
-    backends.backend_list.remove(COLLECTIVES)
-    replaced.on_undo(functools.partial(backends.backend_list.append, COLLECTIVES))
     replaced.set(backends, register_backend=classmethod(register_and_serve))
     config: Any = distributed_c10d.BackendConfig
     text = config.__repr__

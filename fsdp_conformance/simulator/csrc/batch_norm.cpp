@@ -1,6 +1,8 @@
 // Batch normalisation of half precision with statistics in float32, which CUDA accepts with weights of either type. The
 // CPU wants weights and statistics of one type, so here weights in half precision become float32 for its kernel.
-// FSDP's mixed precision makes such modules: it casts parameters, and leaves buffers alone.
+// FSDP's mixed precision makes such modules: it casts parameters, and leaves buffers alone. CUDA's fused kernel for the
+// gradients refuses them; it computes those of all inputs but those with channels last, such as 2D ones
+// (aten/src/ATen/native/cuda/Normalization.cu in torch).
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -28,6 +30,11 @@ Weight exact(const Weight& weight) {
   return is_half(weight) ? weight->to(at::kFloat) : weight;
 }
 
+bool has_channels_last(const at::Tensor& input) {
+  return input.is_contiguous(at::MemoryFormat::ChannelsLast) || input.is_contiguous(at::MemoryFormat::ChannelsLast3d) ||
+      (input.is_contiguous() && input.stride(1) == 1);
+}
+
 Three run(const char* name, torch::jit::Stack stack) {
   fallback(c10::Dispatcher::singleton().findSchemaOrThrow(name, ""), &stack);
   return {stack[0].toTensor(), stack[1].toTensor(), stack[2].toTensor()};
@@ -47,6 +54,9 @@ Three batch_norm_backward(
     const Weight& running_var, const Weight& save_mean, const Weight& save_invstd, bool train, double eps,
     std::array<bool, 3> mask) {
   const bool mixed = is_mixed(input, weight, running_mean);
+  TORCH_CHECK(
+      !mixed || has_channels_last(input) || !mask[0] || !(mask[1] || mask[2]), "Expected running_mean to have type ",
+      input.scalar_type(), " but got ", running_mean->scalar_type());
   auto [of_input, of_weight, of_bias] = run(
       "aten::native_batch_norm_backward",
       {grad, input, mixed ? exact(weight) : weight, running_mean, running_var, save_mean, save_invstd, train, eps,

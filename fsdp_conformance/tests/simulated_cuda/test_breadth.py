@@ -246,7 +246,6 @@ class TestBackends:
     def test_gloo_and_nccl(self) -> None:
         """By default as the default group; NCCL refuses what gloo reduces."""
         with simulated_cuda(1):
-            assert "simccl" not in dist.Backend.backend_list
             for backend, other in (("nccl", "gloo"), ("gloo", "nccl")):
                 dist.init_process_group(backend, rank=0, world_size=1, store=HashStore())
                 groups = {None: backend, dist.new_group(): backend, dist.new_group(backend=other): other}
@@ -299,7 +298,6 @@ class TestMessages:
             assert str(RuntimeError("sim:0")) == "sim:0"
             with pytest.raises(ValueError, match="'sim:0'"):
                 int("sim:0")
-
 
     @in_process_of_its_own
     def test_our_own_messages(self) -> None:

