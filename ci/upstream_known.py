@@ -47,6 +47,8 @@ def load(path: Path) -> dict[tuple[str, str], Known]:
         entries = tomllib.loads(path.read_text(encoding="utf-8")).get("known", [])
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} must be a list of known failures in TOML: {error}") from error
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UsageError(f"{path} must be a list of known failures in TOML: got known = {entries!r}")
     found: dict[tuple[str, str], Known] = {}
     for number, entry in enumerate(entries, start=1):
         where = f"entry {number} of {path.name}"

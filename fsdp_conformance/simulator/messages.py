@@ -4,9 +4,9 @@ Error messages of torch under CUDA's names: they say "cuda:0" to whoever reads t
 C++ knows the device as "sim:0", and raises its errors in hundreds of places. So the text is translated where it is
 read, in `str()` of an exception: that costs nothing until an exception is shown. `args` keep the original text.
 
-torch's Python code asks for a device's type in some of its messages, and gets "sim", and our own code says "sim" for the
-device. Both are translated too. An exception that other Python code has raised keeps its text: it says "cuda" already,
-and "sim:0" may mean something else.
+torch's Python code asks for the type of a device in some of its messages, and gets "sim", and our own code says "sim"
+for the device. Both are translated too. An exception that other Python code has raised keeps its text: it says "cuda"
+already, and "sim:0" may mean something else.
 """
 
 from __future__ import annotations
