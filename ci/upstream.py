@@ -391,7 +391,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--subject", choices=SUBJECTS, default="torch")
     parser.add_argument("--ranks", choices=("auto", *RANKS), default="auto")
     parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for each file")
-    parser.add_argument("--known", type=Path, metavar="FILE", help="failures that are known; anything else fails")
+    parser.add_argument(
+        "--known", type=Path, metavar="FILE", help="failures that are known: runs its files, and anything else fails"
+    )
     parser.add_argument("--report", type=Path, metavar="DIR", help="keep tests.json and table.md in DIR")
     parser.add_argument("-k", dest="keyword", metavar="EXPRESSION", help="only tests that pytest's -k selects")
     parsed = parser.parse_args(argv)
@@ -407,6 +409,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def run(parsed: argparse.Namespace, directory: Path) -> int:
     """Take the tests, run them, print and keep the table. Returns the exit status."""
+    listed = upstream_known.load(parsed.known) if parsed.known is not None else upstream_known.KnownFailures((), {})
+    known = listed.tests
     tests = directory / "distributed"
     if parsed.tests is not None:
         copy_tests(parsed.tests, tests)
@@ -419,10 +423,9 @@ def run(parsed: argparse.Namespace, directory: Path) -> int:
     ranks = parsed.ranks
     if ranks == "auto":
         ranks = "simulated" if knows_simulated_cuda() else "cpu"
-    found = files_of(tests, parsed.groups, parsed.file)
+    found = files_of(tests, parsed.groups, parsed.file or listed.files)
     if not any(found.values()):
         raise UsageError("no file matches --group and --file")
-    known = upstream_known.load(parsed.known) if parsed.known is not None else {}
     options = ["-k", parsed.keyword] if parsed.keyword else []
     outcomes: dict[str, list[Outcome]] = {}
     for group, files in found.items():

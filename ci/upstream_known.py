@@ -1,7 +1,8 @@
 """
 The list of PyTorch's own tests that are known to fail here, and why: ci/upstream-known.toml.
 
-Each [[known]] has `file`, below test/distributed; `tests`, each as "Class.test"; `kind`, one of `KINDS`; and `why`.
+`files` are the files that it is about: with --known, ci/upstream runs these. Each [[known]] has `file`, below
+test/distributed; `tests`, each as "Class.test"; `kind`, one of `KINDS`; and `why`.
 """
 
 from __future__ import annotations
@@ -41,26 +42,40 @@ class Known:
     why: str
 
 
-def load(path: Path) -> dict[tuple[str, str], Known]:
-    """The list, by file and test. Raises UsageError for a list that is not one."""
+@dataclass(frozen=True, slots=True)
+class KnownFailures:
+    """The list."""
+
+    files: tuple[str, ...]
+    tests: Mapping[tuple[str, str], Known]
+    """By file and test."""
+
+
+def load(path: Path) -> KnownFailures:
+    """Read a list. Raises UsageError for one that is none."""
     try:
-        entries = tomllib.loads(path.read_text(encoding="utf-8")).get("known", [])
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} must be a list of known failures in TOML: {error}") from error
+    entries, files = content.get("known", []), content.get("files", [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise UsageError(f"{path} must be a list of known failures in TOML: got known = {entries!r}")
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        raise UsageError(f"files in {path} must be a list of names, got {files!r}")
     found: dict[tuple[str, str], Known] = {}
     for number, entry in enumerate(entries, start=1):
         where = f"entry {number} of {path.name}"
         if set(entry) != _FIELDS:
             raise UsageError(f"{where} must have the fields {', '.join(sorted(_FIELDS))}, got {', '.join(entry)}")
+        if entry["file"] not in files:
+            raise UsageError(f"{where} is about {entry['file']}, which `files` has not")
         if entry["kind"] not in KINDS:
             raise UsageError(f"the kind in {where} must be one of {', '.join(KINDS)}, got {entry['kind']!r}")
         for test in entry["tests"]:
             if (entry["file"], test) in found:
                 raise UsageError(f"{where} has {test} of {entry['file']} again")
             found[entry["file"], test] = Known(KINDS[entry["kind"]], entry["why"])
-    return found
+    return KnownFailures(tuple(files), found)
 
 
 def news(known: Mapping[tuple[str, str], Known], file: str, passed: set[str], failed: set[str]) -> list[str]:

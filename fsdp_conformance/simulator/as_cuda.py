@@ -290,14 +290,14 @@ def _install_distributed(replaced: Replacements) -> None:
 
     name_of = dist.ProcessGroup.name
 
-    def name(self: Any) -> str:
+    def name_of_group(self: Any) -> str:
         found: str = name_of(self)
         # torch's word for any backend that is not its own.
         if found != "custom" or not any(device.type == SIMULATED for device in self._device_types):
             return found
         return ("gloo" if process_group.is_gloo(self) else "nccl") if script_asks() else found
 
-    replaced.set(dist.ProcessGroup, name=name, barrier=_barrier(dist.ProcessGroup.barrier))
+    replaced.set(dist.ProcessGroup, name=name_of_group, barrier=_barrier(dist.ProcessGroup.barrier))
 
     def get_default_backend_for_device(device: Any) -> Any:
         backend = default_of(device)  # type: ignore[misc]

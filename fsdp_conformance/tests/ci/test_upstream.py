@@ -163,13 +163,14 @@ def test_grouped(script: dict[str, Any]) -> None:
     assert [(2, "other", "ValueError: got 3"), (1, "other", "TypeError: no")] == found
 
 
-KNOWN = """
+ENTRY = """
 [[known]]
 file = "test_a.py"
 tests = ["Test.test_moved", "Test.test_times"]
 kind = "renamed"
 why = "it has another name"
 """
+KNOWN = f'files = ["test_a.py"]{ENTRY}'
 
 
 def test_known_failures(script: dict[str, Any], tmp_path: Path) -> None:
@@ -177,7 +178,7 @@ def test_known_failures(script: dict[str, Any], tmp_path: Path) -> None:
     known = script["upstream_known"]
     path = tmp_path / "known.toml"
     path.write_text(KNOWN, encoding="utf-8")
-    listed = known.load(path)
+    listed = known.load(path).tests
     outcome = script["Outcome"]("test_a.py", passed=["Test.test_works", "Test.test_times"])
     outcome.failed = {"Test.test_moved": "ValueError: no", "Test.test_new": "ValueError: no"}
 
@@ -198,8 +199,10 @@ def test_known_failures(script: dict[str, Any], tmp_path: Path) -> None:
     [
         (KNOWN.replace("why", "because"), "entry 1 of known.toml must have the fields file, kind, tests, why"),
         (KNOWN.replace("renamed", "odd"), "the kind in entry 1 of known.toml must be one of"),
-        (KNOWN + KNOWN, "entry 2 of known.toml has Test.test_moved of test_a.py again"),
+        (KNOWN + ENTRY, "entry 2 of known.toml has Test.test_moved of test_a.py again"),
         ("[[known]", "must be a list of known failures in TOML"),
+        (KNOWN.replace('["test_a.py"]', "[]"), "entry 1 of known.toml is about test_a.py, which `files` has not"),
+        ("files = 3", "files in .*known.toml must be a list of names, got 3"),
         ("known = 3", "must be a list of known failures in TOML"),
     ],
 )
@@ -215,7 +218,7 @@ def test_the_list_itself(script: dict[str, Any]) -> None:
     """It can be read, and names only files that belong to a group."""
     known = script["upstream_known"].load(script["upstream_known"].LIST)
     groups = [pattern for patterns in script["GROUPS"].values() for pattern in patterns]
-    strays = {file for file, _ in known if not any(fnmatch.fnmatch(file, pattern) for pattern in groups)}
+    strays = {file for file in known.files if not any(fnmatch.fnmatch(file, pattern) for pattern in groups)}
     assert set() == strays
 
 
