@@ -45,8 +45,9 @@ Three batch_norm(
     const Weight& running_var, bool training, double momentum, double eps) {
   const bool mixed = is_mixed(input, weight, running_mean);
   return run(
-      "aten::native_batch_norm", {input, mixed ? exact(weight) : weight, mixed ? exact(bias) : bias, running_mean,
-                                  running_var, training, momentum, eps});
+      "aten::native_batch_norm",
+      {input, mixed ? exact(weight) : weight, mixed ? exact(bias) : bias, running_mean, running_var, training, momentum,
+       eps});
 }
 
 Three batch_norm_backward(
@@ -57,10 +58,10 @@ Three batch_norm_backward(
   TORCH_CHECK(
       !mixed || has_channels_last(input) || !mask[0] || !(mask[1] || mask[2]), "Expected running_mean to have type ",
       input.scalar_type(), " but got ", running_mean->scalar_type());
-  auto [of_input, of_weight, of_bias] = run(
-      "aten::native_batch_norm_backward",
-      {grad, input, mixed ? exact(weight) : weight, running_mean, running_var, save_mean, save_invstd, train, eps,
-       c10::List<bool>({mask[0], mask[1], mask[2]})});
+  auto [of_input, of_weight, of_bias] =
+      run("aten::native_batch_norm_backward",
+          {grad, input, mixed ? exact(weight) : weight, running_mean, running_var, save_mean, save_invstd, train, eps,
+           c10::List<bool>({mask[0], mask[1], mask[2]})});
   const auto as_weight = [&](const at::Tensor& found) {
     return mixed && found.defined() ? found.to(weight->scalar_type()) : found;
   };
