@@ -26,6 +26,9 @@ from fsdp_conformance.cli.messages import complain
 from fsdp_conformance.errors import ConformanceError, EnvironmentUnavailable, UsageError
 
 CI = Path(__file__).resolve().parent
+sys.path.append(str(CI))
+
+import upstream_known  # noqa: E402  # beside this file, which tests run from elsewhere
 
 #: The files of each group, below test/distributed. The first group that has a file keeps it.
 GROUPS = {
@@ -68,7 +71,7 @@ class Outcome:
     """The tests of one file."""
 
     file: str
-    passed: int = 0
+    passed: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)
     """The reason, in one line, by the name of the test."""
     skipped: dict[str, str] = field(default_factory=dict)
@@ -241,7 +244,7 @@ def read_report(path: Path, file: str) -> Outcome:
         elif skip is not None:
             outcome.skipped[name] = (skip.get("message") or "").strip()
         else:
-            outcome.passed += 1
+            outcome.passed.append(name)
     return outcome
 
 
@@ -289,11 +292,8 @@ def grouped(reasons: Iterable[str]) -> list[tuple[int, str, str]]:
     return [(number, kind_of(examples[key]), examples[key]) for key, number in counts.most_common()]
 
 
-COMPILED = "compiled code or graphs"
-RENAMED = "names that changed"
-
-#: Kinds of failures that say nothing about ranks or devices.
-ELSEWHERE = (COMPILED, RENAMED)
+COMPILED = upstream_known.KINDS["compiled"]
+RENAMED = upstream_known.KINDS["renamed"]
 
 _KINDS = (
     (COMPILED, r"(?i)NotSimulated.*(graph|kernel)|\btriton|inductor|dynamo|torch\.compile|FileCheck"),
@@ -313,27 +313,56 @@ def kind_of(reason: str) -> str:
     return next((kind for kind, pattern in _KINDS if re.search(pattern, reason)), "other")
 
 
-def table(outcomes: Mapping[str, Sequence[Outcome]]) -> list[str]:
+#: Failures that are known, by file and test.
+KnownFailures = Mapping[tuple[str, str], upstream_known.Known]
+
+
+def kinds_in(files: Iterable[Outcome], known: KnownFailures) -> Counter[str]:
+    """How many tests failed for which kind of reason: that of the list, or else what the reason looks like."""
+    return Counter(
+        known[each.file, test].kind if (each.file, test) in known else kind_of(reason)
+        for each in files
+        for test, reason in each.failed.items()
+    )
+
+
+def table(outcomes: Mapping[str, Sequence[Outcome]], known: KnownFailures) -> list[str]:
     """Markdown: a line for each file, the sum of each group, then the reasons by group."""
-    lines = ["| file | passed | failed | skipped | seconds | |", "|---|--:|--:|--:|--:|---|"]
+    lines = ["| file | passed | failed | skipped | seconds | why |", "|---|--:|--:|--:|--:|---|"]
     for group, files in outcomes.items():
-        lines += [_row(each.file, [each], each.broken) for each in files]
+        lines += [_row(each.file, [each], _note(each, known)) for each in files]
         lines.append(_row(f"**{group}**", files))
     for group, files in outcomes.items():
-        lines += ["", share(group, files), "", f"{group}, why tests failed:", ""]
-        reasons = grouped(reason for each in files for reason in each.failed.values())
-        lines += [f"- {number}, {kind}: {example[:240]}" for number, kind, example in reasons] or ["- none did"]
+        lines += ["", share(group, files, known), "", f"{group}, why tests failed:", ""]
+        lines += list(_explained(files, known)) or ["- none did"]
         skips = grouped(reason for each in files for reason in each.skipped.values())
         lines += [f"- {number}, skipped: {example[:160]}" for number, _, example in skips]
     return lines
 
 
-def share(group: str, files: Sequence[Outcome]) -> str:
+def _note(each: Outcome, known: KnownFailures) -> str:
+    kinds = [f"{number} {kind}" for kind, number in kinds_in([each], known).most_common()]
+    return "; ".join([*kinds, *filter(None, [each.broken])])
+
+
+def _explained(files: Sequence[Outcome], known: KnownFailures) -> Iterable[str]:
+    """The reasons of the list, then those of tests that are not in it."""
+    listed = Counter(known[each.file, test] for each in files for test in each.failed if (each.file, test) in known)
+    for entry, number in listed.most_common():
+        yield f"- {number}, {entry.kind}: {entry.why}"
+    others = [reason for each in files for test, reason in each.failed.items() if (each.file, test) not in known]
+    for number, kind, example in grouped(others):
+        yield f"- {number}, {kind}: {example[:240]}"
+
+
+def share(group: str, files: Sequence[Outcome], known: KnownFailures) -> str:
     """How many of the tests that ran have passed, with and without the failures that are `ELSEWHERE`."""
-    passed = sum(each.passed for each in files)
-    kinds = Counter(kind_of(reason) for each in files for reason in each.failed.values())
-    ran, aside = passed + sum(kinds.values()), sum(kinds[kind] for kind in ELSEWHERE)
-    without = f"; {_percent(passed, ran - aside)} without {aside} for {' or '.join(ELSEWHERE)}" if aside else ""
+    passed = sum(len(each.passed) for each in files)
+    kinds = kinds_in(files, known)
+    aside = {kind: kinds[kind] for kind in upstream_known.ELSEWHERE if kinds[kind]}
+    ran = passed + sum(kinds.values())
+    left_out = ", ".join(f"{number} for {kind}" for kind, number in aside.items())
+    without = f"; {_percent(passed, ran - sum(aside.values()))} without {left_out}" if aside else ""
     return f"{group}: {passed} of {ran} passed, {_percent(passed, ran)}{without}"
 
 
@@ -342,7 +371,7 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _row(name: str, files: Sequence[Outcome], note: str = "") -> str:
-    passed, failed = sum(each.passed for each in files), sum(len(each.failed) for each in files)
+    passed, failed = sum(len(each.passed) for each in files), sum(len(each.failed) for each in files)
     skipped, seconds = sum(len(each.skipped) for each in files), sum(each.seconds for each in files)
     return f"| {name} | {passed} | {failed} | {skipped} | {seconds:.0f} | {note} |"
 
@@ -362,6 +391,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--subject", choices=SUBJECTS, default="torch")
     parser.add_argument("--ranks", choices=("auto", *RANKS), default="auto")
     parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for each file")
+    parser.add_argument(
+        "--known", type=Path, metavar="FILE", help="failures that are known: runs its files, and anything else fails"
+    )
     parser.add_argument("--report", type=Path, metavar="DIR", help="keep tests.json and table.md in DIR")
     parser.add_argument("-k", dest="keyword", metavar="EXPRESSION", help="only tests that pytest's -k selects")
     parsed = parser.parse_args(argv)
@@ -377,6 +409,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def run(parsed: argparse.Namespace, directory: Path) -> int:
     """Take the tests, run them, print and keep the table. Returns the exit status."""
+    listed = upstream_known.load(parsed.known) if parsed.known is not None else upstream_known.KnownFailures((), {})
+    known = listed.tests
     tests = directory / "distributed"
     if parsed.tests is not None:
         copy_tests(parsed.tests, tests)
@@ -389,7 +423,7 @@ def run(parsed: argparse.Namespace, directory: Path) -> int:
     ranks = parsed.ranks
     if ranks == "auto":
         ranks = "simulated" if knows_simulated_cuda() else "cpu"
-    found = files_of(tests, parsed.groups, parsed.file)
+    found = files_of(tests, parsed.groups, parsed.file or listed.files)
     if not any(found.values()):
         raise UsageError("no file matches --group and --file")
     options = ["-k", parsed.keyword] if parsed.keyword else []
@@ -398,12 +432,16 @@ def run(parsed: argparse.Namespace, directory: Path) -> int:
         for file in files:
             outcome = run_file(tests, file, subject=parsed.subject, ranks=ranks, limit_s=parsed.limit, options=options)
             outcomes.setdefault(group, []).append(outcome)
-            print(_row(file, [outcome], outcome.broken), flush=True)
-    lines = [*table(outcomes), "", *notes(parsed.subject, ranks)]
+            print(_row(file, [outcome], _note(outcome, known)), flush=True)
+    lines = [*table(outcomes, known), "", *notes(parsed.subject, ranks)]
     print("\n" + "\n".join(lines))
     if parsed.report is not None:
         keep(parsed.report, lines, outcomes)
-    return int(any(each.broken for files in outcomes.values() for each in files))
+    ran = [each for files in outcomes.values() for each in files]
+    news = [line for each in ran for line in upstream_known.news(known, each.file, set(each.passed), set(each.failed))]
+    if parsed.known is not None:
+        print("\n" + "\n".join(news or [f"As {parsed.known} says."]))
+    return int(any(each.broken for each in ran) or bool(parsed.known is not None and news))
 
 
 def notes(subject: str, ranks: str) -> list[str]:

@@ -6,7 +6,7 @@ ci/upstream puts an import of this module before the others of every test file. 
 - the base classes of tests by those of `harness.torch_compat`
 - on simulated GPUs: nothing else, but races between ranks that are threads fail no test
 - on the CPU: what names "cuda" or "nccl" by its counterpart on the CPU, so that tests written for CUDA run, and
-  `skip_if_lt_x_gpu`, which then never skips
+  `skip_if_lt_x_gpu` by ours, which runs the test on the CPU
 - with the reference engine as subject: torch's FullyShardedDataParallel by the engine's
 
 ci/upstream prints what is adapted under its table: `ADAPTATIONS` there.
@@ -266,10 +266,7 @@ def _make_tests_for_cpu() -> None:
 
     _set(common_fsdp.FSDPTestMixin, _test_fsdp_parity=train_where_it_can_move)
 
-    def never_skip(*_: Any, **__: Any) -> Callable[..., Any]:
-        return lambda function: function
-
-    _set(common_distributed, skip_if_lt_x_gpu=never_skip)
+    _set(common_distributed, skip_if_lt_x_gpu=functools.partial(torch_compat.skip_if_lt_x_gpu, allow_cpu=True))
     # Classes that want a GPU for each rank get the CPU.
     _set(torch_compat.MultiProcessTestCase, cpu_world_size=_DEVICES)
 

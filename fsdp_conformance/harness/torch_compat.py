@@ -37,6 +37,9 @@ from fsdp_conformance.harness.torch_testing import common_distributed, common_fs
 
 __all__ = ["DTensorTestBase", "DistributedTestBase", "FSDPTest", "MultiProcessTestCase", "skip_if_lt_x_gpu"]
 
+#: torch's own, because ours may be put in its place.
+_skip_on_accelerators = common_distributed.skip_if_lt_x_gpu
+
 #: Exactly what torch's harness sets in a rank.
 _TORCH_SETTINGS = Determinism(seed=common_utils.SEED, algorithms="off")
 
@@ -74,6 +77,12 @@ class DTensorTestBase(MultiProcessTestCase, common_dtensor.DTensorTestBase):
         # With `pytest --simulate-cuda` torch's constant is "cuda", and this is what the ranks are started for.
         self.device_type = torch.device(common_dtensor.DEVICE_TYPE).type if enough else "cpu"
         super().setUp()
+
+    def init_rank(self) -> None:
+        """The test compares `device_type` with what its tensors say, which is "cuda" where torch's constant is."""
+        super().init_rank()
+        if self.device_type != "cpu":
+            self.device_type = common_dtensor.DEVICE_TYPE
 
 
 class FSDPTest(MultiProcessTestCase, common_fsdp.FSDPTest):  # type: ignore[misc]  # torch's classes disagree on _run
@@ -132,7 +141,7 @@ def skip_if_lt_x_gpu(x: int, *, allow_cpu: bool = False) -> Callable[[Callable[.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        guarded = common_distributed.skip_if_lt_x_gpu(x)(function)  # type: ignore[no-untyped-call]
+        guarded = _skip_on_accelerators(x)(function)  # type: ignore[no-untyped-call]
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:

@@ -288,6 +288,17 @@ def _install_distributed(replaced: Replacements) -> None:
         asked = distributed_c10d._get_default_group() if group is None else group
         return "gloo" if process_group.is_gloo(asked) else "nccl"
 
+    name_of = dist.ProcessGroup.name
+
+    def name_of_group(self: Any) -> str:
+        found: str = name_of(self)
+        # torch's word for any backend that is not its own.
+        if found != "custom" or not any(device.type == SIMULATED for device in self._device_types):
+            return found
+        return ("gloo" if process_group.is_gloo(self) else "nccl") if script_asks() else found
+
+    replaced.set(dist.ProcessGroup, name=name_of_group, barrier=_barrier(dist.ProcessGroup.barrier))
+
     def get_default_backend_for_device(device: Any) -> Any:
         backend = default_of(device)  # type: ignore[misc]
         return "nccl" if backend == COLLECTIVES and script_asks() else backend
@@ -306,6 +317,20 @@ def _install_distributed(replaced: Replacements) -> None:
     _install_backends(replaced)
     _install_meshes(replaced)
     attention.install(replaced)
+
+
+def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
+    """`ProcessGroup.barrier`, which in C++ asks NCCL's group for a GPU and any other one for the CPU."""
+
+    @functools.wraps(original)
+    def barrier(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs and [device.type for device in self._device_types] == [SIMULATED]:
+            options = dist.BarrierOptions()
+            options.device = torch.device(SIMULATED, torch.accelerator.current_device_index())
+            return original(self, options)
+        return original(self, *args, **kwargs)
+
+    return barrier
 
 
 def _process_group_nccl() -> type:

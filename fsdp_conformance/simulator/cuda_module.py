@@ -82,9 +82,16 @@ def install(replaced: Replacements, labels: Labels) -> None:
                 replaced.set(module, **{name: value})
     replaced.set(torch.cuda, _sleep=_nothing)
     replaced.set(torch.cuda.nccl, version=lambda: _NCCL_VERSION)
+    for kind in (simulator.Stream, simulator.Event):
+        replaced.set(kind, __repr__=_as_cuda(kind.__repr__))
     _install_for_tests(replaced)
     _install_ranges(replaced, labels)
     cuda_tools.install(replaced)
+
+
+def _as_cuda(text_of: Callable[[Any], str]) -> Callable[[Any], str]:
+    """A text about a stream or an event, with CUDA's names."""
+    return lambda self: text_of(self).replace(f"torch.{SIMULATED}.", "torch.cuda.").replace(f"={SIMULATED}", "=cuda")
 
 
 def _install_for_tests(replaced: Replacements) -> None:

@@ -249,6 +249,9 @@ c10::intrusive_ptr<Work> SimGroup::issue(Issue call, std::shared_ptr<CollectiveC
       stream ? std::make_optional(end_of(*stream, is_message(call.type) ? Tensors{} : held)) : std::nullopt);
   if (stream) {
     work->complete_future();
+    if (call.type == OpType::ALLGATHER && !call.through.empty()) {
+      work->set_stacked();
+    }
   }
   return work;
 }

@@ -2,6 +2,7 @@
 #include "allocator.cpp"
 #include "attention.cpp"
 #include "autocast.cpp"
+#include "batch_norm.cpp"
 #include "classes.cpp"
 #include "device.cpp"
 #include "fallback.cpp"

@@ -127,8 +127,7 @@ SimWork::SimWork(
 
 void SimWork::complete_future() {
   c10::StreamGuard guard(end_->stream);
-  const std::vector<c10::Device> devices = {end_->stream.device()};
-  future_ = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+  future_ = future_on_stream();
   if (recordFunctionEndCallback_) {
     future_->addCallback(
         [work = c10::intrusive_ptr<SimWork>::reclaim_copy(this)](c10::ivalue::Future&) {
@@ -137,6 +136,15 @@ void SimWork::complete_future() {
         /*uses_future=*/false);
   }
   future_->markCompleted(c10::IValue(outputs_));
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> SimWork::future_on_stream() const {
+  const std::vector<c10::Device> devices = {end_->stream.device()};
+  return c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), devices);
+}
+
+void SimWork::set_stacked() {
+  stacked_ = true;
 }
 
 void SimWork::set_barrier() {
@@ -216,6 +224,16 @@ void SimWork::abort() {
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> SimWork::getFuture() {
+  if (stacked_) {
+    if (!stacked_future_) {
+      c10::StreamGuard guard(end_->stream);
+      const at::AutoDispatchBelowADInplaceOrView below_autograd;
+      auto future = future_on_stream();
+      future->markCompleted(c10::IValue(Tensors{at::stack(outputs_)}));
+      stacked_future_ = std::move(future);
+    }
+    return stacked_future_;
+  }
   if (!future_) {
     // On the CPU the future is complete when the bytes are in place; a thread waits for that.
     auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));

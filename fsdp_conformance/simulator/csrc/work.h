@@ -81,6 +81,8 @@ class SimWork : public c10d::Work {
   void complete_future();
   /// Make it a barrier: `wait` blocks the host.
   void set_barrier();
+  /// An all-gather of equal tensors: its future has them in one tensor, as NCCL's has its own buffer.
+  void set_stacked();
 
   bool isCompleted() override;
   bool isSuccess() const override;
@@ -97,6 +99,7 @@ class SimWork : public c10d::Work {
 
  private:
   void wait_on_host(std::chrono::milliseconds timeout);
+  c10::intrusive_ptr<c10::ivalue::Future> future_on_stream() const;
 
   const std::shared_ptr<GroupState> group_;
   const std::shared_ptr<CollectiveCall> call_;
@@ -108,7 +111,9 @@ class SimWork : public c10d::Work {
   const int64_t numel_in_;
   const int64_t numel_out_;
   const std::chrono::steady_clock::time_point started_;
+  c10::intrusive_ptr<c10::ivalue::Future> stacked_future_;  // made when it is asked for
   bool barrier_ = false;
+  bool stacked_ = false;
 };
 
 }  // namespace sim

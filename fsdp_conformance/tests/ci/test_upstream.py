@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import runpy
 import tarfile
@@ -162,6 +163,65 @@ def test_grouped(script: dict[str, Any]) -> None:
     assert [(2, "other", "ValueError: got 3"), (1, "other", "TypeError: no")] == found
 
 
+ENTRY = """
+[[known]]
+file = "test_a.py"
+tests = ["Test.test_moved", "Test.test_times"]
+kind = "renamed"
+why = "it has another name"
+"""
+KNOWN = f'files = ["test_a.py"]{ENTRY}'
+
+
+def test_known_failures(script: dict[str, Any], tmp_path: Path) -> None:
+    """The list gives a failure its kind; what it does not say, and what it says wrongly, is news."""
+    known = script["upstream_known"]
+    path = tmp_path / "known.toml"
+    path.write_text(KNOWN, encoding="utf-8")
+    listed = known.load(path).tests
+    outcome = script["Outcome"]("test_a.py", passed=["Test.test_works", "Test.test_times"])
+    outcome.failed = {"Test.test_moved": "ValueError: no", "Test.test_new": "ValueError: no"}
+
+    lines = script["table"]({"ddp": [outcome]}, listed)
+
+    assert "| test_a.py | 2 | 2 | 0 | 0 | 1 names that changed; 1 other |" in lines
+    assert "ddp: 2 of 4 passed, 50.0 %; 66.7 % without 1 for names that changed" in lines
+    assert {"- 1, names that changed: it has another name", "- 1, other: ValueError: no"} < set(lines)
+    assert [
+        "test_a.py: Test.test_new failed, and is not in the list",
+        "test_a.py: Test.test_times passed, and is in the list",
+    ] == known.news(listed, "test_a.py", set(outcome.passed), set(outcome.failed))
+    assert [] == known.news(listed, "test_b.py", {"Test.test_moved"}, set())
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (KNOWN.replace("why", "because"), "entry 1 of known.toml must have the fields file, kind, tests, why"),
+        (KNOWN.replace("renamed", "odd"), "the kind in entry 1 of known.toml must be one of"),
+        (KNOWN + ENTRY, "entry 2 of known.toml has Test.test_moved of test_a.py again"),
+        ("[[known]", "must be a list of known failures in TOML"),
+        (KNOWN.replace('["test_a.py"]', "[]"), "entry 1 of known.toml is about test_a.py, which `files` has not"),
+        ("files = 3", "files in .*known.toml must be a list of names, got 3"),
+        ("known = 3", "must be a list of known failures in TOML"),
+    ],
+)
+def test_wrong_lists(script: dict[str, Any], tmp_path: Path, text: str, message: str) -> None:
+    """What is wrong, and where."""
+    path = tmp_path / "known.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(UsageError, match=message):
+        script["upstream_known"].load(path)
+
+
+def test_the_list_itself(script: dict[str, Any]) -> None:
+    """It can be read, and names only files that belong to a group."""
+    known = script["upstream_known"].load(script["upstream_known"].LIST)
+    groups = [pattern for patterns in script["GROUPS"].values() for pattern in patterns]
+    strays = {file for file in known.files if not any(fnmatch.fnmatch(file, pattern) for pattern in groups)}
+    assert set() == strays
+
+
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.parametrize("subject", ["torch", "reference"])
@@ -178,7 +238,7 @@ def test_run(script: dict[str, Any], tests: Path, tmp_path: Path, subject: str) 
     of_subject = {"TestSharding.test_internals"} if subject == "reference" else set()
     assert {"TestSharding.test_fails", *of_subject} == set(outcome["failed"]), outcome
     assert "ValueError: not on the first rank" == outcome["failed"]["TestSharding.test_fails"]
-    assert 4 - len(outcome["failed"]) == outcome["passed"]
+    assert 4 - len(outcome["failed"]) == len(outcome["passed"])
     table = (tmp_path / "report/table.md").read_text(encoding="utf-8")
     assert f"Subject: {subject}. Ranks: cpu." in table
     assert ("internals of torch's class" in table) == (subject == "reference")

@@ -324,6 +324,21 @@ class Skips(MultiProcessTestCase):
         self.assertEqual(self.rank, 0)
 
 
+def test_ours_in_place_of_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program may put our decorator into torch's module: it then still uses torch's where there are accelerators."""
+    monkeypatch.setattr(common_distributed, "skip_if_lt_x_gpu", skip_if_lt_x_gpu)
+    monkeypatch.setattr(torch_compat, "accelerator_or_cpu", lambda: "cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def runs(_: object) -> str:
+        return "ran"
+
+    assert common_distributed.skip_if_lt_x_gpu(2)(runs)(None) == "ran"
+    with pytest.raises(SystemExit):
+        common_distributed.skip_if_lt_x_gpu(3)(runs)(None)
+
+
 def outcome(method: str, case: type[unittest.TestCase] = Skips) -> unittest.TestResult:
     """Run a method, of Skips or of another class."""
     result = unittest.TestResult()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import traceback
+import unittest
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,6 +40,14 @@ def kinds() -> list[HazardKind]:
     found = [hazard.kind for hazard in checker.hazards()]
     checker.clear()
     return found
+
+
+def as_torch_raises(error: Exception) -> None:
+    """Raise an error as torch's Python code does."""
+    code = compile("def fail(error):\n    raise error\n", nn.Module.__init__.__code__.co_filename, "exec")
+    names: dict[str, Any] = {}
+    exec(code, names)
+    names["fail"](error)
 
 
 def on_side_stream(write: Callable[[], object], *, waits: bool) -> None:
@@ -240,6 +251,9 @@ class TestBackends:
                 groups = {None: backend, dist.new_group(): backend, dist.new_group(backend=other): other}
                 for group, name in groups.items():
                     assert dist.get_backend(group) == name
+                    process_group = group or dist.distributed_c10d._get_default_group()
+                    assert process_group.name() == name
+                    process_group.barrier().wait()
                     gradient = torch.eye(3, device="cuda").to_sparse()
                     if name == "gloo":
                         dist.all_reduce(gradient, group=group)
@@ -284,6 +298,38 @@ class TestMessages:
             assert str(RuntimeError("sim:0")) == "sim:0"
             with pytest.raises(ValueError, match="'sim:0'"):
                 int("sim:0")
+
+    @in_process_of_its_own
+    def test_our_own_messages(self) -> None:
+        """They name the device as the program does; so do streams and events when they are printed."""
+        with simulated_cuda(1):
+            with pytest.raises(NotImplementedError) as caught:
+                torch.cuda.Event(interprocess=True)
+            assert "cannot share memory of cuda" in str(caught.value)
+            assert "sim" not in str(caught.value)
+            assert repr(torch.cuda.Stream()).startswith("<torch.cuda.Stream device=cuda:0 ")
+            assert repr(torch.cuda.Event()) == "<torch.cuda.Event device=cuda>"
+
+    @in_process_of_its_own
+    def test_unittest_reads_messages(self) -> None:
+        """It takes the traceback away first. Torch's Python code and descriptions of tensors name the type alone."""
+        reads = unittest.TestCase().assertRaisesRegex
+        with simulated_cuda(2):
+            with reads(RuntimeError, "cuda:0 and cuda:1!"):
+                torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1")
+            with unittest.TestCase().assertRaises(RuntimeError) as caught:
+                torch.ones(2, device="cuda:0") + torch.ones(2, device="cuda:1")
+            assert "cuda:0 and cuda:1!" in str(caught.exception)
+            with reads(RuntimeError, "on sim"):
+                raise RuntimeError("on sim")
+            for text, wanted in (
+                ("TensorOptions(device=sim, layout=Strided)", "device=cuda, "),
+                ("got cpu for DTensor and sim for FSDP", "cpu for DTensor and cuda for"),
+                ("unsupported device type sim", "type cuda"),
+                ("got sim: 4, and sim.py", "got sim: 4, and sim.py"),
+            ):
+                with reads(ValueError, re.escape(wanted)):
+                    as_torch_raises(ValueError(text))
 
 
 class TestFormats:

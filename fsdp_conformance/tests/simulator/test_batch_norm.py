@@ -99,3 +99,33 @@ def test_without_weights_and_running_statistics() -> None:
     assert leaf.grad is not None
     torch.testing.assert_close(found.cpu(), leaf.grad)
     assert not any(value is not None and value.numel() for value in cast("list[Tensor | None]", sums[2:]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("training", [True, False])
+@in_process_of_its_own
+def test_half_precision_with_exact_statistics(dtype: torch.dtype, training: bool) -> None:
+    """As mixed precision makes it, which the CPU's kernels refuse: weights are cast, buffers are not."""
+    draw = torch.Generator().manual_seed(3)
+    batch, gradient = (torch.randn(6, 3, generator=draw).to("sim", dtype) for _ in range(2))
+    layer = torch.nn.BatchNorm1d(3, device="sim").train(training)
+    exact = torch.nn.BatchNorm1d(3, device="sim").train(training)
+    for parameter in layer.parameters():
+        parameter.data = parameter.data.to(dtype)
+    results = []
+    for module in (layer, exact):
+        leaf = batch.clone().requires_grad_()
+        output = module(leaf)
+        output.backward(gradient)
+        assert output.dtype == leaf.dtype == dtype
+        results.append([output, leaf.grad, *module.buffers(), *(weight.grad for weight in module.parameters())])
+    assert [weight.grad.dtype for weight in layer.parameters() if weight.grad is not None] == [dtype, dtype]
+    for found, wanted in zip(*results, strict=True):
+        assert found is not None
+        assert wanted is not None
+        torch.testing.assert_close(found.cpu(), wanted.to(found.dtype).cpu(), rtol=0, atol=0)
+    images = torch.randn(6, 3, 4, device="sim", dtype=dtype, requires_grad=True)
+    output = layer(images)
+    with pytest.raises(RuntimeError, match=r"Expected running_mean to have type .* but got Float"):
+        output.sum().backward()
+    assert not checker.hazards()

@@ -94,6 +94,26 @@ class Streams(OnSim):
         self.assert_kinds([])
         self.assertEqual([2.0], value[0].tolist())
 
+    def test_future_of_an_all_gather(self) -> None:
+        """
+        Of equal tensors it holds one tensor, as NCCL's has its buffer, and gives the same each time; of uneven ones the
+        list.
+        """
+        mine = self.values(1.0)
+        equal = [torch.empty_like(mine) for _ in range(self.world_size)]
+        work = dist.all_gather(equal, mine.add(self.rank), async_op=True)
+        (stacked,) = work.get_future().wait()
+        self.assertEqual((self.world_size, *mine.shape), stacked.shape)
+        self.assertEqual([float(rank + 1) for rank in range(self.world_size)], stacked[:, 0].tolist())
+        self.assertEqual(stacked.data_ptr(), work.get_future().wait()[0].data_ptr())
+        work.wait()
+        self.assertEqual(stacked.tolist(), torch.stack(equal).tolist())
+        uneven = [torch.empty(rank + 1, device=self.device) for rank in range(self.world_size)]
+        own = torch.full((self.rank + 1,), 2.0, device=self.device)
+        value = dist.all_gather(uneven, own, async_op=True).get_future().wait()
+        self.assertEqual([rank + 1 for rank in range(self.world_size)], [len(each) for each in value])
+        self.assert_kinds([])
+
     def test_completion(self) -> None:
         """After is_completed() is true, the host knows that the collective has run; result() has its tensors."""
         mine = self.values(1.0)

@@ -1,0 +1,87 @@
+"""
+The list of PyTorch's own tests that are known to fail here, and why: ci/upstream-known.toml.
+
+`files` are the files that it is about: with --known, ci/upstream runs these. Each [[known]] has `file`, below
+test/distributed; `tests`, each as "Class.test"; `kind`, one of `KINDS`; and `why`.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fsdp_conformance.errors import UsageError
+
+LIST = Path(__file__).resolve().parent / "upstream-known.toml"
+
+#: What lies behind a known failure. The first three say nothing about ranks or devices, and are left out of the share
+#: of tests that pass.
+KINDS = {
+    "compiled": "compiled code or graphs",
+    "renamed": "names that changed",
+    "changed": "torch has changed since the tests were written",
+    "time": "times of kernels",
+    "digits": "the last digits of numbers",
+    "device": "what is not simulated",
+}
+
+#: The kinds that have nothing to do with what is tested here.
+ELSEWHERE = tuple(KINDS[name] for name in ("compiled", "renamed", "changed"))
+
+_FIELDS = {"file", "tests", "kind", "why"}
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A test that is known to fail."""
+
+    kind: str
+    """As `KINDS` says it."""
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class KnownFailures:
+    """The list."""
+
+    files: tuple[str, ...]
+    tests: Mapping[tuple[str, str], Known]
+    """By file and test."""
+
+
+def load(path: Path) -> KnownFailures:
+    """Read a list. Raises UsageError for one that is none."""
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} must be a list of known failures in TOML: {error}") from error
+    entries, files = content.get("known", []), content.get("files", [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UsageError(f"{path} must be a list of known failures in TOML: got known = {entries!r}")
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        raise UsageError(f"files in {path} must be a list of names, got {files!r}")
+    found: dict[tuple[str, str], Known] = {}
+    for number, entry in enumerate(entries, start=1):
+        where = f"entry {number} of {path.name}"
+        if set(entry) != _FIELDS:
+            raise UsageError(f"{where} must have the fields {', '.join(sorted(_FIELDS))}, got {', '.join(entry)}")
+        if entry["file"] not in files:
+            raise UsageError(f"{where} is about {entry['file']}, which `files` has not")
+        if entry["kind"] not in KINDS:
+            raise UsageError(f"the kind in {where} must be one of {', '.join(KINDS)}, got {entry['kind']!r}")
+        for test in entry["tests"]:
+            if (entry["file"], test) in found:
+                raise UsageError(f"{where} has {test} of {entry['file']} again")
+            found[entry["file"], test] = Known(KINDS[entry["kind"]], entry["why"])
+    return KnownFailures(tuple(files), found)
+
+
+def news(known: Mapping[tuple[str, str], Known], file: str, passed: set[str], failed: set[str]) -> list[str]:
+    """What a file's tests did that the list does not say, one line each."""
+    listed = {test for listed_file, test in known if listed_file == file}
+    return [
+        *(f"{file}: {test} failed, and is not in the list" for test in sorted(failed - listed)),
+        *(f"{file}: {test} passed, and is in the list" for test in sorted(passed & listed)),
+    ]
