@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from fsdp_conformance.adapters.base import ModelFn, OptimFn
+from fsdp_conformance.adapters.base import Adapter, ModelFn, OptimFn
 from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.mutant import known_wrong
@@ -51,19 +51,27 @@ class KeepsFullGradients(SeamFSDP2):
         return grad
 
 
-@known_wrong("R038", environment=("accelerator",))
-class GathersEverythingFirst(SeamFSDP2):
-    """Every unit is gathered at the start of forward and again at the start of backward."""
+class GatheringFirst(Adapter):
+    """Gathers at the start of forward and again at the start of backward."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._gather_all()
-        return super().forward(*args, **kwargs)
+        self.gather_all()
+        return super().forward(*args, **kwargs)  # type: ignore[safe-super]
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self._gather_all()
-        super().backward(loss, retain_graph=retain_graph)
+        self.gather_all()
+        super().backward(loss, retain_graph=retain_graph)  # type: ignore[safe-super]
 
-    def _gather_all(self) -> None:
+    def gather_all(self) -> None:
+        """Gather every unit."""
+        raise NotImplementedError
+
+
+@known_wrong("R038", environment=("accelerator",))
+class GathersEverythingFirst(GatheringFirst, SeamFSDP2):
+    """Every unit is gathered at the start of forward and again at the start of backward."""
+
+    def gather_all(self) -> None:
         for module in self.model.modules():
             if isinstance(module, FSDPModule) and any(True for _ in module.parameters()):
                 module.unshard()

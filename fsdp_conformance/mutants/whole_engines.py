@@ -23,6 +23,7 @@ from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.errors import Unsupported
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.engines import SeamFSDP1, SeamReference
+from fsdp_conformance.mutants.memory import GatheringFirst
 from fsdp_conformance.mutants.mutant import known_wrong
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
@@ -594,18 +595,10 @@ class FSDP1ClaimsEveryCheck(SeamFSDP1):
 
 
 @known_wrong("R076", "R038")
-class ReferenceGathersEverythingFirst(SeamReference):
+class ReferenceGathersEverythingFirst(GatheringFirst, SeamReference):
     """Every unit is gathered at the start of forward and again at the start of backward."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self._gather_all()
-        return super().forward(*args, **kwargs)
-
-    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
-        self._gather_all()
-        super().backward(loss, retain_graph=retain_graph)
-
-    def _gather_all(self) -> None:
+    def gather_all(self) -> None:
         for fqn in self.plan.units:
             self.unshard(fqn)
 
