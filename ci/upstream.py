@@ -29,6 +29,7 @@ CI = Path(__file__).resolve().parent
 sys.path.append(str(CI))
 
 import upstream_known  # noqa: E402  # beside this file, which tests run from elsewhere
+from upstream_known import KnownTests  # noqa: E402
 
 #: The files of each group, below test/distributed. The first group that has a file keeps it.
 GROUPS = {
@@ -313,11 +314,7 @@ def kind_of(reason: str) -> str:
     return next((kind for kind, pattern in _KINDS if re.search(pattern, reason)), "other")
 
 
-#: Failures that are known, by file and test.
-KnownFailures = Mapping[tuple[str, str], upstream_known.Known]
-
-
-def kinds_in(files: Iterable[Outcome], known: KnownFailures) -> Counter[str]:
+def kinds_in(files: Iterable[Outcome], known: KnownTests) -> Counter[str]:
     """How many tests failed for which kind of reason: that of the list, or else what the reason looks like."""
     return Counter(
         known[each.file, test].kind if (each.file, test) in known else kind_of(reason)
@@ -326,7 +323,7 @@ def kinds_in(files: Iterable[Outcome], known: KnownFailures) -> Counter[str]:
     )
 
 
-def table(outcomes: Mapping[str, Sequence[Outcome]], known: KnownFailures) -> list[str]:
+def table(outcomes: Mapping[str, Sequence[Outcome]], known: KnownTests) -> list[str]:
     """Markdown: a line for each file, the sum of each group, then the reasons by group."""
     lines = ["| file | passed | failed | skipped | seconds | why |", "|---|--:|--:|--:|--:|---|"]
     for group, files in outcomes.items():
@@ -340,12 +337,12 @@ def table(outcomes: Mapping[str, Sequence[Outcome]], known: KnownFailures) -> li
     return lines
 
 
-def _note(each: Outcome, known: KnownFailures) -> str:
+def _note(each: Outcome, known: KnownTests) -> str:
     kinds = [f"{number} {kind}" for kind, number in kinds_in([each], known).most_common()]
     return "; ".join([*kinds, *filter(None, [each.broken])])
 
 
-def _explained(files: Sequence[Outcome], known: KnownFailures) -> Iterable[str]:
+def _explained(files: Sequence[Outcome], known: KnownTests) -> Iterable[str]:
     """The reasons of the list, then those of tests that are not in it."""
     listed = Counter(known[each.file, test] for each in files for test in each.failed if (each.file, test) in known)
     for entry, number in listed.most_common():
@@ -355,7 +352,7 @@ def _explained(files: Sequence[Outcome], known: KnownFailures) -> Iterable[str]:
         yield f"- {number}, {kind}: {example[:240]}"
 
 
-def share(group: str, files: Sequence[Outcome], known: KnownFailures) -> str:
+def share(group: str, files: Sequence[Outcome], known: KnownTests) -> str:
     """How many of the tests that ran have passed, with and without the failures that are `ELSEWHERE`."""
     passed = sum(len(each.passed) for each in files)
     kinds = kinds_in(files, known)

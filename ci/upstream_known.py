@@ -42,17 +42,20 @@ class Known:
     why: str
 
 
+#: Tests that are known to fail, by file and name.
+KnownTests = Mapping[tuple[str, str], Known]
+
+
 @dataclass(frozen=True, slots=True)
 class KnownFailures:
     """The list."""
 
     files: tuple[str, ...]
-    tests: Mapping[tuple[str, str], Known]
-    """By file and test."""
+    tests: KnownTests
 
 
 def load(path: Path) -> KnownFailures:
-    """Read a list. Raises UsageError for one that is none."""
+    """Read a list. Raises UsageError if the file is not one."""
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -78,7 +81,7 @@ def load(path: Path) -> KnownFailures:
     return KnownFailures(tuple(files), found)
 
 
-def news(known: Mapping[tuple[str, str], Known], file: str, passed: set[str], failed: set[str]) -> list[str]:
+def news(known: KnownTests, file: str, passed: set[str], failed: set[str]) -> list[str]:
     """What a file's tests did that the list does not say, one line each."""
     listed = {test for listed_file, test in known if listed_file == file}
     return [

@@ -7,6 +7,7 @@ reference had before the step: up to there the implementation was right. Every r
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -48,9 +49,8 @@ def supposed_losses(references: References, step: int, micro: int) -> Iterator[S
         return
     rank = references.rank
     for mistake in (*_mistakes(references, step, micro), *_others_batches(references, step)):
-        replay = _Replay(references, step, mistake, rank)
-        if replay.is_possible(micro):
-            yield mistake.phrase, replay.loss(micro)
+        if _is_possible(references, step, mistake, rank, micro):
+            yield mistake.phrase, _Replay(references, step, mistake, rank).loss(micro)
 
 
 def supposed_gradients(references: References, step: int, losses: Sequence[Tensor]) -> Iterator[tuple[str, Tensors]]:
@@ -63,14 +63,14 @@ def supposed_gradients(references: References, step: int, losses: Sequence[Tenso
     if not _is_small(references) or references.local or backwards > _MAX_BACKWARDS or _has_own_buffers(references):
         return
     for mistake in (*_mistakes(references, step, references.regime.micro_batches - 1), *_one_batch(references, step)):
-        own = _Replay(references, step, mistake, references.rank)
-        others = [
-            _Replay(references, step, mistake, rank) for rank in range(references.world_size) if rank != references.rank
-        ]
-        runs = [own, *others]
-        every_micro = range(references.regime.micro_batches)
-        if not all(run.is_possible(micro) for run in runs for micro in every_micro) or not own.has(losses):
+        places = itertools.product(range(references.world_size), range(references.regime.micro_batches))
+        if not all(_is_possible(references, step, mistake, rank, micro) for rank, micro in places):
             continue
+        own = _Replay(references, step, mistake, references.rank)
+        if not own.has(losses):
+            continue
+        others = (rank for rank in range(references.world_size) if rank != references.rank)
+        runs = [own, *(_Replay(references, step, mistake, rank) for rank in others)]
         found = [run.gradients() for run in runs]
         names = {name for grads in found for name in grads}
         yield mistake.phrase, {name: _total(name, found) / references.world_size for name in names}
@@ -149,6 +149,15 @@ def supposed_parameters(references: References, step: int, name: str) -> Iterato
     yield "the optimizer's step counter advanced twice", replay(_with_counter(grad, 1))
 
 
+def _is_possible(references: References, step: int, mistake: _Mistake, rank: int, micro: int) -> bool:
+    """Whether the inputs that a mistake takes have the shapes of the right ones: the target would not fit others."""
+    if mistake.key is None:
+        return True
+    batch = references.workload.batch
+    key = BatchKey(step=step, micro=micro, rank=rank, world_size=references.world_size)
+    return _shapes(batch(mistake.key(key))) == _shapes(batch(key))
+
+
 def _shapes(batch: Batch) -> list[tuple[str, object]]:
     """Of all tensors that a model is called with, by their paths."""
     return [
@@ -172,11 +181,6 @@ class _Replay:
         self._load()
         self.model.train()
 
-    def is_possible(self, micro: int) -> bool:
-        """Whether the inputs of a micro-batch have the shapes of the right ones: the target would not fit others."""
-        right, seen = self._batches(micro)
-        return _shapes(seen) == _shapes(right)
-
     def loss(self, micro: int) -> Tensor:
         """Of one micro-batch, in float64."""
         with torch.no_grad():
@@ -197,16 +201,12 @@ class _Replay:
         return {name: p.grad.double() for name, p in self.model.named_parameters() if p.grad is not None}
 
     def _loss(self, micro: int) -> Tensor:
-        # An engine sees what the model is called with; the loss and its target are the user's.
-        right, seen = self._batches(micro)
-        return self.references.workload.loss(self.model(*seen.args, **seen.kwargs), right)
-
-    def _batches(self, micro: int) -> tuple[Batch, Batch]:
-        """The right batch, and the one that the model sees."""
         workload = self.references.workload
         key = BatchKey(step=self.step, micro=micro, rank=self.rank, world_size=self.references.world_size)
+        # An engine sees what the model is called with; the loss and its target are the user's.
         right = self._placed(workload.batch(key))
-        return right, right if self.mistake.key is None else self._placed(workload.batch(self.mistake.key(key)))
+        seen = right if self.mistake.key is None else self._placed(workload.batch(self.mistake.key(key)))
+        return workload.loss(self.model(*seen.args, **seen.kwargs), right)
 
     def _placed(self, batch: Batch) -> Batch:
         return placed(batch, torch.device("cpu"), self.mistake.dtype)

@@ -390,11 +390,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         cases = collect_cases(options.suites)
         if options.write:
             path = options.output or PROFILES / f"{options.write}.json"
-            # Chosen once: what cases kill changes more often than a date.
-            chosen = (
-                list(_read(path, named=str(path)).by_id) if options.write.startswith(QUICK) and path.exists() else []
-            )
-            only = options.only or chosen
+            only = options.only
+            if not only and options.write.startswith(QUICK) and path.exists():
+                # Chosen once for each date: what cases kill changes more often.
+                only = list(_read(path, named=str(path)).by_id)
             profile = profile_of(options.write, cases, only=only, certifies=not options.not_certifying)
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(profile.to_json(), indent=1) + "\n", encoding="utf-8")

@@ -46,7 +46,7 @@ class _Answering(Adapter):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name, method in inspect.getmembers(cls, inspect.isfunction):
-            # What the engine does not have stays as it is: an override would declare it.
+            # To override an optional method is to declare it, so those that the engine lacks are left alone.
             if not name.startswith("_") and getattr(Adapter, name, method) is not method:
                 setattr(cls, name, _answering(name, method))
 

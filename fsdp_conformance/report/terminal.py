@@ -11,7 +11,7 @@ Findings and verdicts as plain text: what people read first when a run fails.
         same in   7 more cases: R003/..., ...
         violates  R003, R092
         repro     fsdp-conformance run --implementation my.py:Mine --case R003/rank-coded-ws3
-        closer    fsdp-conformance debug R003/rank-coded-ws3 --implementation torch-fsdp2
+        closer    fsdp-conformance debug R003/rank-coded-ws3 --implementation my.py:Mine
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The priority that a run was started with, in sessions of their own. Standard library only."""
+"""Keeps the priority of a run in the new sessions that it starts. Standard library only."""
 
 from __future__ import annotations
 

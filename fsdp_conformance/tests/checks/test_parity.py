@@ -200,7 +200,7 @@ def test_a_parameter_that_follows_a_gradient_says_so() -> None:
 
 
 def test_a_difference_is_told_when_its_cause_cannot_be_worked_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes wrong in the search for a cause is our mistake, and the finding says so."""
+    """An error in the search for a cause is a bug in the suite, and the finding says so."""
 
     def broken(evidence: object) -> None:
         raise KeyError("no such signature")

@@ -205,7 +205,7 @@ def test_a_norm_of_part_of_the_gradients() -> None:
 
 
 def test_inputs_of_other_shapes_are_no_explanation() -> None:
-    """Where each rank and step has batches of its own size, no engine can have taken the inputs of another."""
+    """Where the size of a batch varies with rank and step, an engine cannot have taken the inputs of another."""
     found = references_of(deep.deep_ragged(), rank=RANK, world_size=WORLD_SIZE)
     sizes = {len(found.workload.batch(BatchKey(step=1, micro=0, rank=rank, world_size=2)).args[0]) for rank in range(2)}
     right = found.expected.steps[1].losses[0]
