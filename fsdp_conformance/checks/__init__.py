@@ -17,6 +17,7 @@ References, what is compared with:
     scenario            what references depend on, as text: the keys of the store
     packing             a history as its structure and one flat tensor, to be sent to another rank
     exactness           proof that a probe is exact, and which regimes demand bitwise equality
+    segments            many small tensors as one vector
     tolerance           bounds for everything else, with their derivations
 
 Checks, each of which returns a CheckResult:

@@ -18,6 +18,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -218,7 +219,7 @@ class _Reader:
     """Decodes a structure, and takes the tensors from the bytes in the order in which they were written."""
 
     def __init__(self, data: bytes) -> None:
-        self.data = data
+        self.bytes = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
         self.position = 0
 
     def decoded(self, value: Any) -> Any:
@@ -242,12 +243,10 @@ class _Reader:
         dtype = getattr(torch, dtype_name)
         if not isinstance(dtype, torch.dtype):
             raise ValueError(f"{dtype_name!r} is not a dtype")
-        value = torch.empty(shape, dtype=dtype)
-        size = value.numel() * value.element_size()
-        data = self.data[self.position : self.position + size]
-        if len(data) != size:
-            raise ValueError(f"expected {size} bytes of a tensor, got {len(data)}")
+        size = math.prod(shape) * dtype.itemsize
+        # A copy, because the bytes of a tensor need not begin where its dtype may.
+        data = self.bytes[self.position : self.position + size].clone()
+        if len(data) != size or min(shape, default=0) < 0:
+            raise ValueError(f"expected {size} bytes of a tensor of shape {shape}, got {len(data)}")
         self.position += size
-        if size:
-            value.view(-1).view(torch.uint8).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return value
+        return data.view(dtype).view(shape)

@@ -26,8 +26,9 @@ from fsdp_conformance.checks.packing import Packed, packed, unpacked
 from fsdp_conformance.checks.reference_all_reduce import all_reduce_reference
 from fsdp_conformance.checks.reference_ddp import ddp_absence, ddp_reference
 from fsdp_conformance.checks.reference_single import contributions, single_process_histories, single_process_reference
+from fsdp_conformance.checks.segments import Segments
 from fsdp_conformance.checks.structures import walk
-from fsdp_conformance.checks.tolerance import BITWISE, CEILING, Bound, calibrate, floor_of, magnitude
+from fsdp_conformance.checks.tolerance import BITWISE, CEILING, Bound, calibrate_together, floor_of, magnitude
 from fsdp_conformance.errors import ReferencesDisagree, SuiteError
 from fsdp_conformance.history.training import Gradients, TrainingHistory
 from fsdp_conformance.workload import Regime, Workload
@@ -181,21 +182,24 @@ class References:
         bases, roundings = self._roundings(kind, step)
         scales = self._scales(kind, step)
         bounds: dict[str, Bound | None] = {}
-        floor, model_scale = self._floor(), max(scales.values(), default=0.0)
+        # Tensors that the same references have are calibrated together: there are many, and most are small.
+        groups: dict[tuple[bool, ...], list[str]] = {}
         for name, value in expected.items():
-            found = [sample[name] for sample in samples if isinstance(sample.get(name), Tensor)]
-            if not value.is_floating_point():
+            if value.is_floating_point():
+                groups.setdefault(tuple(_is_like(sample.get(name), value) for sample in samples), []).append(name)
+            else:
                 bounds[name] = BITWISE
-                continue
-            bounds[name] = calibrate(
-                value,
-                [tensor for tensor in found if tensor.shape == value.shape],
-                base=bases.get(name),
+        for has, names in groups.items():
+            found = calibrate_together(
+                [expected[name] for name in names],
+                [[sample[name] for name in names] for sample, is_there in zip(samples, has, strict=True) if is_there],
+                bases=[bases.get(name, torch.zeros_like(expected[name])) for name in names] if bases else None,
                 roundings=roundings,
-                scale=scales.get(name),
-                model_scale=model_scale,
-                floor=floor,
+                scales=[scales[name] for name in names],
+                model_scale=max(scales.values(), default=0.0),
+                floor=self._floor(),
             )
+            bounds |= zip(names, found, strict=True)
         return bounds
 
     def _roundings(self, kind: Kind, step: int) -> tuple[dict[str, Tensor], int]:
@@ -219,10 +223,17 @@ class References:
         bases = self.expected.initial_params if kind is Kind.PARAMETER else {}
         for earlier in range(len(known), step + 1):
             scales = dict(known[-1]) if known else {}
-            for name, value in values(self.expected, kind, earlier).items():
-                if isinstance(value, Tensor) and value.is_floating_point():
-                    change = value - bases[name] if name in bases else value
-                    scales[name] = max(scales.get(name, 0.0), magnitude(change))
+            found = {
+                name: value
+                for name, value in values(self.expected, kind, earlier).items()
+                if isinstance(value, Tensor) and value.is_floating_point()
+            }
+            segments = Segments.of([*found.values()])
+            change_E = segments.join([*found.values()])
+            if bases:
+                change_E -= segments.join([bases.get(name, torch.zeros_like(value)) for name, value in found.items()])
+            for name, size in zip(found, segments.largest(change_E), strict=True):
+                scales[name] = max(scales.get(name, 0.0), size)
             known.append(scales)
         return known[step]
 
@@ -337,3 +348,8 @@ def _expected(
     if not isinstance(history, TrainingHistory):
         raise SuiteError(f"history from rank 0: expected one, got {history!r} [{workload.name}, rank {rank}]")
     return history
+
+
+def _is_like(sample: Any, expected: Tensor) -> bool:
+    """Whether a reference has such a tensor."""
+    return isinstance(sample, Tensor) and sample.shape == expected.shape

@@ -7,7 +7,7 @@ Ranks that are processes: forked from a warm server, supervised, ended by pid.
     supervisor           watches them, releases them together, terminates those that hang
     rank_process         a rank's process, from its first line to its last
     forkserver           the warm server that ranks are forked from
-    priority             the nice value of a run, in the sessions of its ranks
+    priority             how the kernel schedules the processes of a run
     preload              what the server imports before the first fork
     cuda_imports         a server without the modules that start CUDA when they are imported
     mailbox              messages between the controller and a rank

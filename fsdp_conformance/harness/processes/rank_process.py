@@ -41,7 +41,7 @@ from fsdp_conformance.harness.context import RankContext
 from fsdp_conformance.harness.environment import apply_collective_timeout, apply_variables
 from fsdp_conformance.harness.order import RankFiles, RankOrder, decode
 from fsdp_conformance.harness.processes import foreground, preload
-from fsdp_conformance.harness.processes.priority import keep_priority
+from fsdp_conformance.harness.processes.priority import keep_priority, wake_without_preempting
 from fsdp_conformance.harness.processes.stacks import STACK_SIGNAL
 from fsdp_conformance.harness.rank import ERROR_EXIT_CODE, RankRun, destroy_process_group
 from fsdp_conformance.harness.torchrun import worker as torchrun
@@ -168,6 +168,7 @@ def enter(directory: Path) -> None:
     # process group.
     os.setsid()
     keep_priority()
+    wake_without_preempting()
     # Nothing that the warm process imported is garbage: walking through it takes a collection 0.15 s, and copies pages.
     gc.freeze()
     parent = multiprocessing.parent_process()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_conformance.harness.processes.priority import AUTOGROUP, keep_priority
+from fsdp_conformance.harness.processes.priority import AUTOGROUP, keep_priority, wake_without_preempting
 
 _STARTS_A_SESSION = """
 import os, sys
@@ -45,15 +45,47 @@ def test_where_it_cannot_be_set(obstacle: str, tmp_path: Path, monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.skipif(not AUTOGROUP.exists(), reason="the kernel does not group processes by session")
 def test_a_rank_keeps_the_nice_value(tmp_path: Path) -> None:
-    """As soon as it has a session of its own."""
+    """As soon as it has a session of its own. Its threads do not preempt each other."""
     code = f"""
 import os
 from pathlib import Path
 from fsdp_conformance.harness.processes import rank_process
 os.nice(4)
 rank_process.enter(Path({str(tmp_path)!r}))
-print(Path("/proc/self/autogroup").read_text().strip())
+print(os.sched_getscheduler(0) == os.SCHED_BATCH, Path("/proc/self/autogroup").read_text().strip())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
 
     assert done.stdout.strip().endswith(f"nice {os.nice(0) + 4}")
+    assert done.stdout.startswith("True ")
+
+
+_CHOOSES_A_POLICY = """
+import os, sys
+from fsdp_conformance.harness.processes import priority
+os.sched_setscheduler(0, getattr(os, sys.argv[1]), os.sched_param(0))
+priority.wake_without_preempting()
+print(os.sched_getscheduler(0))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="the policy is Linux's")
+@pytest.mark.parametrize(("chosen", "policy"), [("SCHED_OTHER", "SCHED_BATCH"), ("SCHED_IDLE", "SCHED_IDLE")])
+def test_policy(chosen: str, policy: str) -> None:
+    """Woken threads wait for a core, unless somebody chose another policy."""
+    command = [sys.executable, "-c", _CHOOSES_A_POLICY, chosen]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+
+    assert int(done.stdout) == getattr(os, policy)
+
+
+def test_where_no_policy_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing happens, whether the system has none or forbids it."""
+
+    def forbid(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "sched_setscheduler", forbid, raising=False)
+    wake_without_preempting()
+    monkeypatch.delattr(os, "SCHED_BATCH", raising=False)
+    wake_without_preempting()
