@@ -1,19 +1,23 @@
-"""The script: the workload's source, the engine's calls, a plain reference, and the comparison."""
+"""The script: a workload's source, an engine's calls or its adapter's code, a plain reference, the comparison."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+import ast
+from collections import Counter
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass, field, replace
 
 from fsdp_conformance.adapters import registry
+from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.torch_calls import Calls, beyond_calls, engine_of, recorded
 from fsdp_conformance.config import Plan, RunSettings
 from fsdp_conformance.errors import ConformanceError
 from fsdp_conformance.events import Action
 from fsdp_conformance.harness.imaginary import imaginary_world
-from fsdp_conformance.repro.capture import Captured, Training, capture
+from fsdp_conformance.repro.capture import Training, capture
+from fsdp_conformance.repro.carried import beyond_code, carried, sources_for_adapters
 from fsdp_conformance.repro.refused import NoScript
-from fsdp_conformance.repro.sources import Sources
+from fsdp_conformance.repro.sources import Sources, names_of
 from fsdp_conformance.selftest.cases import BoundCase
 from fsdp_conformance.workload import Regime
 
@@ -85,40 +89,8 @@ _CLIPPING = {
     "DistributedDataParallel": "torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, NORM_TYPE)",
 }
 
-_SCRIPT = '''\
-"""
-{engine}: {title}
-
-Expected: losses and full parameters are those of a plain training of the same model on all ranks' batches.{left_out}
-Run: torchrun --nproc-per-node {world_size} {name}
-Written by fsdp-conformance {version} from {case} ({implementation}), with torch {torch}.
-"""
-
-from __future__ import annotations
-
-import contextlib
-import sys
-from datetime import timedelta
-{imports}
-
-# --- the model, its batches, its loss -------------------------------------------------------------
-
-{sources}
-
-
-WORKLOAD = {workload}
-REFERENCE = {reference}
-WORLD_SIZE = {world_size}
-OPTIMIZER = {optimizer!r}
-STEPS = {steps}
-MICRO_BATCHES = {micro_batches}
-REDUCED = {reduced!r}  # whether a micro-batch's gradients are reduced at once
-MAX_NORM, NORM_TYPE = {max_norm!r}, {norm_type!r}
-# What else happens in each training, by (moment, step, micro-batch): forwards in eval mode under no_grad, or in
-# training mode without a backward.
-TRAININGS = {trainings}
-
-
+#: Of torch's engines: the calls that wrap the model, and a training as a user would write it.
+_TORCH = '''\
 # --- the engine -----------------------------------------------------------------------------------
 
 
@@ -159,7 +131,83 @@ def train(rank, extra):
             optimizer.zero_grad()
         forwards("after the optimizer", step)
         yield losses, full_parameters(model)
+'''
 
+#: Of other engines: their adapter's code, and a training through it.
+_CARRIED = '''\
+# --- the engine, with the code of its adapter -----------------------------------------------------
+
+{definitions}
+
+
+def train(rank, extra):
+    """The losses of this rank and the full parameters after each step."""
+    engine = {adapter}()
+    engine.setup(lambda: WORKLOAD.build(rank), WORKLOAD.optimizers[OPTIMIZER], PLAN)
+
+    def forwards(moment, step, micro=0):
+        for kind in extra.get((moment, step, micro), ()):
+            batch = batch_of(WORKLOAD, step, micro, rank)
+            engine.train(kind == "train")
+            with torch.no_grad() if kind == "eval" else contextlib.nullcontext():
+                engine.forward(*batch.args, **batch.kwargs)
+            engine.train(True)
+
+    engine.train(True)
+    for step in range(STEPS):
+        losses = []
+        forwards("before the step", step)
+        for micro in range(MICRO_BATCHES):
+            forwards("before the forward", step, micro)
+            with engine.microbatch(micro == MICRO_BATCHES - 1, reduced=REDUCED[micro]):
+                batch = batch_of(WORKLOAD, step, micro, rank)
+                loss = WORKLOAD.loss(engine.forward(*batch.args, **batch.kwargs), batch)
+                losses.append(loss.detach().clone())
+                forwards("between forward and backward", step, micro)
+                engine.backward(loss)
+            forwards("after the backward", step, micro)
+        forwards("before the optimizer", step)
+        engine.step({clipping})
+        forwards("after the optimizer", step)
+        yield losses, engine.full_params()
+    engine.close()
+'''
+
+_SCRIPT = '''\
+"""
+{engine}: {title}
+
+Expected: losses and full parameters are those of a plain training of the same model on all ranks' batches.{left_out}
+Run: torchrun --nproc-per-node {world_size} {name}
+Written by fsdp-conformance {version} from {case} ({implementation}), with torch {torch}.{changes}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from datetime import timedelta
+{imports}
+
+# --- the model, its batches, its loss -------------------------------------------------------------
+
+{sources}
+
+
+WORKLOAD = {workload}
+REFERENCE = {reference}
+WORLD_SIZE = {world_size}
+OPTIMIZER = {optimizer!r}
+STEPS = {steps}
+MICRO_BATCHES = {micro_batches}
+REDUCED = {reduced!r}  # whether a micro-batch's gradients are reduced at once
+MAX_NORM, NORM_TYPE = {max_norm!r}, {norm_type!r}
+# What else happens in each training, by (moment, step, micro-batch): forwards in eval mode under no_grad, or in
+# training mode without a backward.
+TRAININGS = {trainings}
+
+
+{engine_section}
 
 # --- the reference: every rank's batch through a plain model, in this process ---------------------
 
@@ -254,6 +302,20 @@ sys.exit(int(any(everywhere)))
 '''
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Section:
+    """The engine's part of a script."""
+
+    title: str
+    """The engine, as a reader knows it."""
+    text: str
+    imports: Set[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables that are set before anything is imported."""
+    changes: tuple[str, ...] = ()
+    """What the adapter changes in the engine or in torch."""
+
+
 def script(bound: BoundCase, chosen: RunSettings, *, name: str) -> str:
     """The script for a case. Raises NoScript with the reason if it cannot be written."""
     import torch
@@ -261,25 +323,22 @@ def script(bound: BoundCase, chosen: RunSettings, *, name: str) -> str:
     import fsdp_conformance
 
     adapter = registry.load(chosen.implementation)
-    engine = engine_of(adapter)
-    if engine is None:
-        raise NoScript(
-            f"{chosen.implementation} is not a bundled adapter of torch (torch-fsdp2, torch-fsdp1, torch-ddp), and "
-            "what its wrap() does cannot be copied as plain calls"
-        )
     captured = capture(bound, chosen)
     first = _the_same_but_for_events(bound, captured.trainings)
-    _refuse_beyond(first, beyond_calls(engine, first.plan.capabilities() | first.workload.capabilities & _NEVER))
-    calls = _calls(bound, captured, first, chosen)
-    function = calls.made[-1][0]
-    sources = Sources()
+    by_calls = engine_of(adapter)
+    sources = Sources() if by_calls else sources_for_adapters()
     made = [captured.maker(workload) for workload in (first.workload, first.reference or first.workload)]
     for each in made:
         sources.need(each.module, each.function)
     sources.need("fsdp_conformance.workload", "BatchKey")
+    definitions = list(sources.definitions)
+    if by_calls:
+        section = _by_calls(bound, by_calls, first, chosen)
+    else:
+        section = _by_code(bound, adapter, first, sources)
     regime = first.regime
-    return _SCRIPT.format(
-        engine=_ENGINES[function],
+    text = _SCRIPT.format(
+        engine=section.title,
         title=bound.case.title,
         left_out=f"\nNot in here, but in the case: {', '.join(captured.left_out)}." if captured.left_out else "",
         world_size=bound.case.world_size,
@@ -288,8 +347,9 @@ def script(bound: BoundCase, chosen: RunSettings, *, name: str) -> str:
         case=bound.case.id,
         implementation=chosen.implementation,
         torch=torch.__version__,
-        imports="\n".join(sorted({*sources.imports, *_imports(function, calls)} - _PRESENT)),
-        sources="\n\n\n".join(sources.definitions),
+        changes="".join(f"\nTo run here: {each}." for each in section.changes),
+        imports=_imported({*sources.imports, *section.imports} - _PRESENT, section.environment),
+        sources="\n\n\n".join(definitions),
         workload=made[0].expression,
         reference=made[1].expression,
         optimizer=regime.optimizer,
@@ -299,10 +359,74 @@ def script(bound: BoundCase, chosen: RunSettings, *, name: str) -> str:
         max_norm=regime.max_norm,
         norm_type=regime.norm_type,
         trainings="[\n" + "".join(f"    {_extra(each.regime)!r},\n" for each in captured.trainings) + "]",
+        engine_section=section.text,
+    )
+    _refuse_what_cannot_stand_alone(text)
+    return text
+
+
+def _by_calls(bound: BoundCase, engine: type[Adapter], first: Training, chosen: RunSettings) -> _Section:
+    """One of torch's engines, as a user would call it."""
+    _refuse_beyond(first, beyond_calls(engine, first.plan.capabilities() | first.workload.capabilities & _NEVER))
+    calls = _calls(bound, first, chosen)
+    function = calls.made[-1][0]
+    text = _TORCH.format(
         calls="\n".join(f"    {line}" for line in _wrapping(calls)),
         reading=_READING[function],
         clipping=_CLIPPING[function],
     )
+    return _Section(title=_ENGINES[function], text=text, imports=_imports(function, calls))
+
+
+def _by_code(bound: BoundCase, adapter: type[Adapter], first: Training, sources: Sources) -> _Section:
+    """Any other engine, with the code of its adapter."""
+    plan, regime = _planned(first), first.regime
+    try:
+        adapter.refuse_undeclared(plan)
+    except ConformanceError as error:
+        raise NoScript(f"the adapter refuses the plan of {bound.case.id}: {error}") from error
+    _refuse_beyond(first, beyond_code(plan.capabilities() | first.workload.capabilities & _NEVER))
+    before = len(sources.definitions)
+    classes = carried(adapter, plan, sources)
+    clipping = [] if regime.max_norm is None else ["max_norm=MAX_NORM"]
+    if clipping and regime.norm_type != 2.0:
+        clipping.append("norm_type=NORM_TYPE")
+    text = _CARRIED.format(
+        definitions="\n\n\n".join([*sources.definitions[before:], classes]),
+        adapter=adapter.__name__,
+        clipping=", ".join(clipping),
+    )
+    version = adapter.version()
+    return _Section(
+        title=adapter.display_name() + (f" ({adapter.package} {version})" if adapter.package and version else ""),
+        text=text,
+        imports={"import torch", "import torch.distributed as dist", "from torch.distributed.tensor import DTensor"},
+        environment=adapter.environment,
+        changes=adapter.shims,
+    )
+
+
+def _imported(imports: Set[str], environment: Mapping[str, str]) -> str:
+    """The imports, after the variables that must be set before them."""
+    lines = sorted(imports - {"import os"} if environment else imports)
+    before = ["import os", "", f"os.environ.update({dict(environment)!r})", ""] if environment else []
+    return "\n".join([*before, *lines])
+
+
+def _refuse_what_cannot_stand_alone(text: str) -> None:
+    """Raise NoScript for a script that imports this package, or that gives one name two meanings."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        modules += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        if any(module.partition(".")[0] == "fsdp_conformance" for module in modules):
+            raise NoScript(f"a function imports {', '.join(modules)} when it runs")
+    defined = Counter(
+        name for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom) for name in names_of(node)
+    )
+    twice = sorted(name for name, times in defined.items() if times > 1)
+    if twice:
+        raise NoScript(f"the code that it needs and the script itself both define {', '.join(twice)}")
 
 
 #: Capabilities of a model that the script's loop cannot provide.
@@ -340,7 +464,7 @@ def _refuse_beyond(training: Training, beyond: list[str]) -> None:
         raise NoScript(f"the plan for {training.workload.name} asks for {', '.join(beyond)}")
 
 
-def _calls(bound: BoundCase, captured: Captured, training: Training, chosen: RunSettings) -> Calls:
+def _calls(bound: BoundCase, training: Training, chosen: RunSettings) -> Calls:
     """The calls that wrap the model, on rank 0."""
     calls, plan, workload = Calls(), _planned(training), training.workload
 
