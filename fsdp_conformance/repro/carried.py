@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ast
 import enum
+import inspect
 from abc import ABC
 from collections.abc import Iterator
 from dataclasses import fields
+from types import CodeType
 from typing import Any, Generic
 
 from fsdp_conformance.adapters.base import Adapter
@@ -246,6 +248,10 @@ class _Members:
         found = [node for node in definition.body if name in _bound(node)]
         if not found:
             raise NoScript(f"{cls.__name__}.{name} has no definition in its class that can be copied")
+        code = _code_of(vars(cls)[name])
+        if code is not None and not any(node.lineno <= code.co_firstlineno <= (node.end_lineno or 0) or
+                                        code.co_firstlineno in _decorated(node) for node in found):  # fmt: skip
+            raise NoScript(f"{cls.__name__}.{name} is not what its class defines: it was replaced later")
         return found
 
     def _want_of_base(self, name: str) -> None:
@@ -298,6 +304,17 @@ def _bound(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.Assign):
         return [target.id for target in node.targets if isinstance(target, ast.Name)]
     return []
+
+
+def _code_of(member: Any) -> CodeType | None:
+    """The code of a method, below its decorators; None for what is no function."""
+    function = getattr(member, "fget", None) or getattr(member, "__func__", member)
+    return getattr(inspect.unwrap(function), "__code__", None)
+
+
+def _decorated(node: ast.stmt) -> list[int]:
+    """The lines of its decorators, where its code begins."""
+    return [each.lineno for each in getattr(node, "decorator_list", [])]
 
 
 def _own_uses(node: ast.stmt, own: set[str]) -> Iterator[tuple[str, bool]]:

@@ -126,7 +126,8 @@ def names_of(node: ast.stmt) -> Iterator[str]:
     elif isinstance(node, ast.Import | ast.ImportFrom):
         yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
     elif isinstance(node, ast.Assign):
-        yield from (each.id for target in node.targets for each in ast.walk(target) if isinstance(each, ast.Name))
+        walked = (each for target in node.targets for each in ast.walk(target))
+        yield from (each.id for each in walked if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Store))
     elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
         yield node.target.id
 
