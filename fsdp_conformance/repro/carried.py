@@ -70,7 +70,7 @@ class Adapter:
 '''
 
 #: The same for adapters of torch-like engines.
-TORCH_BASE = '''\
+TORCH_BASE = """\
 class TorchAdapter(Adapter):
     def setup(self, model_fn, optim_fn, plan):
         self.plan, self.device = plan, torch.device("cpu")
@@ -119,7 +119,7 @@ class TorchAdapter(Adapter):
 
     def module(self):
         return self.model
-'''
+"""
 
 #: The capabilities of a plan that a script has: it does what a training of one model in float32 on the CPU needs.
 _IN_A_SCRIPT = frozenset({
@@ -134,11 +134,11 @@ _ROOTS = (*_PROTOCOL, ABC, Generic, object)
 #: Attributes that `setup` of the script's base class sets.
 _SET = frozenset({"plan", "device", "names", "model", "optimizer"})
 
-_ERROR = '''\
+_ERROR = """\
 class {name}(Exception):
     def __init__(self, *what, **where):
         super().__init__(*what, *where.values())
-'''
+"""
 
 #: What a script has in another form: (module, name) to the source, or "" for what BASES has.
 PROVIDED = {
@@ -220,8 +220,8 @@ class _Members:
 
     def _class(self, cls: type) -> str:
         bases = [base.__name__ for base in self._bases(cls)]
-        texts = list(self.found[cls].values())
-        body = "\n\n".join(texts) if texts else "    pass"
+        texts = sorted(self.found[cls].items(), key=lambda item: self._nodes(cls, item[0])[0].lineno)
+        body = "\n\n".join(text for _, text in texts) if texts else "    pass"
         return f"class {cls.__name__}({', '.join(bases)}):\n{body}"
 
     def _is_kept(self, cls: type) -> bool:

@@ -29,9 +29,7 @@ class Sources:
     modules whose names begin with one of `refused` define cannot be copied.
     """
 
-    def __init__(
-        self, *, provided: Mapping[tuple[str, str], str] | None = None, refused: tuple[str, ...] = ()
-    ) -> None:
+    def __init__(self, *, provided: Mapping[tuple[str, str], str] | None = None, refused: tuple[str, ...] = ()) -> None:
         self.imports: dict[str, None] = {}
         self.definitions: list[str] = []
         self._provided = dict(provided or {})

@@ -37,7 +37,9 @@ for context in (contextlib.nullcontext, torch.no_grad):
         optimizer.step()
         seen.append((round(model(x).sum().item(), 4), gradients))
     wrong += seen[0] != seen[1]
-    print(f"forward in {context.__name__}: output after the step and visible gradients: expected {seen[0]}, got {seen[1]}")
+    print(
+        f"forward in {context.__name__}: output after the step and visible gradients: expected {seen[0]}, got {seen[1]}"
+    )
 dist.all_reduce(wrong)
 print("WRONG" if wrong else "right")
 dist.destroy_process_group()

@@ -153,34 +153,51 @@ def test_clipping_and_deferring_are_carried_only_for_a_plan_that_has_them() -> N
     assert "set_requires_gradient_sync" in whole
 
 
-_HEAD = "from fsdp_conformance.adapters.torch_like import TorchAdapter\n\n\n"
+_REFUSED = {
+    "uses discard_gradients of its base class": """
+class Mine(TorchAdapter):
+    def wrap(self, model, plan):
+        self.discard_gradients()
+        return model
+""",
+    "is not a class at the top of": """
+def made():
+    class Mine(TorchAdapter):
+        def wrap(self, model, plan):
+            return model
+
+    return Mine
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        (
-            "class Mine(TorchAdapter):\n    def wrap(self, model, plan):\n        self.discard_gradients()\n"
-            "        return model\n",
-            "uses discard_gradients of its base class",
-        ),
-        (
-            "def made():\n    class Mine(TorchAdapter):\n        def wrap(self, model, plan):\n"
-            "            return model\n    return Mine\n\n\nMine = made()\n",
-            "is not a class at the top of",
-        ),
-        (
-            "class Mine(TorchAdapter):\n    def wrap(self, model, plan):\n        return model\n\n\n"
-            "def kept(self, model, plan):\n    return model\n\n\nMine.wrap = kept\n",
-            "Mine.wrap is not what its class defines",
-        ),
-    ],
-    ids=["of its base class", "a class in a function", "put in later"],
-)
-def test_what_cannot_be_carried_is_refused(text: str, reason: str, tmp_path: Path) -> None:
+Mine = made()
+""",
+    "Mine.wrap is not what its class defines": """
+class Mine(TorchAdapter):
+    def wrap(self, model, plan):
+        return model
+
+
+def kept(self, model, plan):
+    return model
+
+
+Mine.wrap = kept
+""",
+    "Mine.wrap has no definition in its class": """
+class Mine(TorchAdapter):
+    wrap, kept = (lambda self, model, plan: model), None
+""",
+}
+
+
+@pytest.mark.parametrize("reason", _REFUSED)
+def test_what_cannot_be_carried_is_refused(reason: str, tmp_path: Path) -> None:
     """A script that lacks something would show another failure than the case."""
     with pytest.raises(NoScript, match=reason):
-        _text(_adapter(tmp_path, _HEAD + text), Plan())
+        _text(
+            _adapter(tmp_path, f"from fsdp_conformance.adapters.torch_like import TorchAdapter\n\n{_REFUSED[reason]}"),
+            Plan(),
+        )
 
 
 def test_the_reference_engine_is_refused() -> None:
@@ -204,14 +221,17 @@ def test_the_base_classes_of_a_script_are_called_like_the_real_ones(text: str, r
     assert methods
     for method in methods:
         parameters = inspect.signature(getattr(real, method.name)).parameters.values()
-        called = {each.name for each in parameters if each.kind in (each.KEYWORD_ONLY,)}
+        called = {each.name for each in parameters if each.kind is each.KEYWORD_ONLY}
         by_place = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
         assert [each.arg for each in method.args.args] == by_place, method.name
         assert {each.arg for each in method.args.kwonlyargs} == called, method.name
 
 
-@pytest.mark.parametrize("name", ["torch-zero1", "deepspeed-zero1", "fairscale-fsdp", "lightning-fsdp2",
-                                  "accelerate-fsdp2", "simplefsdp", "colossalai-zero1", "megatron-fsdp-zero3"])  # fmt: skip
+_BUNDLED = ("torch-zero1", "deepspeed-zero1", "fairscale-fsdp", "lightning-fsdp2", "accelerate-fsdp2", "simplefsdp",
+            "colossalai-zero1", "megatron-fsdp-zero3")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _BUNDLED)
 def test_bundled_adapters_are_carried(name: str) -> None:
     """Without their engines, which they import when they wrap; nothing of this package is left."""
     text = _text(registry.load(name), Plan(units=("0",), max_norm=1.0, micro_batches=2, sharding=Sharding.DEFAULT))
@@ -219,4 +239,6 @@ def test_bundled_adapters_are_carried(name: str) -> None:
     tree = ast.parse(text)
     assert "fsdp_conformance" not in text
     assert len([node for node in tree.body if isinstance(node, ast.ClassDef)]) >= 4
-    assert not {"deepspeed", "fairscale", "lightning_fabric", "accelerate", "torchtitan", "colossalai"} & set(sys.modules)
+    assert not {"deepspeed", "fairscale", "lightning_fabric", "accelerate", "torchtitan", "colossalai"} & set(
+        sys.modules
+    )
