@@ -11,7 +11,7 @@ import ast
 import enum
 import inspect
 from abc import ABC
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from types import CodeType
 from typing import Any, Generic
@@ -67,6 +67,14 @@ class Adapter:
 
     def close(self):
         pass
+
+    def set_requires_grad(self, frozen):
+        for name, parameter in self.parameters().items():
+            parameter.requires_grad_(name not in frozen)
+
+    def drop_grads(self, names):
+        for name in names:
+            self.parameters()[name].grad = None
 '''
 
 #: The same for adapters of torch-like engines.
@@ -164,9 +172,11 @@ def beyond_code(capabilities: frozenset[str]) -> list[str]:
     return sorted(capabilities - _IN_A_SCRIPT)
 
 
-def carried(adapter: type[Adapter], plan: Plan, sources: Sources) -> str:
+def carried(adapter: type[Adapter], plan: Plan, sources: Sources, called: Sequence[str] = ()) -> str:
     """
     The adapter's classes and its plan as source, to stand after BASES and what is added to `sources`.
+
+    `called`: methods that the script calls in addition to CALLED.
 
     Without `clip` and `no_sync` of torch-like engines if the plan has neither.
 
@@ -174,7 +184,7 @@ def carried(adapter: type[Adapter], plan: Plan, sources: Sources) -> str:
     """
     unused = {"clip"} if plan.max_norm is None else set()
     members = _Members(adapter, sources, unused=unused if plan.defer_reduction else {*unused, "no_sync"})
-    for name in CALLED:
+    for name in (*CALLED, *called):
         members.want(name)
     classes = members.source()
     needs_torch = any(issubclass(each, TorchAdapter) for each in adapter.__mro__[1:])

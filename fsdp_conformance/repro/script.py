@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from fsdp_conformance.adapters import registry
@@ -21,13 +21,17 @@ from fsdp_conformance.repro.sources import Sources, names_of
 from fsdp_conformance.selftest.cases import BoundCase
 from fsdp_conformance.workload import Regime
 
-#: What a script can do between the passes of a step.
-_ACTIONS = frozenset({Action.EVALUATE, Action.FORWARD})
+#: What a script can do between the passes of a step, by its name there; the others only with an adapter's code.
+_FORWARDS = {Action.EVALUATE: "eval", Action.FORWARD: "train"}
+_THROUGH_ADAPTERS = {Action.FREEZE: "freeze", Action.DROP: "drop"}
+
+#: The methods of an adapter that do these.
+_METHODS = {Action.FREEZE: "set_requires_grad", Action.DROP: "drop_grads"}
 
 #: Fields of a regime that a script follows; a case with another one at other than its default is refused.
 _FOLLOWED = frozenset({
     "optimizer", "steps", "micro_batches", "reduced", "max_norm", "norm_type", "eval_before", "eval_between",
-    "idle_forwards", "events", "keep_outputs", "unused_parameters",
+    "idle_forwards", "events", "keep_outputs", "unused_parameters", "frozen_at", "gradient_to_none",
 })  # fmt: skip
 
 _ENGINES = {"fully_shard": "FSDP2", "FullyShardedDataParallel": "FSDP1", "DistributedDataParallel": "DDP"}
@@ -107,7 +111,7 @@ def train(rank, extra):
     optimizer = WORKLOAD.optimizers[OPTIMIZER](parameters) if parameters else None
 
     def forwards(moment, step, micro=0):
-        for kind in extra.get((moment, step, micro), ()):
+        for (kind,) in extra.get((moment, step, micro), ()):
             forward(model, batch_of(WORKLOAD, step, micro, rank), kind)
 
     model.train()
@@ -145,8 +149,11 @@ def train(rank, extra):
     engine = {adapter}()
     engine.setup(lambda: WORKLOAD.build(rank), WORKLOAD.optimizers[OPTIMIZER], PLAN)
 
-    def forwards(moment, step, micro=0):
-        for kind in extra.get((moment, step, micro), ()):
+    def happen(moment, step, micro=0):
+        for kind, *names in extra.get((moment, step, micro), ()):
+            if kind in ("freeze", "drop"):
+                (engine.set_requires_grad if kind == "freeze" else engine.drop_grads)(names)
+                continue
             batch = batch_of(WORKLOAD, step, micro, rank)
             engine.train(kind == "train")
             with torch.no_grad() if kind == "eval" else contextlib.nullcontext():
@@ -156,19 +163,19 @@ def train(rank, extra):
     engine.train(True)
     for step in range(STEPS):
         losses = []
-        forwards("before the step", step)
+        happen("before the step", step)
         for micro in range(MICRO_BATCHES):
-            forwards("before the forward", step, micro)
+            happen("before the forward", step, micro)
             with engine.microbatch(micro == MICRO_BATCHES - 1, reduced=REDUCED[micro]):
                 batch = batch_of(WORKLOAD, step, micro, rank)
                 loss = WORKLOAD.loss(engine.forward(*batch.args, **batch.kwargs), batch)
                 losses.append(loss.detach().clone())
-                forwards("between forward and backward", step, micro)
+                happen("between forward and backward", step, micro)
                 engine.backward(loss)
-            forwards("after the backward", step, micro)
-        forwards("before the optimizer", step)
+            happen("after the backward", step, micro)
+        happen("before the optimizer", step)
         engine.step({clipping})
-        forwards("after the optimizer", step)
+        happen("after the optimizer", step)
         yield losses, engine.full_params()
     engine.close()
 '''
@@ -202,8 +209,9 @@ STEPS = {steps}
 MICRO_BATCHES = {micro_batches}
 REDUCED = {reduced!r}  # whether a micro-batch's gradients are reduced at once
 MAX_NORM, NORM_TYPE = {max_norm!r}, {norm_type!r}
-# What else happens in each training, by (moment, step, micro-batch): forwards in eval mode under no_grad, or in
-# training mode without a backward.
+# What else happens in each training, by (moment, step, micro-batch): a forward in eval mode under no_grad ("eval"), or
+# in training mode without a backward ("train"); "freeze": from now on exactly these parameters are frozen; "drop": their
+# gradients are set to None.
 TRAININGS = {trainings}
 
 
@@ -217,23 +225,30 @@ def reference(rank, extra):
     models = [REFERENCE.build(each).train() for each in range(WORLD_SIZE)]
     optimizers = [REFERENCE.optimizers[OPTIMIZER](list(model.parameters())) for model in models]
 
-    def forwards(moment, step, micro=0):
-        for kind in extra.get((moment, step, micro), ()):
+    def happen(moment, step, micro=0):
+        for kind, *names in extra.get((moment, step, micro), ()):
             for each, model in enumerate(models):
-                forward(model, batch_of(REFERENCE, step, micro, each), kind)
+                if kind == "freeze":
+                    for name, parameter in model.named_parameters():
+                        parameter.requires_grad_(name not in names)
+                elif kind == "drop":
+                    for name in names:
+                        model.get_parameter(name).grad = None
+                else:
+                    forward(model, batch_of(REFERENCE, step, micro, each), kind)
 
     for step in range(STEPS):
         losses = []
-        forwards("before the step", step)
+        happen("before the step", step)
         for micro in range(MICRO_BATCHES):
-            forwards("before the forward", step, micro)
+            happen("before the forward", step, micro)
             for each, model in enumerate(models):
                 batch = batch_of(REFERENCE, step, micro, each)
                 loss = REFERENCE.loss(model(*batch.args, **batch.kwargs), batch)
                 losses += [loss.detach().clone()] if each == rank else []
                 loss.backward()
-            forwards("after the backward", step, micro)
-        forwards("before the optimizer", step)
+            happen("after the backward", step, micro)
+        happen("before the optimizer", step)
         for copies in zip(*(model.parameters() for model in models)):
             gradients = [copy.grad for copy in copies if copy.grad is not None]
             for copy in copies:
@@ -243,7 +258,7 @@ def reference(rank, extra):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM, NORM_TYPE)
             optimizer.step()
             optimizer.zero_grad()
-        forwards("after the optimizer", step)
+        happen("after the optimizer", step)
         yield losses, {{name: parameter.detach().clone() for name, parameter in models[rank].named_parameters()}}
 
 
@@ -324,8 +339,9 @@ def script(bound: BoundCase, chosen: RunSettings, *, name: str) -> str:
 
     adapter = registry.load(chosen.implementation)
     captured = capture(bound, chosen)
-    first = _the_same_but_for_events(bound, captured.trainings)
     by_calls = engine_of(adapter)
+    followed = _FORWARDS if by_calls else _FORWARDS | _THROUGH_ADAPTERS
+    first = _the_same_but_for_events(bound, captured.trainings, followed)
     sources = Sources() if by_calls else sources_for_adapters()
     made = [captured.maker(workload) for workload in (first.workload, first.reference or first.workload)]
     for each in made:
@@ -335,7 +351,7 @@ def script(bound: BoundCase, chosen: RunSettings, *, name: str) -> str:
     if by_calls:
         section = _by_calls(bound, by_calls, first, chosen)
     else:
-        section = _by_code(bound, adapter, first, sources)
+        section = _by_code(bound, adapter, captured.trainings, sources)
     regime = first.regime
     text = _SCRIPT.format(
         engine=section.title,
@@ -378,8 +394,9 @@ def _by_calls(bound: BoundCase, engine: type[Adapter], first: Training, chosen: 
     return _Section(title=_ENGINES[function], text=text, imports=_imports(function, calls))
 
 
-def _by_code(bound: BoundCase, adapter: type[Adapter], first: Training, sources: Sources) -> _Section:
+def _by_code(bound: BoundCase, adapter: type[Adapter], trainings: Sequence[Training], sources: Sources) -> _Section:
     """Any other engine, with the code of its adapter."""
+    first = trainings[0]
     plan, regime = _planned(first), first.regime
     try:
         adapter.refuse_undeclared(plan)
@@ -387,7 +404,9 @@ def _by_code(bound: BoundCase, adapter: type[Adapter], first: Training, sources:
         raise NoScript(f"the adapter refuses the plan of {bound.case.id}: {error}") from error
     _refuse_beyond(first, beyond_code(plan.capabilities() | first.workload.capabilities & _NEVER))
     before = len(sources.definitions)
-    classes = carried(adapter, plan, sources)
+    events = {event.action for each in trainings for step in range(regime.steps) for event in each.regime.in_step(step)}
+    called = [method for action, method in _METHODS.items() if action in events]
+    classes = carried(adapter, plan, sources, called)
     clipping = [] if regime.max_norm is None else ["max_norm=MAX_NORM"]
     if clipping and regime.norm_type != 2.0:
         clipping.append("norm_type=NORM_TYPE")
@@ -436,7 +455,7 @@ _NEVER = frozenset({"subgroups", "move_inputs"})
 _PRESENT = frozenset({"from __future__ import annotations", "import contextlib", "import sys"})
 
 
-def _the_same_but_for_events(bound: BoundCase, trainings: list[Training]) -> Training:
+def _the_same_but_for_events(bound: BoundCase, trainings: list[Training], followed: Container[Action]) -> Training:
     first = trainings[0]
     for each in trainings:
         alike = (each.workload.name, each.plan, replace(each.regime, events=()))
@@ -453,7 +472,7 @@ def _the_same_but_for_events(bound: BoundCase, trainings: list[Training]) -> Tra
     odd = [name for name in Regime.__dataclass_fields__ if name not in _FOLLOWED and
            getattr(regime, name) != getattr(default, name)]  # fmt: skip
     actions = {str(event.action) for each in trainings for step in range(regime.steps)
-               for event in each.regime.in_step(step) if event.action not in _ACTIONS}  # fmt: skip
+               for event in each.regime.in_step(step) if event.action not in followed}  # fmt: skip
     if odd or actions:
         raise NoScript(f"the training of {bound.case.id} has {', '.join([*odd, *sorted(actions)])}")
     return first
@@ -531,11 +550,12 @@ _MOMENTS = {
 }
 
 
-def _extra(regime: Regime) -> dict[tuple[str, int, int], tuple[str, ...]]:
-    """The forwards that no backward follows, by moment, step and micro-batch."""
-    found: dict[tuple[str, int, int], tuple[str, ...]] = {}
+def _extra(regime: Regime) -> dict[tuple[str, int, int], tuple[tuple[str, ...], ...]]:
+    """What happens besides training, by moment, step and micro-batch: its name in a script, and those of parameters."""
+    found: dict[tuple[str, int, int], tuple[tuple[str, ...], ...]] = {}
     for step in range(regime.steps):
         for event in regime.in_step(step):
             key = (_MOMENTS[event.moment.name], step, event.micro)
-            found[key] = (*found.get(key, ()), "eval" if event.action is Action.EVALUATE else "train")
+            happens = ((_FORWARDS | _THROUGH_ADAPTERS)[event.action], *event.names)
+            found[key] = (*found.get(key, ()), happens)
     return found

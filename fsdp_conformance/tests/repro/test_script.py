@@ -19,12 +19,19 @@ from fsdp_conformance.repro.refused import NoScript
 from fsdp_conformance.repro.script import script
 from fsdp_conformance.repro.sources import Sources
 from fsdp_conformance.selftest.cases import BoundCase
-from fsdp_conformance.suites import test_a_parity, test_d_memory, test_f_misuse, test_i_precision, test_n_unused
+from fsdp_conformance.suites import (
+    test_a_parity,
+    test_d_memory,
+    test_f_misuse,
+    test_i_precision,
+    test_m_frozen,
+    test_n_unused,
+)
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.tests.cli.cli_runs import with_adapter
 from fsdp_conformance.workload import BatchKey
 
-_MODULES = (test_a_parity, test_d_memory, test_f_misuse, test_i_precision, test_n_unused)
+_MODULES = (test_a_parity, test_d_memory, test_f_misuse, test_i_precision, test_m_frozen, test_n_unused)
 
 
 def _bound(case_id: str) -> BoundCase:
@@ -101,8 +108,9 @@ def test_everything_that_is_used_is_defined_before_it_is_needed() -> None:
         ("R054/wrapped-already-ws2", "does more than train and compare: it calls refusal"),
         ("R052/read-at-any-point-ws2", "has read"),
         ("R040/given-back-at-once-ws2", "does more than train and compare: it looks at the run's memory"),
+        ("R113/frozen-with-momentum-ws2", "has freeze"),
     ],
-    ids=["not exact", "no parity", "a refusal", "an event", "bytes"],
+    ids=["not exact", "no parity", "a refusal", "an event", "bytes", "an event that only an adapter's code can follow"],
 )
 def test_what_a_script_cannot_show_is_refused_with_the_reason(case_id: str, reason: str) -> None:
     """And with what to do instead; nothing of the world that was imagined is left."""
@@ -161,6 +169,24 @@ def test_an_adapter_of_ones_own_is_carried(tmp_path: Path) -> None:
     assert "class Mine(TorchAdapter):\n    skipped = (2,)\n\n    def wrap(" in text
     assert "engine = Mine()" in text
     assert text.startswith('"""\nmine: ')
+
+
+@pytest.mark.parametrize(
+    ("case_id", "happens", "method"),
+    [
+        ("R113/frozen-with-momentum-ws2", "('before the step', 1, 0): (('freeze', '", "def set_requires_grad("),
+        ("R114/dropped-gradient-ws2", "('before the optimizer', 0, 0): (('drop', '", "def drop_grads("),
+    ],
+)
+def test_what_a_user_does_to_parameters_is_in_a_script_with_an_adapters_code(
+    case_id: str, happens: str, method: str
+) -> None:
+    """Parameters are frozen, and gradients dropped, through the adapter's own methods."""
+    text = _script(case_id, "torch-zero1")
+
+    assert happens in text
+    assert method in text
+    assert "class TorchZeRO1(TorchDDP):" in text
 
 
 def test_a_name_that_the_script_has_too_is_refused(tmp_path: Path) -> None:
