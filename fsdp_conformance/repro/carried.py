@@ -281,7 +281,7 @@ def _plan(plan: Plan, text: str, sources: Sources) -> str:
     read = {node.attr for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
     methods = {name for name in read if callable(vars(Plan).get(name))}
     definition = sources.definition(Plan.__module__, Plan.__name__)
-    assert isinstance(definition, ast.ClassDef)
+    assert isinstance(definition, ast.ClassDef), f"Plan must be a class, got {definition}"
     nodes = [node for node in definition.body if methods & set(_bound(node))]
     read |= {node.attr for each in nodes for node in ast.walk(each) if isinstance(node, ast.Attribute)}
     default = Plan()

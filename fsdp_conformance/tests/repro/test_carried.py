@@ -97,7 +97,8 @@ def _text(adapter: type[Adapter], plan: Plan) -> str:
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A world of this process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    store: Any = dist
+    dist.init_process_group("gloo", store=store.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
