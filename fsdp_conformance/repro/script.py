@@ -210,8 +210,8 @@ MICRO_BATCHES = {micro_batches}
 REDUCED = {reduced!r}  # whether a micro-batch's gradients are reduced at once
 MAX_NORM, NORM_TYPE = {max_norm!r}, {norm_type!r}
 # What else happens in each training, by (moment, step, micro-batch): a forward in eval mode under no_grad ("eval"), or
-# in training mode without a backward ("train"); "freeze": from now on exactly these parameters are frozen; "drop": their
-# gradients are set to None.
+# in training mode without a backward ("train"); "freeze": from now on exactly these parameters are frozen; "drop":
+# their gradients are set to None.
 TRAININGS = {trainings}
 
 

@@ -72,6 +72,7 @@ class Judged(CaseChecks):
     """A case without ranks that notes what it shows to somebody who debugs it."""
 
     def __init__(self) -> None:
+        self.case = Case(id="R054/a-mesh", requirements=("R054",), chapter="F", title="A mesh is refused", world_size=1)
         self.rank = 0
         self.report = RankReport(rank=0)
         self.examined: list[BaseException] = []

@@ -2,7 +2,8 @@
 megatron_fsdp.fully_shard_model: after a forward between backward and the step, the next has the root's old parameters.
 
 Expected: the update is visible in the next forward, as without sharding. Got with megatron-fsdp 0.6.1 (ZeRO-3): what
-belongs to no unit stays gathered, and has its values from before the step. CUDA's streams are replaced, so that it runs on the CPU.
+belongs to no unit stays gathered, and has its values from before the step. CUDA's streams are replaced, so that it runs
+on the CPU.
 Run: torchrun --nproc-per-node 2 ci/findings/megatron_fsdp/forward_before_the_update.py
 Upstream: no report found (searched November 2026); https://github.com/NVIDIA/Megatron-LM/pull/6336 mends another cause
 of outdated weights, in its successor
