@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from fsdp_conformance.case import Case
 from fsdp_conformance.case_checks import CaseChecks
 from fsdp_conformance.errors import ConfigError, Unsupported
 from fsdp_conformance.outcome import RankReport
