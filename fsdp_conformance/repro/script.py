@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import builtins
+import symtable
 from collections import Counter
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -433,7 +435,7 @@ def _imported(imports: Set[str], environment: Mapping[str, str]) -> str:
 
 
 def _refuse_what_cannot_stand_alone(text: str) -> None:
-    """Raise NoScript for a script that imports this package, or that gives one name two meanings."""
+    """Raise NoScript for a script that imports this package, lacks a name that it uses, or gives one two meanings."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         modules = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -446,6 +448,25 @@ def _refuse_what_cannot_stand_alone(text: str) -> None:
     twice = sorted(name for name, times in defined.items() if times > 1)
     if twice:
         raise NoScript(f"the code that it needs and the script itself both define {', '.join(twice)}")
+    top = symtable.symtable(text, "script", "exec")
+    present = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    missing = sorted(_global_names(top) - present - vars(builtins).keys() - _OF_A_MODULE)
+    if missing:
+        raise NoScript(
+            f"the code that it needs uses {', '.join(missing)}, which no statement at the top of a module defines or "
+            "imports by name"
+        )
+
+
+#: Names that every module has.
+_OF_A_MODULE = frozenset({"__name__", "__file__", "__doc__"})
+
+
+def _global_names(scope: symtable.SymbolTable) -> set[str]:
+    """Names that a scope, or one inside it, looks up in the module."""
+    inside = [_global_names(child) for child in scope.get_children() if str(child.get_type()) != "annotation"]
+    own = {symbol.get_name() for symbol in scope.get_symbols() if symbol.is_referenced() and symbol.is_global()}
+    return own.union(*inside)
 
 
 #: Capabilities of a model that the script's loop cannot provide.

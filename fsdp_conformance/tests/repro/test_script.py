@@ -198,6 +198,17 @@ def test_a_name_that_the_script_has_too_is_refused(tmp_path: Path) -> None:
         _script("R001/exact-probe-ws2", f"{with_adapter(tmp_path, text)}:Mine")
 
 
+def test_a_name_that_only_a_branch_defines_is_refused(tmp_path: Path) -> None:
+    """Statements inside `try` or `if` are not copied, so the script would end in a NameError."""
+    guarded = "try:\n    import math as engine\nexcept ImportError:\n    engine = None\n\n\nclass Averaged"
+    text = _OWN.replace("class Averaged", guarded).replace(
+        "self.skipped = skipped", "self.skipped = engine and skipped"
+    )
+
+    with pytest.raises(NoScript, match="uses engine, which no statement at the top of a module defines"):
+        _script("R001/exact-probe-ws2", f"{with_adapter(tmp_path, text)}:Mine")
+
+
 def test_an_import_that_runs_later_is_refused(tmp_path: Path) -> None:
     """The script would need this package after all."""
     text = _OWN.replace(
