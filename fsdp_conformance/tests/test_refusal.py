@@ -73,10 +73,14 @@ class Judged(CaseChecks):
     """A case without ranks that notes what it shows to somebody who debugs it."""
 
     def __init__(self) -> None:
-        self.case = Case(id="R054/a-mesh", requirements=("R054",), chapter="F", title="A mesh is refused", world_size=1)
         self.rank = 0
         self.report = RankReport(rank=0)
         self.examined: list[BaseException] = []
+
+    @property
+    def case(self) -> Case:
+        """About a refusal."""
+        return Case(id="R054/a-mesh", requirements=("R054",), chapter="F", title="A mesh is refused", world_size=1)
 
     def note_refusal(self) -> None:
         """Nothing trains."""
@@ -94,9 +98,12 @@ def test_what_is_no_refusal_is_shown_to_a_debugger(error: Exception, excused: bo
     """`debug --pdb` stops where the case has caught what it holds against the engine, and nowhere else."""
     case = Judged()
 
+    def refuse() -> None:
+        raise error
+
     with case.refusal("R054", "a mesh", names=NAMES) as outcome:
         outcome.excused = excused
-        raise error
+        refuse()
 
     assert case.examined == ([error] if shown else [])
     assert bool(case.report.findings) is shown
