@@ -162,6 +162,7 @@ def train(rank, extra):
                 engine.forward(*batch.args, **batch.kwargs)
             engine.train(True)
 
+    engine.full_params()  # read before training, too, as in the case
     engine.train(True)
     for step in range(STEPS):
         losses = []
