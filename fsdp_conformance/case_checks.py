@@ -101,6 +101,9 @@ class CaseChecks:
 
         def note_refusal(self) -> None: ...
 
+    def examine(self, error: BaseException) -> None:
+        """Let somebody who debugs this rank look at an exception that the case has caught (`RankRun.examine`)."""
+
     @property
     def reference_device(self) -> str:
         """
@@ -196,6 +199,8 @@ class CaseChecks:
             problem = why_no_refusal(error, names)
             if problem is None and self.steps_trained:
                 problem = f"one after {self.steps_trained} steps"
+            if problem is not None and not outcome.excused:
+                self.examine(error)
         message = comparison(what, expected="a refusal", got=problem)
         self.expect(problem is None or outcome.excused, requirement, message, check="refusal")
 

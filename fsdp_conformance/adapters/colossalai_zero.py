@@ -67,6 +67,12 @@ class ColossalAIZeRO(TorchAdapter):
         super().step()
         return None if max_norm is None else torch.tensor(self.optimizer.get_grad_norm())
 
+    def discard_gradients(self) -> None:
+        super().discard_gradients()
+        if self.optimizer is not None:
+            # What was reduced is the engine's, and no longer in `.grad`.
+            self.optimizer.zero_grad()
+
     def full_grads(self) -> dict[str, Tensor | None]:
         grads = {name: self.optimizer.get_param_grad(parameter) for name, parameter in self.parameters().items()}
         return {name: None if grad is None else full_copy(grad) for name, grad in grads.items()}

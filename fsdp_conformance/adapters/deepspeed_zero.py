@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from fsdp_conformance.adapters.base import CPU_ONLY, Adapter, LoadedKeys, ModelFn, OptimFn
 from fsdp_conformance.adapters.names import OriginalNames
 from fsdp_conformance.adapters.optimizers import Several
+from fsdp_conformance.adapters.real_ranks import refuse_all_but_processes_on_cpu
 from fsdp_conformance.adapters.sharded import full_copy, state_tensors
 from fsdp_conformance.adapters.torch_like import compute_device, refuse_other_norm
 from fsdp_conformance.config import InitMode, Offload, Plan
-from fsdp_conformance.errors import EnvironmentUnavailable, Unsupported
-from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 
 #: Optimizers of torch that step each element by itself. DeepSpeed has tested some of them with flat partitions; for the
 #: others a user says that they may be used, which no user may say of one that needs whole tensors.
@@ -68,12 +67,9 @@ class DeepSpeedZeRO(Adapter):
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         self.refuse_undeclared(plan)
-        if plan.device != "cpu":
-            raise Unsupported("init_before", f"the adapter supports DeepSpeed on the CPU only, not on {plan.device}")
-        if rank_scheduler.current() is not None:
-            raise EnvironmentUnavailable(
-                "DeepSpeed stores process groups globally, so simulated ranks would share them: use --ranks processes"
-            )
+        refuse_all_but_processes_on_cpu(
+            plan, "DeepSpeed", because="it has process groups in global variables, which simulated ranks share"
+        )
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

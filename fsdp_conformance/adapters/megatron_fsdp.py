@@ -69,6 +69,12 @@ class MegatronFSDP(TorchAdapter):
         model.set_model_auto_sync(last)
         yield
 
+    def discard_gradients(self) -> None:
+        super().discard_gradients()
+        if self.optimizer is not None:
+            # What was reduced is in the engine's buffers, which its optimizer sets to zero.
+            self.optimizer.zero_grad()
+
     def full(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, DTensor) or not any(placement.is_shard() for placement in tensor.placements):
             return full_copy(tensor)

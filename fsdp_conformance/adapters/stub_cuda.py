@@ -15,9 +15,8 @@ from unittest.mock import patch
 
 import torch
 
+from fsdp_conformance.adapters.real_ranks import refuse_all_but_processes_on_cpu
 from fsdp_conformance.config import Plan
-from fsdp_conformance.errors import EnvironmentUnavailable, Unsupported
-from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 
 #: What an adapter says that it changes.
 SHIM = "torch.cuda's streams, events and devices, Tensor.cuda and Tensor.record_stream do nothing"
@@ -67,14 +66,9 @@ def install(plan: Plan, engine: str) -> None:
     """
     Replace them in this process, which must be that of one rank.
 
-    Raises Unsupported for a plan with another device than the CPU.
+    Raises Unsupported for a plan with another device than the CPU, and EnvironmentUnavailable on simulated ranks.
     """
-    if plan.device != "cpu":
-        raise Unsupported("init_before", f"the adapter supports {engine} on the CPU only, not on {plan.device}")
-    if rank_scheduler.current() is not None:
-        raise EnvironmentUnavailable(
-            f"{engine} needs changes in torch, which simulated ranks would share: use --ranks processes"
-        )
+    refuse_all_but_processes_on_cpu(plan, engine, because="its adapter changes torch, which simulated ranks share")
     cuda: Any = torch.cuda
     cuda.Stream, cuda.Event = Stream, Event
     # A function of its own for each: torch._dynamo rejects one that has two names.

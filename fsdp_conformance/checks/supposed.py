@@ -41,6 +41,8 @@ class _Mistake:
     key: Callable[[BatchKey], BatchKey] | None = None
     """Whose inputs are used; None: the right ones."""
     dtype: torch.dtype = torch.float64
+    alone: frozenset[str] = frozenset()
+    """Uses of tied parameters, by name, that have a parameter of their own, whose gradient is taken; empty: none."""
 
 
 def supposed_losses(references: References, step: int, micro: int) -> Iterator[Supposition]:
@@ -62,7 +64,12 @@ def supposed_gradients(references: References, step: int, losses: Sequence[Tenso
     backwards = references.world_size * references.regime.micro_batches
     if not _is_small(references) or references.local or backwards > _MAX_BACKWARDS or _has_own_buffers(references):
         return
-    for mistake in (*_mistakes(references, step, references.regime.micro_batches - 1), *_one_batch(references, step)):
+    mistakes = [
+        *_mistakes(references, step, references.regime.micro_batches - 1),
+        *_one_batch(references, step),
+        *_come_apart(references, step),
+    ]
+    for mistake in mistakes:
         places = itertools.product(range(references.world_size), range(references.regime.micro_batches))
         if not all(_is_possible(references, step, mistake, rank, micro) for rank, micro in places):
             continue
@@ -180,6 +187,7 @@ class _Replay:
         self.model = references.workload.build(rank).to(mistake.dtype)
         self._load()
         self.model.train()
+        self._alone = _given_own_parameters(self.model, mistake.alone)
 
     def loss(self, micro: int) -> Tensor:
         """Of one micro-batch, in float64."""
@@ -198,6 +206,8 @@ class _Replay:
         """Summed over the step's micro-batches, in float64."""
         for micro in range(self.references.regime.micro_batches):
             torch.autograd.backward(self._loss(micro))
+        if self._alone:
+            return {name: p.grad.double() for name, p in self._alone.items() if p.grad is not None}
         return {name: p.grad.double() for name, p in self.model.named_parameters() if p.grad is not None}
 
     def _loss(self, micro: int) -> Tensor:
@@ -334,6 +344,40 @@ def _one_batch(references: References, step: int) -> Iterator[_Mistake]:
             phrase=f"another rank's data: every rank saw rank {rank}'s micro-batch",
             params=_params_before(references, step), key=partial(_of_rank, rank),
         )  # fmt: skip
+
+
+def _come_apart(references: References, step: int) -> Iterator[_Mistake]:
+    """Each use of a tied parameter has become a parameter of its own. A wrong gradient is that of one of them."""
+    uses = _uses(references.workload.build(references.rank))
+    for place in range(max((len(names) for names in uses.values()), default=1)):
+        alone = [names[place] for names in uses.values() if 1 < len(names) > place]
+        if alone:
+            yield _Mistake(
+                phrase=f"a tied parameter became several: this is the gradient of {alone[0]!r} alone",
+                params=_params_before(references, step), alone=frozenset(alone),
+            )  # fmt: skip
+
+
+def _uses(model: nn.Module) -> dict[str, list[str]]:
+    """The names of each parameter, in the order of its modules: several for one that modules share."""
+    found: dict[int, list[str]] = {}
+    for path, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                found.setdefault(id(parameter), []).append(f"{path}.{key}" if path else key)
+    return {names[0]: names for names in found.values()}
+
+
+def _given_own_parameters(model: nn.Module, alone: frozenset[str]) -> dict[str, nn.Parameter]:
+    """Give these uses of tied parameters a parameter of their own. Returns these, by the first name of each."""
+    found: dict[str, nn.Parameter] = {}
+    for first, names in _uses(model).items() if alone else ():
+        for name in alone.intersection(names):
+            path, _, key = name.rpartition(".")
+            parameter = model.get_parameter(name)
+            found[first] = nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+            model.get_submodule(path)._parameters[key] = found[first]
+    return found
 
 
 def _previous_batch(micro_batches: int, key: BatchKey) -> BatchKey:

@@ -242,7 +242,7 @@ def _add_single_cases(command: Callable[..., Parser]) -> None:
     _add_implementation(debug)
     _add_device(debug)
     debug.add_argument("--rank", metavar="N", default="0", help="the rank that has the terminal (default: 0)")
-    debug.add_argument("--pdb", action="store_true", help="open pdb at the exception that ends this rank's body")
+    debug.add_argument("--pdb", action="store_true", help="open pdb where this rank raises and should not")
 
     replay = command("replay", "run a case again as in a run, and say whether the same comes of it")
     replay.usage = "%(prog)s [options] [RUN] CASE"

@@ -39,7 +39,7 @@ class Debugged:
 
     rank: int = 0
     post_mortem: bool = False
-    """Open pdb at the exception that ends the body."""
+    """Open pdb at the exception that ends the body, or that a case has caught and found wrong."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -122,6 +122,8 @@ class RankRun:
         began = time.monotonic()
         code = 0
         try:
+            # A case that catches an exception of the implementation to judge it shows it, too.
+            vars(case)["examine"] = self.examine
             case.init_rank()
             getattr(case, test_name)()
         except SystemExit as leaving:
@@ -172,7 +174,7 @@ class RankRun:
             self.turn_to(Part.MEETING)
 
     def examine(self, error: BaseException) -> None:
-        """Somebody who debugs this rank may want to look at what ended its body."""
+        """Somebody who debugs this rank may want to look at what ended its body, or at what the body judged wrong."""
 
     def note(self, error: BaseException, described: RankError) -> None:
         """Record in the report what ended the body."""

@@ -178,8 +178,9 @@ def _engines(table: Coverage) -> Iterator[str]:
         "device": [engine.device for engine in table.engines],
         "date": [engine.date for engine in table.engines],
         "suite": [engine.suite[:12] for engine in table.engines],
-        "profiles": [", ".join(run.profile for run in engine.runs) for engine in table.engines],
-        "verdict": ["; ".join(run.words for run in engine.runs) for engine in table.engines],
+        # Runs of parts of one profile say the same.
+        "profiles": [", ".join(dict.fromkeys(run.profile for run in engine.runs)) for engine in table.engines],
+        "verdict": ["; ".join(dict.fromkeys(run.words for run in engine.runs)) for engine in table.engines],
         "time": [duration(sum(run.seconds for run in engine.runs)) for engine in table.engines],
         "cases in the runs": [str(len(engine.cases)) for engine in table.engines],
         "of these, gone since": [str(gone) for _, gone in table.stale],

@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from fsdp_conformance.case import Case
+from fsdp_conformance.case_checks import CaseChecks
 from fsdp_conformance.errors import ConfigError, Unsupported
+from fsdp_conformance.outcome import RankReport
 from fsdp_conformance.refusal import why_no_refusal
 
 NAMES = ("replicas", "mesh")
@@ -64,3 +67,43 @@ def test_refusals(error: Exception) -> None:
 def test_breakdowns(act: Callable[[], object], why: str) -> None:
     """What Python raises by itself is a defect, whatever its text; an error must name what was asked for."""
     assert (why_no_refusal(raised(act), NAMES) or "").endswith(why)
+
+
+class Judged(CaseChecks):
+    """A case without ranks that notes what it shows to somebody who debugs it."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.report = RankReport(rank=0)
+        self.examined: list[BaseException] = []
+
+    @property
+    def case(self) -> Case:
+        """About a refusal."""
+        return Case(id="R054/a-mesh", requirements=("R054",), chapter="F", title="A mesh is refused", world_size=1)
+
+    def note_refusal(self) -> None:
+        """Nothing trains."""
+
+    def examine(self, error: BaseException) -> None:
+        self.examined.append(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "excused", "shown"),
+    [(KeyError("mesh"), False, True), (ValueError("no mesh here"), False, False), (KeyError("mesh"), True, False)],
+    ids=["a breakdown", "a refusal", "excused"],
+)
+def test_what_is_no_refusal_is_shown_to_a_debugger(error: Exception, excused: bool, shown: bool) -> None:
+    """`debug --pdb` stops where the case has caught what it holds against the engine, and nowhere else."""
+    case = Judged()
+
+    def refuse() -> None:
+        raise error
+
+    with case.refusal("R054", "a mesh", names=NAMES) as outcome:
+        outcome.excused = excused
+        refuse()
+
+    assert case.examined == ([error] if shown else [])
+    assert bool(case.report.findings) is shown

@@ -2,7 +2,8 @@
 megatron_fsdp.fully_shard_optimizer steps Adam once with gradients of zero: its counter is one ahead ever after.
 
 The first update then has the bias correction of the second. Expected after one step: what torch.optim.Adam gives,
-whose counter is 1. Got with megatron-fsdp 0.6.1: the counter is 2, and every first update is 26 % too small.
+whose counter is 1. Got with megatron-fsdp 0.6.1: the counter is 2, and every first update is 26 % too small. In the
+same step AdamW's weight decay changes the parameters before training begins.
 CUDA's streams are replaced, so that it runs on the CPU.
 Run: python ci/findings/megatron_fsdp/adam_one_step_ahead.py
 Upstream: https://github.com/NVIDIA/Megatron-LM/issues/5974, fixed by pull request 5976 after 0.6.1

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
+from torch import nn
 
 from fsdp_conformance.adapters import registry
+from fsdp_conformance.adapters.names import OriginalNames
 from fsdp_conformance.adapters.smoke import CHECKS, smoke
 from fsdp_conformance.errors import AdapterNotFound
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
@@ -58,6 +63,21 @@ def test_what_to_install(name: str) -> None:
         caught.value
     )
     assert f"`ci/certify --with {extra}`" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["colossalai-zero1", "colossalai-zero2", "megatron-fsdp-zero1", "megatron-fsdp-zero3"])
+def test_a_skipped_step_drops_what_the_engine_has_reduced(name: str) -> None:
+    """These engines keep reduced gradients in buffers of their own, which only their optimizer empties."""
+    adapter: Any = registry.load(name)()
+    adapter.model = nn.Linear(2, 1)
+    adapter.names = OriginalNames(adapter.model)
+    adapter.optimizer = Mock()
+    adapter.model(torch.ones(1, 2)).sum().backward()
+
+    adapter.drop_grads(["weight", "bias"])
+
+    adapter.optimizer.zero_grad.assert_called_once_with()
+    assert all(parameter.grad is None for parameter in adapter.model.parameters())
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fsdp_conformance.checks.parity import kind_parity
 from fsdp_conformance.checks.references import Kind, References
 from fsdp_conformance.checks.supposed import supposed_gradients, supposed_losses, supposed_parameters
-from fsdp_conformance.fixtures import deep, models
+from fsdp_conformance.fixtures import deep, models, probes
 from fsdp_conformance.history.training import Tensors, TrainingHistory
 from fsdp_conformance.tests.checks.reference_runs import damaged, implementation_run, references_of
 from fsdp_conformance.workload import BatchKey, Regime
@@ -156,6 +156,30 @@ def test_optimizer_steps(name: str, last: Callable[[torch.optim.Optimizer, nn.Pa
     history.steps[1].params[key] = parameter.detach()
 
     assert str(cause(history, found, Kind.PARAMETER)).startswith(f"{expected}: ")
+
+
+@pytest.mark.parametrize("use", ["embedding.weight", "head.weight"])
+def test_a_tied_parameter_that_became_several(use: str) -> None:
+    """Its gradient is that of one use alone, which is named; the right gradient is no such thing."""
+    found = references_of(probes.exact_tied(), Regime(), rank=RANK, world_size=WORLD_SIZE)
+    history = damaged(implementation_run(found))
+    total: Tensor = torch.zeros(())
+    for rank in range(WORLD_SIZE):
+        model = found.workload.build(rank)
+        module, _, key = use.rpartition(".")
+        own = nn.Parameter(model.get_parameter(use).detach().clone())
+        model.get_submodule(module)._parameters[key] = own
+        batch = found.workload.batch(BatchKey(step=0, micro=0, rank=rank, world_size=WORLD_SIZE))
+        found.workload.loss(model(*batch.args, **batch.kwargs), batch).backward()
+        assert own.grad is not None
+        total = total + own.grad / WORLD_SIZE
+    grads = history.steps[0].grads or {}
+    listed = next(iter({"embedding.weight", "head.weight"} & grads.keys()))
+    grads[listed] = total
+
+    assert cause(history, found, Kind.GRADIENT) == (
+        f"a tied parameter became several: this is the gradient of {use!r} alone"
+    )
 
 
 def test_without_a_mistake_the_replay_is_the_reference() -> None:

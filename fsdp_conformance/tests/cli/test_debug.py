@@ -39,6 +39,20 @@ class Stops(TorchFSDP2):
 """
 
 
+#: Breaks down when it is wrapped again.
+_BREAKS = """
+from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
+
+
+class Breaks(TorchFSDP2):
+    name = "breaks"
+
+    def wrap_again(self):
+        secret = 41
+        raise KeyError("oops")
+"""
+
+
 def _debugged(
     directory: Path, *options: str, said: str, raises: str = "", monkeypatch: pytest.MonkeyPatch
 ) -> tuple[int, str]:
@@ -132,6 +146,26 @@ def test_post_mortem_opens_where_the_rank_raised(tmp_path: Path, monkeypatch: py
     assert status == 1, out
     assert "(Pdb) 82" in out
     assert "rank 0 raised ValueError: oops" in out
+
+
+@pytest.mark.nightly
+def test_post_mortem_opens_where_a_case_has_caught_what_is_no_refusal(tmp_path: Path) -> None:
+    """The engine should refuse to be wrapped again, and breaks down."""
+    spec = f"{with_adapter(tmp_path, _BREAKS)}:Breaks"
+    done = subprocess.run(
+        words("debug", "R054/wrapped-already-ws2", "--implementation", spec, "--pdb"),
+        cwd=tmp_path,
+        input="p secret * 2\nq\n",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        timeout=240.0,
+        check=False,
+    )
+
+    assert "(Pdb) 82" in done.stdout, done.stdout
+    assert "the engine broke down (KeyError: 'oops')" in done.stdout
+    assert done.returncode == 1
 
 
 def test_a_debugger_that_was_left_has_judged_nothing(

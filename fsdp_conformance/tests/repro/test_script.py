@@ -19,12 +19,19 @@ from fsdp_conformance.repro.refused import NoScript
 from fsdp_conformance.repro.script import script
 from fsdp_conformance.repro.sources import Sources
 from fsdp_conformance.selftest.cases import BoundCase
-from fsdp_conformance.suites import test_a_parity, test_d_memory, test_f_misuse, test_i_precision, test_n_unused
+from fsdp_conformance.suites import (
+    test_a_parity,
+    test_d_memory,
+    test_f_misuse,
+    test_i_precision,
+    test_m_frozen,
+    test_n_unused,
+)
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.tests.cli.cli_runs import with_adapter
 from fsdp_conformance.workload import BatchKey
 
-_MODULES = (test_a_parity, test_d_memory, test_f_misuse, test_i_precision, test_n_unused)
+_MODULES = (test_a_parity, test_d_memory, test_f_misuse, test_i_precision, test_m_frozen, test_n_unused)
 
 
 def _bound(case_id: str) -> BoundCase:
@@ -101,8 +108,9 @@ def test_everything_that_is_used_is_defined_before_it_is_needed() -> None:
         ("R054/wrapped-already-ws2", "does more than train and compare: it calls refusal"),
         ("R052/read-at-any-point-ws2", "has read"),
         ("R040/given-back-at-once-ws2", "does more than train and compare: it looks at the run's memory"),
+        ("R113/frozen-with-momentum-ws2", "has freeze"),
     ],
-    ids=["not exact", "no parity", "a refusal", "an event", "bytes"],
+    ids=["not exact", "no parity", "a refusal", "an event", "bytes", "an event that only an adapter's code can follow"],
 )
 def test_what_a_script_cannot_show_is_refused_with_the_reason(case_id: str, reason: str) -> None:
     """And with what to do instead; nothing of the world that was imagined is left."""
@@ -113,26 +121,106 @@ def test_what_a_script_cannot_show_is_refused_with_the_reason(case_id: str, reas
     assert not dist.is_initialized()
 
 
-def test_an_adapter_of_ones_own_is_refused_by_name(tmp_path: Path) -> None:
-    """What its wrap() does beyond calls of torch would be left out in silence."""
-    text = (
-        "from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2\n\n\nclass Mine(TorchFSDP2):\n    name = 'mine'\n"
+#: An engine of one's own, in the adapter's file: it forgets to reduce one gradient.
+_OWN = """
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from fsdp_conformance.adapters.torch_like import TorchAdapter
+
+
+class Averaged(nn.Module):
+    def __init__(self, module, skipped):
+        super().__init__()
+        self.module = module
+        self.skipped = skipped
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def reduce(self):
+        for number, parameter in enumerate(self.module.parameters()):
+            if parameter.grad is not None and number not in self.skipped:
+                dist.all_reduce(parameter.grad)
+                parameter.grad /= dist.get_world_size()
+
+
+class Mine(TorchAdapter):
+    name = "mine"
+    capabilities = frozenset({"no_shard"})
+    skipped = (2,)
+
+    def wrap(self, model, plan):
+        return Averaged(model, self.skipped)
+
+    def step(self, max_norm=None, *, norm_type=2.0):
+        self.model.reduce()
+        return super().step(max_norm, norm_type=norm_type)
+"""
+
+
+def test_an_adapter_of_ones_own_is_carried(tmp_path: Path) -> None:
+    """With the engine, if that is in the same file; nothing of this package is left but the short base classes."""
+    text = _script("R001/exact-probe-ws2", f"{with_adapter(tmp_path, _OWN)}:Mine")
+
+    assert _imported(text) <= {*sys.stdlib_module_names, "torch"}
+    assert "class Averaged(nn.Module):" in text
+    assert "class Mine(TorchAdapter):\n    skipped = (2,)\n\n    def wrap(" in text
+    assert "engine = Mine()" in text
+    assert text.startswith('"""\nmine: ')
+
+
+@pytest.mark.parametrize(
+    ("case_id", "happens", "method"),
+    [
+        ("R113/frozen-with-momentum-ws2", "('before the step', 1, 0): (('freeze', '", "def set_requires_grad("),
+        ("R114/dropped-gradient-ws2", "('before the optimizer', 0, 0): (('drop', '", "def drop_grads("),
+    ],
+)
+def test_what_a_user_does_to_parameters_is_in_a_script_with_an_adapters_code(
+    case_id: str, happens: str, method: str
+) -> None:
+    """Parameters are frozen, and gradients dropped, through the adapter's own methods."""
+    text = _script(case_id, "torch-zero1")
+
+    assert happens in text
+    assert method in text
+    assert "class TorchZeRO1(TorchDDP):" in text
+
+
+def test_a_name_that_the_script_has_too_is_refused(tmp_path: Path) -> None:
+    """One of the two would be the other, in silence."""
+    text = _OWN.replace("class Averaged", "def reference(module):\n    return module\n\n\nclass Averaged")
+    text = text.replace("return Averaged(model", "return Averaged(reference(model)")
+
+    with pytest.raises(NoScript, match="both define reference"):
+        _script("R001/exact-probe-ws2", f"{with_adapter(tmp_path, text)}:Mine")
+
+
+def test_a_name_that_only_a_branch_defines_is_refused(tmp_path: Path) -> None:
+    """Statements inside `try` or `if` are not copied, so the script would end in a NameError."""
+    guarded = "try:\n    import math as engine\nexcept ImportError:\n    engine = None\n\n\nclass Averaged"
+    text = _OWN.replace("class Averaged", guarded).replace(
+        "self.skipped = skipped", "self.skipped = engine and skipped"
     )
-    spec = f"{with_adapter(tmp_path, text)}:Mine"
 
-    with pytest.raises(NoScript, match="Mine is not a bundled adapter"):
-        _script("R001/exact-probe-ws2", spec)
+    with pytest.raises(NoScript, match="uses engine, which no statement at the top of a module defines"):
+        _script("R001/exact-probe-ws2", f"{with_adapter(tmp_path, text)}:Mine")
 
 
-@pytest.mark.parametrize("implementation", ["torch-zero1", "torch-replicate", "accelerate-fsdp1"])
-def test_an_adapter_that_inherits_from_torchs_is_refused(implementation: str) -> None:
-    """It makes other calls: a script of the base class's would show another engine, with a stock optimizer."""
-    with pytest.raises(NoScript, match=f"{implementation} is not a bundled adapter of torch"):
-        _script("R001/exact-probe-ws2", implementation)
+def test_an_import_that_runs_later_is_refused(tmp_path: Path) -> None:
+    """The script would need this package after all."""
+    text = _OWN.replace(
+        "        return Averaged(", "        from fsdp_conformance.config import Sharding\n\n        return Averaged("
+    )
+
+    with pytest.raises(NoScript, match=r"imports fsdp_conformance\.config when it runs"):
+        _script("R001/exact-probe-ws2", f"{with_adapter(tmp_path, text)}:Mine")
 
 
 def _shown(directory: Path, case_id: str, implementation: str) -> tuple[int, str]:
-    """Run the script with torchrun where this package cannot be imported."""
+    """Run the script with torchrun where this package cannot be imported. The directory may have an adapter."""
     (directory / "shown.py").write_text(_script(case_id, implementation), encoding="utf-8")
     (directory / "fsdp_conformance.py").write_text("raise ImportError('a script must not need this')\n")
     done = subprocess.run(
@@ -158,8 +246,21 @@ def test_a_script_shows_a_known_failure(tmp_path: Path) -> None:
     assert "WRONG" in out
 
 
+@pytest.mark.slow
+def test_a_script_shows_what_an_engine_of_ones_own_does_wrong(tmp_path: Path) -> None:
+    """The first parameter whose gradient its engine does not reduce; the one before it is right."""
+    status, out = _shown(tmp_path, "R001/exact-probe-ws2", f"{with_adapter(tmp_path, _OWN)}:Mine")
+
+    assert status == 1, out
+    assert "rank 0, step 0, parameter 2.weight: expected" in out
+    assert "parameter 0.weight" not in out
+    assert "WRONG" in out
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("implementation", ["torch-fsdp2", "torch-fsdp1", "torch-ddp"])
+@pytest.mark.parametrize(
+    "implementation", ["torch-fsdp2", "torch-fsdp1", "torch-ddp", "torch-replicate", "torch-zero1"]
+)
 def test_a_script_of_a_passing_case_finds_all_equal(implementation: str, tmp_path: Path) -> None:
     """It cannot fail what the case passes."""
     status, out = _shown(tmp_path, "R001/exact-probe-ws2", implementation)
