@@ -274,7 +274,8 @@ def test_names_of_types_are_found() -> None:
     """Declarations, local types and nested ones do not count."""
     text = (
         "class Later;\nstruct One {\n  struct Inner {\nenum class Two : uint8_t { A, B };\nnamespace {\n"
-        "struct Local {\n}  // namespace\nclass Three : public One {\nstruct One::Four {\ntemplate <typename T> struct Five {\n"
+        "struct Local {\n}  // namespace\nclass Three : public One {\nstruct One::Four {\n"
+        "template <typename T> struct Five {\n"
     )
 
     assert types_of(text) == ["One", "Two", "Three", "Five"]
