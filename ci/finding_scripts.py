@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
+
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "ci/findings"
 DEADLINE_S = 300.0
@@ -39,6 +41,7 @@ OTHER_ENGINES = {
 LAST_LINES = 8
 
 _RUN = re.compile(r"^Run: ((?:torchrun --nproc-per-node \d+|python) (\S+))$", re.MULTILINE)
+_TORCH = re.compile(r"^Torch: (\S+)$", re.MULTILINE)
 _NEEDS = re.compile(r"^Needs: an accelerator$", re.MULTILINE)
 _UPSTREAM = re.compile(r"^Upstream: (\S.*)", re.MULTILINE | re.DOTALL)
 
@@ -48,6 +51,7 @@ class Outcome(StrEnum):
 
     WRONG = "wrong as expected"
     RIGHT = "right: mended?"
+    MENDED = "right, as expected with this version of torch"
     OTHERWISE = "ended otherwise"
     ABSENT = "not run: its engine is not installed here"
     NO_ACCELERATOR = "not run: it needs an accelerator"
@@ -64,18 +68,21 @@ class Script:
     """The path in the command."""
     upstream: str
     needs_accelerator: bool = False
+    torch: str = ""
+    """The versions of torch that have the defect, as a specifier; empty for all."""
 
 
 def read_script(path: Path) -> Script:
     """What the script says of itself."""
     text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-    run, upstream = _RUN.search(text), _UPSTREAM.search(text)
+    run, upstream, torch = _RUN.search(text), _UPSTREAM.search(text), _TORCH.search(text)
     return Script(
         path,
         command=run[1] if run else "",
         target=run[2] if run else "",
         upstream=upstream[1] if upstream else "",
         needs_accelerator=_NEEDS.search(text) is not None,
+        torch=torch[1] if torch else "",
     )
 
 
@@ -104,7 +111,17 @@ def run_script(script: Script, *, root: Path = ROOT, deadline_s: float = DEADLIN
         status, output = _run_command([python, *module, *arguments], root, scratch, deadline_s)
     if status is None:
         return Outcome.OTHERWISE, f"{output}\nnot finished after {deadline_s:.0f} s"
-    return outcome_of(status, output), output
+    outcome = outcome_of(status, output)
+    if script.torch and outcome in (Outcome.RIGHT, Outcome.WRONG) and not _has_torch(python, script.torch):
+        return (Outcome.MENDED if outcome is Outcome.RIGHT else Outcome.OTHERWISE), output
+    return outcome, output
+
+
+def _has_torch(python: str, versions: str) -> bool:
+    """Whether the torch of that Python is one of these versions."""
+    asked = "import importlib.metadata; print(importlib.metadata.version('torch'))"
+    found = subprocess.run([python, "-c", asked], check=True, capture_output=True, text=True).stdout.strip()
+    return SpecifierSet(versions).contains(found, prereleases=True)
 
 
 def _python_for(engine: str, root: Path) -> str | None:
@@ -175,8 +192,10 @@ def main(arguments: Sequence[str], *, root: Path = ROOT) -> int:
             print(*(f"    {line}" for line in output.strip().splitlines()[-LAST_LINES:]), sep="\n", flush=True)
     shown = outcomes.count(Outcome.WRONG)
     absent = outcomes.count(Outcome.ABSENT) + outcomes.count(Outcome.NO_ACCELERATOR)
-    print(f"findings: {shown} of {len(outcomes)} defects show" + (f", {absent} not run" if absent else ""))
-    return int(shown < len(outcomes) - absent)
+    mended = outcomes.count(Outcome.MENDED)
+    others = [f"{absent} not run"] * bool(absent) + [f"{mended} of other versions of torch"] * bool(mended)
+    print(", ".join([f"findings: {shown} of {len(outcomes)} defects show", *others]))
+    return int(shown < len(outcomes) - absent - mended)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """
-Check that runs found exactly what ci/known-findings.toml lists: known defects of the bundled engines.
+Check that runs found exactly what ci/known-findings.toml lists: known defects of the bundled engines. For runs with
+other versions of torch, ci/known-findings-versions.toml is read as well.
 
     python ci/known_findings.py RUN_FILE...
 
@@ -22,6 +23,8 @@ from fsdp_conformance.report.recorder import version_of
 from fsdp_conformance.report.verify import profile_of
 
 LIST = Path(__file__).parent / "known-findings.toml"
+#: Defects of other versions of torch than the one that ci/constraints.txt names.
+VERSIONS = Path(__file__).parent / "known-findings-versions.toml"
 
 
 def known_findings(path: Path = LIST) -> tuple[Expectation, ...]:
@@ -42,7 +45,7 @@ def is_known(implementation: str, record: CaseRecord, known: Iterable[Expectatio
 def main(paths: Sequence[str]) -> int:
     """The exit status for these run files."""
     try:
-        known = known_findings()
+        known = known_findings() + known_findings(VERSIONS)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2

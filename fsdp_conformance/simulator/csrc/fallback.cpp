@@ -193,7 +193,7 @@ class Call {
   void find_device() {
     for (size_t i = 0; i < traits_.arguments.size(); ++i) {
       const c10::IValue& value = (*stack_)[first_ + i];
-      if (traits_.arguments[i] == Argument::Other) {
+      if (traits_.arguments[i] == Usage::Other) {
         if (value.isDevice() && value.toDevice().type() == kSim && device_ < 0) {
           device_ = index_of(value.toDevice());
         }
@@ -218,7 +218,7 @@ class Call {
     bool mix = false;
     for (size_t i = 0; i < traits_.arguments.size(); ++i) {
       const c10::IValue& value = (*stack_)[first_ + i];
-      if (traits_.arguments[i] == Argument::Other || !value.isTensorList()) {
+      if (traits_.arguments[i] == Usage::Other || !value.isTensorList()) {
         continue;
       }
       each_tensor(
@@ -237,8 +237,8 @@ class Call {
   }
 
   c10::IValue replaced(const c10::IValue& value, size_t i) {
-    const Argument use = use_of(i);
-    if (use == Argument::Other) {
+    const Usage use = use_of(i);
+    if (use == Usage::Other) {
       if (value.isDevice() && value.toDevice().type() == kSim) {
         return c10::Device(c10::DeviceType::CPU);
       }
@@ -275,11 +275,11 @@ class Call {
     return value;
   }
 
-  Argument use_of(size_t i) const {
+  Usage use_of(size_t i) const {
     if (traits_.training >= 0) {
       const auto& updated = traits_.updated_in_training;
       if (std::find(updated.begin(), updated.end(), i) != updated.end() && argument(traits_.training).toBool()) {
-        return Argument::ReadWrite;
+        return Usage::ReadWrite;
       }
     }
     return traits_.arguments[i];
@@ -290,7 +290,7 @@ class Call {
     return i < arguments_.size() ? arguments_[i] : (*stack_)[first_ + i];
   }
 
-  at::Tensor host_of(const at::Tensor& tensor, Argument use) {
+  at::Tensor host_of(const at::Tensor& tensor, Usage use) {
     if (!on_sim(tensor)) {
       if (tensor.defined() && tensor.dim() > 0 && other_ == nullptr) {
         other_ = &tensor;
@@ -304,8 +304,8 @@ class Call {
         tensor.layout() == c10::kStrided || is_sparse_coo(tensor), traits_.name,
         ": expected a strided or a sparse COO tensor, got layout ", tensor.layout(),
         ": the simulated accelerator has no kernels for other layouts");
-    const bool writes = use != Argument::Read;
-    const bool reads = use != Argument::Write;
+    const bool writes = use != Usage::Read;
+    const bool reads = use != Usage::Write;
     if (is_sparse_coo(tensor)) {
       return host_of_sparse(tensor, use);
     }
@@ -321,19 +321,19 @@ class Call {
   }
 
   /// The kernel may write the values where they are. It replaces the indices, or leaves them alone.
-  at::Tensor host_of_sparse(const at::Tensor& tensor, Argument use) {
+  at::Tensor host_of_sparse(const at::Tensor& tensor, Usage use) {
     for (auto& known : sparse_) {
       if (known.tensor->is_same(tensor)) {
-        known.written |= use != Argument::Read;
+        known.written |= use != Usage::Read;
         return known.host;
       }
     }
     const auto* parts = parts_of(tensor);
-    const at::Tensor indices = host_of(parts_.emplace_back(parts->indices()), Argument::Read);
+    const at::Tensor indices = host_of(parts_.emplace_back(parts->indices()), Usage::Read);
     const at::Tensor values =
-        host_of(parts_.emplace_back(parts->values()), use == Argument::Read ? use : Argument::ReadWrite);
+        host_of(parts_.emplace_back(parts->values()), use == Usage::Read ? use : Usage::ReadWrite);
     const OnHost on_host;
-    sparse_.push_back({&tensor, sparse_like(tensor, indices, values), use != Argument::Read});
+    sparse_.push_back({&tensor, sparse_like(tensor, indices, values), use != Usage::Read});
     return sparse_.back().host;
   }
 
@@ -391,8 +391,8 @@ class Call {
   void take_unset(c10::Stream stream, const SitePtr& site) {
     const bool without_first = traits_.beta >= 0 && is_zero(arguments_[traits_.beta]);
     for (size_t i = 0; i < arguments_.size(); ++i) {
-      const Argument use = use_of(i);
-      if (use == Argument::Other || use == Argument::Write || (i == 0 && without_first)) {
+      const Usage use = use_of(i);
+      if (use == Usage::Other || use == Usage::Write || (i == 0 && without_first)) {
         continue;
       }
       size_t place = 0;
@@ -431,7 +431,7 @@ class Call {
     }
     std::vector<std::pair<size_t, at::Tensor>> targets;
     for (size_t i = 0; i < arguments_.size(); ++i) {
-      if (use_of(i) == Argument::Write || use_of(i) == Argument::ReadWrite) {
+      if (use_of(i) == Usage::Write || use_of(i) == Usage::ReadWrite) {
         size_t place = 0;
         each_tensor(arguments_[i], [&](const at::Tensor& tensor) { targets.emplace_back(place++, memory_of(tensor)); });
       }

@@ -27,7 +27,7 @@ bool is_host_kernel(const c10::OperatorHandle& op, c10::DispatchKeySet keys, con
   return op.hasKernelForDispatchKey(c10::DispatchKey::CPU) || starts_with(traits.name, "aten::copy_");
 }
 
-void note_host_access(const c10::IValue& value, Argument use, const std::string& name, SitePtr& site) {
+void note_host_access(const c10::IValue& value, Usage use, const std::string& name, SitePtr& site) {
   each_tensor(value, [&](const at::Tensor& tensor) {
     if (!tensor.is_cpu() || !tensor.has_storage() || tensor.numel() == 0) {
       return;
@@ -41,10 +41,10 @@ void note_host_access(const c10::IValue& value, Argument use, const std::string&
       site = here(name);
     }
     expose_pinned(tensor);
-    if (use != Argument::Write) {
+    if (use != Usage::Write) {
       note_access(tensor, Kind::Read, kHost, site);
     }
-    if (use == Argument::Read) {
+    if (use == Usage::Read) {
       return;
     }
     Extent extent = extent_of(tensor);
@@ -60,7 +60,7 @@ void note_host_accesses(const Traits& traits, c10::ArrayRef<c10::IValue> argumen
   }
   SitePtr site;
   for (size_t i = 0; i < traits.arguments.size(); ++i) {
-    if (traits.arguments[i] != Argument::Other) {
+    if (traits.arguments[i] != Usage::Other) {
       note_host_access(arguments[i], traits.arguments[i], traits.name, site);
     }
   }

@@ -2,6 +2,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -14,6 +15,7 @@
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
 #include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include "allocator.h"
@@ -399,5 +401,17 @@ TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, library) {
   library.impl("dropout", TORCH_FN(dropout));
   library.impl("dropout_", TORCH_FN(dropout_));
 }
+
+/// Lets operations without a derivative, such as c10d's collectives, go on to the device. Torch registers this for its
+/// own devices, and not for PrivateUse1 in 2.8 and older.
+void register_autograd_fallback() {
+  constexpr auto key = c10::DispatchKey::AutogradPrivateUse1;
+  if (!c10::Dispatcher::singleton().hasBackendFallbackForDispatchKey(key)) {
+    static torch::Library library(torch::Library::IMPL, "_", key, __FILE__, __LINE__);
+    library.fallback(torch::autograd::basicAutogradNotImplementedFallback());
+  }
+}
+
+const bool autograd_fallback_registered = (register_autograd_fallback(), true);
 
 }  // namespace sim

@@ -144,12 +144,12 @@ Traits read_traits(const c10::OperatorHandle& op) {
   const bool overwrites = only_overwrites(base);
   for (const auto& argument : schema.arguments()) {
     const auto* alias = argument.alias_info();
-    Argument use = Argument::Other;
+    Usage use = Usage::Other;
     if (holds_tensors(argument.type())) {
-      use = Argument::Read;
+      use = Usage::Read;
       // Arguments like `out=` are overwritten; other written arguments are updated.
       if (alias != nullptr && alias->isWrite()) {
-        use = argument.kwarg_only() || overwrites ? Argument::Write : Argument::ReadWrite;
+        use = argument.kwarg_only() || overwrites ? Usage::Write : Usage::ReadWrite;
       }
     }
     // The schema does not say that it updates the running statistics in training.

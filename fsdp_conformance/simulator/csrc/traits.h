@@ -11,13 +11,13 @@
 
 namespace sim {
 
-enum class Argument : uint8_t { Other, Read, Write, ReadWrite };
+enum class Usage : uint8_t { Other, Read, Write, ReadWrite };
 
 struct Traits {
-  std::string name;                 // "aten::add_.Tensor"
-  std::vector<Argument> arguments;  // how arguments that hold tensors are used
-  int generator = -1;               // index of the argument, or -1
-  int training = -1;                // index of the argument `training`, or -1
+  std::string name;              // "aten::add_.Tensor"
+  std::vector<Usage> arguments;  // how arguments that hold tensors are used
+  int generator = -1;            // index of the argument, or -1
+  int training = -1;             // index of the argument `training`, or -1
   std::vector<size_t> updated_in_training;
   bool returns_view = false;   // no memory is touched
   bool host_waits = false;     // the host needs the result: shapes or values depend on the data

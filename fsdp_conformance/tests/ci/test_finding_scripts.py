@@ -98,6 +98,30 @@ def test_a_script_runs_in_the_environment_of_its_engine(
     assert capsys.readouterr().out.startswith("wrong as expected: ")
 
 
+@pytest.mark.parametrize(
+    ("versions", "body", "said", "status"),
+    [
+        ("<2", "print('right')", "right, as expected with this version of torch", 0),
+        ("<2", "print('WRONG')\nraise SystemExit(1)", "ended otherwise", 1),
+        (">=2", "print('right')", "right: mended?", 1),
+        (">=2", "print('WRONG')\nraise SystemExit(1)", "wrong as expected", 0),
+        ("<2", "raise ValueError('broken')", "ended otherwise", 1),
+    ],
+)
+def test_a_defect_of_some_versions_of_torch(
+    versions: str, body: str, said: str, status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With other versions the script says that all is right; if not, the range is wrong."""
+    _script(tmp_path, "a.py", body)
+    path = tmp_path / "ci/findings/engine/a.py"
+    path.write_text(path.read_text(encoding="utf-8").replace("Run:", f"Torch: {versions}\nRun:"), encoding="utf-8")
+
+    assert _tool().main([], root=tmp_path) == status
+    said_of_it, *_, counted = capsys.readouterr().out.splitlines()
+    assert said_of_it == f"{said}: ci/findings/engine/a.py"
+    assert counted.endswith(", 1 of other versions of torch") == said.startswith("right, as")
+
+
 @pytest.mark.nightly
 def test_what_needs_an_accelerator_shows_on_the_simulated_one() -> None:
     """So that no machine leaves these scripts unchecked."""

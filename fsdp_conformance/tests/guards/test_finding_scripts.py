@@ -21,6 +21,12 @@ def _tools(name: str) -> Any:
     return importlib.import_module(name)
 
 
+def _entries() -> list[Any]:
+    """Those of both lists."""
+    tool = _tools("known_findings")
+    return [*tool.known_findings(), *tool.known_findings(tool.VERSIONS)]
+
+
 def _readme() -> tuple[set[str], set[str]]:
     """The scripts without an entry, and the requirements and engines without a script."""
     text = (ROOT / "ci/findings/README.md").read_text(encoding="utf-8")
@@ -32,7 +38,7 @@ def test_every_entry_names_its_script() -> None:
     """The path stands at the end of the reason, unless the README says that there is none."""
     _, without = _readme()
     wrong = []
-    for entry in _tools("known_findings").known_findings():
+    for entry in _entries():
         named = _NAMED.search(entry.reason)
         exempt = f"{entry.case.partition('/')[0]} {entry.implementation}" in without
         if exempt == bool(named) or (named and not (ROOT / named[1]).is_file()):
@@ -43,7 +49,7 @@ def test_every_entry_names_its_script() -> None:
 
 def test_every_script_is_named_by_an_entry_or_the_readme() -> None:
     """Not by both: the README lists those of which the suite knows nothing."""
-    named = {match[1] for e in _tools("known_findings").known_findings() if (match := _NAMED.search(e.reason))}
+    named = {match[1] for e in _entries() if (match := _NAMED.search(e.reason))}
     present = {str(path.relative_to(ROOT)) for path in _tools("finding_scripts").scripts()}
     alone, _ = _readme()
 

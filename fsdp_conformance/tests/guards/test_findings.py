@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import runpy
+from fnmatch import fnmatchcase
 from typing import Any
 
 import pytest
@@ -31,3 +33,24 @@ def test_every_entry_names_its_engine_and_its_device(script: dict[str, Any]) -> 
     entries = script["known_findings"]()
 
     assert [entry.case for entry in entries if entry.implementation.startswith("*") or not entry.device] == []
+
+
+def test_entries_of_other_versions_say_which(script: dict[str, Any]) -> None:
+    """Their cases are patterns, since an old defect may be in almost every case; each is that of a case that exists."""
+    from fsdp_conformance.tests.guards.test_cases import cases
+
+    entries = script["known_findings"](script["VERSIONS"])
+    ids = [case.id for case in cases()]
+
+    assert entries
+    assert [entry.case for entry in entries if not (entry.torch and entry.device and entry.implementation != "*")] == []
+    assert [entry.case for entry in entries if not any(fnmatchcase(id_, entry.case) for id_ in ids)] == []
+
+
+def test_no_entry_of_other_versions_is_for_the_tested_one(script: dict[str, Any]) -> None:
+    """Those belong to the list that every night is compared with."""
+    constraints = (ROOT / "ci/constraints.txt").read_text(encoding="utf-8")
+    tested = re.search(r"^torch==(\S+)$", constraints, re.MULTILINE)
+
+    assert tested
+    assert [e.case for e in script["known_findings"](script["VERSIONS"]) if e.is_for(e.implementation, tested[1])] == []

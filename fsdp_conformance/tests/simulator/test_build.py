@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -251,3 +252,45 @@ class TestUnavailable:
         assert build.unavailable() is None
         assert build.is_built()
         assert given == build.require()
+
+
+#: What begins or ends a namespace without a name, and the definition of a type outside of other types.
+_NAMESPACE = re.compile(r"namespace \{|\}  // namespace$")
+_TYPE = re.compile(r"(?:template <.*> )?(?:struct|class|enum|enum class) (\w+)(?: final)?(?: :[^:].*)? \{")
+
+
+def types_of(text: str) -> list[str]:
+    """The names of the types that a C++ source file defines, without those in namespaces without a name."""
+    names, is_local = [], False
+    for line in text.splitlines():
+        if _NAMESPACE.match(line):
+            is_local = line.startswith("namespace")
+        elif not is_local and (found := _TYPE.match(line)):
+            names.append(found[1])
+    return names
+
+
+def test_names_of_types_are_found() -> None:
+    """Declarations, local types and nested ones do not count."""
+    text = (
+        "class Later;\nstruct One {\n  struct Inner {\nenum class Two : uint8_t { A, B };\nnamespace {\n"
+        "struct Local {\n}  // namespace\nclass Three : public One {\nstruct One::Four {\n"
+        "template <typename T> struct Five {\n"
+    )
+
+    assert types_of(text) == ["One", "Two", "Three", "Five"]
+
+
+def test_each_type_has_a_name_of_its_own() -> None:
+    """
+    Two translation units may not define different types of the same name.
+
+    The linker keeps one copy of what both make of a template, such as `std::vector<Argument>::push_back`, and the other
+    unit corrupts its memory, depending on the compiler and on torch: that is how ranks died on 2.11 with SIGSEGV.
+    """
+    owners: dict[str, list[str]] = {}
+    for path in build.sources():
+        for name in types_of(path.read_text(encoding="utf-8")):
+            owners.setdefault(name, []).append(path.name)
+
+    assert {name: files for name, files in owners.items() if len(files) > 1} == {}
