@@ -11,6 +11,7 @@ divided by seconds without.
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import resource
 import statistics
@@ -22,11 +23,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 
 from fsdp_conformance.harness.processes.priority import wake_without_preempting
 
 ELEMENTS = 100
+DEADLINE_S = 300.0
 
 
 def rank_main(rank: int, world_size: int, directory: str, calls: int, waits: bool, answers: Any) -> None:
@@ -52,7 +53,14 @@ def measured(world_size: int, calls: int, waits: bool) -> tuple[float, float]:
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     with tempfile.TemporaryDirectory() as directory:
-        multiprocessing.spawn(rank_main, (world_size, directory, calls, waits, answers), nprocs=world_size)
+        arguments = (world_size, directory, calls, waits, answers)
+        ranks = [context.Process(target=rank_main, args=(rank, *arguments), daemon=True) for rank in range(world_size)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join(DEADLINE_S)
+        if any(process.exitcode != 0 for process in ranks):
+            raise RuntimeError(f"exit statuses of the ranks: {[process.exitcode for process in ranks]}, expected zeros")
     found = [answers.get() for _ in range(world_size)]
     return max(seconds for seconds, _ in found), sum(cpu for _, cpu in found)
 

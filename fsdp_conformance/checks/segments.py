@@ -42,7 +42,7 @@ class Segments:
 
     def split(self, vector: Tensor) -> list[Tensor]:
         """The vector's tensors: views of it."""
-        parts = vector.split([shape.numel() for shape in self.shapes])
+        parts = torch.split(vector, [shape.numel() for shape in self.shapes])
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 
     def largest(self, vector: Tensor) -> list[float]:
