@@ -28,7 +28,7 @@ from fsdp_conformance.checks.reference_ddp import ddp_absence, ddp_reference
 from fsdp_conformance.checks.reference_single import contributions, single_process_histories, single_process_reference
 from fsdp_conformance.checks.segments import Segments
 from fsdp_conformance.checks.structures import walk
-from fsdp_conformance.checks.tolerance import BITWISE, CEILING, Bound, calibrate_together, floor_of, magnitude
+from fsdp_conformance.checks.tolerance import BITWISE, CEILING, Bound, calibrate, floor_of, magnitude
 from fsdp_conformance.errors import ReferencesDisagree, SuiteError
 from fsdp_conformance.history.training import Gradients, TrainingHistory
 from fsdp_conformance.workload import Regime, Workload
@@ -190,7 +190,7 @@ class References:
             else:
                 bounds[name] = BITWISE
         for has, names in groups.items():
-            found = calibrate_together(
+            found = calibrate(
                 [expected[name] for name in names],
                 [[sample[name] for name in names] for sample, is_there in zip(samples, has, strict=True) if is_there],
                 bases=[bases.get(name, torch.zeros_like(expected[name])) for name in names] if bases else None,

@@ -42,7 +42,7 @@ class _Mistake:
     """Whose inputs are used; None: the right ones."""
     dtype: torch.dtype = torch.float64
     alone: frozenset[str] = frozenset()
-    """Uses of tied parameters, by name, that have a parameter of their own, whose gradient is taken; empty: none."""
+    """Names at which a tied parameter is replaced by a copy. The gradient is then that of the copy."""
 
 
 def supposed_losses(references: References, step: int, micro: int) -> Iterator[Supposition]:
@@ -347,7 +347,7 @@ def _one_batch(references: References, step: int) -> Iterator[_Mistake]:
 
 
 def _come_apart(references: References, step: int) -> Iterator[_Mistake]:
-    """Each use of a tied parameter has become a parameter of its own. A wrong gradient is that of one of them."""
+    """A tied parameter was copied for each of its uses, and the gradient is that of one copy."""
     uses = _uses(references.workload.build(references.rank))
     for place in range(max((len(names) for names in uses.values()), default=1)):
         alone = [names[place] for names in uses.values() if 1 < len(names) > place]
@@ -369,7 +369,7 @@ def _uses(model: nn.Module) -> dict[str, list[str]]:
 
 
 def _given_own_parameters(model: nn.Module, alone: frozenset[str]) -> dict[str, nn.Parameter]:
-    """Give these uses of tied parameters a parameter of their own. Returns these, by the first name of each."""
+    """Replace the parameter at each of these names by a copy. Returns the copies by the parameter's first name."""
     found: dict[str, nn.Parameter] = {}
     for first, names in _uses(model).items() if alone else ():
         for name in alone.intersection(names):

@@ -93,28 +93,6 @@ def floor_of(terms: int, dtype: torch.dtype = torch.float32) -> float:
 
 
 def calibrate(
-    expected: Tensor,
-    samples: Sequence[Tensor],
-    *,
-    base: Tensor | None = None,
-    roundings: int = 0,
-    scale: float | None = None,
-    model_scale: float = 0.0,
-    floor: float,
-) -> Bound:
-    """The bound for one tensor: see `calibrate_together`."""
-    return calibrate_together(
-        [expected],
-        [[sample] for sample in samples],
-        bases=None if base is None else [base],
-        roundings=roundings,
-        scales=None if scale is None else [scale],
-        model_scale=model_scale,
-        floor=floor,
-    )[0]
-
-
-def calibrate_together(
     expected: Sequence[Tensor],
     samples: Sequence[Sequence[Tensor]],
     *,

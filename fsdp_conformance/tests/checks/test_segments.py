@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from fsdp_conformance.checks.segments import Segments
-from fsdp_conformance.checks.tolerance import Bound, calibrate, calibrate_together, magnitude
+from fsdp_conformance.checks.tolerance import Bound, calibrate, magnitude
+from fsdp_conformance.tests.checks.one_tensor import calibrate_one
 
 _SHAPES = [(), (3,), (0,), (4, 5), (1,), (2, 0)]
 
@@ -77,9 +78,9 @@ def test_a_bound_depends_on_its_own_tensor_alone(noise: float, with_bases: bool)
     noisy[1][3][1:].zero_()
     samples = [[value + off for value, off in zip(expected, sample, strict=True)] for sample in noisy]
     bases = [value - off for value, off in zip(expected, _tensors(6, 1e-3), strict=True)] if with_bases else None
-    together = calibrate_together(expected, samples, bases=bases, roundings=2, model_scale=1.0, floor=1e-6)
+    together = calibrate(expected, samples, bases=bases, roundings=2, model_scale=1.0, floor=1e-6)
     for index, bound in enumerate(together):
-        alone = calibrate(
+        alone = calibrate_one(
             expected[index],
             [sample[index] for sample in samples],
             base=None if bases is None else bases[index],

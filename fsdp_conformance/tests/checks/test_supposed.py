@@ -160,7 +160,7 @@ def test_optimizer_steps(name: str, last: Callable[[torch.optim.Optimizer, nn.Pa
 
 @pytest.mark.parametrize("use", ["embedding.weight", "head.weight"])
 def test_a_tied_parameter_that_became_several(use: str) -> None:
-    """Its gradient is that of one use alone, which is named; the right gradient is no such thing."""
+    """The gradient of one use alone is recognised, and the use is named; the right gradient is not mistaken for it."""
     found = references_of(probes.exact_tied(), Regime(), rank=RANK, world_size=WORLD_SIZE)
     history = damaged(implementation_run(found))
     total: Tensor = torch.zeros(())

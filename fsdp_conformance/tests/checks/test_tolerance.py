@@ -19,11 +19,11 @@ from fsdp_conformance.checks.tolerance import (
     NOISE_FACTOR,
     WEAKEST_FAULT,
     Bound,
-    calibrate,
     floor_of,
     magnitude,
 )
 from fsdp_conformance.fixtures import workload_by_name
+from fsdp_conformance.tests.checks.one_tensor import calibrate_one
 from fsdp_conformance.tests.checks.reference_runs import damaged, gradient, implementation_run, references_of
 from fsdp_conformance.workload import Regime
 
@@ -45,20 +45,20 @@ def test_a_bound_is_the_noise_or_the_floor() -> None:
     """Noise is the largest distance of any reference over the scale, 4; sixteen times that, but not below the floor."""
     samples = [_off(0, 0, 4e-6, 0), _off(0, -8e-6, 0, 0)]
 
-    assert calibrate(_EXPECTED, samples, floor=1e-6).relative == pytest.approx(NOISE_FACTOR * 2e-6)
-    assert calibrate(_EXPECTED, samples, floor=1e-4).relative == 1e-4
+    assert calibrate_one(_EXPECTED, samples, floor=1e-6).relative == pytest.approx(NOISE_FACTOR * 2e-6)
+    assert calibrate_one(_EXPECTED, samples, floor=1e-4).relative == 1e-4
 
 
 def test_without_references_the_floor_is_the_bound() -> None:
     """Nothing shows any noise."""
-    bound = calibrate(_EXPECTED, [], floor=1e-4)
+    bound = calibrate_one(_EXPECTED, [], floor=1e-4)
 
     assert (bound.noise, bound.relative) == (0.0, 1e-4)
 
 
 def test_a_scale_that_is_given_replaces_the_tensors_own() -> None:
     """The noise is measured in it."""
-    bound = calibrate(_EXPECTED, [_off(0, 4e-4, 0, 0)], scale=40.0, floor=1e-6)
+    bound = calibrate_one(_EXPECTED, [_off(0, 4e-4, 0, 0)], scale=40.0, floor=1e-6)
 
     assert bound.scale == 40.0
     assert bound.noise == pytest.approx(1e-5)
@@ -66,7 +66,7 @@ def test_a_scale_that_is_given_replaces_the_tensors_own() -> None:
 
 def test_parameters_are_measured_by_how_far_they_have_moved() -> None:
     """A parameter that moved by 0.01 from 4 is compared on the scale of 0.01."""
-    bound = calibrate(_EXPECTED, [_off(0, 0, 0, 0)], base=_EXPECTED - 0.01, floor=1e-3)
+    bound = calibrate_one(_EXPECTED, [_off(0, 0, 0, 0)], base=_EXPECTED - 0.01, floor=1e-3)
 
     assert bound.scale == pytest.approx(0.01)
     assert compare(_off(0, 0, 0, 0.9e-5), _EXPECTED, bound) is None
@@ -76,7 +76,7 @@ def test_parameters_are_measured_by_how_far_they_have_moved() -> None:
 def test_a_vanishing_tensor_is_judged_by_the_models_rounding() -> None:
     """A gradient that is zero but for rounding may be any rounding error of the model's size, and nothing larger."""
     zero = torch.full((3,), 1e-17, dtype=torch.float64)
-    bound = calibrate(zero, [torch.full((3,), 2e-9)], model_scale=1.0, floor=1e-6)
+    bound = calibrate_one(zero, [torch.full((3,), 2e-9)], model_scale=1.0, floor=1e-6)
 
     assert bound.vanishing
     assert "zero but for rounding" in bound.text()
@@ -90,9 +90,9 @@ def test_only_a_small_tensor_with_noise_vanishes() -> None:
     """Up to 64 eps of the model's scale, 2**-17 of it; a model whose scale is not given has none that vanishes."""
     loud = [_off(0.5, 0.5, 0.5, 0)]
 
-    assert calibrate(_EXPECTED, loud, scale=2.0**-17, model_scale=1.0, floor=1e-6).vanishing
-    assert not calibrate(_EXPECTED, loud, scale=1.01 * 2.0**-17, model_scale=1.0, floor=1e-6).vanishing
-    assert not calibrate(_EXPECTED, loud, scale=2.0**-18, floor=1e-6).vanishing
+    assert calibrate_one(_EXPECTED, loud, scale=2.0**-17, model_scale=1.0, floor=1e-6).vanishing
+    assert not calibrate_one(_EXPECTED, loud, scale=1.01 * 2.0**-17, model_scale=1.0, floor=1e-6).vanishing
+    assert not calibrate_one(_EXPECTED, loud, scale=2.0**-18, floor=1e-6).vanishing
 
 
 def test_a_vanishing_parameter_may_be_rounded_once_more() -> None:
@@ -103,17 +103,17 @@ def test_a_vanishing_parameter_may_be_rounded_once_more() -> None:
     eps = 2.0**-23
     one = torch.ones(2, dtype=torch.float64)
     moved = {"base": one - 1e-9, "roundings": 1, "model_scale": 4.0, "floor": 1e-6}
-    bound = calibrate(one, [one + 4 * eps], **moved)  # type: ignore[arg-type]
+    bound = calibrate_one(one, [one + 4 * eps], **moved)  # type: ignore[arg-type]
 
     assert bound.limit is not None
     assert bound.limit.tolist() == [65 * eps] * 2
     assert (bound.relative, bound.scale, bound.noise, bound.vanishing) == (64 * eps, 1.0, 3.5 * eps, True)
-    assert calibrate(one, [one], **moved).vanishing, "its rounding alone is noise"  # type: ignore[arg-type]
+    assert calibrate_one(one, [one], **moved).vanishing, "its rounding alone is noise"  # type: ignore[arg-type]
 
 
 def test_an_indeterminate_element_leaves_the_others_sharp() -> None:
     """An element on which references differ by a third of the scale does not widen the bound of its neighbours."""
-    bound = calibrate(_EXPECTED, [_off(1.5, 0, 4e-6, 0)], floor=1e-6)
+    bound = calibrate_one(_EXPECTED, [_off(1.5, 0, 4e-6, 0)], floor=1e-6)
 
     assert (bound.indeterminate, bound.inconclusive) == (1, False)
     assert compare(_off(2.0, 0, 0, 0), _EXPECTED, bound) is None
@@ -122,7 +122,7 @@ def test_an_indeterminate_element_leaves_the_others_sharp() -> None:
 
 def test_half_of_a_tensor_may_be_indeterminate() -> None:
     """Two of four elements."""
-    bound = calibrate(_EXPECTED, [_off(1.5, 1.5, 4e-6, 0)], floor=1e-6)
+    bound = calibrate_one(_EXPECTED, [_off(1.5, 1.5, 4e-6, 0)], floor=1e-6)
 
     assert (bound.indeterminate, bound.inconclusive) == (2, False)
 
@@ -130,14 +130,14 @@ def test_half_of_a_tensor_may_be_indeterminate() -> None:
 def test_noise_at_the_ceiling_is_still_a_bound() -> None:
     """Neither indeterminate nor inconclusive: 16 times the ceiling on a scale of 16."""
     expected = torch.tensor([16.0, 0.0], dtype=torch.float64)
-    bound = calibrate(expected, [torch.tensor([16.0, CEILING], dtype=torch.float64)], floor=1e-6)
+    bound = calibrate_one(expected, [torch.tensor([16.0, CEILING], dtype=torch.float64)], floor=1e-6)
 
     assert (bound.relative, bound.indeterminate, bound.inconclusive) == (CEILING, 0, False)
 
 
 def test_a_tensor_whose_elements_are_mostly_noise_is_inconclusive() -> None:
     """Three of four elements indeterminate: nothing can be said of the tensor."""
-    bound = calibrate(_EXPECTED, [_off(0.5, 0.5, 0.5, 0)], floor=1e-6)
+    bound = calibrate_one(_EXPECTED, [_off(0.5, 0.5, 0.5, 0)], floor=1e-6)
 
     assert (bound.indeterminate, bound.inconclusive) == (0, True)
 
@@ -147,7 +147,7 @@ def test_a_bound_above_the_ceiling_is_inconclusive(noise: float, inconclusive: b
     """The ceiling is a third of the weakest fault, so a bound below it hides none."""
     samples = [_off(*[4 * noise] * 4)]
 
-    assert calibrate(_EXPECTED, samples, floor=1e-6).inconclusive is inconclusive
+    assert calibrate_one(_EXPECTED, samples, floor=1e-6).inconclusive is inconclusive
     assert CEILING * 3 == pytest.approx(WEAKEST_FAULT)
 
 
@@ -158,14 +158,16 @@ def test_the_rounding_of_a_parameter_is_no_noise() -> None:
     An ulp of 4 is 4 eps, so 8 eps on a scale of 1e-3 are 9.5e-4 of it: too wide to judge, so the bound is inconclusive.
     """
     eps = 2.0**-23
-    quiet = calibrate(_EXPECTED, [_off(4 * eps, 0, 0, 0)], base=_EXPECTED - 1e-3, roundings=2, scale=1e-3, floor=1e-6)
-    wide = calibrate(_EXPECTED, [_off(4 * eps, 0, 0, 0)], base=_EXPECTED - 0.1, roundings=2, floor=1e-6)
+    quiet = calibrate_one(
+        _EXPECTED, [_off(4 * eps, 0, 0, 0)], base=_EXPECTED - 1e-3, roundings=2, scale=1e-3, floor=1e-6
+    )
+    wide = calibrate_one(_EXPECTED, [_off(4 * eps, 0, 0, 0)], base=_EXPECTED - 0.1, roundings=2, floor=1e-6)
 
     assert (quiet.noise, quiet.inconclusive) == (0.0, True)
     assert quiet.rounding == pytest.approx(8 * eps / 1e-3)
     assert "0.00095 for rounding" in quiet.text()
     assert (wide.noise, wide.inconclusive) == (0.0, False)
-    louder = calibrate(_EXPECTED, [_off(8 * eps, 0, 0, 0)], base=_EXPECTED - 0.1, roundings=2, floor=1e-6)
+    louder = calibrate_one(_EXPECTED, [_off(8 * eps, 0, 0, 0)], base=_EXPECTED - 0.1, roundings=2, floor=1e-6)
     assert louder.noise == pytest.approx(4 * eps / 0.1)
     assert compare(_off(8 * eps, 0, 0, 0), _EXPECTED, wide) is None
     assert compare(_off(1e-5, 0, 0, 0), _EXPECTED, wide) is not None
@@ -173,7 +175,7 @@ def test_the_rounding_of_a_parameter_is_no_noise() -> None:
 
 def test_what_stands_still_must_stand_still() -> None:
     """A frozen parameter is compared bit for bit."""
-    bound = calibrate(_EXPECTED, [_off(0, 0, 0, 0)], base=_EXPECTED, model_scale=1.0, floor=1e-3)
+    bound = calibrate_one(_EXPECTED, [_off(0, 0, 0, 0)], base=_EXPECTED, model_scale=1.0, floor=1e-3)
 
     assert compare(_EXPECTED, _EXPECTED, bound) is None
     assert compare(_off(0, 0, 1e-9, 0), _EXPECTED, bound) is not None
@@ -182,7 +184,7 @@ def test_what_stands_still_must_stand_still() -> None:
 
 def test_a_reference_of_nan_lets_nothing_pass() -> None:
     """Not even of a frozen parameter."""
-    bound = calibrate(_EXPECTED, [_off(0, math.nan, 0, 0)], base=_EXPECTED, floor=1e-3)
+    bound = calibrate_one(_EXPECTED, [_off(0, math.nan, 0, 0)], base=_EXPECTED, floor=1e-3)
 
     assert math.isnan(bound.noise)
     assert compare(_EXPECTED, _EXPECTED, bound) is not None
@@ -197,10 +199,10 @@ def test_the_magnitude_of_nothing_is_zero() -> None:
 def test_bounds_explain_themselves() -> None:
     """The text has the figure, the scale and where the figure comes from."""
     assert BITWISE.text() == "bitwise"
-    assert calibrate(_EXPECTED, [_off(0, 0, 4e-6, 0)], floor=1e-6).text() == (
+    assert calibrate_one(_EXPECTED, [_off(0, 0, 4e-6, 0)], floor=1e-6).text() == (
         "1.6e-05 of the scale 4 (16 x noise of the references, noise 1e-06)"
     )
-    assert calibrate(_EXPECTED, [_off(0, 0, 0, 0)], floor=1e-6).text() == (
+    assert calibrate_one(_EXPECTED, [_off(0, 0, 0, 0)], floor=1e-6).text() == (
         "1e-06 of the scale 4 (4 eps sqrt(terms), noise 0)"
     )
 

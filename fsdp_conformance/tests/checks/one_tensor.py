@@ -1,0 +1,29 @@
+"""Bounds of one tensor by itself, for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from fsdp_conformance.checks.tolerance import Bound, calibrate
+
+
+def calibrate_one(
+    expected: Tensor,
+    samples: Sequence[Tensor],
+    *,
+    base: Tensor | None = None,
+    scale: float | None = None,
+    **options: Any,
+) -> Bound:
+    """What `calibrate` gives for a single tensor."""
+    (bound,) = calibrate(
+        [expected],
+        [[sample] for sample in samples],
+        bases=None if base is None else [base],
+        scales=None if scale is None else [scale],
+        **options,
+    )
+    return bound
