@@ -15,14 +15,15 @@ from unittest.mock import MagicMock
 import torch
 import torch.distributed as dist
 
+os.environ["ENABLE_NCCL_BASE_COLLECTIVES"] = "0"  # gloo refuses the shapes of these
+stub = MagicMock()
 for name in ("Stream", "Event", "current_stream", "stream", "synchronize", "empty_cache", "device"):
-    setattr(torch.cuda, name, MagicMock())
+    setattr(torch.cuda, name, stub)
 torch.cuda.is_available = lambda: True
 torch.Tensor.cuda = lambda tensor: tensor
 torch.Tensor.record_stream = lambda tensor, stream: None
 from fairscale.nn.data_parallel import FullyShardedDataParallel  # noqa: E402
 
-os.environ["ENABLE_NCCL_BASE_COLLECTIVES"] = "0"
 dist.init_process_group("gloo", timeout=timedelta(seconds=30))
 torch.manual_seed(0)
 plain, inner = torch.nn.Linear(6, 4, bias=False), torch.nn.Linear(6, 4, bias=False)
