@@ -82,6 +82,12 @@ SHAREABLE = ("cuda", SIMULATED)
 #: What `RunSettings.backend` may be, by device.
 DEVICE_BACKENDS = {"cuda": "nccl", SIMULATED: "simccl"}
 
+
+def flags_of_names(device: str, *, cuda_names: bool) -> frozenset[str]:
+    """What an engine that knows only CUDA supports on a device type besides what it declares (`Adapter.cuda_names`)."""
+    return frozenset({"any_accelerator"}) if cuda_names and device == SIMULATED else frozenset()
+
+
 #: The capability flag that a sharding degree needs.
 SHARDING_CAPABILITY = {
     Sharding.FULL: "zero3",

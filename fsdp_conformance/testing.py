@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_conformance import settings as run_settings
-from fsdp_conformance.adapters import registry, session
+from fsdp_conformance.adapters import cuda_names, registry, session
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.registry import AdapterDescription
 from fsdp_conformance.case import Case, case_of
@@ -298,7 +298,9 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
         """A new adapter of the implementation under test."""
         self.engine_entered = True
         with self.blaming("adapter"):
-            adapter = registry.load(self.order.settings.implementation)()
+            chosen = registry.load(self.order.settings.implementation)
+            cuda_names.provide(chosen, self.device_type)
+            adapter = chosen()
         # What a rank has loaded, not what the controller was told.
         self.report.environment["adapter"] = registry.source_sha256(type(adapter))
         self.subjects.append(adapter)

@@ -45,4 +45,5 @@ Adapters:
     accelerate_fsdp     Accelerate's plugins for FSDP1 and FSDP2
     lightning_fsdp2     Lightning Fabric's strategy for FSDP2
     stub_cuda           CUDA's streams and events for engines that use them on the CPU, too
+    cuda_names          CUDA's names on the simulated accelerator, for engines that know no other
 """

@@ -33,7 +33,7 @@ from fsdp_conformance.adapters.components import (
     TensorLayout,
 )
 from fsdp_conformance.adapters.names import cleaned_parameters
-from fsdp_conformance.config import Plan
+from fsdp_conformance.config import Plan, flags_of_names
 from fsdp_conformance.errors import Unsupported
 
 ModelFn = Callable[[], nn.Module]
@@ -90,6 +90,8 @@ class Adapter(ABC):
     """Device type ("cpu") to flags that are not offered there, although they are on others."""
     environment: ClassVar[Mapping[str, str]] = {}
     """Environment variables that must be set before the engine is imported; every rank sets them first."""
+    cuda_names: ClassVar[bool] = False
+    """Whether the engine knows only "cuda": on the simulated accelerator it finds the device under that name."""
     shims: ClassVar[tuple[str, ...]] = ()
     """What the adapter changes in the engine or in torch to make it run here; printed on the certificate."""
     padding: ClassVar[float] = 0.15
@@ -159,7 +161,7 @@ class Adapter(ABC):
 
         What is not offered only on this device is left to the engine, whose own error is more informative.
         """
-        missing = sorted(plan.capabilities() - cls.declared())
+        missing = sorted(plan.capabilities() - cls.declared() - flags_of_names(plan.device, cuda_names=cls.cuda_names))
         if missing:
             raise Unsupported(
                 missing[0],

@@ -19,7 +19,7 @@ from fsdp_conformance.adapters import stub_cuda
 from fsdp_conformance.adapters.base import CPU_ONLY, OptimFn
 from fsdp_conformance.adapters.sharded import full_copy, state_tensors
 from fsdp_conformance.adapters.torch_like import TorchAdapter, refuse_other_norm
-from fsdp_conformance.config import Plan
+from fsdp_conformance.config import SIMULATED, Plan
 
 
 class ColossalAIZeRO(TorchAdapter):
@@ -28,7 +28,9 @@ class ColossalAIZeRO(TorchAdapter):
     package: ClassVar[str] = "colossalai"
     capabilities: ClassVar[frozenset[str]] = frozenset({"init_never", "shared_params", "shared_module"})
     declines: ClassVar[frozenset[str]] = frozenset({"wrap_again"})
-    declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY
+    #: On an accelerator the user moves the model.
+    declines_on: ClassVar[Mapping[str, frozenset[str]]] = {**CPU_ONLY, SIMULATED: frozenset({"init_never"})}
+    cuda_names: ClassVar[bool] = True
     #: Its import takes seconds, which every rank would pay.
     preload: ClassVar[tuple[str, ...]] = ("colossalai.zero", "colossalai.accelerator")
     shims: ClassVar[tuple[str, ...]] = (
@@ -43,7 +45,7 @@ class ColossalAIZeRO(TorchAdapter):
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         stub_cuda.install(plan, "Colossal-AI")
-        _pretend_cuda()
+        _use_cuda(pretended=plan.device == "cpu")
         return model
 
     def make_optimizer(self, optim_fn: OptimFn) -> Optimizer:
@@ -123,10 +125,15 @@ class ColossalAIZeRO2(ColossalAIZeRO):
     stage: ClassVar[int] = 2
 
 
-def _pretend_cuda() -> None:
-    """Let Colossal-AI compute on the CPU, and take it for an accelerator that has streams."""
+def _use_cuda(*, pretended: bool) -> None:
+    """Let Colossal-AI compute on CUDA, or on the CPU, which it is to take for an accelerator that has streams."""
     from colossalai.accelerator import set_accelerator
     from colossalai.accelerator.cpu_accelerator import CpuAccelerator
+
+    if not pretended:
+        # It chose when it was imported, which may have been in the warm process.
+        set_accelerator("cuda")
+        return
 
     class Pretended(CpuAccelerator):  # type: ignore[misc]
         Stream, Event = stub_cuda.Stream, stub_cuda.Event

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fsdp_conformance.adapters import stub_cuda
 from fsdp_conformance.adapters.base import CPU_ONLY, LoadedKeys
 from fsdp_conformance.adapters.torch_like import TorchAdapter, wrap_units
-from fsdp_conformance.config import Plan, Sharding
+from fsdp_conformance.config import SIMULATED, Plan, Sharding
 
 
 class FairScaleFSDP(TorchAdapter):
@@ -36,7 +36,9 @@ class FairScaleFSDP(TorchAdapter):
         "FullyShardedDataParallel._setup_streams uses such streams, which it otherwise makes only where CUDA is",
         "ENABLE_NCCL_BASE_COLLECTIVES=0, FairScale's own option: gloo refuses the shapes of its base collectives",
     )
-    declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY
+    #: On an accelerator the user moves the model.
+    declines_on: ClassVar[Mapping[str, frozenset[str]]] = {**CPU_ONLY, SIMULATED: frozenset({"init_never"})}
+    cuda_names: ClassVar[bool] = True
     environment: ClassVar[Mapping[str, str]] = {"ENABLE_NCCL_BASE_COLLECTIVES": "0"}
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:

@@ -16,6 +16,7 @@ from fsdp_conformance.adapters.base import CPU_ONLY, OptimFn
 from fsdp_conformance.adapters.torch_fsdp2 import reshard_option
 from fsdp_conformance.adapters.torch_like import TorchAdapter, units_to_shard
 from fsdp_conformance.config import Plan
+from fsdp_conformance.harness import devices
 
 
 class LightningFSDP2(TorchAdapter):
@@ -29,6 +30,7 @@ class LightningFSDP2(TorchAdapter):
     })  # fmt: skip
     declines: ClassVar[frozenset[str]] = frozenset({"wrap_again"})
     declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY
+    cuda_names: ClassVar[bool] = True
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         from lightning_fabric import Fabric
@@ -43,10 +45,15 @@ class LightningFSDP2(TorchAdapter):
 
         size = dist.get_world_size()
         strategy = ModelParallelStrategy(
-            parallelize_fn=parallelize, data_parallel_size=size, tensor_parallel_size=1, process_group_backend="gloo"
+            parallelize_fn=parallelize,
+            data_parallel_size=size,
+            tensor_parallel_size=1,
+            process_group_backend=devices.backend_for(plan.device),
         )
         strategy.cluster_environment = TorchElasticEnvironment()
-        self.fabric: Any = Fabric(accelerator="cpu", devices=size, strategy=strategy)
+        self.fabric: Any = Fabric(
+            accelerator="cpu" if plan.device == "cpu" else "cuda", devices=size, strategy=strategy
+        )
         self.fabric.launch()
         wrapped: nn.Module = self.fabric.setup_module(model)
         return wrapped

@@ -37,6 +37,7 @@ class MegatronFSDP(TorchAdapter):
         "ddp_config.gradient_reduce_div_fusion is off: it needs ReduceOp.PREMUL_SUM, which gloo lacks",
     )
     declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY
+    cuda_names: ClassVar[bool] = True
     strategy: ClassVar[int]
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
@@ -80,7 +81,7 @@ class MegatronFSDP(TorchAdapter):
             return full_copy(tensor)
         # Not the package's own function: its all-gather is uneven, which gloo refuses. One rank may have all of it.
         parts: list[Tensor] = [torch.empty(0)] * dist.get_world_size()
-        dist.all_gather_object(parts, tensor.to_local().detach())
+        dist.all_gather_object(parts, tensor.to_local().detach().cpu())
         return torch.cat([part.flatten() for part in parts]).reshape(tensor.shape)
 
     def full_grads(self) -> dict[str, Tensor | None]:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_conformance import settings
 from fsdp_conformance.adapters.absent import why_absent
+from fsdp_conformance.config import flags_of_names
 from fsdp_conformance.errors import AdapterError, AdapterNotFound, ConformanceError
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class AdapterDescription:
     """Device type to the flags that are not offered there, sorted."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables that every rank sets first."""
+    cuda_names: bool = False
+    """`Adapter.cuda_names`."""
     shims: tuple[str, ...] = ()
     padding: float = 0.0
     accumulation: str = "local"
@@ -70,7 +73,8 @@ class AdapterDescription:
 
     def declared(self, device: str) -> frozenset[str]:
         """The flags that are offered on a device type."""
-        return frozenset(self.capabilities) - frozenset(self.declines_on.get(device, ()))
+        named = flags_of_names(device, cuda_names=self.cuda_names)
+        return (frozenset(self.capabilities) | named) - frozenset(self.declines_on.get(device, ()))
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping; `description_from_json` is its inverse."""
@@ -144,6 +148,8 @@ def _described(spec: str) -> AdapterDescription:
 
 def describe_here(spec: str) -> AdapterDescription:
     """The description, determined in this process: applies the adapter's environment and imports its module."""
+    from fsdp_conformance.adapters import cuda_names
+
     adapter = load(spec)
     os.environ.update(adapter.environment)
     try:
@@ -162,7 +168,8 @@ def describe_here(spec: str) -> AdapterDescription:
         capabilities=tuple(sorted(adapter.declared())),
         declines_on={device: sorted(flags) for device, flags in adapter.declines_on.items()},
         environment=dict(adapter.environment),
-        shims=tuple(adapter.shims),
+        cuda_names=adapter.cuda_names,
+        shims=(*adapter.shims, *((cuda_names.SHIM,) if adapter.cuda_names else ())),
         padding=adapter.padding,
         accumulation=adapter.grad_reduction_of_accumulation,
         source=inspect.getsourcefile(adapter) or "",

@@ -591,6 +591,7 @@ class _Run:
         with context.working(Part.SUITE):
             self.history.hazards = self.watch.hazards()
             self.history.checked_accesses = self.watch.accesses()
+            self.history.checked_streams = self.watch.streams()
 
     def _buffers(self) -> dict[str, Tensor]:
         """The adapter's answer, or, if it gives none, what user code finds in the wrapped module."""

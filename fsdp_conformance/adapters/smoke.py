@@ -27,12 +27,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD
 
-from fsdp_conformance.adapters import registry
+from fsdp_conformance.adapters import cuda_names, registry
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.sharded import local_part
 from fsdp_conformance.adapters.torch_like import compute_device
 from fsdp_conformance.adapters.validator import validate
-from fsdp_conformance.config import InitMode, Plan
+from fsdp_conformance.config import InitMode, Plan, flags_of_names
 from fsdp_conformance.errors import AdapterError, SuiteError, Unsupported
 from fsdp_conformance.frames import Frame, Owner, owner
 from fsdp_conformance.harness.context import log
@@ -197,7 +197,9 @@ def smoke_rank(
     diverge.
     """
     results = [] if results is None else results
-    SmokeRun(adapter=registry.load(spec), rank=rank, world_size=world_size, device=device).run(results)
+    adapter = registry.load(spec)
+    cuda_names.provide(adapter, device)
+    SmokeRun(adapter=adapter, rank=rank, world_size=world_size, device=device).run(results)
     return results
 
 
@@ -300,7 +302,7 @@ class SmokeRun:
     def _setup(self) -> None:
         plan = self._plan()
         self.device_object = compute_device(plan)
-        self.declared = self.adapter.declared()
+        self.declared = self.adapter.declared() | flags_of_names(self.device, cuda_names=self.adapter.cuda_names)
         needed = [flag for flag in sorted(plan.capabilities()) if flag not in self.declared]
         if needed:
             self._problem(f"{', '.join(needed)} must be declared, because the ranks compute on {self.device}")

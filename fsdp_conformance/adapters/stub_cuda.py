@@ -16,10 +16,10 @@ from unittest.mock import patch
 import torch
 
 from fsdp_conformance.adapters.real_ranks import refuse_all_but_processes_on_cpu
-from fsdp_conformance.config import Plan
+from fsdp_conformance.config import SIMULATED, Plan
 
 #: What an adapter says that it changes.
-SHIM = "torch.cuda's streams, events and devices, Tensor.cuda and Tensor.record_stream do nothing"
+SHIM = "on the CPU, torch.cuda's streams, events and devices, Tensor.cuda and Tensor.record_stream do nothing"
 
 
 class Stream:
@@ -66,8 +66,11 @@ def install(plan: Plan, engine: str) -> None:
     """
     Replace them in this process, which must be that of one rank.
 
-    Raises Unsupported for a plan with another device than the CPU, and EnvironmentUnavailable on simulated ranks.
+    On the simulated accelerator nothing is replaced: it has streams (`Adapter.cuda_names`). Raises Unsupported for a
+    plan with another device, and EnvironmentUnavailable on simulated ranks.
     """
+    if plan.device == SIMULATED:
+        return
     refuse_all_but_processes_on_cpu(plan, engine, because="its adapter changes torch, which simulated ranks share")
     cuda: Any = torch.cuda
     cuda.Stream, cuda.Event = Stream, Event

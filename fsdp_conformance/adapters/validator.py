@@ -80,6 +80,7 @@ _VARIABLES: dict[str, tuple[str, Any]] = {
             isinstance(value, Mapping) and all(isinstance(item, str) for pair in value.items() for item in pair)
         ),
     ),
+    "cuda_names": ("True or False", lambda value: isinstance(value, bool)),
     "shims": ("a tuple of sentences", lambda value: _is_collection(value, tuple | list)),
     "preload": ("a tuple of module names", lambda value: _is_collection(value, tuple | list)),
     "padding": (

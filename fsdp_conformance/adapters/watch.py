@@ -49,6 +49,10 @@ class Watch:
         """Accesses checked since `begin`."""
         return 0
 
+    def streams(self) -> int:
+        """Streams of the device that were used since `begin`."""
+        return 0
+
     def allocated_bytes(self) -> int:
         """Bytes allocated now."""
         return 0
@@ -103,6 +107,7 @@ class SimulatedWatch(AcceleratorWatch):
 
         self._checker = checker
         self._accesses = 0
+        self._submitted: dict[int, int] = {}
 
     def suspended(self) -> AbstractContextManager[Any]:
         return self._checker.suspended()
@@ -117,12 +122,17 @@ class SimulatedWatch(AcceleratorWatch):
         # Ranks that are threads share a checker, but each has its own device.
         self._checker.clear(self.device.index)
         self._accesses = self._checker.accesses()
+        self._submitted = self._checker.submitted(self.device.index)
 
     def hazards(self) -> list[HazardRecord]:
         return [found.record() for found in self._checker.hazards(self.device.index)]
 
     def accesses(self) -> int:
         return self._checker.accesses() - self._accesses
+
+    def streams(self) -> int:
+        now = self._checker.submitted(self.device.index)
+        return sum(count > self._submitted.get(lane, 0) for lane, count in now.items())
 
 
 def watch_for(device: torch.device) -> Watch:

@@ -85,5 +85,7 @@ class TrainingHistory:
     """Races that the simulated accelerator saw."""
     checked_accesses: int | None = None
     """Memory accesses that it checked; None on a device that checks none."""
+    checked_streams: int = 0
+    """Streams of the rank's simulated device that it used."""
     seconds: float = 0.0
     """Wall time of the steps alone."""

@@ -54,6 +54,7 @@ __all__ = [
     "set_reuse",
     "set_uninitialized",
     "set_waits",
+    "submitted",
     "suspended",
     "uninitialized",
     "wait_filter",
@@ -226,6 +227,14 @@ def clear_hazards() -> None:
 def accesses() -> int:
     """How many accesses have been checked since the process started: a run without any has shown nothing."""
     return int(_checker().accesses())
+
+
+def submitted(device: int) -> dict[int, int]:
+    """How many operations were submitted to each stream of a device since the process started, by the stream's lane."""
+    checker = _checker()
+    lanes = [lane for lane in range(checker.num_lanes()) if checker.lane_device(lane) == device]
+    # A clock is as long as the highest lane that it knows of, itself included from its first operation on.
+    return {lane: sum(checker.snapshot(lane)[lane : lane + 1]) for lane in lanes}
 
 
 def begin_order_digest() -> None:

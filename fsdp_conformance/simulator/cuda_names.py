@@ -9,9 +9,10 @@ because torch needs them unchanged, except where scripts branch on them: for the
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from types import FrameType
 from typing import Any
@@ -34,6 +35,9 @@ _SCRIPT = frozenset({Owner.USER, Owner.NO_FILE, Owner.RUNNER})
 
 #: The parts of torch that ask for tests and scripts: its test harness and torchrun. Below torch's directory.
 _ASKING = ("testing/", "distributed/run.py", "distributed/launcher/")
+
+#: Directories whose code sees the device as it is, next to torch's and this package's machinery.
+_own_names: set[str] = set()
 
 
 class NotSimulated(NotImplementedError):
@@ -116,9 +120,21 @@ def script_asks(depth: int = 1) -> bool:
     return True
 
 
+def keep_own_names(directories: Iterable[str]) -> None:
+    """
+    From now on, code below these directories sees the device as "sim" in this process.
+
+    For a program that judges an engine next to which it runs: the engine sees "cuda", the program does not.
+    """
+    _own_names.update(directory.rstrip(os.sep) + os.sep for directory in directories)
+    _asks_for_script.cache_clear()
+
+
 @lru_cache(maxsize=4096)
 def _asks_for_script(file: str) -> bool | None:
     """Whether code in a file asks for the script; None if its caller decides."""
+    if file.startswith(tuple(_own_names)):
+        return False
     who = owner(file)
     if who is Owner.TORCH:
         return (below_torch(file) or "").startswith(_ASKING)

@@ -27,9 +27,11 @@ def hazard(kind: HazardKind = HazardKind.READ_AFTER_WRITE, **changes: Any) -> Ha
     return HazardRecord(kind=kind, **{**fields, **changes})
 
 
-def run(*hazards: HazardRecord, accesses: int | None = 1000) -> TrainingHistory:
+def run(*hazards: HazardRecord, accesses: int | None = 1000, streams: int = 2) -> TrainingHistory:
     """A run in which these were seen."""
-    return TrainingHistory(source="mine", rank=1, world_size=2, hazards=list(hazards), checked_accesses=accesses)
+    history = TrainingHistory(source="mine", rank=1, world_size=2, hazards=list(hazards), checked_accesses=accesses)
+    history.checked_streams = streams
+    return history
 
 
 def ending(losses: list[float], **params: list[float]) -> TrainingHistory:
@@ -119,6 +121,14 @@ def test_a_case_can_say_another_requirement() -> None:
 
 def test_the_control_must_have_races() -> None:
     """Without one the checker could not have seen any."""
-    assert stream_control(run(hazard())).measurements == {"hazards without waits": 1}
+    assert stream_control(run(hazard())).measurements == {"hazards without waits": 1, "streams": 2}
     with pytest.raises(SuiteError, match="hazards with every wait dropped: expected at least 1, got 0"):
         stream_control(run())
+
+
+@pytest.mark.parametrize("streams", [0, 3])
+def test_only_one_stream_explains_that_there_are_no_races(streams: int) -> None:
+    """Everything on one stream is ordered. None at all means that nothing was seen."""
+    assert stream_control(run(streams=1)).measurements == {"hazards without waits": 0, "streams": 1}
+    with pytest.raises(SuiteError, match="got 0"):
+        stream_control(run(streams=streams))
