@@ -9,6 +9,7 @@ it fails R000; if it trains correctly, it is under-declared, and the report ment
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -247,3 +248,14 @@ CAPABILITIES: dict[str, Capability] = {flag.name: flag for flag in _ALL}
 def unknown(names: frozenset[str] | tuple[str, ...]) -> list[str]:
     """The entries of `names` that are not flags, sorted."""
     return sorted(name for name in names if name not in CAPABILITIES)
+
+
+def offered(
+    device: str,
+    declared: Iterable[str],
+    *,
+    adds_on: Mapping[str, Iterable[str]],
+    declines_on: Mapping[str, Iterable[str]],
+) -> frozenset[str]:
+    """The flags that are offered on a device type: those declared, with what only that type has, and without."""
+    return (frozenset(declared) | frozenset(adds_on.get(device, ()))) - frozenset(declines_on.get(device, ()))

@@ -29,7 +29,8 @@ from typing import TYPE_CHECKING, Any
 
 from fsdp_conformance import settings
 from fsdp_conformance.adapters.absent import why_absent
-from fsdp_conformance.config import flags_of_names
+from fsdp_conformance.capability import offered
+from fsdp_conformance.config import SIMULATED, flags_of_names
 from fsdp_conformance.errors import AdapterError, AdapterNotFound, ConformanceError
 
 if TYPE_CHECKING:
@@ -56,8 +57,8 @@ class AdapterDescription:
     """Device type to the flags that are not offered there, sorted."""
     environment: dict[str, str] = field(default_factory=dict)
     """Environment variables that every rank sets first."""
-    cuda_names: bool = False
-    """`Adapter.cuda_names`."""
+    adds_on: dict[str, list[str]] = field(default_factory=dict)
+    """Device type to the flags that are offered only there."""
     shims: tuple[str, ...] = ()
     padding: float = 0.0
     accumulation: str = "local"
@@ -73,8 +74,7 @@ class AdapterDescription:
 
     def declared(self, device: str) -> frozenset[str]:
         """The flags that are offered on a device type."""
-        named = flags_of_names(device, cuda_names=self.cuda_names)
-        return (frozenset(self.capabilities) | named) - frozenset(self.declines_on.get(device, ()))
+        return offered(device, self.capabilities, adds_on=self.adds_on, declines_on=self.declines_on)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping; `description_from_json` is its inverse."""
@@ -159,6 +159,7 @@ def describe_here(spec: str) -> AdapterDescription:
             f"the engine of {adapter.display_name()!r} cannot be imported: {_words(error)} [implementation {spec!r}]. "
             + _how_to_install(adapter)
         ) from error
+    named = flags_of_names(SIMULATED, cuda_names=adapter.cuda_names)
     # A third party's module may import its engine immediately, which a warm process must not do: see `Adapter.preload`.
     bundled = adapter.__module__ if adapter.__module__.startswith("fsdp_conformance.") else None
     return AdapterDescription(
@@ -168,7 +169,7 @@ def describe_here(spec: str) -> AdapterDescription:
         capabilities=tuple(sorted(adapter.declared())),
         declines_on={device: sorted(flags) for device, flags in adapter.declines_on.items()},
         environment=dict(adapter.environment),
-        cuda_names=adapter.cuda_names,
+        adds_on={SIMULATED: sorted(named)} if named else {},
         shims=(*adapter.shims, *((cuda_names.SHIM,) if adapter.cuda_names else ())),
         padding=adapter.padding,
         accumulation=adapter.grad_reduction_of_accumulation,

@@ -18,7 +18,7 @@ from enum import StrEnum
 from typing import Any
 
 from fsdp_conformance import stress
-from fsdp_conformance.capability import CAPABILITIES, Asked
+from fsdp_conformance.capability import CAPABILITIES, Asked, offered
 from fsdp_conformance.config import SHARED_DEVICES, SIMULATED, RunSettings
 from fsdp_conformance.contract import Contract, Level, load
 from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS, INTERPRETATION, Entry, Profile, shipped
@@ -262,8 +262,12 @@ def _another_subject(record: CaseRecord, run: RunFile) -> list[str]:
 def _declared(run: RunFile, device: str) -> frozenset[str]:
     """The flags that the implementation declares on a device: a run on the CPU has simulated cases, too."""
     described: Mapping[str, Any] = run.header.get("implementation") or {}
-    declined = (described.get("declines_on") or {}).get(device, ())
-    return frozenset(described.get("capabilities", ())) - frozenset(declined)
+    return offered(
+        device,
+        described.get("capabilities", ()),
+        adds_on=described.get("adds_on") or {},
+        declines_on=described.get("declines_on") or {},
+    )
 
 
 def _counts(records: Iterable[CaseRecord]) -> dict[Verdict, int]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fsdp_conformance.capability import offered
 from fsdp_conformance.contract.profile import Entry, Profile, load_profile
 from fsdp_conformance.errors import RunFileError, UsageError
 from fsdp_conformance.outcome import CaseRecord
@@ -73,13 +74,15 @@ class Tally:
     """The flags that the adapter declared, sorted."""
     declines_on: Mapping[str, tuple[str, ...]]
     """Type of device to flags that it does not offer there."""
+    adds_on: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Type of device to flags that it offers only there."""
     runs: tuple[Part, ...]
     cases: Mapping[str, Shown] = field(repr=False)
     """By case id, in order."""
 
     def declares(self, device: str) -> frozenset[str]:
         """The flags that the adapter declared on a type of device."""
-        return frozenset(self.declared) - frozenset(self.declines_on.get(device, ()))
+        return offered(device, self.declared, adds_on=self.adds_on, declines_on=self.declines_on)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-ready mapping; `tally_from_json` is its inverse."""
@@ -91,6 +94,7 @@ class Tally:
             **{key: getattr(self, key) for key in (*_ONE_OF_EACH, "date")},
             "declared": list(self.declared),
             "declines_on": {device: list(flags) for device, flags in self.declines_on.items()},
+            **({"adds_on": {device: list(flags) for device, flags in self.adds_on.items()}} if self.adds_on else {}),
             "runs": [{"profile": run.profile, "words": run.words, "seconds": run.seconds} for run in self.runs],
             "cases": {case: shown.words() for case, shown in self.cases.items()},
         }
@@ -130,10 +134,15 @@ def tally(runs: Sequence[Verification], profile: Profile | None = None) -> Tally
         **{key: facts[0][key] for key in _ONE_OF_EACH},
         date=min(fact["date"] for fact in facts),
         declared=tuple(_described(runs[0]).get("capabilities") or ()),
-        declines_on={device: tuple(flags) for device, flags in (_described(runs[0]).get("declines_on") or {}).items()},
+        declines_on=_by_device(_described(runs[0]).get("declines_on")),
+        adds_on=_by_device(_described(runs[0]).get("adds_on")),
         runs=tuple(map(_part, runs)),
         cases=dict(sorted(cases.items())),
     )
+
+
+def _by_device(flags: Mapping[str, Iterable[str]] | None) -> dict[str, tuple[str, ...]]:
+    return {device: tuple(names) for device, names in (flags or {}).items()}
 
 
 def tallies_of(runs: Sequence[Verification]) -> list[Tally]:
@@ -152,7 +161,8 @@ def tally_from_json(text: str, *, where: str) -> Tally:
         found = Tally(
             **{key: str(data[key]) for key in (*_ONE_OF_EACH, "date")},
             declared=tuple(data["declared"]),
-            declines_on={device: tuple(flags) for device, flags in data["declines_on"].items()},
+            declines_on=_by_device(data["declines_on"]),
+            adds_on=_by_device(data.get("adds_on")),
             runs=tuple(Part(**run) for run in data["runs"]),
             cases={case: _shown(words) for case, words in data["cases"].items()},
         )

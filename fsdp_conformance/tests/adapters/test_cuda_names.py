@@ -136,6 +136,7 @@ def test_its_streams_are_judged(tmp_path: Path) -> None:
     assert "2 PASS" in passes.out, passes.out
     assert 'finds the device as "cuda"' in passes.out
     assert "FAIL" not in passes.out
+    assert "contradicts" not in passes.out
     assert "FAIL  R075/stream-safety-uneven-ws2" in races.out, races.out
     assert "without waiting for it" in " ".join(races.out.split())
     assert "my_adapter.py:22 in step" in races.out

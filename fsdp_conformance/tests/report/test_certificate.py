@@ -447,6 +447,20 @@ def test_a_flag_that_is_declined_on_the_device_of_the_run_is_not_declared(device
     assert [scope.state for scope in certificate_of(run).extensions] == [state]
 
 
+@pytest.mark.parametrize(("device", "declared"), [("cuda", True), ("cpu", False)])
+def test_a_flag_that_is_offered_on_one_device_only(device: str, declared: bool) -> None:
+    """It cannot be declined there, and elsewhere it is not declared."""
+    run = a_run(unsupported("R093/probe-ws2", device=device), settings={"device": device})
+    for record in run.records:
+        record.device = device
+    implementation = run.header["implementation"]
+    implementation["capabilities"] = [flag for flag in implementation["capabilities"] if flag != "no_sync"]
+    implementation["adds_on"] = {"cuda": ["no_sync"]}
+    state = State.UNJUDGED if declared else State.DECLINED
+
+    assert [scope.state for scope in certificate_of(run).extensions] == [state]
+
+
 def test_the_base_cannot_be_declined() -> None:
     """Nothing that the case needs is left undeclared, so the record does not hold; a refusal would be a FAIL."""
     certificate = certified(unsupported(PARITY))

@@ -19,6 +19,9 @@ from fsdp_conformance.verdict import Verdict
 
 PROFILE = profile_of("some", [a_case(), a_case(requirements=("R070",)), a_case(requirements=("R117", "R003"))])
 
+#: What an adapter offers less and more of, by device.
+BY_DEVICE = {"declines_on": {"cpu": ["hsdp"]}, "adds_on": {"sim": ["tp"]}}
+
 
 def ran(
     directory: Path,
@@ -29,7 +32,7 @@ def ran(
     **verdicts: Verdict,
 ) -> Verification:
     """A run in which cases have the verdict of their requirement, PASS if nothing is said."""
-    described = {"name": name, "version": "1", "capabilities": ["hsdp", "zero3"], "declines_on": {"cpu": ["hsdp"]}}
+    described = {"name": name, "version": "1", "capabilities": ["hsdp", "zero3"], **BY_DEVICE}
     run = Recorder(RunSettings(report_dir=str(directory)), profile, described, directory)
     for case in cases:
         entry = profile.by_id[case]
@@ -59,6 +62,7 @@ def test_each_case_keeps_its_verdict_and_what_failed(tmp_path: Path) -> None:
     assert len(set(digests.values())) == 3
     assert (found.name, found.version, [run.profile for run in found.runs]) == ("one", "1", ["some"])
     assert (found.declares("cpu"), found.declares("cuda")) == (frozenset({"zero3"}), frozenset({"hsdp", "zero3"}))
+    assert found.declares("sim") == frozenset({"hsdp", "zero3", "tp"})
 
 
 def test_it_comes_back_from_its_file(tmp_path: Path) -> None:
