@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from fsdp_conformance.adapters.base import LoadedKeys, PendingSave
+from fsdp_conformance.adapters.sharded import full_copy
 from fsdp_conformance.adapters.torch_like import TorchAdapter
 
 
@@ -35,6 +37,11 @@ class TorchCheckpoints(TorchAdapter):
     """For asynchronous saves, whose collectives must not meet those of the training."""
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        if rank0_only and self.plan.stages:
+            # That of torch would be lost for all stages but the first.
+            state = self.full_state_dict()
+            own = {name: full_copy(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+            return {} if any(group.rank() for group in self._model_groups() if group is not None) else own
         # In torch, a full state dict on the CPU is only on rank 0.
         return get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=rank0_only))
 
