@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import cast
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor
@@ -100,3 +100,24 @@ class NormOfAllRanksOfThePipeline(SeamReference):
         dist.all_reduce(total)
         found: Tensor = total ** (1.0 / norm_type)
         return found
+
+
+@known_wrong("R154")
+class NamesByPlaceInTheStage(SeamFSDP2):
+    """State dicts of a pipeline name what a stage has as if it were the first one."""
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        state = super().full_state_dict(rank0_only=rank0_only)
+        if not self.plan.stages:
+            return state
+        own, first = self.plan.stages[self.mesh.get_local_rank("stage")], self.plan.stages[0]
+        return {f"{first}{name.removeprefix(own)}": value for name, value in state.items()}
+
+
+@known_wrong("R154")
+class StateDictOfTheFirstStage(SeamReference):
+    """A full state dict on the first rank alone is that of the first stage: rank 0 is the only rank that keeps it."""
+
+    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        state = super().full_state_dict(rank0_only=rank0_only)
+        return {} if rank0_only and dist.get_rank() else state
