@@ -198,6 +198,14 @@ class Adapter(ABC):
         """
         return nullcontext()
 
+    def pipeline_module(self) -> nn.Module | None:
+        """
+        What torch.distributed.pipelining calls and differentiates itself, with what it does for engines that it knows.
+
+        None: a pipeline goes through `microbatch`, `forward` and `backward`, as training without one does.
+        """
+        return None
+
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, in the mode last set by `train`."""

@@ -4,9 +4,9 @@ Pipelines: each stage of a model on a group of ranks of its own, driven by torch
     Pipeline    one rank's place in the pipeline of a plan: its stage, and what it exchanges with the others
     Passes      what a stage computes, micro-batch by micro-batch
 
-The orders of passes, the sends and the receives are those of torch.distributed.pipelining. What it would do with an
-engine that it knows, it leaves to the adapter, as for any other engine: the adapter's forward and backward compute,
-inside its context for the micro-batch.
+The orders of passes, the sends and the receives are those of torch.distributed.pipelining. An engine that it knows it
+may drive itself (`Adapter.pipeline_module`). For any other the adapter's forward and backward compute, inside its
+context for the micro-batch.
 """
 
 from __future__ import annotations
@@ -107,10 +107,14 @@ class Pipeline:
         dist.all_gather_object(parts, list(own), group=self._group)
         return parts[-1]
 
-    def step(self, passes: Passes, batches: Sequence[Batch]) -> None:
-        """Carry out one step's micro-batches. Collective. What a pass raises is raised as it is."""
+    def step(self, passes: Passes, batches: Sequence[Batch], module: nn.Module | None) -> None:
+        """
+        Carry out one step's micro-batches. Collective. What a pass raises is raised as it is.
+
+        `module`: what torch drives itself, see `Adapter.pipeline_module`; it is asked for at the first step.
+        """
         if self._schedule is None:
-            self._stage = _Stage(self.own, len(self.names), self._device, self._shapes, self._group)
+            self._stage = _Stage(module, self.own, len(self.names), self._device, self._shapes, self._group)
             self._schedule = _SCHEDULES[self._regime.pipeline](
                 self._stage, self._regime.micro_batches, loss_fn=self._loss, scale_grads=False
             )
@@ -137,6 +141,7 @@ class _Stage(PipelineStage):
 
     def __init__(
         self,
+        module: nn.Module | None,
         index: int,
         num_stages: int,
         device: torch.device,
@@ -144,7 +149,7 @@ class _Stage(PipelineStage):
         group: Any,
     ) -> None:
         super().__init__(
-            nn.Identity(),
+            nn.Identity() if module is None else module,
             index,
             num_stages,
             device,
@@ -153,6 +158,7 @@ class _Stage(PipelineStage):
             output_args=shapes[index + 1],
             group=group,
         )
+        self._is_driven = module is not None
 
     def begin(self, passes: Passes) -> None:
         """Compute by these from now on."""
@@ -163,13 +169,17 @@ class _Stage(PipelineStage):
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """The stage's forward of the next micro-batch."""
+        if self._is_driven:
+            return super().forward_maybe_with_nosync(*args, **kwargs)
         self._forwards += 1
         return self._guarded(lambda: self.passes.forward(self._forwards - 1, args[0]))
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> tuple[tuple[Tensor | None, ...], None]:
-        """The stage's backward of the next micro-batch, and the gradients of its inputs."""
+    ) -> Any:
+        """The stage's backward of the next micro-batch; the gradients of its inputs, and None."""
+        if self._is_driven:
+            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         self._backwards += 1
         output, grads = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
         # A scalar whose gradient with respect to the output is exactly what was received.

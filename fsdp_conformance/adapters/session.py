@@ -297,7 +297,7 @@ class _Run:
             if self._pipeline is not None:
                 with self._phase("pipeline", step):
                     batches = [self._batch(step, micro) for micro in range(self.regime.micro_batches)]
-                    self._pipeline.step(self._passes(step), batches)
+                    self._pipeline.step(self._passes(step), batches, self.adapter.pipeline_module())
             elif self.regime.pipeline:
                 self._pipelined(record)
             else:

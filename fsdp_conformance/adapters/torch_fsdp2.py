@@ -74,6 +74,10 @@ class TorchFSDP2(TorchCheckpoints):
             _prefetch_listed(model, plan.explicit_prefetch)
         return model
 
+    def pipeline_module(self) -> nn.Module | None:
+        # torch always defers the reduction to the end of a step. Where it is to be reduced at once, users call the model.
+        return self.model if self.plan.defer_reduction else None
+
     def materialise(self, model: nn.Module, plan: Plan) -> None:
         """Give memory and values to a wrapped model on meta, as the documentation of `fully_shard` has its users do."""
         device = self.device if plan.offload is Offload.OFF else torch.device("cpu")
