@@ -232,11 +232,16 @@ class Plan:
             if self.stages.count(stage) > 1 or any(f"{stage}.".startswith(f"{o}.") for o in self.stages if o != stage):
                 yield f"stages must be separate submodules, got {', '.join(self.stages)}"
                 break
-        if self.stages and (self.replicas > 1 or self.local_units):
-            yield (
-                "stages must be without replicas and local_units, got "
-                f"{self.replicas} replicas and {len(self.local_units)} local units"
-            )
+        others = {
+            "replicas": self.replicas > 1,
+            "local_units": bool(self.local_units),
+            # What is sent has the dtype of the parameters.
+            "param_dtype": self.param_dtype is not None,
+            "unit_dtypes": bool(self.unit_dtypes),
+        }
+        if self.stages and any(others.values()):
+            names = ", ".join(name for name, there in others.items() if there)
+            yield f"stages must be without {', '.join(others)}, got them with {names}"
 
     def dtype_of(self, unit: str) -> str | None:
         """The dtype that a unit (the root is "") computes in; None for that of its parameters."""

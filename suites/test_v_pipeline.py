@@ -90,7 +90,9 @@ class Pipelines(ConformanceTestCase):
         needs=lambda values: [
             *("pp", "pipelined_microbatch", "clip_grad_norm"), *["clip_norm_type"] * (values["norm"] == "inf")
         ],
-        kills=lambda values: ["norm-of-the-own-stage"] + ["norm-of-all-ranks-of-the-pipeline"] * (values["norm"] == "2"),
+        kills=lambda values: [
+            "norm-of-the-own-stage", *["norm-of-all-ranks-of-the-pipeline"] * (values["norm"] == "2")
+        ],
     )  # fmt: skip
     def test_pipeline_clipping(self, norm: str, mesh: str) -> None:
         """The total norm is that of the gradients of all stages, each counted once, on every rank."""
@@ -158,12 +160,12 @@ class Pipelines(ConformanceTestCase):
         timeout_s=TIMEOUT_S,
     )
     def test_pipeline_and_tensor_parallel(self, mesh: str) -> None:
-        """On a mesh of stages, data-parallel and tensor-parallel ranks, layers that are divided both ways train at parity."""
+        """On a mesh of stages, data-parallel and tensor-parallel ranks, stages of divided layers train at parity."""
         num_stages, _, degree = axis_sizes(mesh)
         workload = pipeline.pipeline(num_stages, tensor_degree=degree)
         styles = pipeline.tensor_styles(num_stages)
         plan = self._stage_plan(workload, num_stages, tensor_parallel=degree, tensor_styles=styles)
-        regime = schedule("1f1b")
+        regime = Regime(steps=2, micro_batches=num_stages, pipeline="1f1b")
         run = self.train(workload, plan, regime)
         self.check_parity(run, workload, regime, requirement="R154")
 

@@ -232,7 +232,9 @@ class Adapter(ABC):
         """
         Full clones of all parameters on the CPU, by original name. Collective.
 
-        In a pipeline, here and in all that follows, the model is this rank's stage. A tied parameter is listed once, under its name in `model.named_parameters()`; frozen ones are included.
+        A tied parameter is listed once, under its name in `model.named_parameters()`; frozen ones are included.
+
+        In a pipeline, here and in the methods below, the model is this rank's stage.
         """
 
     @abstractmethod

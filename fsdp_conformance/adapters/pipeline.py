@@ -1,45 +1,28 @@
 """
-Pipelines: each stage of a model on a group of ranks of its own, driven by torch's schedules.
+Pipelines: each stage of a model on a group of ranks of its own.
 
-    Pipeline    one rank's place in the pipeline of a plan: its stage, and what it exchanges with the others
-    Passes      what a stage computes, micro-batch by micro-batch
-
-The orders of passes, the sends and the receives are those of torch.distributed.pipelining. An engine that it knows it
-may drive itself (`Adapter.pipeline_module`). For any other the adapter's forward and backward compute, inside its
-context for the micro-batch.
+The orders of passes, the sends and the receives are those of torch.distributed.pipelining, see `pipeline_stage`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from fsdp_conformance.adapters.torch_like import parallel_shape
 from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import ConfigError, SuiteError
 from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
 
-#: torch's schedule for each order of `Regime.pipeline`.
-_SCHEDULES: dict[str, Any] = {"forwards-first": ScheduleGPipe, "1f1b": Schedule1F1B}
+if TYPE_CHECKING:
+    from fsdp_conformance.adapters.pipeline_stage import Passes, Stage
 
 T = TypeVar("T")
-
-
-class Passes(NamedTuple):
-    """What this rank's stage computes in a step."""
-
-    forward: Callable[[int, Tensor], Tensor]
-    """forward(micro, x): the stage's output for its input."""
-    loss: Callable[[Tensor, Any], Tensor]
-    """loss(output, target): that of a micro-batch, on the last stage."""
-    backward: Callable[[int, Tensor], None]
-    """backward(micro, loss): that of a scalar; on other stages it has the gradient that the next one has sent."""
 
 
 class Pipeline:
@@ -49,8 +32,8 @@ class Pipeline:
         self, plan: Plan, workload: Workload, regime: Regime, *, rank: int, world_size: int, device: torch.device
     ) -> None:
         """
-        Collective. Raises ConfigError if the stages do not divide the world, if units or parameters lie outside them, or
-        if the regime asks for what no schedule does.
+        Collective. Raises ConfigError if the stages do not divide the world, if units or parameters lie outside them,
+        or if the regime asks for what no schedule does.
         """
         _refuse(plan, regime)
         stage_size = world_size // parallel_shape(plan, world_size)["stage"]
@@ -58,7 +41,7 @@ class Pipeline:
         self.own = rank // stage_size
         self._regime = regime
         self._device = device
-        self._schedule: Any = None
+        self._stage: Stage | None = None
         self._shapes = _example(plan, workload, rank, world_size)
         for place in range(stage_size):
             ranks = range(place, world_size, stage_size)
@@ -81,7 +64,7 @@ class Pipeline:
         here = self.names[self.own]
 
         def kept(fqns: Sequence[str]) -> tuple[str, ...]:
-            return tuple(fqn for fqn in fqns if _is_in(fqn.split("+")[0], here))
+            return tuple(fqn for fqn in fqns if not fqn or _is_in(fqn.split("+")[0], here))
 
         return replace(
             plan,
@@ -113,92 +96,18 @@ class Pipeline:
 
         `module`: what torch drives itself, see `Adapter.pipeline_module`; it is asked for at the first step.
         """
-        if self._schedule is None:
-            self._stage = _Stage(module, self.own, len(self.names), self._device, self._shapes, self._group)
-            self._schedule = _SCHEDULES[self._regime.pipeline](
-                self._stage, self._regime.micro_batches, loss_fn=self._loss, scale_grads=False
-            )
-        self._stage.begin(passes)
+        if self._stage is None:
+            # Not at the top: it takes half a second, and few runs have a pipeline.
+            from fsdp_conformance.adapters.pipeline_stage import Stage
+
+            self._stage = Stage(module, self.own, self._shapes, self._regime, device=self._device, group=self._group)
+        if len({batch.args[0].shape for batch in batches}) > 1:
+            # The schedule would divide them in other places.
+            raise SuiteError("micro-batches of a pipeline must have equal shapes, got others")
         first, last = self.own == 0, self.own == len(self.names) - 1
-        # The schedule divides them again.
-        args = [torch.cat([batch.args[0] for batch in batches])] if first else []
+        x = torch.cat([batch.args[0] for batch in batches]) if first else None
         target = torch.cat([batch.target for batch in batches]) if last else None
-        try:
-            self._schedule.step(*args, target=target)
-        except Exception:
-            if self._stage.raised is not None:
-                raise self._stage.raised from None
-            raise
-
-    def _loss(self, output: Tensor, target: Any) -> Tensor:
-        return self._stage.passes.loss(output, target)
-
-
-class _Stage(PipelineStage):
-    """A stage of torch's that computes by `Passes`."""
-
-    passes: Passes
-
-    def __init__(
-        self,
-        module: nn.Module | None,
-        index: int,
-        num_stages: int,
-        device: torch.device,
-        shapes: Sequence[Tensor],
-        group: Any,
-    ) -> None:
-        super().__init__(
-            nn.Identity() if module is None else module,
-            index,
-            num_stages,
-            device,
-            # With both, torch does not run the stage once more to see them.
-            input_args=shapes[index],
-            output_args=shapes[index + 1],
-            group=group,
-        )
-        self._is_driven = module is not None
-
-    def begin(self, passes: Passes) -> None:
-        """Compute by these from now on."""
-        self.passes = passes
-        self.raised: Exception | None = None
-        """What a pass raised: torch wraps it."""
-        self._forwards = self._backwards = 0
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """The stage's forward of the next micro-batch."""
-        if self._is_driven:
-            return super().forward_maybe_with_nosync(*args, **kwargs)
-        self._forwards += 1
-        return self._guarded(lambda: self.passes.forward(self._forwards - 1, args[0]))
-
-    def backward_maybe_with_nosync(
-        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> Any:
-        """The stage's backward of the next micro-batch; the gradients of its inputs, and None."""
-        if self._is_driven:
-            return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-        self._backwards += 1
-        output, grads = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
-        # A scalar whose gradient with respect to the output is exactly what was received.
-        loss = output if grads is None else (output[0] * grads[0]).sum() if output[0].requires_grad else None
-        if loss is not None and loss.requires_grad:
-            self._guarded(lambda: self.passes.backward(self._backwards - 1, loss))
-        found = []
-        for value in bwd_kwargs["input_values"]:
-            found.append(value.grad)
-            # The memory that receives is used again.
-            value.grad = None
-        return tuple(found), None
-
-    def _guarded(self, compute: Any) -> Any:
-        try:
-            return compute()
-        except Exception as error:
-            self.raised = error
-            raise
+        self._stage.step(passes, x, target)
 
 
 def _example(plan: Plan, workload: Workload, rank: int, world_size: int) -> list[Tensor]:
@@ -206,7 +115,10 @@ def _example(plan: Plan, workload: Workload, rank: int, world_size: int) -> list
     model = workload.build(rank)
     known = {name for name, _ in model.named_modules()}
     outside = [name for name in plan.stages if name not in known]
-    outside += [unit for unit in plan.units if not any(_is_in(part, s) for part in unit.split("+") for s in plan.stages)]
+    for unit in plan.units:
+        parts = unit.split("+")
+        if not any(all(_is_in(part, stage) for part in parts) for stage in plan.stages):
+            outside.append(unit)
     outside += [name for name, _ in model.named_parameters() if not any(_is_in(name, stage) for stage in plan.stages)]
     if outside:
         raise ConfigError(
@@ -226,8 +138,8 @@ def _example(plan: Plan, workload: Workload, rank: int, world_size: int) -> list
 def _refuse(plan: Plan, regime: Regime) -> None:
     """Raise ConfigError for a regime that the schedules cannot follow."""
     problems = []
-    if regime.pipeline not in _SCHEDULES:
-        problems.append(f"pipeline must be one of {', '.join(_SCHEDULES)} for a plan with stages, got {regime.pipeline!r}")
+    if not regime.pipeline:
+        problems.append("pipeline must be an order of passes for a plan with stages, got ''")
     if regime.pipeline == "1f1b" and regime.micro_batches < len(plan.stages):
         problems.append(
             f"micro_batches must be at least the number of stages {len(plan.stages)} under 1f1b, "
@@ -239,7 +151,7 @@ def _refuse(plan: Plan, regime: Regime) -> None:
         "the optimizer in backward": regime.optimizer_in_backward,
         "outputs": regime.keep_outputs,
         "evaluations or forwards alone": bool(regime.eval_before or regime.eval_between or regime.idle_forwards),
-        "events": bool(regime.events),
+        "events": bool(regime.events or regime.frozen_at or regime.gradient_to_none),
     }
     problems += [f"a regime for a plan with stages must be without {what}" for what, there in asked.items() if there]
     if problems:

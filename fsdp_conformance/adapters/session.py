@@ -38,7 +38,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ from torch.optim import Optimizer
 from fsdp_conformance.adapters.base import Adapter, OptimFn
 from fsdp_conformance.adapters.names import OriginalNames
 from fsdp_conformance.adapters.optimizers import Several
-from fsdp_conformance.adapters.pipeline import Passes, Pipeline
+from fsdp_conformance.adapters.pipeline import Pipeline
 from fsdp_conformance.adapters.sharded import full_copy, materialise_norm
 from fsdp_conformance.adapters.structures import map_tensors
 from fsdp_conformance.adapters.torch_like import compute_device
@@ -62,6 +62,9 @@ from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.memory import MemoryMark, Point
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
 from fsdp_conformance.workload import Batch, BatchKey, Fuse, Regime, Workload
+
+if TYPE_CHECKING:
+    from fsdp_conformance.adapters.pipeline_stage import Passes
 
 #: Kinds of `Adapter.local_tensors` whose bytes are counted while gradients exist.
 _BEFORE_STEP = frozenset({"grads"})
@@ -399,6 +402,7 @@ class _Run:
 
     def _passes(self, step: int) -> Passes:
         """What this rank's stage computes in a step."""
+        from fsdp_conformance.adapters.pipeline_stage import Passes
 
         def forward(micro: int, x: Tensor) -> Tensor:
             with self._context(micro):

@@ -75,7 +75,7 @@ class TorchFSDP2(TorchCheckpoints):
         return model
 
     def pipeline_module(self) -> nn.Module | None:
-        # torch always defers the reduction to the end of a step. Where it is to be reduced at once, users call the model.
+        # torch always defers the reduction to the end of a step, so it drives only what may be deferred.
         return self.model if self.plan.defer_reduction else None
 
     def materialise(self, model: nn.Module, plan: Plan) -> None:
