@@ -73,7 +73,8 @@ class Trains(RankTestCase):
         for name in ENGINES:
             for kind in ("first", "last"):
                 history = self.assert_parity(name, with_a_stage_of(kind), regime)
-                self.assertTrue(all(float(record.grad_norm or 0) > 0.5 for record in history.steps), kind)
+                norms = [float(record.grad_norm or 0) for record in history.steps]
+                self.assertLess(regime.max_norm or 0, min(norms), msg=kind)
 
     def test_what_a_stage_has(self) -> None:
         """The adapter sees its stage alone, under original names; the history has all stages."""
