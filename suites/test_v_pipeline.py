@@ -150,6 +150,33 @@ class Pipelines(ConformanceTestCase):
 
     @conformance_case(
         "R154",
+        chapter="V",
+        axes={"mesh": ("2x2",)},
+        world_size=num_ranks,
+        needs=("pp", "pipelined_microbatch", "checkpoint"),
+        kills=("loads-the-optimizer-of-the-first-stage", "saving-drops-momentum"),
+    )
+    def test_pipeline_checkpoints(self, mesh: str) -> None:
+        """A pipeline with other values that loads a checkpoint of all stages continues as the one that saved it."""
+        num_stages, _ = axis_sizes(mesh)
+        workload = pipeline.pipeline(num_stages)
+        plan, regime = self._stage_plan(workload, num_stages), schedule("1f1b")
+        directory = self.shared_directory()
+
+        def save(subject: Adapter, step: int) -> None:
+            if step == RESUMED - 1:
+                subject.save_checkpoint(directory)
+
+        run = self.train(workload, plan, regime, after_step=save)
+        self.check_parity(run, workload, regime, requirement="R154")
+        others = with_values(workload, lambda value: value + 1)
+        resumed = self.train(
+            others, plan, regime, on_setup=lambda subject: subject.load_checkpoint(directory), first_step=RESUMED
+        )
+        self.check(same_continuation(resumed, run, requirement="R154", rank=self.rank))
+
+    @conformance_case(
+        "R154",
         "R002",
         "R003",
         chapter="V",

@@ -259,15 +259,20 @@ class Reference(TorchAdapter):
             load_optimizer_state(self.model, self.optimizer, state)
 
     def save_checkpoint(self, directory: Path) -> None:
-        save_checkpoint(self.model, self.optimizer, directory)
+        save_checkpoint(self.model, self.optimizer, directory, stage=self._stage())
 
     def load_checkpoint(self, directory: Path) -> None:
-        load_checkpoint(self.model, self.optimizer, directory)
+        load_checkpoint(self.model, self.optimizer, directory, stage=self._stage())
+
+    def _stage(self) -> str:
+        return self.plan.stages[self.mesh.get_local_rank("stage")] if self.plan.stages else ""
 
     def save_checkpoint_async(self, directory: Path) -> PendingSave:
         if self._saving_group is None:
             self._saving_group = dist.new_group(backend="gloo")
-        future = save_checkpoint_async(self.model, self.optimizer, directory, process_group=self._saving_group)
+        future = save_checkpoint_async(
+            self.model, self.optimizer, directory, process_group=self._saving_group, stage=self._stage()
+        )
         return FutureSave(future)
 
     def unit_is_unsharded(self, fqn: str) -> bool:

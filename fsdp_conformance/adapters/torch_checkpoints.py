@@ -77,7 +77,7 @@ class TorchCheckpoints(TorchAdapter):
         load(state, checkpoint_id=directory)
         set_model_state_dict(self.model, state["model"])
         if self.optimizer is not None:
-            set_optimizer_state_dict(self.model, self.optimizer, state["optim"])
+            set_optimizer_state_dict(self.model, self.optimizer, state["optim"], options=self._options_to_save())
 
     def save_checkpoint_async(self, directory: Path) -> PendingSave:
         if self._saving_group is None:
@@ -88,8 +88,12 @@ class TorchCheckpoints(TorchAdapter):
     def _state_to_save(self) -> dict[str, Any]:
         state: dict[str, Any] = {"model": get_model_state_dict(self.model)}
         if self.optimizer is not None:
-            state["optim"] = get_optimizer_state_dict(self.model, self.optimizer)
+            state["optim"] = get_optimizer_state_dict(self.model, self.optimizer, options=self._options_to_save())
         return state
+
+    def _options_to_save(self) -> StateDictOptions:
+        # Groups have numbers and not names: those of two stages would be in each other's place.
+        return StateDictOptions(flatten_optimizer_state_dict=bool(self.plan.stages))
 
 
 class FutureSave:

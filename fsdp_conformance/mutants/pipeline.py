@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch.distributed import Work
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp_conformance.adapters.sharded import state_tensors
 from fsdp_conformance.config import Plan
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.engines import SeamReference
@@ -121,3 +123,15 @@ class StateDictOfTheFirstStage(SeamReference):
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         state = super().full_state_dict(rank0_only=rank0_only)
         return {} if rank0_only and dist.get_rank() else state
+
+
+@known_wrong("R154")
+class LoadsTheOptimizerOfTheFirstStage(SeamFSDP2):
+    """From a checkpoint of a pipeline, the optimizer of every stage loads the state of the first one's parameters."""
+
+    def load_checkpoint(self, directory: Path) -> None:
+        super().load_checkpoint(directory)
+        if self.plan.stages and self.optimizer is not None:
+            group = self.mesh.get_group("stage")
+            for state in state_tensors(self.optimizer):
+                dist.broadcast(state, dist.get_global_rank(group, 0), group=group)

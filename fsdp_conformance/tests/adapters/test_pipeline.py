@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import re
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_conformance.adapters import session
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.pipeline import Pipeline
+from fsdp_conformance.adapters.reference import Reference
 from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.adapters.torch_like import parallel_shape
 from fsdp_conformance.checks.parity import parity
 from fsdp_conformance.checks.references import train_references
 from fsdp_conformance.config import Plan
+from fsdp_conformance.engine.errors import StructureMismatch
+from fsdp_conformance.engine.fully_sharded.checkpoint import load_checkpoint
 from fsdp_conformance.errors import ConfigError, SuiteError, Unsupported
 from fsdp_conformance.events import Action, Event, Moment
 from fsdp_conformance.fixtures import pipeline, probes
@@ -98,6 +104,32 @@ class Trains(RankTestCase):
         )  # fmt: skip
         self.assertEqual({"a": 0, "a (again in stage '1')": 1}, pipe.joined({"a": self.rank}))
         self.assertEqual([torch.tensor(1.0)], pipe.losses([torch.tensor(float(self.rank))]))
+
+    def test_a_checkpoint_that_is_not_this_stages(self) -> None:
+        """The reference engine refuses a name under which no stage has saved, and takes this stage's own."""
+        adapter, directory = Reference(), self._shared_directory()
+        self.run_training(
+            adapter,
+            pipeline.pipeline(2),
+            Regime(steps=1, micro_batches=2, pipeline="1f1b"),
+            stages=STAGES,
+        )
+        adapter.save_checkpoint(directory)
+        for stage in ("", "third"):
+            with self.assertRaisesRegex(StructureMismatch, "has no optimizer state"):
+                load_checkpoint(adapter.model, adapter.optimizer, directory, stage=stage)
+        load_checkpoint(adapter.model, adapter.optimizer, directory, stage=STAGES[self.rank])
+        dist.barrier()
+
+    def _shared_directory(self) -> Path:
+        """A directory that both ranks see, and that goes with the test."""
+        made: list[Any] = [None]
+        if self.rank == 0:
+            directory = tempfile.TemporaryDirectory()
+            self.addCleanup(directory.cleanup)
+            made = [directory.name]
+        dist.broadcast_object_list(made)
+        return Path(made[0])
 
 
 class _RaisesAtTheEnd(TorchFSDP2):
