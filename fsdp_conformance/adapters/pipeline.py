@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from fsdp_conformance.adapters.torch_like import parallel_shape
 from fsdp_conformance.config import Plan
-from fsdp_conformance.errors import ConfigError, SuiteError
+from fsdp_conformance.errors import ConfigError, EnvironmentUnavailable, SuiteError
 from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
 
 if TYPE_CHECKING:
@@ -33,9 +33,14 @@ class Pipeline:
     ) -> None:
         """
         Collective. Raises ConfigError if the stages do not divide the world, if units or parameters lie outside them,
-        or if the regime asks for what no schedule does.
+        or if the regime asks for what no schedule does, and EnvironmentUnavailable if torch is too old.
         """
         _refuse(plan, regime)
+        # Not at the top: it takes half a second, and few runs have a pipeline.
+        from fsdp_conformance.adapters.pipeline_stage import too_old
+
+        if reason := too_old():
+            raise EnvironmentUnavailable(reason)
         stage_size = world_size // parallel_shape(plan, world_size)["stage"]
         self.names = plan.stages
         self.own = rank // stage_size
@@ -97,7 +102,6 @@ class Pipeline:
         `module`: what torch drives itself, see `Adapter.pipeline_module`; it is asked for at the first step.
         """
         if self._stage is None:
-            # Not at the top: it takes half a second, and few runs have a pipeline.
             from fsdp_conformance.adapters.pipeline_stage import Stage
 
             self._stage = Stage(module, self.own, self._shapes, self._regime, device=self._device, group=self._group)

@@ -10,6 +10,7 @@ in its own way. For any other the adapter's forward and backward compute, inside
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,13 @@ from fsdp_conformance.workload import Regime
 
 #: torch's schedule for each order of `Regime.pipeline`.
 _SCHEDULES: dict[str, Any] = {"forwards-first": ScheduleGPipe, "1f1b": Schedule1F1B}
+
+
+def too_old() -> str:
+    """Why this torch's schedules cannot be used, or "". In torch 2.6, 1F1B waits forever on gloo."""
+    if all("scale_grads" in inspect.signature(schedule).parameters for schedule in _SCHEDULES.values()):
+        return ""
+    return f"needs pipeline schedules with the option scale_grads, which torch {torch.__version__} does not have"
 
 
 class Passes(NamedTuple):

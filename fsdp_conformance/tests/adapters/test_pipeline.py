@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fsdp_conformance.adapters import session
+from fsdp_conformance.adapters import pipeline_stage, session
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.pipeline import Pipeline
+from fsdp_conformance.adapters.pipeline_stage import too_old
 from fsdp_conformance.adapters.reference import Reference
 from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.adapters.torch_like import parallel_shape
@@ -24,7 +25,7 @@ from fsdp_conformance.checks.references import train_references
 from fsdp_conformance.config import Plan
 from fsdp_conformance.engine.errors import StructureMismatch
 from fsdp_conformance.engine.fully_sharded.checkpoint import load_checkpoint
-from fsdp_conformance.errors import ConfigError, SuiteError, Unsupported
+from fsdp_conformance.errors import ConfigError, EnvironmentUnavailable, SuiteError, Unsupported
 from fsdp_conformance.events import Action, Event, Moment
 from fsdp_conformance.fixtures import pipeline, probes
 from fsdp_conformance.history.training import TrainingHistory
@@ -33,6 +34,8 @@ from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
 
 ENGINES = ("torch-fsdp2", "reference")
 STAGES = ("0", "1")
+
+needs_schedules = pytest.mark.skipif(bool(too_old()), reason=too_old())
 
 
 def with_a_stage_of(kind: str) -> Workload:
@@ -46,6 +49,7 @@ def with_a_stage_of(kind: str) -> Workload:
     return replace(whole, build=build, units=("1.unit",) if kind == "first" else ("0.unit",))
 
 
+@needs_schedules
 class Trains(RankTestCase):
     """Each of the two ranks has a stage; what they train together is what one process trains."""
 
@@ -148,6 +152,7 @@ class _RaisesAtTheEnd(TorchFSDP2):
         raise KeyError("mine")
 
 
+@needs_schedules
 class Refuses(RankTestCase):
     """What cannot be a pipeline, on every rank, before anything is built."""
 
@@ -208,6 +213,17 @@ class Refuses(RankTestCase):
     def _unobserved(self, adapter: Adapter, workload: Workload, regime: Regime) -> TrainingHistory:
         plan = session.plan_for(workload, regime, Plan(stages=STAGES))
         return session.train(adapter, workload, plan, regime, rank=self.rank, world_size=2, observe=False)
+
+
+def test_an_old_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedules without the option are left alone, and the message says so."""
+    monkeypatch.setattr(pipeline_stage, "_SCHEDULES", {"1f1b": lambda stage, count, loss_fn: None})
+    assert re.fullmatch("needs pipeline schedules with .*scale_grads, which torch .* does not have", too_old())
+    with pytest.raises(EnvironmentUnavailable, match="scale_grads"):
+        Pipeline(
+            Plan(stages=STAGES), pipeline.pipeline(2), Regime(pipeline="1f1b", micro_batches=2),
+            rank=0, world_size=2, device=torch.device("cpu"),
+        )  # fmt: skip
 
 
 @pytest.mark.parametrize(
