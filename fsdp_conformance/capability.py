@@ -55,6 +55,7 @@ _ALL = [
             "auto_wrap": "A policy can choose the units.",
             "persist_small": "Small parameters can stay unsharded.",
             "tp": "Layers can also be sharded over tensor-parallel groups.",
+            "pp": "A stage of a pipeline can be sharded over the ranks of the stage.",
         },
     ),
     *_flags(

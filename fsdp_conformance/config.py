@@ -6,7 +6,7 @@ A plan is frozen data. It is checked when it is made, and one error reports all 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -100,7 +100,10 @@ SHARDING_CAPABILITY = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What the adapter is told before it builds anything. The same on every rank."""
+    """
+    What the adapter is told before it builds anything. The same on every rank; in a pipeline, an adapter gets the units
+    and the other submodules of its own stage only.
+    """
 
     device: str = "cpu"
     """Type of the compute device: cpu, cuda, sim (simulated), or any accelerator that torch knows."""
@@ -145,6 +148,12 @@ class Plan:
     """
     tensor_styles: tuple[tuple[str, str], ...] = ()
     """(FQN of a linear layer, "column" or "row"): a row layer takes what the column layer before it has left apart."""
+    stages: tuple[str, ...] = ()
+    """
+    FQNs of the submodules that are the stages of a pipeline, in order. Ranks are divided into as many groups of
+    consecutive ranks, one for each stage; a stage's parameters are sharded over its group, and ranks at the same place
+    in each group get the same batches. The adapter's model then has one stage only, under its original names.
+    """
     ignored: tuple[str, ...] = ()
     """FQNs of submodules that the implementation must not touch."""
     local_units: tuple[str, ...] = ()
@@ -190,6 +199,7 @@ class Plan:
             for fqn, style in self.tensor_styles
             if style not in ("column", "row")
         ]
+        problems += self._problems_of_stages()
         if self.micro_batches < 1:
             problems.append(f"micro_batches must be at least 1, got {self.micro_batches}")
         if self.explicit_prefetch < 0:
@@ -221,6 +231,24 @@ class Plan:
         if problems:
             raise ConfigError(problems, where="Plan")
 
+    def _problems_of_stages(self) -> Iterator[str]:
+        if len(self.stages) == 1:
+            yield f"stages must be none or at least two, got {self.stages[0]!r} alone"
+        for stage in self.stages:
+            if self.stages.count(stage) > 1 or any(f"{stage}.".startswith(f"{o}.") for o in self.stages if o != stage):
+                yield f"stages must be separate submodules, got {', '.join(self.stages)}"
+                break
+        others = {
+            "replicas": self.replicas > 1,
+            "local_units": bool(self.local_units),
+            # What is sent has the dtype of the parameters.
+            "param_dtype": self.param_dtype is not None,
+            "unit_dtypes": bool(self.unit_dtypes),
+        }
+        if self.stages and any(others.values()):
+            names = ", ".join(name for name, there in others.items() if there)
+            yield f"stages must be without {', '.join(others)}, got them with {names}"
+
     def dtype_of(self, unit: str) -> str | None:
         """The dtype that a unit (the root is "") computes in; None for that of its parameters."""
         return dict(self.unit_dtypes).get(unit, self.param_dtype)
@@ -247,6 +275,7 @@ class Plan:
             "mp_buffers": self.buffer_dtype is not None,
             "mp_eval_full": self.full_precision_in_eval,
             "tp": self.tensor_parallel > 1,
+            "pp": bool(self.stages),
             "ignored_modules": bool(self.ignored),
             "subgroups": bool(self.local_units),
             "meta_init": self.meta_init,

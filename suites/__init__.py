@@ -32,6 +32,7 @@ adapter.
     test_u_state_dicts     full state dicts, and what reading leaves behind
     test_t_optimizers      optimizers, groups, steps in backward, and what users write
     test_v_hybrid          several groups: hybrid sharding, experts, tensor parallelism
+    test_v_pipeline        pipelines of stages that are sharded, with tensor parallelism, too
     test_w_reentry         multiple forwards and re-entrancy
     test_x_structures      inputs and outputs
     test_y_hooks           hooks of users, of the engine, and communication hooks

@@ -156,6 +156,8 @@ def capabilities_page() -> str:
         ]
         page += _CAPABILITY_TABLE.format(area=area.capitalize(), rows="\n".join(rows))
     future = sorted(contract.load().future_flags.items())
+    if not future:
+        return page
     return page + _NOT_YET.format(rows="\n".join(f"| `{flag}` | {sentence} |" for flag, sentence in future))
 
 

@@ -62,7 +62,7 @@ UNREACHED: dict[str, str] = {
     "R142": "the optimizer never steps in backward",
     "R152": "initial values are equal on all ranks",
     "R153": "no unit has a group of its own",
-    "R154": "tensor parallelism is not drawn",
+    "R154": "neither tensor parallelism nor stages of a pipeline are drawn",
     "R157": "inputs and outputs are tensors",
     **dict.fromkeys(("R158", "R159"), "users' hooks are not registered"),
     "R162": "models are equal on all ranks",

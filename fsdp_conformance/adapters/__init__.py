@@ -20,6 +20,8 @@ The protocol and its tools:
 The training loop of the implementation under test:
 
     session             trains a workload through an adapter and records its history
+    pipeline            a rank's place in a pipeline of stages
+    pipeline_stage      a stage in torch's pipeline schedules
     optimizers          several optimizers of a user, passed to an engine as one
     structures          tensors inside models' inputs and outputs
     watch               allocator statistics and the simulated accelerator's checker

@@ -200,6 +200,14 @@ class Adapter(ABC):
         """
         return nullcontext()
 
+    def pipeline_module(self) -> nn.Module | None:
+        """
+        What torch.distributed.pipelining calls and differentiates itself, with what it does for engines that it knows.
+
+        None: a pipeline goes through `microbatch`, `forward` and `backward`, as training without one does.
+        """
+        return None
+
     @abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, in the mode last set by `train`."""
@@ -217,7 +225,8 @@ class Adapter(ABC):
         """
         Clip if `max_norm` is given, step the optimizer, drop the gradients. Collective.
 
-        Returns the total norm before clipping if known; the caller reduces a lazily reduced one (DTensor).
+        Returns the total norm before clipping if known; the caller reduces a lazily reduced one (DTensor). In a
+        pipeline, it is the norm of the gradients of all stages.
         """
 
     @abstractmethod
@@ -226,6 +235,8 @@ class Adapter(ABC):
         Full clones of all parameters on the CPU, by original name. Collective.
 
         A tied parameter is listed once, under its name in `model.named_parameters()`; frozen ones are included.
+
+        In a pipeline, here and in the methods below, the model is this rank's stage.
         """
 
     @abstractmethod
@@ -351,7 +362,8 @@ class Adapter(ABC):
         """
         The state dict of the unwrapped model: whole values under original names, aliases included. Collective.
 
-        With `rank0_only`, rank 0 gets it on the CPU, and the others get an empty one.
+        With `rank0_only`, rank 0 gets it on the CPU, and the others get an empty one; in a pipeline, the first rank of
+        each stage gets that of the stage.
         """
         raise NotImplementedError
 

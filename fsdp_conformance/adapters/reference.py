@@ -39,7 +39,7 @@ from fsdp_conformance.engine.fully_sharded.model_state import (
 from fsdp_conformance.engine.fully_sharded.optimizer_state import full_optimizer_state, load_optimizer_state
 from fsdp_conformance.engine.fully_sharded.wrap_policy import ClassPolicy, SizePolicy, WrapPolicy
 from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
-from fsdp_conformance.errors import AdapterError
+from fsdp_conformance.errors import AdapterError, Unsupported
 
 _STRATEGIES = {
     Sharding.DEFAULT: engine.ShardingStrategy.FULL_SHARD,
@@ -115,6 +115,7 @@ class Reference(TorchAdapter):
             "custom_forward_methods",
             "ac_reentrant",
             "pipelined_microbatch",
+            "pp",
             "deferral_checks",
             "unused_untouched",
             "zero_size_shard",
@@ -237,7 +238,7 @@ class Reference(TorchAdapter):
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         state = full_state_dict(self.model, rank0_only=rank0_only, offload_to_cpu=rank0_only)
         # The engine gives it to the first rank of each shard group.
-        return {} if rank0_only and dist.get_rank() else state
+        return {} if rank0_only and not self.plan.stages and dist.get_rank() else state
 
     def load_full_state_dict(self, state: Mapping[str, Any], *, strict: bool = True) -> LoadedKeys:
         return LoadedKeys(*load_full_state_dict(self.model, state, strict=strict))
@@ -258,15 +259,20 @@ class Reference(TorchAdapter):
             load_optimizer_state(self.model, self.optimizer, state)
 
     def save_checkpoint(self, directory: Path) -> None:
-        save_checkpoint(self.model, self.optimizer, directory)
+        save_checkpoint(self.model, self.optimizer, directory, stage=self._stage())
 
     def load_checkpoint(self, directory: Path) -> None:
-        load_checkpoint(self.model, self.optimizer, directory)
+        load_checkpoint(self.model, self.optimizer, directory, stage=self._stage())
+
+    def _stage(self) -> str:
+        return self.plan.stages[self.mesh.get_local_rank("stage")] if self.plan.stages else ""
 
     def save_checkpoint_async(self, directory: Path) -> PendingSave:
         if self._saving_group is None:
             self._saving_group = dist.new_group(backend="gloo")
-        future = save_checkpoint_async(self.model, self.optimizer, directory, process_group=self._saving_group)
+        future = save_checkpoint_async(
+            self.model, self.optimizer, directory, process_group=self._saving_group, stage=self._stage()
+        )
         return FutureSave(future)
 
     def unit_is_unsharded(self, fqn: str) -> bool:
@@ -328,9 +334,13 @@ class Reference(TorchAdapter):
         if plan.device_id is not None or (self.device.type != "cpu" and plan.init_mode is InitMode.NEVER):
             # Moves a model that the caller does not move.
             options["device_id"] = self.device
-        if strategy.is_hybrid:
+        if strategy.is_hybrid and not plan.stages:
             shape = hybrid_shape(plan, dist.get_world_size())
             options["device_mesh"] = init_device_mesh(self.device.type, shape, mesh_dim_names=("replicate", "shard"))
+        elif plan.stages:
+            if strategy.is_hybrid:
+                raise Unsupported("pp", "this adapter combines pipelines with sharding only, not with hybrid sharding")
+            options["device_mesh"] = self.mesh["shard"]
         return options
 
     def _local(self, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ A step, with the labels of its collectives in the log:
                          events, and the fault point after_loss, between forward and backward
                          "backward"
                          events after the backward. In a pipeline other micro-batches' passes may lie in between, too
+                         With stages, the sends and receives of the pipeline are "pipeline"
     gradients            "observe"   full gradients are read, before clipping
     events               before the optimizer
     fault point          before_step
@@ -37,7 +38,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +47,7 @@ from torch.optim import Optimizer
 from fsdp_conformance.adapters.base import Adapter, OptimFn
 from fsdp_conformance.adapters.names import OriginalNames
 from fsdp_conformance.adapters.optimizers import Several
+from fsdp_conformance.adapters.pipeline import Pipeline
 from fsdp_conformance.adapters.sharded import full_copy, materialise_norm
 from fsdp_conformance.adapters.structures import map_tensors
 from fsdp_conformance.adapters.torch_like import compute_device
@@ -60,6 +62,9 @@ from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.memory import MemoryMark, Point
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
 from fsdp_conformance.workload import Batch, BatchKey, Fuse, Regime, Workload
+
+if TYPE_CHECKING:
+    from fsdp_conformance.adapters.pipeline_stage import Passes
 
 #: Kinds of `Adapter.local_tensors` whose bytes are counted while gradients exist.
 _BEFORE_STEP = frozenset({"grads"})
@@ -135,7 +140,10 @@ def train(
     with `first_step`; `on_setup` then loads what the other one has saved. `new_directory` makes a directory that all
     ranks see, for a regime that saves checkpoints; collective.
 
-    Raises Unsupported for a plan with undeclared flags, or for a regime that the adapter cannot follow.
+    A plan with stages makes this rank train one stage; the history has what all stages together have.
+
+    Raises Unsupported for a plan with undeclared flags, or for a regime that the adapter cannot follow, and ConfigError
+    for stages that the world or the regime does not fit.
     """
     plan = _with_regime(plan, workload, regime)
     adapter.refuse_undeclared(plan)
@@ -162,6 +170,7 @@ def train(
         new_directory=new_directory,
     )
     try:
+        run.join_pipeline(plan)
         run.set_up(plan, on_setup)
         with ExitStack() as installed:
             for fault in faults:
@@ -220,6 +229,20 @@ class _Run:
         """The units of the plan, and the root."""
         self._saved: Path | None = None
         """The last checkpoint."""
+        self._pipeline: Pipeline | None = None
+
+    def join_pipeline(self, plan: Plan) -> None:
+        """Take this rank's place among the stages of a plan that has them. Collective."""
+        if plan.stages:
+            with self._phase("setup"), context.working(Part.SUITE):
+                self._pipeline = Pipeline(
+                    plan,
+                    self.workload,
+                    self.regime,
+                    rank=self.rank,
+                    world_size=self.world_size,
+                    device=self.device,
+                )
 
     def set_up(self, plan: Plan, on_setup: Callable[[Adapter], object] | None) -> None:
         self.watch.begin()
@@ -231,6 +254,8 @@ class _Run:
         def build() -> nn.Module:
             with context.working(Part.SUITE):
                 model = self._build_on_meta() if plan.meta_init else self.workload.build(self.rank)
+                if self._pipeline is not None:
+                    self._pipeline.cut(model)
                 for fault in self.faults:
                     fault.prepare(model)
             self.names = OriginalNames(model)
@@ -240,6 +265,8 @@ class _Run:
                 self._built = dict(model.named_parameters())
             return model
 
+        if self._pipeline is not None:
+            plan = self._pipeline.plan_of_stage(plan)
         with self._phase("setup"):
             self.adapter.setup(build, self._optim_fn(), plan)
             if self.regime.init_scale is not None:
@@ -251,7 +278,7 @@ class _Run:
         self._mark(Point.SETUP)
         self.history.requires_grad = self._requires_grad()
         with self._observing():
-            self.history.initial_params = self.adapter.full_params()
+            self.history.initial_params = self._whole(self.adapter.full_params())
             self.history.initial_buffers = self._buffers()
         self.adapter.train(True)
 
@@ -270,7 +297,11 @@ class _Run:
             for event, begun in self.regime.attempts(step):
                 self._attempt(event, begun)
             self._happen(Moment.STEP, step)
-            if self.regime.pipeline:
+            if self._pipeline is not None:
+                with self._phase("pipeline", step):
+                    batches = [self._batch(step, micro) for micro in range(self.regime.micro_batches)]
+                    self._pipeline.step(self._passes(step), batches, self.adapter.pipeline_module())
+            elif self.regime.pipeline:
                 self._pipelined(record)
             else:
                 for micro in range(self.regime.micro_batches):
@@ -284,7 +315,7 @@ class _Run:
             # NaN, and no two NaNs are equal.
             kept = not self.regime.optimizer_in_backward and self.regime.init_scale is None
             if self.observe and "full_grads" in self.declared and kept:
-                record.grads = self.adapter.full_grads()
+                record.grads = self._whole(self.adapter.full_grads())
             if self.on_gradients is not None:
                 self.on_gradients(self.adapter, step)
             if step == self.regime.steps - 1 and not self.undisturbed:
@@ -311,8 +342,12 @@ class _Run:
             if self.regime.init_scale is not None:
                 record.loss_scale = torch.tensor(self.adapter.loss_scale(), dtype=torch.float64)
             if self.observe or step == self.regime.steps - 1:
-                record.params = self.adapter.full_params()
+                record.params = self._whole(self.adapter.full_params())
                 record.buffers = self._buffers()
+
+    def _whole(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Values by name, in a pipeline those of all stages. Collective."""
+        return values if self._pipeline is None else self._pipeline.joined(values)
 
     def finish(self) -> None:
         """Count the bytes this rank holds, and those that an unsharded run would hold."""
@@ -364,6 +399,28 @@ class _Run:
                     losses[micro] = self._forward_loss(record, micro)
                 else:
                     self._backward(record.step, losses.pop(micro))
+
+    def _passes(self, step: int) -> Passes:
+        """What this rank's stage computes in a step."""
+        from fsdp_conformance.adapters.pipeline_stage import Passes
+
+        def forward(micro: int, x: Tensor) -> Tensor:
+            with self._context(micro):
+                output: Tensor = self._forward(step, Batch(args=(x,)))
+            self._mark(Point.FORWARD, step)
+            self._reach("after_loss", step)
+            return output
+
+        def loss(output: Tensor, target: Any) -> Tensor:
+            found = self.workload.loss(output, Batch(target=target))
+            self._kept.append(_kept(found))
+            return found
+
+        def backward(micro: int, loss: Tensor) -> None:
+            with self._context(micro):
+                self._backward(step, loss)
+
+        return Passes(forward, loss, backward)
 
     def _context(self, micro: int) -> AbstractContextManager[Any]:
         """The adapter's context for a micro-batch."""
@@ -504,6 +561,8 @@ class _Run:
     def _fetch(self, record: StepRecord) -> None:
         """Copy losses and outputs from the device to the host."""
         record.losses = _fetched(self._kept)
+        if self._pipeline is not None:
+            record.losses = self._pipeline.losses(record.losses)
         for earlier, losses in self._unread:
             earlier.losses, earlier.outputs = _fetched(losses), _fetched(earlier.outputs)
         record.outputs = _fetched(record.outputs)
@@ -596,13 +655,13 @@ class _Run:
     def _buffers(self) -> dict[str, Tensor]:
         """The adapter's answer, or, if it gives none, what user code finds in the wrapped module."""
         if "full_buffers" in self.declared:
-            return self.adapter.full_buffers()
+            return self._whole(self.adapter.full_buffers())
         try:
             found = self.names.buffers_of(self.adapter.module())
         except NotImplementedError:
             self.history.shows_buffers = False
             return {}
-        return {name: full_copy(buffer) for name, buffer in found.items()}
+        return self._whole({name: full_copy(buffer) for name, buffer in found.items()})
 
     def _requires_grad(self) -> dict[str, bool]:
         try:

@@ -54,6 +54,7 @@ def full_gradients(
     full: Callable[[Tensor], Tensor] = full_copy,
     *,
     of_any_rank: bool = False,
+    groups: Sequence[dist.ProcessGroup | None] = (None,),
 ) -> dict[str, Tensor | None]:
     """
     Full gradients, None where this rank has none. Collective if any parameter is sharded.
@@ -63,10 +64,11 @@ def full_gradients(
     provides zeros and still reports None.
 
     `of_any_rank`: it reports the gradient that others have, for engines in which a rank whose shard is empty has none.
+    `groups`: those that together connect the ranks with this model; None is the default group.
     """
     here = [parameter.grad is not None for parameter in parameters.values()]
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
-    somewhere = anywhere(here, device) if sharded or of_any_rank else here
+    somewhere = anywhere(here, device, groups) if sharded or of_any_rank else here
     given: dict[str, Tensor] = {}
     for (name, parameter), wanted in zip(parameters.items(), somewhere, strict=True):
         if parameter.grad is not None:
@@ -78,12 +80,15 @@ def full_gradients(
     return {name: copies[name] if shown else None for name, shown in zip(parameters, reported, strict=True)}
 
 
-def anywhere(flags: Sequence[bool], device: torch.device) -> list[bool]:
-    """Which of the flags are set on any rank. Collective; all ranks must pass equally many."""
+def anywhere(
+    flags: Sequence[bool], device: torch.device, groups: Sequence[dist.ProcessGroup | None] = (None,)
+) -> list[bool]:
+    """Which of the flags are set on any rank of the groups. Collective; all ranks must pass equally many."""
     if not flags:
         return []
     tensor = torch.tensor(flags, dtype=torch.int32, device=device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    for group in groups:
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)
     return [bool(flag) for flag in tensor.tolist()]
 
 

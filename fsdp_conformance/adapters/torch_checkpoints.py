@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
 from fsdp_conformance.adapters.base import LoadedKeys, PendingSave
+from fsdp_conformance.adapters.sharded import full_copy
 from fsdp_conformance.adapters.torch_like import TorchAdapter
 
 
@@ -35,6 +37,11 @@ class TorchCheckpoints(TorchAdapter):
     """For asynchronous saves, whose collectives must not meet those of the training."""
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
+        if rank0_only and self.plan.stages:
+            # That of torch would be lost for all stages but the first.
+            state = self.full_state_dict()
+            own = {name: full_copy(value) if isinstance(value, Tensor) else value for name, value in state.items()}
+            return {} if any(group.rank() for group in self._model_groups() if group is not None) else own
         # In torch, a full state dict on the CPU is only on rank 0.
         return get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=rank0_only))
 
@@ -70,7 +77,7 @@ class TorchCheckpoints(TorchAdapter):
         load(state, checkpoint_id=directory)
         set_model_state_dict(self.model, state["model"])
         if self.optimizer is not None:
-            set_optimizer_state_dict(self.model, self.optimizer, state["optim"])
+            set_optimizer_state_dict(self.model, self.optimizer, state["optim"], options=self._options_to_save())
 
     def save_checkpoint_async(self, directory: Path) -> PendingSave:
         if self._saving_group is None:
@@ -81,8 +88,12 @@ class TorchCheckpoints(TorchAdapter):
     def _state_to_save(self) -> dict[str, Any]:
         state: dict[str, Any] = {"model": get_model_state_dict(self.model)}
         if self.optimizer is not None:
-            state["optim"] = get_optimizer_state_dict(self.model, self.optimizer)
+            state["optim"] = get_optimizer_state_dict(self.model, self.optimizer, options=self._options_to_save())
         return state
+
+    def _options_to_save(self) -> StateDictOptions:
+        # Groups have numbers and not names: those of two stages would be in each other's place.
+        return StateDictOptions(flatten_optimizer_state_dict=bool(self.plan.stages))
 
 
 class FutureSave:

@@ -37,7 +37,6 @@ from fsdp_conformance.adapters.torch_like import (
     refusal,
     replace_submodule,
     submodules,
-    tensor_mesh,
     torch_dtype,
 )
 from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
@@ -118,13 +117,10 @@ class TorchFSDP1(TorchCheckpoints):
                 pass
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
-        mesh = None
-        if plan.tensor_parallel > 1:
-            mesh = tensor_mesh(plan, self.device.type)
-            apply_tensor_parallelism(model, plan, mesh)
         options = self._options(model, plan)
-        if mesh is not None:
-            options["device_mesh"] = mesh["shard"]
+        if plan.tensor_parallel > 1:
+            apply_tensor_parallelism(model, plan, self.mesh)
+            options["device_mesh"] = self.mesh["shard"]
         with (
             refusal("sync_module_states", ValueError, when=plan.sync_module_states and self.device.type == "cpu"),
             patch.dict(os.environ, {_FULL_PRECISION_IN_EVAL: "1" if plan.full_precision_in_eval else "0"}),

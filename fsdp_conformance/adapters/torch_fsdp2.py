@@ -24,7 +24,6 @@ from fsdp_conformance.adapters.torch_like import (
     hybrid_shape,
     refusal,
     submodules,
-    tensor_mesh,
     torch_dtype,
 )
 from fsdp_conformance.config import Offload, Plan, Sharding
@@ -43,7 +42,7 @@ class TorchFSDP2(TorchCheckpoints):
         "prefetch_forward",
         "shared_params", "shared_module", "frozen_mixed", "frozen_dynamic", "unused_untouched", "zero_size_shard",
         "coll_counts", "coll_volume", "ws1_fast", "mem_bounds", "rate_limit", "ac_reentrant",
-        "pipelined_microbatch", "tp", "clip_norm_type", "meta_init", "optim_in_backward",
+        "pipelined_microbatch", "tp", "pp", "clip_norm_type", "meta_init", "optim_in_backward",
     })  # fmt: skip
     #: New in torch 2.13.
     declines: ClassVar[frozenset[str]] = (
@@ -57,8 +56,7 @@ class TorchFSDP2(TorchCheckpoints):
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         if plan.tensor_parallel > 1:
-            self._parallel_mesh = self.make_tensor_mesh(plan)
-            apply_tensor_parallelism(model, plan, self._parallel_mesh)
+            apply_tensor_parallelism(model, plan, self.mesh)
         options = self._options(model, plan)
         local = {**options, "mesh": self._own_mesh()} if plan.local_units else options
         with refusal("cpu_offload_params", RuntimeError, when=plan.offload is not Offload.OFF and self._is_cpu()):
@@ -76,9 +74,9 @@ class TorchFSDP2(TorchCheckpoints):
             _prefetch_listed(model, plan.explicit_prefetch)
         return model
 
-    def make_tensor_mesh(self, plan: Plan) -> DeviceMesh:
-        """The mesh for a plan with tensor parallelism, with dimensions "shard" and "tensor"."""
-        return tensor_mesh(plan, self.device.type)
+    def pipeline_module(self) -> nn.Module | None:
+        # torch always defers the reduction to the end of a step, so it drives only what may be deferred.
+        return self.model if self.plan.defer_reduction else None
 
     def materialise(self, model: nn.Module, plan: Plan) -> None:
         """Give memory and values to a wrapped model on meta, as the documentation of `fully_shard` has its users do."""
@@ -157,10 +155,11 @@ class TorchFSDP2(TorchCheckpoints):
 
     def _mesh(self, plan: Plan) -> DeviceMesh:
         world_size = dist.get_world_size()
-        if plan.tensor_parallel > 1:
+        if plan.stages or plan.tensor_parallel > 1:
             if plan.sharding is Sharding.HYBRID:
-                raise Unsupported("tp", "this adapter combines tensor parallelism with sharding only, not with hybrid")
-            return self._parallel_mesh["shard"]
+                flag = "tp" if plan.tensor_parallel > 1 else "pp"
+                raise Unsupported(flag, "this adapter combines it with sharding only, not with hybrid sharding")
+            return self.mesh["shard"]
         if plan.sharding is not Sharding.HYBRID:
             return init_device_mesh(self.device.type, (world_size,), mesh_dim_names=("shard",))
         return init_device_mesh(self.device.type, hybrid_shape(plan, world_size), mesh_dim_names=("replicate", "shard"))

@@ -13,6 +13,7 @@ Everything else works as in stock torch: the optimizer is built from `wrapped.pa
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -31,6 +32,7 @@ from fsdp_conformance.adapters.sharded import (
     full_copy,
     full_gradients,
     local_part,
+    materialise_norm,
     state_tensors,
     write_full,
 )
@@ -68,6 +70,8 @@ class TorchAdapter(Adapter):
     names: OriginalNames
     plan: Plan
     device: torch.device
+    mesh: DeviceMesh
+    """Only for a plan with stages or tensor parallelism: see `parallel_shape`."""
 
     @abstractmethod
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
@@ -97,6 +101,21 @@ class TorchAdapter(Adapter):
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Clip the gradients by their total norm and return it. Collective."""
         return torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm, norm_type)
+
+    def make_mesh(self, plan: Plan) -> DeviceMesh:
+        """The mesh for a plan with stages or tensor parallelism. Collective."""
+        return parallel_mesh(plan, self.device.type)
+
+    def norm_of_stages(self, own: Tensor, norm_type: float) -> Tensor:
+        """The norm over all stages of a pipeline, from that of this rank's stage. 0-dimensional. Collective."""
+        group = self.mesh.get_group("stage")
+        if norm_type == math.inf:
+            dist.all_reduce(own, op=dist.ReduceOp.MAX, group=group)
+            return own
+        total = own**norm_type
+        dist.all_reduce(total, group=group)
+        found: Tensor = total ** (1.0 / norm_type)
+        return found
 
     def make_optimizer(self, optim_fn: OptimFn) -> Optimizer:
         """
@@ -131,6 +150,8 @@ class TorchAdapter(Adapter):
         self.refuse_undeclared(plan)
         self.plan = plan
         self.device = compute_device(plan)
+        if plan.stages or plan.tensor_parallel > 1:
+            self.mesh = self.make_mesh(plan)
         model = model_fn()
         self.names = OriginalNames(model)
         if plan.init_mode is InitMode.BEFORE and not plan.meta_init:
@@ -170,11 +191,23 @@ class TorchAdapter(Adapter):
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
         if self.scaler is not None and self.optimizer is not None:
             return self._scaled_step(self.scaler, self.optimizer, max_norm, norm_type)
-        norm = None if max_norm is None else self.clip(max_norm, norm_type)
+        norm = None if max_norm is None else self._clip(max_norm, norm_type)
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=self.sets_to_none)
         return norm
+
+    def _clip(self, max_norm: float, norm_type: float) -> Tensor:
+        if not self.plan.stages:
+            return self.clip(max_norm, norm_type)
+        # As torchtitan does: the engine knows the norm of its stage, and the others' are added by hand.
+        own = materialise_norm(self.clip(math.inf, norm_type)).to(self.device)
+        total = self.norm_of_stages(own, norm_type)
+        coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None:
+                local_part(parameter.grad).mul_(coefficient)
+        return total
 
     def set_learning_rate(self, value: float) -> None:
         for group in self.optimizer.param_groups if self.optimizer is not None else ():
@@ -188,7 +221,14 @@ class TorchAdapter(Adapter):
             return full_copies(self.parameters(), self.full)
 
     def full_grads(self) -> dict[str, Tensor | None]:
-        return full_gradients(self.parameters(), self.device, self.full)
+        return full_gradients(self.parameters(), self.device, self.full, groups=self._model_groups())
+
+    def _model_groups(self) -> Sequence[dist.ProcessGroup | None]:
+        """The groups that together connect the ranks with this rank's model: in a pipeline, those of its stage."""
+        if not self.plan.stages:
+            return (None,)
+        names = self.mesh.mesh_dim_names or ()
+        return [self.mesh.get_group(name) for name in names if name != "stage"]
 
     def full_buffers(self) -> dict[str, Tensor]:
         return full_copies(self.names.buffers_of(self.model))
@@ -295,20 +335,33 @@ def hybrid_shape(plan: Plan, world_size: int) -> tuple[int, int]:
     return plan.replicas, world_size // plan.replicas
 
 
-def tensor_mesh(plan: Plan, device_type: str) -> DeviceMesh:
+def parallel_shape(plan: Plan, world_size: int) -> dict[str, int]:
     """
-    The mesh of a plan with tensor parallelism: "shard" over data-parallel ranks, "tensor" over consecutive ones.
+    The dimensions of the mesh of a plan with stages or tensor parallelism, the outermost first, with their sizes.
 
+    "stage": the stages of a pipeline, "shard": data-parallel ranks, "tensor": consecutive ranks that share layers.
     Raises ConfigError if the groups do not divide the world.
     """
-    world_size = dist.get_world_size()
-    if world_size % plan.tensor_parallel:
+    num_stages = len(plan.stages) or 1
+    if world_size % num_stages:
         raise ConfigError(
-            [f"tensor_parallel must divide the world size {world_size}, got {plan.tensor_parallel}"],
-            where="tensor parallelism",
+            [f"stages must divide the world size {world_size}, got {num_stages} stages"], where="pipeline parallelism"
         )
-    shape = (world_size // plan.tensor_parallel, plan.tensor_parallel)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("shard", "tensor"))
+    stage_size = world_size // num_stages
+    if stage_size % plan.tensor_parallel:
+        what = f"the {stage_size} ranks of a stage" if plan.stages else f"the world size {world_size}"
+        raise ConfigError(
+            [f"tensor_parallel must divide {what}, got {plan.tensor_parallel}"], where="tensor parallelism"
+        )
+    shape = {"stage": num_stages, "shard": stage_size // plan.tensor_parallel, "tensor": plan.tensor_parallel}
+    kept = {"shard", *["stage"] * bool(plan.stages), *["tensor"] * (plan.tensor_parallel > 1)}
+    return {name: size for name, size in shape.items() if name in kept}
+
+
+def parallel_mesh(plan: Plan, device_type: str) -> DeviceMesh:
+    """The mesh with the dimensions of `parallel_shape`. Collective."""
+    shape = parallel_shape(plan, dist.get_world_size())
+    return init_device_mesh(device_type, tuple(shape.values()), mesh_dim_names=tuple(shape))
 
 
 def apply_tensor_parallelism(model: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:

@@ -24,7 +24,7 @@ class TorchReplicate(TorchFSDP2):
         "zero3", "zero2", "hsdp", "reshard_after_forward", "reshard_int", "subgroups", "ignored_modules", "shard_dim",
         "cpu_offload_params", "prefetch_explicit", "prefetch_forward", "zero_size_shard", "rate_limit", "ws1_fast",
         "sharded_state", "manual_unshard", "async_unshard", "hsdp_defer_allreduce", "reshard_after_backward",
-        "coll_counts", "coll_volume", "mem_bounds", "meta_init", "tp",
+        "coll_counts", "coll_volume", "mem_bounds", "meta_init", "tp", "pp",
     })  # fmt: skip
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:

@@ -62,6 +62,7 @@ WITHIN = {
     "hsdp-defer-allreduce": {"hybrid"},
     "manual-unshard": {"zero-2"},
     "memory-bounds": {"zero-2", "zero-3"},
+    "pp": {"pipelined-microbatch"},
     "precision-policies": {"mixed-precision"},
     "no-sync-per-unit": {"accumulation", "zero-3"},
     "reshard-after-backward": {"accumulation", "zero-2"},

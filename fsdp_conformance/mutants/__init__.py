@@ -22,6 +22,7 @@ standard library; the classes are imported in the ranks, by `adapters.registry.l
     recomputation   activation checkpoints: what runs again in backward
     hooks           a user's hooks, the engine's own, and communication hooks
     tensor_parallel  tensor parallelism: the two kinds of groups mixed up
+    pipeline        pipelines: stages, and the ranks of a stage, mixed up
     degrees         sharding degrees: shards that free nothing, requests that are replaced
     hybrid          hybrid sharding: reduction over replicas, and their initial values
     deferred        initialisation of models that are built on meta

@@ -103,6 +103,10 @@ class SeamFSDP2(TorchFSDP2):
             self._reduce_left_out()
         self.after_backward()
 
+    def pipeline_module(self) -> nn.Module | None:
+        # The seams are in `backward`.
+        return None
+
     def step(self, max_norm: float | None = None, *, norm_type: float = 2.0) -> Tensor | None:
         norm = super().step(max_norm, norm_type=norm_type)
         self.num_steps += 1

@@ -21,7 +21,7 @@ class AveragesOverTheTensorGroup(SeamFSDP2):
     def after_backward(self) -> None:
         if self.plan.tensor_parallel > 1:
             for grad in self.local_grads().values():
-                dist.all_reduce(grad, group=self._parallel_mesh.get_group("tensor"))
+                dist.all_reduce(grad, group=self.mesh.get_group("tensor"))
                 grad.div_(self.plan.tensor_parallel)
 
 
@@ -29,7 +29,7 @@ class AveragesOverTheTensorGroup(SeamFSDP2):
 class DataParallelOverTheTensorGroup(SeamFSDP2):
     """The two dimensions of the mesh are exchanged: gradients are averaged over ranks that get the same batches."""
 
-    def make_tensor_mesh(self, plan: Plan) -> DeviceMesh:
+    def make_mesh(self, plan: Plan) -> DeviceMesh:
         ranks = torch.arange(self.world_size).view(-1, plan.tensor_parallel).t().contiguous()
         return DeviceMesh(self.device.type, ranks, mesh_dim_names=("shard", "tensor"))
 

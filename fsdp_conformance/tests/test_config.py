@@ -16,6 +16,7 @@ from fsdp_conformance.errors import ConfigError
         ({"units": ("a",), "defer_reduction": True, "deferred_units": ("",)}, "no_sync_per_unit"),
         ({"reshard_after_backward": False}, "reshard_after_backward"),
         ({"tensor_parallel": 2, "tensor_styles": (("a", "row"),)}, "tp"),
+        ({"stages": ("a", "b")}, "pp"),
     ],
 )
 def test_a_field_needs_its_flag(fields: dict[str, Any], flag: str) -> None:
@@ -34,6 +35,11 @@ def test_a_field_needs_its_flag(fields: dict[str, Any], flag: str) -> None:
             {"tensor_parallel": 2, "tensor_styles": (("a", "diagonal"),)},
             "must be column or row, got 'diagonal' for 'a'",
         ),
+        ({"stages": ("a",)}, "stages must be none or at least two, got 'a' alone"),
+        ({"stages": ("a", "b", "a")}, "stages must be separate submodules, got a, b, a"),
+        ({"stages": ("a", "a.b")}, "stages must be separate submodules, got a, a.b"),
+        ({"stages": ("a", "b"), "local_units": ("a.c",)}, "got them with local_units"),
+        ({"stages": ("a", "b"), "param_dtype": "bfloat16"}, "got them with param_dtype"),
     ],
 )
 def test_impossible_plans(fields: dict[str, Any], problem: str) -> None:

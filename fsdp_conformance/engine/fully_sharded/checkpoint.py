@@ -3,6 +3,7 @@ Checkpoints in a directory: model and optimizer, written and read with torch.dis
 
 A checkpoint loads with any number of ranks and any units. What the optimizer's state consists of is read from the
 checkpoint, so an optimizer that has not stepped yet takes over all of it, and parameters without state stay without.
+In a pipeline, each stage saves its module and its optimizer in the same directory; `stage` tells the optimizers apart.
 """
 
 from __future__ import annotations
@@ -36,9 +37,16 @@ from fsdp_conformance.engine.fully_sharded.optimizer_state import load_optimizer
 _MODEL, _OPTIMIZER = "model", "optim"
 
 
-def save_checkpoint(module: nn.Module, optimizer: Optimizer | None, directory: str | os.PathLike[str]) -> None:
-    """Save model and optimizer in a directory that every rank sees. Collective."""
-    save(_state_of(module, optimizer), checkpoint_id=directory)
+def save_checkpoint(
+    module: nn.Module, optimizer: Optimizer | None, directory: str | os.PathLike[str], *, stage: str = ""
+) -> None:
+    """
+    Save model and optimizer in a directory that every rank sees. Collective over all ranks.
+
+    `stage`: where other ranks have other parts of a model, the name of the part that this one has. Names of parameters
+    must be different in all parts.
+    """
+    save(_state_of(module, optimizer, stage), checkpoint_id=directory)
 
 
 def save_checkpoint_async(
@@ -47,41 +55,50 @@ def save_checkpoint_async(
     directory: str | os.PathLike[str],
     *,
     process_group: dist.ProcessGroup,
+    stage: str = "",
 ) -> Future[Any]:
     """
     Start to save what model and optimizer are now, and return a future of the end. Collective.
 
     `process_group` has all ranks and a backend for CPU tensors, and nothing else may use it until the future is done.
+    `stage`: see `save_checkpoint`.
     """
-    state, writer = _state_of(module, optimizer), _SnapshotWriter(directory)
+    state, writer = _state_of(module, optimizer, stage), _SnapshotWriter(directory)
     return cast("Future[Any]", async_save(state, storage_writer=writer, process_group=process_group))
 
 
 @torch.no_grad()
-def load_checkpoint(module: nn.Module, optimizer: Optimizer | None, directory: str | os.PathLike[str]) -> None:
+def load_checkpoint(
+    module: nn.Module, optimizer: Optimizer | None, directory: str | os.PathLike[str], *, stage: str = ""
+) -> None:
     """
-    Load what `save_checkpoint` has written, with any number of ranks. Collective.
+    Load what `save_checkpoint` has written, with any number of ranks. Collective over all ranks.
 
     Raises StructureMismatch if an optimizer is to be loaded and the checkpoint has none.
     """
     metadata = FileSystemReader(directory).read_metadata()
     state: dict[str, Any] = {_MODEL: sharded_state_dict(module)}
     if optimizer is not None:
-        state[_OPTIMIZER] = _room_for_optimizer(module, metadata)
+        state[_optimizer_key(stage)] = _room_for_optimizer(module, metadata, _optimizer_key(stage))
     load(state, checkpoint_id=directory)
     load_sharded_state_dict(module, state[_MODEL])
     if optimizer is not None:
-        load_optimizer_state(module, optimizer, _as_lists(state[_OPTIMIZER]))
+        load_optimizer_state(module, optimizer, _as_lists(state[_optimizer_key(stage)]))
 
 
-def _state_of(module: nn.Module, optimizer: Optimizer | None) -> dict[str, Any]:
+def _state_of(module: nn.Module, optimizer: Optimizer | None, stage: str) -> dict[str, Any]:
     state: dict[str, Any] = {_MODEL: sharded_state_dict(module)}
     if optimizer is not None:
-        state[_OPTIMIZER] = sharded_optimizer_state(module, optimizer)
+        state[_optimizer_key(stage)] = sharded_optimizer_state(module, optimizer)
     return state
 
 
-def _room_for_optimizer(module: nn.Module, metadata: Metadata) -> dict[str, Any]:
+def _optimizer_key(stage: str) -> str:
+    """Groups have numbers and not names, so those of two stages would be in each other's place."""
+    return f"{_OPTIMIZER} of {stage}" if stage else _OPTIMIZER
+
+
+def _room_for_optimizer(module: nn.Module, metadata: Metadata, optimizer_key: str) -> dict[str, Any]:
     """The optimizer's state in a checkpoint, with room for its values: tensors as large as a parameter are sharded."""
     names = original_names(module)
     homes = {
@@ -92,7 +109,7 @@ def _room_for_optimizer(module: nn.Module, metadata: Metadata) -> dict[str, Any]
     }
     room: dict[str, Any] = {}
     for key, path in metadata.planner_data.items():
-        if path[0] == _OPTIMIZER:
+        if path[0] == optimizer_key:
             inner = room
             *outer, last = map(str, path[1:])
             for part in outer:

@@ -199,5 +199,5 @@ def test_a_future_flag_that_has_come_is_reported() -> None:
 
 def test_a_future_flag_that_nobody_names_is_reported() -> None:
     """Nor does it grow."""
-    assert linted(requirement(), pp="later") == ["no requirement names future flag pp"]
-    assert linted(requirement(flags=("pp",)), pp="later") == []
+    assert linted(requirement(), later="later") == ["no requirement names future flag later"]
+    assert linted(requirement(flags=("later",)), later="later") == []
