@@ -3,6 +3,20 @@ DeepSpeed ZeRO-1, 2 and 3: an engine with its own backward and step.
 
 Micro-batches end at the engine's accumulation boundary, clipping is configured at construction, and gradients and
 optimizer state are read through DeepSpeed's accessors. Requires `deepspeed`, an extra of this package.
+
+What DeepSpeed 0.19.8 has in another sense than that of the flags is not declared:
+
+- `mixed_precision`: bf16 and fp16 cast the module itself; the float32 copies are the optimizer's, and start from
+  rounded values. Inputs are not cast. Losses are scaled (`grad_scaler`) in float16 only.
+- `meta_init`: `zero.Init` gives a module its values when it is built, and a model on meta is refused.
+- `sync_module_states`: parameters are broadcast when the engine is made, buffers are not.
+- `cpu_offload_params` in stages 1 and 2: only the optimizer's state can be offloaded.
+- `prefetch_backward`: one setting prefetches in forward and backward; backward alone has none.
+- `coll_volume`: what backward uses first is prefetched in forward. `coll_counts`: there are no units.
+- `manual_unshard`: there is GatheredParameters, which frees on its exit what was gathered before, too.
+- `optim_state_dict`, `reshard_load`: checkpoints for other worlds are made from saved files, with a tool of their own.
+- `async_checkpoint`: the writer that works in the background needs a C++ extension (libaio).
+- `subgroups`: experts are those of DeepSpeed's own MoE layers.
 """
 
 from __future__ import annotations
