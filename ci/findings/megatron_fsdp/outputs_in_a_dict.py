@@ -1,9 +1,10 @@
 """
 megatron_fsdp.fully_shard_model: under ZeRO-1, gradients are reduced twice if the model returns a dict.
 
-Expected: the mean over the ranks, as of a model that returns a tuple. Got with megatron-fsdp 0.6.1: the hook that begins
-a backward is put on outputs that are tensors, tuples or lists. Otherwise it is on the module that was registered last,
-and what has been reduced before its backward is reduced again. CUDA's streams are replaced, so that it runs on the CPU.
+Expected: the mean over the ranks, as of a model that returns a tuple. Got with megatron-fsdp 0.6.1: the hook that
+begins a backward is put on outputs that are tensors, tuples or lists. Otherwise it is on the module that was registered
+last, and what has been reduced before its backward is reduced again. CUDA's streams are replaced, so that it runs on
+the CPU.
 Run: torchrun --nproc-per-node 2 ci/findings/megatron_fsdp/outputs_in_a_dict.py
 Upstream: no report found (searched November 2026).
 """
