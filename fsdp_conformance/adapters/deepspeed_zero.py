@@ -3,13 +3,27 @@ DeepSpeed ZeRO-1, 2 and 3: an engine with its own backward and step.
 
 Micro-batches end at the engine's accumulation boundary, clipping is configured at construction, and gradients and
 optimizer state are read through DeepSpeed's accessors. Requires `deepspeed`, an extra of this package.
+
+What DeepSpeed 0.19.8 has in another sense than that of the flags is not declared:
+
+- `mixed_precision`: bf16 and fp16 cast the module itself; the float32 copies are the optimizer's, and start from
+  rounded values. Inputs are not cast. Losses are scaled (`grad_scaler`) in float16 only.
+- `meta_init`: `zero.Init` gives a module its values when it is built, and a model on meta is refused.
+- `sync_module_states`: parameters are broadcast when the engine is made, buffers are not.
+- `cpu_offload_params` in stages 1 and 2: only the optimizer's state can be offloaded.
+- `prefetch_backward`: one setting prefetches in forward and backward; backward alone has none.
+- `coll_volume`: what backward uses first is prefetched in forward. `coll_counts`: there are no units.
+- `manual_unshard`: there is GatheredParameters, which frees on its exit what was gathered before, too.
+- `optim_state_dict`, `reshard_load`: checkpoints for other worlds are made from saved files, with a tool of their own.
+- `async_checkpoint`: the writer that works in the background needs a C++ extension (libaio).
+- `subgroups`: experts are those of DeepSpeed's own MoE layers.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -29,19 +43,24 @@ from fsdp_conformance.config import InitMode, Offload, Plan
 #: others a user says that they may be used, which no user may say of one that needs whole tensors.
 _ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, Several)
 
+#: What DeepSpeed's configuration calls dtypes.
+_SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
 
 class DeepSpeedZeRO(Adapter):
     """
     What the three stages share. Each stage is a subclass.
 
-    Small parameters are sharded like large ones (`stage3_param_persistence_threshold=0`): DeepSpeed's default would
-    leave models of a test's size unsharded.
+    Models of a test's size are sharded like large ones. By DeepSpeed's defaults their parameters would stay unsharded
+    (`stage3_param_persistence_threshold`), and those that are not would stay gathered from a forward to the backward
+    (`stage3_max_reuse_distance`, `stage3_prefetch_bucket_size`).
     """
 
     package: ClassVar[str] = "deepspeed"
     capabilities: ClassVar[frozenset[str]] = frozenset({
         "cpu_compute", "init_before", "init_never", "clip_grad_norm", "orig_params", "shared_params",
-        "shared_across_units", "shared_module", "frozen_mixed", "zero_size_shard",
+        "shared_across_units", "shared_module", "frozen_mixed", "zero_size_shard", "mp_reduce", "no_sync",
+        "nonroot_forward", "custom_forward_methods",
     })  # fmt: skip
     declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY
     environment: ClassVar[Mapping[str, str]] = {
@@ -100,11 +119,17 @@ class DeepSpeedZeRO(Adapter):
 
     def config(self, plan: Plan) -> dict[str, Any]:
         """DeepSpeed's configuration for the plan."""
+        reshard = plan.reshard_after_forward
         zero: dict[str, Any] = {
             "stage": self.stage,
             "overlap_comm": False,
-            "stage3_param_persistence_threshold": 0,
+            "stage3_param_persistence_threshold": plan.persist_numel,
+            "stage3_max_reuse_distance": 10**9 if reshard is False else 0,
+            "stage3_prefetch_bucket_size": 1,
         }
+        if not isinstance(reshard, bool | None):
+            # A parameter that is prefetched has been gathered in the forward, from all ranks.
+            zero |= {"zero_hpz_partition_size": reshard, "stage3_prefetch_bucket_size": 0}
         if plan.offload is not Offload.OFF:
             place = {"device": "cpu", "pin_memory": plan.offload is Offload.CPU_PINNED}
             zero |= {"offload_optimizer": place, "offload_param": place}
@@ -115,17 +140,18 @@ class DeepSpeedZeRO(Adapter):
             "steps_per_print": 10**9,
             # Otherwise offloading requires DeepSpeed's own Adam.
             "zero_force_ds_cpu_optimizer": False,
+            "communication_data_type": _SHORT_DTYPES.get(plan.reduce_dtype),
             "zero_optimization": zero,
         }
 
     @contextmanager
     def microbatch(self, last: bool, *, reduced: bool = True) -> Iterator[None]:
         self._last = last
-        with nullcontext() if reduced else self.no_sync():
+        with nullcontext() if reduced else self.defer():
             yield
 
-    def no_sync(self) -> AbstractContextManager[Any]:
-        """DeepSpeed's own context, which stages 2 and 3 reject."""
+    def defer(self) -> AbstractContextManager[Any]:
+        """The context for a micro-batch whose gradients must not be reduced yet."""
         context: AbstractContextManager[Any] = self.engine.no_sync()
         return context
 
@@ -289,37 +315,68 @@ class DeepSpeedZeRO1(DeepSpeedZeRO):
     """Stage 1: optimizer state is sharded."""
 
     name: ClassVar[str] = "deepspeed-zero1"
-    capabilities: ClassVar[frozenset[str]] = frozenset({"zero1", "no_sync"})
+    capabilities: ClassVar[frozenset[str]] = frozenset({
+        "zero1", "pipelined_microbatch", "deferral_checks", "copyable", "rewrap", "ac_reentrant",
+    })  # fmt: skip
     stage: ClassVar[int] = 1
 
 
-class DeepSpeedZeRO2(DeepSpeedZeRO):
+class ShardedGradients(DeepSpeedZeRO):
+    """
+    What stages 2 and 3 share, which reject `no_sync`: `coalesce_grad_reduction` does for all backwards of a step.
+
+    Its end reduces the gradients, so it ends after the last backward.
+    """
+
+    grad_reduction_of_accumulation: ClassVar[str] = "reduced"
+    _deferred: ExitStack | None = None
+
+    def defer(self) -> AbstractContextManager[Any]:
+        if self._deferred is None:
+            self._deferred = ExitStack()
+            self._deferred.enter_context(self.engine.coalesce_grad_reduction())
+        return nullcontext()
+
+    def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
+        super().backward(loss, retain_graph=retain_graph)
+        if self._deferred is not None and self._last and not retain_graph:
+            self._deferred.close()
+            self._deferred = None
+            # The context returns to the boundary from before, by which there would be no step.
+            self.engine.set_gradient_accumulation_boundary(True)
+
+
+class DeepSpeedZeRO2(ShardedGradients):
     """Stage 2: gradients and optimizer state are sharded."""
 
     name: ClassVar[str] = "deepspeed-zero2"
-    capabilities: ClassVar[frozenset[str]] = frozenset({"zero2"})
-    grad_reduction_of_accumulation: ClassVar[str] = "reduced"
+    capabilities: ClassVar[frozenset[str]] = frozenset({"zero2", "copyable", "rewrap"})
     stage: ClassVar[int] = 2
 
 
-class DeepSpeedZeRO3(DeepSpeedZeRO):
+class DeepSpeedZeRO3(ShardedGradients):
     """Stage 3: parameters, gradients and optimizer state are sharded."""
 
     name: ClassVar[str] = "deepspeed-zero3"
-    capabilities: ClassVar[frozenset[str]] = frozenset({"zero3", "cpu_offload_params"})
-    grad_reduction_of_accumulation: ClassVar[str] = "reduced"
+    capabilities: ClassVar[frozenset[str]] = frozenset({
+        "zero3", "cpu_offload_params", "reshard_after_forward", "reshard_int", "prefetch_forward", "persist_small",
+        "full_params_writeback",
+    })  # fmt: skip
     stage: ClassVar[int] = 3
 
     def full_params(self) -> dict[str, Tensor]:
         with _gathered(self.engine.module.parameters()):
             return super().full_params()
 
+    @contextmanager
     def full_params_context(
-        self, unit: str = "", *, recurse: bool = True, **undeclared: bool
-    ) -> AbstractContextManager[Any]:
-        # Writes are not offered: with a modifier rank they reach every shard, but not the optimizer's own copies, from
-        # which the next step starts.
-        return _gathered(self._parameters_of(unit, recurse=recurse))
+        self, unit: str = "", *, recurse: bool = True, writeback: bool = False, **undeclared: bool
+    ) -> Iterator[None]:
+        with _gathered(self._parameters_of(unit, recurse=recurse), modifier_rank=0 if writeback else None):
+            yield
+        if writeback:
+            # The next step starts from the optimizer's own copies.
+            self.engine.optimizer.refresh_fp32_params()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
         if rank0_only:
@@ -361,9 +418,7 @@ class DeepSpeedZeRO3(DeepSpeedZeRO):
 
     @torch.no_grad()
     def _overwrite(self, parameter: nn.Parameter, value: Tensor) -> None:
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        with _gathered([parameter], modifier_rank=0):
             parameter.copy_(value)
 
     def _masters(self) -> list[Tensor]:
@@ -381,11 +436,11 @@ def _is_below(name: str, module: str) -> bool:
     return not module or name == module or name.startswith(f"{module}.")
 
 
-def _gathered(parameters: Iterable[nn.Parameter]) -> AbstractContextManager[Any]:
-    """The context in which these parameters are full under stage 3. Collective."""
+def _gathered(parameters: Iterable[nn.Parameter], modifier_rank: int | None = None) -> AbstractContextManager[Any]:
+    """The context in which these parameters are full under stage 3; what `modifier_rank` writes is kept. Collective."""
     import deepspeed
 
-    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(parameters))
+    context: AbstractContextManager[Any] = deepspeed.zero.GatheredParameters(list(parameters), modifier_rank)
     return context
 
 

@@ -108,6 +108,12 @@ class MegatronFSDPZeRO1(MegatronFSDP):
     capabilities: ClassVar[frozenset[str]] = frozenset({"zero1"})
     strategy: ClassVar[int] = 1
 
+    def local_tensors(self) -> dict[str, list[Tensor]]:
+        model: Any = self.model
+        # What the optimizer is given are views of whole gradients.
+        buffers = [group.main_grad_buffer for group in model.param_and_grad_buffer.parameter_groups]
+        return {**super().local_tensors(), "grads": [buffer.data for buffer in buffers if buffer is not None]}
+
 
 class MegatronFSDPZeRO2(MegatronFSDP):
     """Gradients and optimizer state are sharded."""

@@ -214,7 +214,12 @@ def reductions_in(history: TrainingHistory, dtype: str, *, requirement: str) -> 
     """Gradients are reduced in `dtype` in every step, e.g. "bfloat16" (R083)."""
     tally = Tally("dtype of reductions", requirement, rank=history.rank)
     for step in history.steps:
-        reduced = gradient_reductions(in_step(history, step.step))
+        # A single number in the step is a norm or a flag, which may have any dtype.
+        reduced = [
+            record
+            for record in gradient_reductions(in_step(history, step.step))
+            if record.phase != "step" or record.nbytes > torch.float64.itemsize
+        ]
         wrong = [record for record in reduced if record.dtype.removeprefix("torch.") != dtype]
         got = ", ".join(dict.fromkeys(record.dtype.removeprefix("torch.") for record in wrong)) or "no reduction"
         tally.compare(

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.adapters.deepspeed_zero import DeepSpeedZeRO1, DeepSpeedZeRO3
+from fsdp_conformance.adapters.deepspeed_zero import DeepSpeedZeRO1, DeepSpeedZeRO2, DeepSpeedZeRO3
 from fsdp_conformance.adapters.smoke import CHECKS, smoke
-from fsdp_conformance.config import Offload, Plan
+from fsdp_conformance.config import Offload, Plan, Sharding
 from fsdp_conformance.errors import AdapterNotFound, Unsupported
 from fsdp_conformance.events import Action, Event, Moment
 from fsdp_conformance.fixtures import optimizers
@@ -35,7 +35,7 @@ def test_the_stages_declare_their_degree_alone() -> None:
     degrees = {"zero1", "zero2", "zero3", "no_shard", "hsdp"}
 
     assert [degrees & registry.load(name).declared() for name in STAGES] == [{"zero1"}, {"zero2"}, {"zero3"}]
-    assert "no_sync" in DeepSpeedZeRO1.declared() - DeepSpeedZeRO3.declared()
+    assert "pipelined_microbatch" in DeepSpeedZeRO1.declared() - DeepSpeedZeRO3.declared()
 
 
 @pytest.mark.skipif(installed, reason="deepspeed is installed")
@@ -75,10 +75,10 @@ class Stages(RankTestCase):
                 Regime(optimizer="adam"),
                 Regime(max_norm=0.1),
                 Regime(micro_batches=3),
+                Regime(micro_batches=3, reduced=(False, True, True)),
                 Regime(eval_before=(1,), eval_between=(1,), idle_forwards=1),
             ):
                 self.assert_trains(name, regime=regime)
-        self.assert_trains("deepspeed-zero1", regime=Regime(micro_batches=3, reduced=(False, True, True)))
         self.assert_trains("deepspeed-zero1", regime=Regime(backwards_per_forward=2))
         self.assert_trains("deepspeed-zero3", offload=Offload.CPU)
 
@@ -171,6 +171,10 @@ class Stages(RankTestCase):
         for key, value in shown.items():
             torch.testing.assert_close(value, full[key], rtol=0, atol=0)
         self.assertFalse(adapter.unit_is_unsharded(unit))
+        with adapter.full_params_context(unit, writeback=True), torch.no_grad():
+            for key in shown:
+                adapter.parameters()[key].fill_(0.5)
+        self.assertEqual({0.5}, set(adapter.full_params()[next(iter(shown))].flatten().tolist()))
 
     def test_an_optimizer_for_whole_matrices_is_refused(self) -> None:
         """By DeepSpeed, unless somebody says that it may be used."""
@@ -180,8 +184,8 @@ class Stages(RankTestCase):
 
     def test_refusals(self) -> None:
         """What is not declared, another device, and a clipping that was not configured."""
-        with self.assertRaisesRegex(Unsupported, "no_sync, but deepspeed-zero2 does not declare it"):
-            self.run_training("deepspeed-zero2", regime=Regime(micro_batches=2, reduced=(False, True)))
+        with self.assertRaisesRegex(Unsupported, "zero1, but deepspeed-zero2 does not declare it"):
+            DeepSpeedZeRO2().setup(self.fail, self.fail, Plan(sharding=Sharding.OPTIM))
         with self.assertRaisesRegex(Unsupported, "on the CPU only, not on cuda"):
             DeepSpeedZeRO1().setup(self.fail, self.fail, Plan(device="cuda"))
         adapter = DeepSpeedZeRO1()

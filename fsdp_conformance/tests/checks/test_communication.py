@@ -353,3 +353,14 @@ def test_the_order_counts() -> None:
     swapped = history([*ours.collectives[1::-1], *ours.collectives[2:]])
 
     assert schedule_digests(ours) != schedule_digests(swapped)
+
+
+@pytest.mark.parametrize("nbytes", [4, 64])
+def test_a_norm_may_have_another_dtype_than_the_gradients(nbytes: int) -> None:
+    """A single float32 number that is reduced in the step is a norm; more of them are gradients in the wrong dtype."""
+    records = [replace(record, dtype="bfloat16") for record in replicated(1024)]
+    records += [replace(record, phase="step", nbytes=nbytes, dtype="float32") for record in replicated(1024)]
+    result = communication.reductions_in(history(records), "bfloat16", requirement="R083")
+
+    assert bool(result.findings) == (nbytes == 64)
+    assert result.count.comparisons == 3
