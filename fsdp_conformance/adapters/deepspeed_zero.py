@@ -44,7 +44,7 @@ from fsdp_conformance.config import InitMode, Offload, Plan
 _ELEMENTWISE = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RMSprop, Several)
 
 #: What DeepSpeed's configuration calls dtypes.
-_SHORT_DTYPES = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+_SHORT_DTYPES: Mapping[str | None, str] = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
 
 class DeepSpeedZeRO(Adapter):
