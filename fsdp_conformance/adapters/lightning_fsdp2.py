@@ -16,7 +16,6 @@ from fsdp_conformance.adapters.base import CPU_ONLY, OptimFn
 from fsdp_conformance.adapters.torch_fsdp2 import reshard_option
 from fsdp_conformance.adapters.torch_like import TorchAdapter, units_to_shard
 from fsdp_conformance.config import Plan
-from fsdp_conformance.harness import devices
 
 
 class LightningFSDP2(TorchAdapter):
@@ -43,17 +42,15 @@ class LightningFSDP2(TorchAdapter):
                 fully_shard(unit, **options)
             return model
 
-        size = dist.get_world_size()
+        size, on_cpu = dist.get_world_size(), plan.device == "cpu"
         strategy = ModelParallelStrategy(
             parallelize_fn=parallelize,
             data_parallel_size=size,
             tensor_parallel_size=1,
-            process_group_backend=devices.backend_for(plan.device),
+            process_group_backend="gloo" if on_cpu else "nccl",
         )
         strategy.cluster_environment = TorchElasticEnvironment()
-        self.fabric: Any = Fabric(
-            accelerator="cpu" if plan.device == "cpu" else "cuda", devices=size, strategy=strategy
-        )
+        self.fabric: Any = Fabric(accelerator="cpu" if on_cpu else "cuda", devices=size, strategy=strategy)
         self.fabric.launch()
         wrapped: nn.Module = self.fabric.setup_module(model)
         return wrapped
