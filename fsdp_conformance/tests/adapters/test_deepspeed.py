@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import tempfile
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
@@ -113,7 +109,7 @@ class Stages(RankTestCase):
 
     def test_checkpoints_and_state_dicts(self) -> None:
         """What one model saves or returns is what another one, with other values, has after it was loaded."""
-        directory = self._shared_directory()
+        directory = self.shared_directory()
         for name in STAGES:
             saved = registry.load(name)()
             self.run_training(saved)
@@ -133,15 +129,6 @@ class Stages(RankTestCase):
                 loaded.load_full_state_dict({})
         with self.assertRaisesRegex(FileNotFoundError, "no checkpoint to load in .*nowhere"):
             loaded.load_checkpoint(directory / "nowhere")
-
-    def _shared_directory(self) -> Path:
-        made: list[Any] = [None]
-        if self.rank == 0:
-            directory = tempfile.TemporaryDirectory()
-            self.addCleanup(directory.cleanup)
-            made = [directory.name]
-        dist.broadcast_object_list(made)
-        return Path(made[0])
 
     def test_between_steps(self) -> None:
         """A learning rate of zero changes nothing, and a skipped step leaves nothing in the next one's gradients."""

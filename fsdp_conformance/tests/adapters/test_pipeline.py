@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -111,7 +109,7 @@ class Trains(RankTestCase):
 
     def test_a_checkpoint_that_is_not_this_stages(self) -> None:
         """The reference engine refuses a name under which no stage has saved, and takes this stage's own."""
-        adapter, directory = Reference(), self._shared_directory()
+        adapter, directory = Reference(), self.shared_directory()
         self.run_training(
             adapter,
             pipeline.pipeline(2),
@@ -124,16 +122,6 @@ class Trains(RankTestCase):
                 load_checkpoint(adapter.model, adapter.optimizer, directory, stage=stage)
         load_checkpoint(adapter.model, adapter.optimizer, directory, stage=STAGES[self.rank])
         dist.barrier()
-
-    def _shared_directory(self) -> Path:
-        """A directory that both ranks see, and that goes with the test."""
-        made: list[Any] = [None]
-        if self.rank == 0:
-            directory = tempfile.TemporaryDirectory()
-            self.addCleanup(directory.cleanup)
-            made = [directory.name]
-        dist.broadcast_object_list(made)
-        return Path(made[0])
 
 
 class _RaisesAtTheEnd(TorchFSDP2):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
@@ -39,3 +43,13 @@ class RecordedRanks(ShardedTrainingTestCase):
         super().init_rank()
         process_group.register_recording_backend(self.device_type)
         self.start_process_group(process_group.BACKEND)
+
+    def shared_directory(self) -> Path:
+        """A directory that all ranks see, and that goes with the test. Collective."""
+        made: list[Any] = [None]
+        if self.rank == 0:
+            directory = tempfile.TemporaryDirectory()
+            self.addCleanup(directory.cleanup)
+            made = [directory.name]
+        dist.broadcast_object_list(made)
+        return Path(made[0])

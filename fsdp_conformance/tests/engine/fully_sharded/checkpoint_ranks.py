@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import copy
-import tempfile
-from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from fsdp_conformance.tests.engine.fully_sharded.sharded_ranks import ShardedTestCase
@@ -27,13 +23,3 @@ class CheckpointTestCase(ShardedTestCase):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(before[id(parameter)])
-
-    def shared_directory(self) -> Path:
-        """A directory that all ranks see, and that goes with the test."""
-        made: list[Any] = [None]
-        if self.rank == 0:
-            directory = tempfile.TemporaryDirectory()
-            self.addCleanup(directory.cleanup)
-            made = [directory.name]
-        dist.broadcast_object_list(made)
-        return Path(made[0])
