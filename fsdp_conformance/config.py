@@ -235,7 +235,9 @@ class Plan:
         if len(self.stages) == 1:
             yield f"stages must be none or at least two, got {self.stages[0]!r} alone"
         for stage in self.stages:
-            if self.stages.count(stage) > 1 or any(f"{stage}.".startswith(f"{o}.") for o in self.stages if o != stage):
+            # The root, "", contains every other one.
+            inside = any(f"{stage}.".startswith(f"{other}.") for other in self.stages if other != stage)
+            if not stage or inside or self.stages.count(stage) > 1:
                 yield f"stages must be separate submodules, got {', '.join(self.stages)}"
                 break
         others = {

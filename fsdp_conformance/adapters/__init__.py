@@ -9,7 +9,7 @@ The protocol and its tools:
     torch_checkpoints   TorchCheckpoints: state dicts and checkpoints with torch's own functions
     names               original names of parameters and buffers below wrappers
     deferred            memory and values for models that were built on meta
-    real_ranks          the refusal of engines that need processes on the CPU
+    real_ranks          refusals of engines that need processes
     sharded             full tensors from shards and back
     gathering           full values of many sharded tensors with one all-gather
     registry            finds and describes the adapter for a name

@@ -10,9 +10,8 @@ import functools
 import importlib.util
 
 from fsdp_conformance.adapters.base import Adapter
+from fsdp_conformance.adapters.real_ranks import refuse_simulated_ranks
 from fsdp_conformance.config import SIMULATED
-from fsdp_conformance.errors import EnvironmentUnavailable
-from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 
 #: What a certificate says of it.
 SHIM = 'on the simulated accelerator the engine finds the device as "cuda": its calls to torch are translated'
@@ -30,11 +29,7 @@ def provide(adapter: type[Adapter], device_type: str) -> None:
     """
     if not adapter.cuda_names or device_type != SIMULATED:
         return
-    if rank_scheduler.current() is not None:
-        raise EnvironmentUnavailable(
-            f"{adapter.display_name()} cannot be judged on simulated ranks: CUDA's names are given to a whole process. "
-            "Use --ranks processes"
-        )
+    refuse_simulated_ranks(adapter.display_name(), because="CUDA's names are given to a whole process")
     _install()
 
 

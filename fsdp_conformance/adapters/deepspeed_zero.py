@@ -14,7 +14,7 @@ What DeepSpeed 0.19.8 has in another sense than that of the flags is not declare
 - `prefetch_backward`: one setting prefetches in forward and backward; backward alone has none.
 - `coll_volume`: what backward uses first is prefetched in forward. `coll_counts`: there are no units.
 - `manual_unshard`: there is GatheredParameters, which frees on its exit what was gathered before, too.
-- `optim_state_dict`, `reshard_load`: checkpoints for other worlds are made from saved files, with a tool of their own.
+- `optim_state_dict`, `reshard_load`: a separate tool converts saved checkpoints to another world size.
 - `async_checkpoint`: the writer that works in the background needs a C++ extension (libaio).
 - `subgroups`: experts are those of DeepSpeed's own MoE layers.
 """
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_conformance.adapters.base import CPU_ONLY, Adapter, LoadedKeys, ModelFn, OptimFn
-from fsdp_conformance.adapters.names import OriginalNames
+from fsdp_conformance.adapters.names import OriginalNames, is_below
 from fsdp_conformance.adapters.optimizers import Several
 from fsdp_conformance.adapters.real_ranks import refuse_all_but_processes_on_cpu
 from fsdp_conformance.adapters.sharded import full_copy, state_tensors
@@ -395,11 +395,11 @@ class DeepSpeedZeRO3(ShardedGradients):
     def _parameters_of(self, unit: str, *, recurse: bool) -> list[Any]:
         """The parameters of a unit; with `recurse`, also those of units inside it. DeepSpeed has no units itself."""
         inside = [inner for each in self.plan.units for inner in each.split("+") if inner != unit]
-        inside = [] if recurse else [inner for inner in inside if _is_below(inner, unit)]
+        inside = [] if recurse else [inner for inner in inside if is_below(inner, unit)]
         return [
             parameter
             for name, parameter in self.parameters().items()
-            if _is_below(name, unit) and not any(_is_below(name, inner) for inner in inside)
+            if is_below(name, unit) and not any(is_below(name, inner) for inner in inside)
         ]
 
     def local_tensors(self) -> dict[str, list[Tensor]]:
@@ -429,11 +429,6 @@ class DeepSpeedZeRO3(ShardedGradients):
 
     def _shape(self, parameter: nn.Parameter) -> torch.Size:
         return torch.Size(cast(Any, parameter).ds_shape)
-
-
-def _is_below(name: str, module: str) -> bool:
-    """Whether the name is that of the module or of something in it; everything is in the root, whose name is ""."""
-    return not module or name == module or name.startswith(f"{module}.")
 
 
 def _gathered(parameters: Iterable[nn.Parameter], modifier_rank: int | None = None) -> AbstractContextManager[Any]:

@@ -136,3 +136,8 @@ def cleaned_parameters(wrapped: nn.Module) -> dict[str, nn.Parameter]:
 
 def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
+
+
+def is_below(name: str, module: str) -> bool:
+    """Whether a name is that of a module or of something in it; everything is in the root, whose name is ""."""
+    return not module or name == module or name.startswith(f"{module}.")

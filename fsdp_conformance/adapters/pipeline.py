@@ -1,5 +1,5 @@
 """
-Pipelines: each stage of a model on a group of ranks of its own.
+Pipelines: each stage of a model has its own group of ranks.
 
 The orders of passes, the sends and the receives are those of torch.distributed.pipelining, see `pipeline_stage`.
 """
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from fsdp_conformance.adapters.names import is_below
 from fsdp_conformance.adapters.torch_like import parallel_shape
 from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import ConfigError, EnvironmentUnavailable, SuiteError
@@ -69,19 +70,19 @@ class Pipeline:
         here = self.names[self.own]
 
         def kept(fqns: Sequence[str]) -> tuple[str, ...]:
-            return tuple(fqn for fqn in fqns if not fqn or _is_in(fqn.split("+")[0], here))
+            return tuple(fqn for fqn in fqns if not fqn or is_below(fqn.split("+")[0], here))
 
         return replace(
             plan,
             units=kept(plan.units),
             ignored=kept(plan.ignored),
             deferred_units=kept(plan.deferred_units),
-            unit_dtypes=tuple(entry for entry in plan.unit_dtypes if _is_in(entry[0], here)),
-            tensor_styles=tuple(entry for entry in plan.tensor_styles if _is_in(entry[0], here)),
+            unit_dtypes=tuple(entry for entry in plan.unit_dtypes if is_below(entry[0], here)),
+            tensor_styles=tuple(entry for entry in plan.tensor_styles if is_below(entry[0], here)),
         )
 
     def joined(self, own: Mapping[str, T]) -> dict[str, T]:
-        """The entries of all stages, in the order of stages. A name that two stages have says so. Collective."""
+        """The entries of all stages, in order; a name that an earlier stage has, too, is marked. Collective."""
         parts: list[dict[str, T]] = [{} for _ in self.names]
         dist.all_gather_object(parts, dict(own), group=self._group)
         whole: dict[str, T] = {}
@@ -97,7 +98,7 @@ class Pipeline:
 
     def step(self, passes: Passes, batches: Sequence[Batch], module: nn.Module | None) -> None:
         """
-        Carry out one step's micro-batches. Collective. What a pass raises is raised as it is.
+        Carry out one step's micro-batches. Collective. Exceptions of a pass are raised unchanged.
 
         `module`: what torch drives itself, see `Adapter.pipeline_module`; it is asked for at the first step.
         """
@@ -121,9 +122,9 @@ def _example(plan: Plan, workload: Workload, rank: int, world_size: int) -> list
     outside = [name for name in plan.stages if name not in known]
     for unit in plan.units:
         parts = unit.split("+")
-        if not any(all(_is_in(part, stage) for part in parts) for stage in plan.stages):
+        if not any(all(is_below(part, stage) for part in parts) for stage in plan.stages):
             outside.append(unit)
-    outside += [name for name, _ in model.named_parameters() if not any(_is_in(name, stage) for stage in plan.stages)]
+    outside += [name for name, _ in model.named_parameters() if not any(is_below(name, stage) for stage in plan.stages)]
     if outside:
         raise ConfigError(
             [f"stages must be submodules that contain every unit and every parameter, got {outside[0]!r} outside them"],
@@ -160,8 +161,3 @@ def _refuse(plan: Plan, regime: Regime) -> None:
     problems += [f"a regime for a plan with stages must be without {what}" for what, there in asked.items() if there]
     if problems:
         raise ConfigError(problems, where="pipeline parallelism")
-
-
-def _is_in(name: str, module: str) -> bool:
-    """Whether a submodule or a parameter is a module, or below it."""
-    return f"{name}.".startswith(f"{module}.")

@@ -77,7 +77,7 @@ class Stage(PipelineStage):
 
     def step(self, passes: Passes, x: Tensor | None, target: Tensor | None) -> None:
         """
-        Carry out one step's micro-batches. Collective. What a pass raises is raised as it is: torch wraps it.
+        Carry out one step's micro-batches. Collective. Exceptions of a pass are raised unchanged: torch wraps them.
 
         The first stage has the inputs of all micro-batches, one after the other, and the last one their targets.
         """

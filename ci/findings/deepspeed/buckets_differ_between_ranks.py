@@ -3,7 +3,7 @@ ZeRO-1 and 2: if ranks use different parameters in a step, the gradients of thes
 
 Expected: a rank that does not use a parameter counts as zero in the mean, or an error; ZeRO-3 raises. Seen with
 DeepSpeed 0.19.8 (torch 2.13.0, gloo, CPU): each rank puts its gradients into a bucket in the order in which they
-arrive, nobody compares the buckets, and the mean over the ranks is that of different parameters.
+arrive. The buckets are not compared, so gradients of different parameters are averaged.
 Run: torchrun --nproc-per-node 2 ci/findings/deepspeed/buckets_differ_between_ranks.py
 Upstream: https://github.com/deepspeedai/DeepSpeed/issues/2343, closed: stage 2 assumes the same order on every rank.
 """
