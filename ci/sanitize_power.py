@@ -19,6 +19,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="ci/sanitize-power")
     parser.add_argument("--script", action="append", default=[], metavar="PART")
     parser.add_argument("--ignore-implicit-syncs", action="store_true")
+    parser.add_argument("--ordering-only", action="store_true")
     arguments = parser.parse_args()
     scripts = [
         script
@@ -27,6 +28,8 @@ def main() -> int:
     ]
     if arguments.ignore_implicit_syncs:
         scripts = [replace(script, waits="explicit") for script in scripts]
+    if arguments.ordering_only:
+        scripts = [replace(script, ordering_only=True) for script in scripts]
     if not scripts:
         parser.error(f"no script's name contains {' or '.join(arguments.script)}")
     try:

@@ -55,6 +55,7 @@ class Script:
     prelude: str = PRELUDE
     reuse: str = "exact"
     waits: str = "all"
+    ordering_only: bool = False
     memory: int | None = None
     world_size: int = 2
 
@@ -146,6 +147,7 @@ def run_scripts(scripts: Iterable[Script]) -> Iterator[Outcome]:
                     timeout_s=_TIMEOUT_S,
                     reuse=script.reuse,
                     waits=script.waits,
+                    ordering_only=script.ordering_only,
                     memory=script.memory,
                 )
                 began = time.monotonic()

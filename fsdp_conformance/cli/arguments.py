@@ -417,6 +417,12 @@ def _add_sanitize(parser: Parser) -> None:
         action="store_true",
         help="also report what is in order only because the host waits for a value: item(), nonzero, a blocking copy",
     )
+    parser.add_argument(
+        "--ordering-only",
+        action="store_true",
+        help="compute each kind of operation once, and leave out all later ones whose results are only numbers: large "
+        "models take a fraction of the time, and races do not depend on numbers",
+    )
     parser.add_argument("--timeout", metavar="S", default="600", help="end the ranks after S seconds (default: 600)")
     parser.add_argument("--json", metavar="FILE", help="also write the findings to a file")
     parser.add_argument("--sarif", metavar="FILE", help="also write them as code-scanning alerts (SARIF)")

@@ -102,6 +102,8 @@ def order_of(arguments: argparse.Namespace) -> ScriptOrder:
     if not 0 < timeout_s < float("inf"):
         problems.append(f"--timeout must be a positive number of seconds, got {arguments.timeout}")
     memory = _bytes(arguments.memory, problems) if arguments.memory is not None else None
+    if arguments.ordering_only and arguments.mode == "poison":
+        problems.append("give either --ordering-only or --mode poison: NaN does not flow where nothing is computed")
     if problems:
         raise ConfigError(problems, where="sanitize")
     return ScriptOrder(
@@ -114,6 +116,7 @@ def order_of(arguments: argparse.Namespace) -> ScriptOrder:
         timeout_s=timeout_s,
         reuse=arguments.reuse.replace("-", "_"),
         waits="explicit" if arguments.ignore_implicit_syncs else "all",
+        ordering_only=arguments.ordering_only,
         memory=memory,
     )
 
@@ -162,6 +165,8 @@ def _announcement(order: ScriptOrder) -> str:
         parts.append("worst-case reuse of memory")
     if order.waits != "all":
         parts.append("implicit syncs ignored")
+    if order.ordering_only:
+        parts.append("ordering only")
     return " · ".join(parts)
 
 

@@ -258,6 +258,8 @@ class ScriptReport:
             return ""
         idle = [rank for rank, one in enumerate(self.observed) if one is not None and not one["accesses"]]
         words = f"checked: {self._amount()}, {waits:,} waits, {duration(self.seconds)}"
+        if self.order.ordering_only:
+            words += "; ordering only, without numbers"
         return words + (f"; nothing on {_ranks(idle)}" if idle else "")
 
     def _amount(self) -> str:

@@ -30,6 +30,7 @@ The checker:
 
     checker           its modes, its findings, and how to leave accesses or waits out
     hazard            a finding, and its explanation
+    ordering          leaves out kernels that only compute numbers
     sync_sites        the places in a program that make a stream or the host wait
 
 Under CUDA's names, for scripts and tests that say "cuda":

@@ -25,6 +25,7 @@ import torch.distributed as dist
 import torch.nn.parallel.comm
 from torch import _utils
 from torch.distributed import device_mesh, distributed_c10d
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils import _device
 
@@ -45,6 +46,9 @@ from fsdp_conformance.simulator.cuda_names import (
 )
 from fsdp_conformance.simulator.labels import Labels
 from fsdp_conformance.simulator.on_import import when_imported
+
+#: Torch's version of CUDA, where something asks for one.
+_CUDA_VERSION = "12.8"
 
 #: Factories that are missing from torch's own list.
 _MORE_FACTORIES = (
@@ -315,6 +319,7 @@ def _install_distributed(replaced: Replacements) -> None:
         if not hasattr(module, "ProcessGroupNCCL"):  # a build for the CPU
             replaced.set(module, ProcessGroupNCCL=_process_group_nccl())
     _install_backends(replaced)
+    _install_hooks(replaced)
     _install_meshes(replaced)
     attention.install(replaced)
 
@@ -348,6 +353,22 @@ def _process_group_nccl() -> type:
         return process_group.made_directly(store, rank, size, timeout or given or distributed_c10d.default_pg_timeout)
 
     return type("ProcessGroupNCCL", (), {"Options": Options, "__new__": make})
+
+
+def _install_hooks(replaced: Replacements) -> None:
+    """DDP accepts `bf16_compress_hook` only where torch has CUDA and NCCL, which a build for the CPU has not."""
+    check = DistributedDataParallel._check_comm_hook
+
+    def checked(self: Any, hook: Any) -> None:
+        meanwhile = Replacements()
+        meanwhile.set(torch.version, cuda=torch.version.cuda or _CUDA_VERSION)
+        meanwhile.set(dist, is_nccl_available=lambda: True)
+        try:
+            check(self, hook)
+        finally:
+            meanwhile.undo()
+
+    replaced.set(DistributedDataParallel, _check_comm_hook=checked)
 
 
 def _install_backends(replaced: Replacements) -> None:

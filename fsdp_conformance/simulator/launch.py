@@ -79,6 +79,8 @@ class ScriptOrder:
     """Which memory the checker lets new tensors share: `checker.Reuse`."""
     waits: str = "all"
     """Which waits of the host order streams: `checker.Waits`."""
+    ordering_only: bool = False
+    """Leave out kernels that only compute numbers: `ordering`."""
     memory: int | None = None
     """The memory of each device in bytes; None for no limit."""
 

@@ -25,7 +25,7 @@ from torch._C._distributed_c10d import FileStore
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.frames import Owner, owner
-from fsdp_conformance.simulator import build, checker, labels, memory
+from fsdp_conformance.simulator import build, checker, labels, memory, ordering
 from fsdp_conformance.simulator.activation import activate
 from fsdp_conformance.simulator.agreement import Agreement
 from fsdp_conformance.simulator.cuda_names import CUDA, Replacements
@@ -56,6 +56,7 @@ class Observer:
         checker.set_reuse(self.order.reuse)
         checker.set_waits(self.order.waits)
         checker.set_uninitialized(True)
+        ordering.set_ordering_only(self.order.ordering_only)
         if self.order.memory is not None:
             memory.set_memory_limit(self.order.memory)
         checker.clear()

@@ -13,6 +13,7 @@ import atexit
 import contextlib
 import importlib.util
 import json
+import multiprocessing
 import os
 import runpy
 import sys
@@ -114,7 +115,8 @@ class ScriptRank:
         )
 
     def _prepare(self) -> None:
-        """Set sys.argv and sys.path as Python itself would."""
+        """Set sys.argv and sys.path as Python itself would, and let the script choose how it starts processes."""
+        multiprocessing.set_start_method(None, force=True)
         entry = self.payload.own_path_entry
         if entry is not None and entry in sys.path:
             sys.path.remove(entry)

@@ -15,12 +15,14 @@
 #include "allocator.h"
 #include "generator.h"
 #include "host_ops.h"
+#include "outcomes.h"
 #include "pinned.h"
 #include "runtime.h"
 #include "settle.h"
 #include "sparse.h"
 #include "traits.h"
 #include "uninitialized.h"
+#include "wide.h"
 
 namespace sim {
 
@@ -129,7 +131,13 @@ class Call {
     {
       // As in torch's generated code for the CPU: what the kernel calls is below autograd.
       const OnHost on_host;
-      op_.redispatchBoxed(c10::DispatchKeySet(host_key()), stack_);
+      Outcome outcome(traits_, stack_);
+      if (!outcome.replace_kernel()) {
+        Widened widened(traits_, stack_);
+        op_.redispatchBoxed(c10::DispatchKeySet(host_key()), stack_);
+        widened.round();
+        outcome.learn();
+      }
     }
     for (auto& entry : entries_) {
       if (entry.written) {

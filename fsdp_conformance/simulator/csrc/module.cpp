@@ -9,6 +9,7 @@
 #include "fallback.h"
 #include "generator.h"
 #include "host_ops.h"
+#include "outcomes.h"
 #include "pinned.h"
 #include "runtime.h"
 
@@ -94,6 +95,8 @@ void bind_device(py::module_& module) {
     set_wait_filter(filter ? filter_of(std::move(*filter)) : WaitFilter());
   });
   module.def("default_generator", [](int device) { return default_generator(static_cast<c10::DeviceIndex>(device)); });
+  module.def("set_ordering_only", &set_ordering_only);
+  module.def("ordering_only", &ordering_only);
   module.def("set_separate_generators", &set_separate_generators);
   module.def("separate_generators", &separate_generators);
 }

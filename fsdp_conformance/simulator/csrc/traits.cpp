@@ -42,6 +42,18 @@ bool only_overwrites(const std::string& base) {
   return names->count(base) > 0;
 }
 
+/// Whether an operation may be left out where only the order counts: nothing but tensors comes back, and no memory gets
+/// its first values.
+bool has_only_numbers(const c10::OperatorHandle& op, const Traits& traits) {
+  static const auto* first_values = new std::unordered_set<std::string>{
+      "aten::fill_.Scalar", "aten::fill_.Tensor", "aten::zero_", "aten::copy_", "aten::set_.source_Tensor"};
+  const auto& results = op.schema().returns();
+  return starts_with(traits.name, "aten::") && !traits.returns_view && !traits.host_waits && traits.generator < 0 &&
+      first_values->count(traits.name) == 0 &&
+      std::all_of(
+             results.begin(), results.end(), [](const c10::Argument& result) { return holds_tensors(result.type()); });
+}
+
 /// The last part of a name: "sum" of "aten::sum".
 std::string bare(const std::string& base) {
   return base.substr(base.rfind(':') + 1);
@@ -183,10 +195,13 @@ Traits read_traits(const c10::OperatorHandle& op) {
   // These choose by a mask, and may find unwritten values where the mask is false.
   traits.decides_by_mask = base == "aten::masked_select" || starts_with(base, "aten::index");
   traits.over_lists = starts_with(base, "aten::_foreach_");
+  traits.adds_up_in_float32 = schema.overload_name() != "out" &&
+      (base == "aten::convolution" || base == "aten::_convolution" || base == "aten::convolution_backward");
   traits.mixes_devices = !starts_with(base, "aten::") || starts_with(base, "aten::index") ||
       starts_with(base, "aten::_index_put") || starts_with(base, "aten::_unsafe_index") ||
       starts_with(base, "aten::repeat_interleave") || starts_with(base, "aten::lstm") ||
       starts_with(base, "aten::gru") || starts_with(base, "aten::rnn_");
+  traits.only_numbers = has_only_numbers(op, traits);
   return traits;
 }
 

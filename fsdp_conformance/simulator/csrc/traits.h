@@ -19,11 +19,13 @@ struct Traits {
   int generator = -1;            // index of the argument, or -1
   int training = -1;             // index of the argument `training`, or -1
   std::vector<size_t> updated_in_training;
-  bool returns_view = false;   // no memory is touched
-  bool host_waits = false;     // the host needs the result: shapes or values depend on the data
-  bool over_lists = false;     // `aten::_foreach_...`
-  bool mixes_devices = false;  // accepts CPU tensors beside device tensors
-  int beta = -1;               // index of the argument; where it is 0, the first argument is not read
+  bool returns_view = false;        // no memory is touched
+  bool host_waits = false;          // the host needs the result: shapes or values depend on the data
+  bool over_lists = false;          // `aten::_foreach_...`
+  bool mixes_devices = false;       // accepts CPU tensors beside device tensors
+  bool only_numbers = false;        // may be left out where only the order counts: see outcomes.h
+  bool adds_up_in_float32 = false;  // a convolution: see wide.h
+  int beta = -1;                    // index of the argument; where it is 0, the first argument is not read
   Flow flow = Flow::Selects;
   // For Flow::Product, by argument: the dimensions that the operand and the result have in common. The result at an
   // index depends on the operand only where it has the same index in these.

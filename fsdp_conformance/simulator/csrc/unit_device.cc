@@ -10,6 +10,7 @@
 #include "host_ops.cpp"
 #include "module.cpp"
 #include "ops.cpp"
+#include "outcomes.cpp"
 #include "pages.cpp"
 #include "pinned.cpp"
 #include "runtime.cpp"
@@ -19,3 +20,4 @@
 #include "traits.cpp"
 #include "uninitialized.cpp"
 #include "whole.cpp"
+#include "wide.cpp"

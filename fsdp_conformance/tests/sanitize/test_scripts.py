@@ -167,6 +167,43 @@ dist.destroy_process_group()
 """
 
 
+def test_a_race_is_found_without_numbers(unwaited: Sanitized, tmp_path: Path) -> None:
+    """`--ordering-only` finds what the whole computation finds, at the same lines, and says how it was found."""
+    script = str(SCRIPTS / "prefetch.py")
+    run = sanitize("--as-cuda", "--ordering-only", script, "--without", "wait_stream", cwd=tmp_path)
+
+    assert run.status == 1
+    assert "ordering only" in run.out.splitlines()[0]
+    assert "; ordering only, without numbers" in run.out
+    assert run.hazards == unwaited.hazards != []
+
+
+def test_a_script_may_choose_how_it_starts_processes(tmp_path: Path) -> None:
+    """`set_start_method` raises in a process that has a method already: ranks have none. DDP's own hooks work, too."""
+    script = written(
+        tmp_path,
+        """
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+
+torch.multiprocessing.set_start_method("spawn")
+dist.init_process_group("nccl")
+torch.cuda.set_device(dist.get_rank())
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4).cuda())
+model.register_comm_hook(None, bf16_compress_hook)
+model(torch.ones(2, 4, device="cuda")).sum().backward()
+assert model.module.weight.grad.abs().sum() > 0
+assert torch.version.cuda is None
+dist.destroy_process_group()
+""",
+    )
+
+    run = sanitize("--as-cuda", script, cwd=tmp_path)
+
+    assert run.status == 0, run.out + run.err
+
+
 def test_a_script_may_ask_for_the_device_itself(tmp_path: Path) -> None:
     """Device sim, no backend named; its race between streams is found, with labels and lines."""
     run = sanitize("--world-size", "3", written(tmp_path, _SIM), cwd=tmp_path)

@@ -8,6 +8,7 @@ import pytest
 
 from fsdp_conformance.cli import arguments
 from fsdp_conformance.cli.sanitize import order_of
+from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.tests.cli.cli_runs import said
 
 
@@ -69,6 +70,14 @@ def test_implicit_waits() -> None:
     """They order streams unless the option is given."""
     assert order_of(arguments.parse(["sanitize", "train.py"])).waits == "all"
     assert order_of(arguments.parse(["sanitize", "--ignore-implicit-syncs", "train.py"])).waits == "explicit"
+
+
+def test_numbers_may_be_left_out() -> None:
+    """Not together with NaN that shows where a hazard leads."""
+    assert not order_of(arguments.parse(["sanitize", "train.py"])).ordering_only
+    assert order_of(arguments.parse(["sanitize", "--ordering-only", "train.py"])).ordering_only
+    with pytest.raises(ConfigError, match="either --ordering-only or --mode poison"):
+        order_of(arguments.parse(["sanitize", "--ordering-only", "--mode", "poison", "train.py"]))
 
 
 def test_what_follows_the_script_is_its_own() -> None:

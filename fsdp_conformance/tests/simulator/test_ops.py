@@ -119,6 +119,31 @@ def test_tensors_on_two_devices_do_not_mix() -> None:
     assert [3.0, 3.0, 3.0] == (here + torch.tensor(2.0)).tolist()
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@in_process_of_its_own
+def test_convolutions_in_float16_add_up_in_float32(transposed: bool) -> None:
+    convolve = F.conv_transpose2d if transposed else F.conv2d
+    data, kernel = torch.randn(2, 6, 9, 9).half(), torch.randn(6, 6, 3, 3).half()
+
+    def trained(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        leaves = [tensor.detach().to(device, dtype).requires_grad_() for tensor in (data, kernel, kernel[0, 0, 0, :1])]
+        out = convolve(leaves[0], leaves[1], leaves[2].expand(6), stride=2)
+        out.backward(torch.ones_like(out))
+        return [out, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    found = trained("sim", torch.float16)
+    assert len(found) == 4
+    # The bias is one number that all channels share, so its gradient is a sum of rounded ones.
+    for tensor, exact in zip(found[:3], trained("cpu", torch.float32)[:3], strict=True):
+        assert torch.equal(tensor.cpu(), exact.half())
+
+
+@in_process_of_its_own
+def test_a_convolution_of_two_types_is_refused_in_float16_too() -> None:
+    with pytest.raises(RuntimeError, match="should be the same"):
+        F.conv2d(torch.ones(1, 1, 3, 3, device="sim").half(), torch.ones(1, 1, 2, 2, device="sim"))
+
+
 @in_process_of_its_own
 def test_autocast_casts_what_the_cpu_casts() -> None:
     """Types and numbers of `torch.autocast("sim")` are those of `torch.autocast("cpu")`."""
