@@ -4,6 +4,8 @@ Simulated GPUs for a block of code: `with simulated_cuda(4): ...`, in notebooks,
 
 from __future__ import annotations
 
+import atexit
+import functools
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +16,7 @@ from fsdp_conformance.simulated_cuda.findings import said
 from fsdp_conformance.simulated_cuda.settings import CudaSettings
 
 if TYPE_CHECKING:
-    from fsdp_conformance.simulated_cuda.session import SimulatedCuda
+    from fsdp_conformance.simulated_cuda.session import CudaSession, SimulatedCuda
 
 __all__ = ["simulated_cuda"]
 
@@ -31,8 +33,8 @@ def simulated_cuda(num_devices: int = 1, *, hazards: str = "fail") -> Iterator[S
 
     Processes that the block starts see the GPUs too. `hazards` says what happens at the end of the block if the race
     checker has found something, here or in a child process that has ended: "fail" raises HazardsFound (unless the
-    block raises), "report" prints it to stderr, and "off" turns the checker off. `cuda.take_hazards()` gives them
-    earlier, and forgets them.
+    block raises), "report" prints it to stderr, and "off" turns the checker off. If the program ends inside the block,
+    it is printed. `cuda.take_hazards()` gives the hazards earlier, and forgets them.
 
     It is not for threads: while the block runs, every thread of the process sees the GPUs.
 
@@ -54,9 +56,22 @@ def simulated_cuda(num_devices: int = 1, *, hazards: str = "fail") -> Iterator[S
 
     with session.opened(num_devices, checks=hazards != "off") as opened:
         cuda = session.SimulatedCuda(opened)
-        yield cuda
+        left_open = functools.partial(_end_at_exit, opened)
+        atexit.register(left_open)
+        try:
+            yield cuda
+        finally:
+            atexit.unregister(left_open)
         texts = opened.take().texts()
     if texts and hazards == "fail":
         raise HazardsFound(texts)
+    if texts:
+        print(said(texts), file=sys.stderr)
+
+
+def _end_at_exit(opened: CudaSession) -> None:
+    """The program ends inside the block, as in a notebook: say what was found while Python can still say it."""
+    texts = opened.take().texts()
+    opened.close()
     if texts:
         print(said(texts), file=sys.stderr)

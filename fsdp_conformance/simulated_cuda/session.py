@@ -74,8 +74,10 @@ class CudaSession:
         self._simulation.forget()
 
     def close(self) -> None:
-        """End the simulation. Everything that was taken before remains valid."""
+        """End the simulation. Everything that was taken before remains valid. A second call does nothing."""
         global _open
+        if _open is not self:
+            return
         _open = None
         simulation.end()
         self._children.close()

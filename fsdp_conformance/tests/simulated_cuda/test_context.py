@@ -303,3 +303,22 @@ def test_who_asks_is_found_below_the_standard_library() -> None:
     assert asked_by(pytest.__file__)
     assert not asked_by(torch.__file__)
     assert not asked_by(cuda_names.__file__)
+
+
+def test_a_block_may_be_open_when_the_program_ends() -> None:
+    """As in a notebook: its race is printed, and nothing else goes wrong."""
+    program = """
+import torch
+from fsdp_conformance.simulated_cuda import simulated_cuda
+
+block = simulated_cuda(1)
+block.__enter__()
+data = torch.ones(2, device="cuda")
+with torch.cuda.stream(torch.cuda.Stream()):
+    data.add_(1)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=True)
+
+    assert "1 hazard" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Exception ignored" not in done.stderr
