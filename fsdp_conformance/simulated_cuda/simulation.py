@@ -49,6 +49,7 @@ class Simulation:
         self._accesses = checker.accesses()
         self._labels = labels.install()
         self._names = as_cuda.install(self._labels)
+        as_cuda.show_version(self._replaced)
         self._replaced.set(torch, compile=self._compile)
         self._replaced.set(os, _exit=self._leave)
         atexit.register(self._finish)

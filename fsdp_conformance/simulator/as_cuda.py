@@ -30,6 +30,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.utils import _device
 
 from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.frames import Owner, owner
 from fsdp_conformance.simulator import attention, build, cuda_module, messages, process_group
 from fsdp_conformance.simulator.cuda_names import (
     COLLECTIVES,
@@ -114,6 +115,26 @@ def install(labels: Labels) -> Replacements:
     _install_refusals(replaced)
     messages.install(replaced)
     return replaced
+
+
+def show_version(replaced: Replacements) -> None:
+    """
+    Programs find a version of CUDA in `torch.version.cuda`, which many of them parse.
+
+    torch itself finds what it was built with: its tests would otherwise expect CUDA graphs and libraries of NVIDIA's.
+    """
+    built_with = torch.version.cuda
+    if built_with is not None:
+        return
+
+    def attribute(name: str) -> str | None:
+        if name != "cuda":
+            raise AttributeError(f"module {torch.version.__name__!r} has no attribute {name!r}")
+        return _CUDA_VERSION if owner(sys._getframe(1).f_code.co_filename) is Owner.USER else built_with
+
+    del torch.version.cuda
+    replaced.on_undo(functools.partial(setattr, torch.version, "cuda", built_with))
+    replaced.set(torch.version, __getattr__=attribute)
 
 
 def _install_device(replaced: Replacements) -> None:

@@ -149,11 +149,12 @@ _is_around_others: Callable[[Tensor], bool] = _python_dispatch.is_traceable_wrap
 def _has_memory(tensor: Tensor) -> bool:
     """
     Whether it has memory of its own now: a parameter that FSDP has resharded has none, nor has a lazy one, nor a tensor
-    around others.
+    around others, nor one that torch.export only pretends to have.
     """
     if is_lazy(tensor) or _is_around_others(tensor):
         return False
-    return tensor.untyped_storage().size() > 0
+    storage = tensor.untyped_storage()
+    return storage.device.type == SIMULATED and storage.size() > 0
 
 
 def _joined(title: str, path: str) -> str:

@@ -71,6 +71,7 @@ class Observer:
             from fsdp_conformance.simulator import as_cuda
 
             as_cuda.install(names)
+            as_cuda.show_version(replaced)
             if self.order.memory is not None:
                 _set_total_memory(replaced, self.order.memory)
 

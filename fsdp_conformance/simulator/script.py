@@ -43,6 +43,10 @@ _KEEP_S = 0.5
 _REMEMBERED = 4096
 
 
+#: In an argument of the script, stands for the number of the rank: `torch.distributed.launch` passes it to scripts.
+LOCAL_RANK = "{local_rank}"
+
+
 class ScriptExited(Exception):
     """The script exited with a failure status."""
 
@@ -117,17 +121,19 @@ class ScriptRank:
     def _prepare(self) -> None:
         """Set sys.argv and sys.path as Python itself would, and let the script choose how it starts processes."""
         multiprocessing.set_start_method(None, force=True)
+        rank = str(self.run.order.rank)
+        arguments = [word.replace(LOCAL_RANK, rank) for word in self.order.arguments]
         entry = self.payload.own_path_entry
         if entry is not None and entry in sys.path:
             sys.path.remove(entry)
         if self.order.is_module:
             first = os.getcwd()
             # runpy replaces the name by the file's path.
-            sys.argv = [self.order.target, *self.order.arguments]
+            sys.argv = [self.order.target, *arguments]
         else:
             path = Path(self.order.target)
             first = str((path if path.is_dir() else path.parent).absolute())
-            sys.argv = [self.order.target, *self.order.arguments]
+            sys.argv = [self.order.target, *arguments]
         if not sys.flags.safe_path:
             sys.path.insert(0, first)
         # Ranks are forked: do not use a module of the same name that the warm process has found elsewhere.

@@ -194,7 +194,7 @@ model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4).cuda())
 model.register_comm_hook(None, bf16_compress_hook)
 model(torch.ones(2, 4, device="cuda")).sum().backward()
 assert model.module.weight.grad.abs().sum() > 0
-assert torch.version.cuda is None
+assert [int(part) for part in torch.version.cuda.split(".")] >= [12, 0]
 dist.destroy_process_group()
 """,
     )
@@ -236,6 +236,43 @@ def test_hazards_name_modules_ranges_and_parameters(tmp_path: Path) -> None:
     labels = {(one["then"]["site"]["label"], one["now"]["site"]["label"]) for one in run.hazards}
     assert ("late", "Sequential.0") in labels
     assert "Sequential.0.weight" in {one["now"]["site"]["tensor"] for one in run.hazards}
+
+
+def test_a_rank_may_get_its_number_as_an_argument(tmp_path: Path) -> None:
+    """As from `torch.distributed.launch`."""
+    script = written(
+        tmp_path,
+        """
+import os, sys, torch
+
+assert sys.argv[1:] == ["--local_rank=" + os.environ["RANK"], "{}"], sys.argv
+torch.cuda.set_device(int(sys.argv[1].split("=")[1]))
+torch.ones(2, device="cuda").add_(1)
+""",
+    )
+
+    run = sanitize("--as-cuda", script, "--local_rank={local_rank}", "{}", cwd=tmp_path)
+
+    assert run.status == 0, run.out + run.err
+
+
+def test_a_model_may_be_exported(tmp_path: Path) -> None:
+    """torch.export calls it with parameters that have no memory: there is nothing to name."""
+    script = written(
+        tmp_path,
+        """
+import torch
+
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU()).cuda()
+data = torch.ones(2, 4, device="cuda")
+exported = torch.export.export(model, (data,), strict=False).module()
+assert torch.equal(exported(data), model(data))
+""",
+    )
+
+    run = sanitize("--as-cuda", "--world-size", "1", script, cwd=tmp_path)
+
+    assert run.status == 0, run.out + run.err
 
 
 def test_a_script_that_never_used_the_device_is_not_clean(tmp_path: Path) -> None:

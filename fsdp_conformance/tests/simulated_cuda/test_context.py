@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import device_mesh
+from torch.testing._internal import common_cuda
 
 from fsdp_conformance.errors import ConfigError, HazardsFound
 from fsdp_conformance.simulated_cuda import simulated_cuda
@@ -303,6 +304,21 @@ def test_who_asks_is_found_below_the_standard_library() -> None:
     assert asked_by(pytest.__file__)
     assert not asked_by(torch.__file__)
     assert not asked_by(cuda_names.__file__)
+
+
+def test_programs_find_a_version_of_cuda() -> None:
+    """torch and its tests find what torch was built with; afterwards everybody does."""
+    built_with = torch.version.cuda
+    with simulated_cuda(1):
+        from torch.version import cuda
+
+        assert torch.version.cuda == cuda is not None
+        assert int(cuda.split(".")[0]) >= 12
+        assert common_cuda._get_torch_cuda_version() == (0, 0) or built_with
+        with pytest.raises(AttributeError, match="has no attribute 'none'"):
+            _ = torch.version.none
+
+    assert torch.version.cuda == built_with
 
 
 def test_a_block_may_be_open_when_the_program_ends() -> None:
