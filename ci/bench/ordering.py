@@ -42,7 +42,7 @@ def training_step(width: int, layers: int, sequences: int, tokens: int) -> tuple
     def step() -> float:
         optimizer.zero_grad()
         loss = F.cross_entropy(model(data).flatten(0, 1), data.flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         return loss.item()
 
@@ -53,7 +53,7 @@ def convolution(dtype: torch.dtype) -> Callable[[], object]:
     """A convolution with its gradients."""
     data = torch.randn(4, 64, 56, 56, device=SIMULATED).to(dtype).requires_grad_()
     kernel = torch.randn(64, 64, 3, 3, device=SIMULATED).to(dtype).requires_grad_()
-    return lambda: F.conv2d(data, kernel, padding=1).sum().backward()
+    return lambda: F.conv2d(data, kernel, padding=1).sum().backward()  # type: ignore[no-untyped-call]
 
 
 def seconds(call: Callable[[], object]) -> float:

@@ -378,7 +378,7 @@ def _process_group_nccl() -> type:
 
 def _install_hooks(replaced: Replacements) -> None:
     """DDP accepts `bf16_compress_hook` only where torch has CUDA and NCCL, which a build for the CPU has not."""
-    check = DistributedDataParallel._check_comm_hook
+    check: Any = DistributedDataParallel._check_comm_hook
 
     def checked(self: Any, hook: Any) -> None:
         meanwhile = Replacements()

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.simulator import checker, memory, ordering
 from fsdp_conformance.tests.simulator.simulator_process import in_process_of_its_own
 
@@ -112,14 +113,15 @@ def test_a_race_is_found_without_numbers(waits: bool) -> None:
     """Between streams, and only where a wait is missing."""
     with ordering.ordering_only():
         data = torch.ones(4, 4, device="sim")
-        side = torch.sim.Stream()
+        sim: Any = getattr(torch, SIMULATED)
+        side = sim.Stream()
         for _ in range(3):
             result = data @ data
-            with torch.sim.stream(side):
+            with sim.stream(side):
                 if waits:
-                    side.wait_stream(torch.sim.default_stream())
+                    side.wait_stream(sim.default_stream())
                 result.mul_(2.0)
-            torch.sim.current_stream().wait_stream(side)
+            sim.current_stream().wait_stream(side)
 
     found = checker.hazards()
     checker.clear()
