@@ -29,7 +29,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.utils import _device
 
 from fsdp_conformance.config import SIMULATED
-from fsdp_conformance.simulator import attention, build, cuda_module, messages, process_group
+from fsdp_conformance.simulator import attention, build, cuda_module, dtensor_rng, messages, process_group
 from fsdp_conformance.simulator.cuda_names import (
     COLLECTIVES,
     CUDA,
@@ -317,6 +317,7 @@ def _install_distributed(replaced: Replacements) -> None:
     _install_backends(replaced)
     _install_meshes(replaced)
     attention.install(replaced)
+    dtensor_rng.install(replaced)
 
 
 def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -23,6 +23,7 @@ struct Traits {
   bool host_waits = false;     // the host needs the result: shapes or values depend on the data
   bool over_lists = false;     // `aten::_foreach_...`
   bool mixes_devices = false;  // accepts CPU tensors beside device tensors
+  int learning_rate = -1;      // index of a fused optimizer's learning rate, which may be on the CPU, or -1
   int beta = -1;               // index of the argument; where it is 0, the first argument is not read
   Flow flow = Flow::Selects;
   // For Flow::Product, by argument: the dimensions that the operand and the result have in common. The result at an
