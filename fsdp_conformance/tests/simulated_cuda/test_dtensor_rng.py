@@ -1,17 +1,14 @@
-"""Random operations on DTensors, and collectives with gradients: what torch decides by the name of the device."""
+"""Random operations on DTensors."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.nn
 from torch import Tensor, nn
-from torch._C._distributed_c10d import HashStore
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, empty, rand, randn
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -152,22 +149,3 @@ def test_it_ends_with_the_simulation() -> None:
         expected = torch.rand(2, device="cuda").cpu()
         torch.manual_seed(1)
         assert torch.equal(expected, torch.rand(2))  # the CPU's generator serves the device again
-
-
-@in_process_of_its_own
-def test_gradients_of_collectives() -> None:
-    """torch.distributed.nn has them for NCCL, or does otherwise with NCCL."""
-    with simulated_cuda(1):
-        dist.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
-        try:
-            part = torch.arange(4.0, device="cuda").requires_grad_()
-            whole = dist.nn.functional._all_gather_base(torch.empty(4, device="cuda"), part)
-            (whole * torch.arange(4.0, device="cuda")).sum().backward()
-            assert part.grad is not None
-            assert [0.0, 1.0, 2.0, 3.0] == part.grad.tolist()
-            with warnings.catch_warnings(action="ignore"):  # torch: there are newer names
-                (copy,) = dist.nn.functional.all_gather(part)
-            copy.sum().backward()
-            assert [1.0, 2.0, 3.0, 4.0] == part.grad.tolist()
-        finally:
-            dist.destroy_process_group()
