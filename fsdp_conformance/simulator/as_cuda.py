@@ -314,6 +314,7 @@ def _install_distributed(replaced: Replacements) -> None:
             replaced.set(module, get_default_backend_for_device=get_default_backend_for_device)
         if not hasattr(module, "ProcessGroupNCCL"):  # a build for the CPU
             replaced.set(module, ProcessGroupNCCL=_process_group_nccl())
+    replaced.set(distributed_c10d, _set_pg_timeout=_set_timeout(distributed_c10d._set_pg_timeout))
     _install_backends(replaced)
     _install_meshes(replaced)
     attention.install(replaced)
@@ -332,6 +333,24 @@ def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return barrier
+
+
+def _set_timeout(original: Callable[..., None]) -> Callable[..., None]:
+    """`_set_pg_timeout`, which knows the classes of NCCL's and gloo's groups, and warns of all others."""
+
+    @functools.wraps(original)
+    def set_timeout(timeout: timedelta, group: Any = None) -> None:
+        asked = distributed_c10d._get_default_group() if group is None else group
+        if not isinstance(asked, dist.ProcessGroup):  # torch says what is wrong
+            original(timeout, group)
+            return
+        devices = [device for device in asked._device_types if device.type == SIMULATED]
+        if len(devices) < len(asked._device_types):
+            original(timeout, asked)
+        for device in devices:
+            asked._get_backend(device)._set_default_timeout(timeout)
+
+    return set_timeout
 
 
 def _process_group_nccl() -> type:

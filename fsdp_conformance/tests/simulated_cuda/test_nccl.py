@@ -99,3 +99,15 @@ def test_a_rank_waits_for_itself() -> None:
             work.wait()
         with pytest.raises(RuntimeError, match="expected 8 bytes, got 12"):
             take.tolist()
+
+
+@in_process_of_its_own
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_timeouts_change(backend: str) -> None:
+    """torch sets them by the class of the group; a program shortens them once it has started."""
+    with group_of_one(backend, timeout=timedelta(seconds=100)), warnings.catch_warnings(action="error"):
+        group = dist.distributed_c10d._get_default_group()
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7))
+        kinds = ["cuda"] if backend == "nccl" else ["cuda", "cpu"]
+        found = [group._get_backend(torch.device(kind)).options._timeout for kind in kinds]
+        assert [timedelta(seconds=7)] * len(kinds) == found
