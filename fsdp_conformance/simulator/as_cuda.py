@@ -283,7 +283,9 @@ def _install_distributed(replaced: Replacements) -> None:
     @functools.wraps(said)
     def get_backend(group: Any = None) -> Any:
         backend = said(group)
-        if COLLECTIVES not in str(backend) or not script_asks():
+        # This function of torch's refuses all but gloo's groups.
+        asks = script_asks() or sys._getframe(1).f_code.co_name == "monitored_barrier"
+        if COLLECTIVES not in str(backend) or not asks:
             return backend
         asked = distributed_c10d._get_default_group() if group is None else group
         return "gloo" if process_group.is_gloo(asked) else "nccl"

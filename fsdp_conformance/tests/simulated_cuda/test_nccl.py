@@ -111,3 +111,12 @@ def test_timeouts_change(backend: str) -> None:
         kinds = ["cuda"] if backend == "nccl" else ["cuda", "cpu"]
         found = [group._get_backend(torch.device(kind)).options._timeout for kind in kinds]
         assert [timedelta(seconds=7)] * len(kinds) == found
+
+
+@in_process_of_its_own
+def test_monitored_barriers() -> None:
+    """Groups with gloo have them, and groups with NCCL have not."""
+    with group_of_one("gloo"):
+        dist.monitored_barrier(timeout=timedelta(seconds=60))
+    with group_of_one(), pytest.raises(ValueError, match="only implemented for GLOO"):
+        dist.monitored_barrier()
