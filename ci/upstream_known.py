@@ -26,6 +26,8 @@ KINDS = {
     "changed": "torch has changed since the tests were written",
     "time": "times of kernels",
     "digits": "the last digits of numbers",
+    "race": "a race in the test",
+    "together": "tests that only pass alone",
     "device": "what is not simulated",
 }
 
