@@ -300,6 +300,8 @@ def _install_distributed(replaced: Replacements) -> None:
         return ("gloo" if process_group.is_gloo(self) else "nccl") if script_asks() else found
 
     replaced.set(dist.ProcessGroup, name=name_of_group, barrier=_barrier(dist.ProcessGroup.barrier))
+    for name in ("_get_sequence_number_for_group", "_set_sequence_number_for_group"):
+        replaced.set(dist.ProcessGroup, **{name: _of_backend(name, getattr(dist.ProcessGroup, name))})
 
     def get_default_backend_for_device(device: Any) -> Any:
         backend = default_of(device)  # type: ignore[misc]
@@ -335,6 +337,19 @@ def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return barrier
+
+
+def _of_backend(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of groups that in C++ is for torch's own backends alone, and that the device's backend has too."""
+
+    @functools.wraps(original)
+    def asking_the_backend(self: Any) -> Any:
+        for device in self._device_types:
+            if device.type == SIMULATED:
+                return getattr(self._get_backend(device), name)()
+        return original(self)
+
+    return asking_the_backend
 
 
 def _set_timeout(original: Callable[..., None]) -> Callable[..., None]:

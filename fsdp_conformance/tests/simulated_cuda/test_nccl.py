@@ -120,3 +120,15 @@ def test_monitored_barriers() -> None:
         dist.monitored_barrier(timeout=timedelta(seconds=60))
     with group_of_one(), pytest.raises(ValueError, match="only implemented for GLOO"):
         dist.monitored_barrier()
+
+
+@in_process_of_its_own
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_sequence_numbers(backend: str) -> None:
+    """A group counts its collectives on GPUs."""
+    with group_of_one(backend):
+        group = dist.distributed_c10d._get_default_group()
+        group._set_sequence_number_for_group()
+        before = group._get_sequence_number_for_group()
+        dist.all_reduce(torch.ones(1, device="cuda"))
+        assert before + 1 == group._get_sequence_number_for_group()
