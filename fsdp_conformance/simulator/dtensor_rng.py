@@ -21,6 +21,7 @@ import hashlib
 import struct
 import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -59,8 +60,8 @@ def install(replaced: Replacements) -> None:
     replaced.set_on_class(torch.Generator, get_state=get_state, set_state=set_state)
 
 
-def _asks(frame: Any) -> bool:
-    return frame.f_globals.get("__name__") == _CALLER
+def _asks(frame: FrameType) -> bool:
+    return bool(frame.f_globals.get("__name__") == _CALLER)
 
 
 def _show_places(replaced: Replacements) -> None:

@@ -138,11 +138,12 @@ def test_a_programs_own_generator() -> None:
 @in_process_of_its_own
 def test_it_ends_with_the_simulation() -> None:
     """On the CPU, before and after, DTensor and generators are torch's own."""
+    random: Any = torch.distributed.tensor._random
     get_state = torch.Generator.get_state
     with simulated_cuda(RANKS), rank_of_many(0) as mesh:
         rand(4, device_mesh=mesh, placements=[Shard(0)])
-        assert torch.distributed.tensor._random._rng_tracker is not None
-    assert torch.distributed.tensor._random._rng_tracker is None
+        assert random._rng_tracker is not None
+    assert random._rng_tracker is None
     assert get_state is torch.Generator.get_state
     with simulated_cuda(1):
         torch.manual_seed(1)

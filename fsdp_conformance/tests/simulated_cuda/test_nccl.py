@@ -127,7 +127,7 @@ def test_monitored_barriers() -> None:
 def test_sequence_numbers(backend: str) -> None:
     """A group counts its collectives on GPUs."""
     with group_of_one(backend):
-        group = dist.distributed_c10d._get_default_group()
+        group: Any = dist.distributed_c10d._get_default_group()
         group._set_sequence_number_for_group()
         before = group._get_sequence_number_for_group()
         dist.all_reduce(torch.ones(1, device="cuda"))
