@@ -452,7 +452,10 @@ def run(parsed: argparse.Namespace, directory: Path) -> int:
             outcomes.setdefault(group, []).append(outcome)
             print(_row(file, [outcome], _note(outcome, known)), flush=True)
     lines = [*table(outcomes, known), "", *notes(parsed.subject, ranks)]
-    lines += [f"- not run: {test} of {file}: {why}" for (file, test), why in listed.left_out.items()]
+    chosen_files = {file for files in found.values() for file in files}
+    lines += [
+        f"- not run: {test} of {file}: {why}" for (file, test), why in listed.left_out.items() if file in chosen_files
+    ]
     print("\n" + "\n".join(lines))
     if parsed.report is not None:
         keep(parsed.report, lines, outcomes)
