@@ -162,7 +162,7 @@ def files_of(tests: Path, groups: Sequence[str], patterns: Sequence[str]) -> dic
 def run_file(tests: Path, file: str, *, subject: str, ranks: str, limit_s: float, options: Sequence[str]) -> Outcome:
     """Run the tests of one file in a pytest of its own, which is ended if it takes longer than `limit_s`."""
     report = tests / f"{file}.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *options]
+    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--junitxml={report}", *options]
     command += ["--simulate-cuda=4"] if ranks == "simulated" else []
     began = time.monotonic()
     process = subprocess.Popen(
@@ -182,12 +182,12 @@ def run_file(tests: Path, file: str, *, subject: str, ranks: str, limit_s: float
     except BaseException:
         _end(process)
         raise
-    outcome = read_report(report, file) if report.is_file() else Outcome(file)
+    outcome = read_report(report, file) if report.is_file() else read_progress(said, file)
     outcome.seconds = time.monotonic() - began
     # 5: no test was collected, as in a file that is for other hardware.
     if not broken and not report.is_file():
         broken = next((line for line in reversed(said.splitlines()) if line.strip()), "no output")
-    outcome.broken = broken
+    outcome.broken = "; ".join(filter(None, [broken, outcome.broken]))
     return outcome
 
 
@@ -246,6 +246,26 @@ def read_report(path: Path, file: str) -> Outcome:
             outcome.skipped[name] = (skip.get("message") or "").strip()
         else:
             outcome.passed.append(name)
+    return outcome
+
+
+#: A test as `pytest -v` prints it: what became of it is missing from the one that was running.
+_PROGRESS = re.compile(r"^\S+?\.py::([^\s\[]+(?:\[.*?\])?) *(PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)?", re.MULTILINE)
+
+
+def read_progress(said: str, file: str) -> Outcome:
+    """What a pytest that was ended had printed: it names its tests, but not why they failed."""
+    outcome = Outcome(file)
+    for found in _PROGRESS.finditer(said):
+        name = found[1].replace("::", ".")
+        if found[2] in ("PASSED", "XPASS"):
+            outcome.passed.append(name)
+        elif found[2] in ("FAILED", "ERROR"):
+            outcome.failed[name] = "it failed before the file was ended"
+        elif found[2]:
+            outcome.skipped[name] = ""
+        else:
+            outcome.broken = f"it was in {name}"
     return outcome
 
 
@@ -406,7 +426,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def run(parsed: argparse.Namespace, directory: Path) -> int:
     """Take the tests, run them, print and keep the table. Returns the exit status."""
-    listed = upstream_known.load(parsed.known) if parsed.known is not None else upstream_known.KnownFailures((), {})
+    listed = upstream_known.load(parsed.known) if parsed.known is not None else upstream_known.NOTHING
     known = listed.tests
     tests = directory / "distributed"
     if parsed.tests is not None:
@@ -427,10 +447,15 @@ def run(parsed: argparse.Namespace, directory: Path) -> int:
     outcomes: dict[str, list[Outcome]] = {}
     for group, files in found.items():
         for file in files:
-            outcome = run_file(tests, file, subject=parsed.subject, ranks=ranks, limit_s=parsed.limit, options=options)
+            chosen = [*options, *left_out(listed, file)]
+            outcome = run_file(tests, file, subject=parsed.subject, ranks=ranks, limit_s=parsed.limit, options=chosen)
             outcomes.setdefault(group, []).append(outcome)
             print(_row(file, [outcome], _note(outcome, known)), flush=True)
     lines = [*table(outcomes, known), "", *notes(parsed.subject, ranks)]
+    chosen_files = {file for files in found.values() for file in files}
+    lines += [
+        f"- not run: {test} of {file}: {why}" for (file, test), why in listed.left_out.items() if file in chosen_files
+    ]
     print("\n" + "\n".join(lines))
     if parsed.report is not None:
         keep(parsed.report, lines, outcomes)
@@ -439,6 +464,13 @@ def run(parsed: argparse.Namespace, directory: Path) -> int:
     if parsed.known is not None:
         print("\n" + "\n".join(news or [f"As {parsed.known} says."]))
     return int(any(each.broken for each in ran) or bool(parsed.known is not None and news))
+
+
+def left_out(listed: upstream_known.KnownFailures, file: str) -> Iterable[str]:
+    """Options of pytest that leave out the tests of a file that the list leaves out."""
+    for listed_file, test in listed.left_out:
+        if listed_file == file:
+            yield f"--deselect={Path(file).name}::{test.replace('.', '::')}"
 
 
 def notes(subject: str, ranks: str) -> list[str]:

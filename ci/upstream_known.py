@@ -2,15 +2,17 @@
 The list of PyTorch's own tests that are known to fail here, and why: ci/upstream-known.toml.
 
 `files` are the files that it is about: with --known, ci/upstream runs these. Each [[known]] has `file`, below
-test/distributed; `tests`, each as "Class.test"; `kind`, one of `KINDS`; and `why`.
+test/distributed; `tests`, each as "Class.test"; `kind`, one of `KINDS`; and `why`. Each [[left_out]] has `file`,
+`tests` and `why`: these are not run, because they would take very long.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fsdp_conformance.errors import UsageError
 
@@ -24,13 +26,18 @@ KINDS = {
     "changed": "torch has changed since the tests were written",
     "time": "times of kernels",
     "digits": "the last digits of numbers",
+    "race": "a race in the test",
+    "together": "tests that only pass alone",
     "device": "what is not simulated",
 }
 
 #: The kinds that have nothing to do with what is tested here.
 ELSEWHERE = tuple(KINDS[name] for name in ("compiled", "renamed", "changed"))
 
-_FIELDS = {"file", "tests", "kind", "why"}
+_FIELDS = {
+    "known": {"file", "tests", "kind", "why"},
+    "left_out": {"file", "tests", "why"},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +59,11 @@ class KnownFailures:
 
     files: tuple[str, ...]
     tests: KnownTests
+    left_out: Mapping[tuple[str, str], str]
+    """Why a test is not run, by file and name."""
+
+
+NOTHING = KnownFailures((), {}, {})
 
 
 def load(path: Path) -> KnownFailures:
@@ -60,25 +72,39 @@ def load(path: Path) -> KnownFailures:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} must be a list of known failures in TOML: {error}") from error
-    entries, files = content.get("known", []), content.get("files", [])
-    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise UsageError(f"{path} must be a list of known failures in TOML: got known = {entries!r}")
+    files = content.get("files", [])
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         raise UsageError(f"files in {path} must be a list of names, got {files!r}")
     found: dict[tuple[str, str], Known] = {}
+    left_out: dict[tuple[str, str], str] = {}
+    for table in _FIELDS:
+        for where, entry in _entries(content, table, path):
+            if entry["file"] not in files:
+                raise UsageError(f"{where} is about {entry['file']}, which `files` has not")
+            if table == "known" and entry["kind"] not in KINDS:
+                raise UsageError(f"the kind in {where} must be one of {', '.join(KINDS)}, got {entry['kind']!r}")
+            for test in entry["tests"]:
+                if (entry["file"], test) in {**found, **left_out}:
+                    raise UsageError(f"{where} has {test} of {entry['file']} again")
+                if table == "known":
+                    found[entry["file"], test] = Known(KINDS[entry["kind"]], entry["why"])
+                else:
+                    left_out[entry["file"], test] = entry["why"]
+    return KnownFailures(tuple(files), found, left_out)
+
+
+def _entries(content: Mapping[str, Any], table: str, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The entries of one kind, each with its name in messages."""
+    entries = content.get(table, [])
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise UsageError(f"{path} must be a list of known failures in TOML: got {table} = {entries!r}")
     for number, entry in enumerate(entries, start=1):
-        where = f"entry {number} of {path.name}"
-        if set(entry) != _FIELDS:
-            raise UsageError(f"{where} must have the fields {', '.join(sorted(_FIELDS))}, got {', '.join(entry)}")
-        if entry["file"] not in files:
-            raise UsageError(f"{where} is about {entry['file']}, which `files` has not")
-        if entry["kind"] not in KINDS:
-            raise UsageError(f"the kind in {where} must be one of {', '.join(KINDS)}, got {entry['kind']!r}")
-        for test in entry["tests"]:
-            if (entry["file"], test) in found:
-                raise UsageError(f"{where} has {test} of {entry['file']} again")
-            found[entry["file"], test] = Known(KINDS[entry["kind"]], entry["why"])
-    return KnownFailures(tuple(files), found)
+        where = f"entry {number} of {path.name}" if table == "known" else f"{table} {number} of {path.name}"
+        if set(entry) != _FIELDS[table]:
+            raise UsageError(
+                f"{where} must have the fields {', '.join(sorted(_FIELDS[table]))}, got {', '.join(entry)}"
+            )
+        yield where, entry
 
 
 def news(known: KnownTests, file: str, passed: set[str], failed: set[str]) -> list[str]:

@@ -29,6 +29,7 @@ import torch
 from torch import distributed
 from torch.testing._internal.distributed._tensor import common_dtensor
 
+from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.harness import devices
 from fsdp_conformance.harness.environment import Determinism
 from fsdp_conformance.harness.rank import destroy_process_group
@@ -117,7 +118,9 @@ class FSDPTest(MultiProcessTestCase, common_fsdp.FSDPTest):  # type: ignore[misc
 
             distributed.init_process_group("fake", rank=self.rank, world_size=int(self.world_size), store=FakeStore())
         else:
-            self.start_process_group()
+            # As with NCCL, for the device alone: torch's sharded tensors take the device of their group.
+            simulated = self.device_type == SIMULATED
+            self.start_process_group(devices.SIMULATED_BACKEND.rpartition(":")[2] if simulated else None)
         distributed.barrier(device_ids=None if self.device_type == "cpu" else [self.device.index])
         torch._dynamo.reset()
         common_utils.set_rng_seed()  # type: ignore[no-untyped-call]

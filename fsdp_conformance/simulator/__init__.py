@@ -40,6 +40,7 @@ Under CUDA's names, for scripts and tests that say "cuda":
     cuda_tools        profilers, the memory's history and limit, CUDA's runtime
     cuda_names        CUDA's names, who asks for them, and attributes that are replaced
     attention         attention on DTensors, flex attention
+    dtensor_rng       random operations on DTensors
     dlpack            exchange of tensors with other libraries
     messages          CUDA's names in messages of torch's C++
     labels            names of modules and parameters in findings

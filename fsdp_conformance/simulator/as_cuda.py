@@ -31,7 +31,7 @@ from torch.utils import _device
 
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.frames import Owner, owner
-from fsdp_conformance.simulator import attention, build, cuda_module, messages, process_group
+from fsdp_conformance.simulator import attention, build, cuda_module, dtensor_rng, messages, process_group
 from fsdp_conformance.simulator.cuda_names import (
     COLLECTIVES,
     CUDA,
@@ -308,7 +308,9 @@ def _install_distributed(replaced: Replacements) -> None:
     @functools.wraps(said)
     def get_backend(group: Any = None) -> Any:
         backend = said(group)
-        if COLLECTIVES not in str(backend) or not script_asks():
+        # This function of torch's refuses all but gloo's groups.
+        asks = script_asks() or sys._getframe(1).f_code.co_name == "monitored_barrier"
+        if COLLECTIVES not in str(backend) or not asks:
             return backend
         asked = distributed_c10d._get_default_group() if group is None else group
         return "gloo" if process_group.is_gloo(asked) else "nccl"
@@ -323,6 +325,8 @@ def _install_distributed(replaced: Replacements) -> None:
         return ("gloo" if process_group.is_gloo(self) else "nccl") if script_asks() else found
 
     replaced.set(dist.ProcessGroup, name=name_of_group, barrier=_barrier(dist.ProcessGroup.barrier))
+    for name in ("_get_sequence_number_for_group", "_set_sequence_number_for_group"):
+        replaced.set(dist.ProcessGroup, **{name: _of_backend(name, getattr(dist.ProcessGroup, name))})
 
     def get_default_backend_for_device(device: Any) -> Any:
         backend = default_of(device)  # type: ignore[misc]
@@ -339,10 +343,12 @@ def _install_distributed(replaced: Replacements) -> None:
             replaced.set(module, get_default_backend_for_device=get_default_backend_for_device)
         if not hasattr(module, "ProcessGroupNCCL"):  # a build for the CPU
             replaced.set(module, ProcessGroupNCCL=_process_group_nccl())
+    replaced.set(distributed_c10d, _set_pg_timeout=_set_timeout(distributed_c10d._set_pg_timeout))
     _install_backends(replaced)
     _install_hooks(replaced)
     _install_meshes(replaced)
     attention.install(replaced)
+    dtensor_rng.install(replaced)
 
 
 def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -357,6 +363,37 @@ def _barrier(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return barrier
+
+
+def _of_backend(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """A method of groups that in C++ is for torch's own backends alone, and that the device's backend has too."""
+
+    @functools.wraps(original)
+    def asking_the_backend(self: Any) -> Any:
+        for device in self._device_types:
+            if device.type == SIMULATED:
+                return getattr(self._get_backend(device), name)()
+        return original(self)
+
+    return asking_the_backend
+
+
+def _set_timeout(original: Callable[..., None]) -> Callable[..., None]:
+    """`_set_pg_timeout`, which knows the classes of NCCL's and gloo's groups, and warns of all others."""
+
+    @functools.wraps(original)
+    def set_timeout(timeout: timedelta, group: Any = None) -> None:
+        asked = distributed_c10d._get_default_group() if group is None else group
+        if not isinstance(asked, dist.ProcessGroup):  # torch says what is wrong
+            original(timeout, group)
+            return
+        devices = [device for device in asked._device_types if device.type == SIMULATED]
+        if len(devices) < len(asked._device_types):
+            original(timeout, asked)
+        for device in devices:
+            asked._get_backend(device)._set_default_timeout(timeout)
+
+    return set_timeout
 
 
 def _process_group_nccl() -> type:

@@ -33,8 +33,12 @@ _WORD = re.compile(r"cuda(?::(\d+))?\Z")
 #: A script may also run code that has no file.
 _SCRIPT = frozenset({Owner.USER, Owner.NO_FILE, Owner.RUNNER})
 
-#: The parts of torch that ask for tests and scripts: its test harness and torchrun. Below torch's directory.
-_ASKING = ("testing/", "distributed/run.py", "distributed/launcher/")
+#: The parts of torch that ask for tests and scripts: its test harness and torchrun; collectives with gradients and the
+#: log of errors, which branch on the name of the backend. Below torch's directory.
+_ASKING = (
+    "testing/", "distributed/run.py", "distributed/launcher/", "distributed/nn/functional.py",
+    "distributed/c10d_logger.py",
+)  # fmt: skip
 
 #: Directories whose code sees the device as it is, next to torch's and this package's machinery.
 _own_names: set[str] = set()

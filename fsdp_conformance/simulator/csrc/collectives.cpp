@@ -504,6 +504,7 @@ c10::intrusive_ptr<Work> SimGroup::point_to_point(Tensors& tensors, int peer, Op
   Issue call{.op = sends ? "send" : "recv", .type = type};
   auto leg = move_leg(sends ? Op::Send : Op::Recv, call.op, tensor);
   leg.request.call += c10::str(sends ? " to rank " : " from rank ", peer);
+  call.title = c10::str(call.op, " ", rank_, sends ? "->" : "<-", peer);
   leg.request.root = peer;
   if (sends) {
     call.reads = {tensor};

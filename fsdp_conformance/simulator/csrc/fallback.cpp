@@ -259,7 +259,9 @@ class Call {
       return value;
     }
     if (value.isTensor()) {
-      return host_of(value.toTensor(), use);
+      // As on CUDA, where the host reads it.
+      const bool read_by_host = static_cast<int>(i) == traits_.learning_rate && !on_sim(value.toTensor());
+      return read_by_host ? value : host_of(value.toTensor(), use);
     }
     if (value.isTensorList()) {
       c10::List<at::Tensor> list;

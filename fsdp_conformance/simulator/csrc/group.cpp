@@ -1,8 +1,12 @@
 #include "group.h"
 
+#include <ATen/record_function.h>
+
 #include <algorithm>
 #include <atomic>
+#include <unordered_map>
 
+#include "cuda_names.h"
 #include "runtime.h"
 #include "uninitialized.h"
 
@@ -169,8 +173,9 @@ c10::intrusive_ptr<Work> SimGroup::endCoalescing() {
   }
   const auto& stream = coalesced.stream;
   publish(coalesced.call, stream, coalesced.tensors);
+  show_to_profiler("coalesced", {});
   auto work = make_work(
-      coalesced.call, OpType::COALESCED, "coalesced", coalesced.tensors, {},
+      coalesced.call, OpType::COALESCED, coalesced.tensors, {},
       stream ? std::make_optional(end_of(*stream, coalesced.tensors)) : std::nullopt);
   if (stream) {
     work->complete_future();
@@ -200,6 +205,7 @@ c10::intrusive_ptr<Work> SimGroup::issue(Issue call, std::shared_ptr<CollectiveC
       held.push_back(argument.tensor);
     }
   }
+  show_to_profiler(call.title.empty() ? call.op : call.title, call.reads.empty() ? call.writes : call.reads);
   std::optional<c10::Stream> stream;
   Noted noted;
   if (held[0].device().type() == kSim) {
@@ -238,14 +244,14 @@ c10::intrusive_ptr<Work> SimGroup::issue(Issue call, std::shared_ptr<CollectiveC
     }
     // This Work waits for nothing: only the end of the whole batch is recorded.
     const End nothing{*stream, {}, std::make_shared<Shelf>(Tensors{}, Clock{})};
-    return make_work(target, call.type, call.op, held, std::move(call.results), nothing);
+    return make_work(target, call.type, held, std::move(call.results), nothing);
   }
   publish(target, stream, held);
   if (stream && !call.async) {
     return nullptr;
   }
   auto work = make_work(
-      target, call.type, call.op, held, std::move(call.results),
+      target, call.type, held, std::move(call.results),
       stream ? std::make_optional(end_of(*stream, is_message(call.type) ? Tensors{} : held)) : std::nullopt);
   if (stream) {
     work->complete_future();
@@ -292,11 +298,33 @@ c10::Stream SimGroup::enter_stream(const Issue& call, c10::Device device) {
 }
 
 c10::intrusive_ptr<SimWork> SimGroup::make_work(
-    std::shared_ptr<CollectiveCall> call, OpType type, const std::string& op, const Tensors& inputs, Tensors results,
+    std::shared_ptr<CollectiveCall> call, OpType type, const Tensors& inputs, Tensors results,
     std::optional<End> end) const {
   return c10::make_intrusive<SimWork>(
-      state_of(end.has_value()), std::move(call), type, num_collectives_, "simccl:" + op, inputs, std::move(results),
-      std::move(end));
+      state_of(end.has_value()), std::move(call), type, num_collectives_, inputs, std::move(results), std::move(end));
+}
+
+void SimGroup::show_to_profiler(const std::string& op, const std::vector<Argument>& inputs) const {
+  at::RecordFunction event(at::RecordScope::USER_SCOPE);
+  if (!event.isActive()) {
+    return;
+  }
+  static const std::unordered_map<std::string, const char*> names = {
+      {"all_gather_into_tensor", "_all_gather_base"},
+      {"reduce_scatter_tensor", "_reduce_scatter_base"},
+      {"all_to_all_single", "all_to_all"},
+      {"all_reduce_coalesced", "allreduce_coalesced"},
+      {"barrier", "all_reduce_barrier"}};
+  const auto found = names.find(op);
+  const char* backend = !cuda_names() ? "simccl:" : sparse_ ? "gloo:" : "nccl:";
+  const std::string title = backend + (found == names.end() || !cuda_names() ? op : found->second);
+  std::vector<c10::IValue> shown;
+  for (const auto& input : inputs) {
+    shown.emplace_back(input.tensor);
+  }
+  event._setAsync();
+  event.before(title, c10::ArrayRef<const c10::IValue>(shown.data(), shown.size()));
+  event.end();
 }
 
 void SimGroup::clear_shelves() {

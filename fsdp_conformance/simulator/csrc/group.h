@@ -56,6 +56,7 @@ struct Issue {
   Tensors results = {};                                    // the value of the Work and its future
   Tensors through = {};                                    // a list that NCCL moves through its own buffer
   std::optional<std::pair<int, int>> pair = std::nullopt;  // for a message on the stream of these two ranks
+  std::string title = "";                                  // for profilers; `op` if empty
 };
 
 struct SimOptions : c10d::Backend::Options {
@@ -181,8 +182,10 @@ class SimGroup : public c10d::Backend {
   at::Tensor buffer_for(const Tensors& list) const;
   c10::Stream enter_stream(const Issue& call, c10::Device device);
   c10::intrusive_ptr<SimWork> make_work(
-      std::shared_ptr<CollectiveCall> call, OpType type, const std::string& op, const Tensors& inputs, Tensors results,
+      std::shared_ptr<CollectiveCall> call, OpType type, const Tensors& inputs, Tensors results,
       std::optional<End> end) const;
+  /// An event in torch's profilers, with the name that NCCL's or gloo's group gives it.
+  void show_to_profiler(const std::string& op, const std::vector<Argument>& inputs) const;
 
   /// Release the tensors of those earlier collectives that the host knows to have run. As with NCCL, whatever
   /// collective comes next does so, a synchronous one too.

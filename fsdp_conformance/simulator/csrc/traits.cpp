@@ -176,6 +176,9 @@ Traits read_traits(const c10::OperatorHandle& op) {
     if (argument.name() == "beta") {
       traits.beta = static_cast<int>(traits.arguments.size());
     }
+    if (argument.name() == "lr" && starts_with(base, "aten::_fused_")) {
+      traits.learning_rate = static_cast<int>(traits.arguments.size());
+    }
     if (holds_generator(argument.type())) {
       traits.generator = static_cast<int>(traits.arguments.size());
     }

@@ -25,6 +25,7 @@ struct Traits {
   bool mixes_devices = false;       // accepts CPU tensors beside device tensors
   bool only_numbers = false;        // may be left out where only the order counts: see outcomes.h
   bool adds_up_in_float32 = false;  // a convolution: see wide.h
+  int learning_rate = -1;           // index of a fused optimizer's learning rate, which may be on the CPU, or -1
   int beta = -1;                    // index of the argument; where it is 0, the first argument is not read
   Flow flow = Flow::Selects;
   // For Flow::Product, by argument: the dimensions that the operand and the result have in common. The result at an

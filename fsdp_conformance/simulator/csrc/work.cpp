@@ -114,8 +114,8 @@ void GroupState::drain() {
 
 SimWork::SimWork(
     std::shared_ptr<GroupState> group, std::shared_ptr<CollectiveCall> call, c10d::OpType type, uint64_t seq,
-    const std::string& title, const Tensors& inputs, Tensors outputs, std::optional<End> end)
-    : Work(group->rank, type, title.c_str(), inputs),
+    const Tensors& inputs, Tensors outputs, std::optional<End> end)
+    : Work(group->rank, type),
       group_(std::move(group)),
       call_(std::move(call)),
       outputs_(std::move(outputs)),
@@ -128,13 +128,6 @@ SimWork::SimWork(
 void SimWork::complete_future() {
   c10::StreamGuard guard(end_->stream);
   future_ = future_on_stream();
-  if (recordFunctionEndCallback_) {
-    future_->addCallback(
-        [work = c10::intrusive_ptr<SimWork>::reclaim_copy(this)](c10::ivalue::Future&) {
-          work->recordFunctionEndCallback_();
-        },
-        /*uses_future=*/false);
-  }
   future_->markCompleted(c10::IValue(outputs_));
 }
 

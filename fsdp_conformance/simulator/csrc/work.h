@@ -74,8 +74,7 @@ class SimWork : public c10d::Work {
   /// `end`: nothing for a Work on CPU tensors, for which the host waits.
   SimWork(
       std::shared_ptr<GroupState> group, std::shared_ptr<CollectiveCall> call, c10d::OpType type, uint64_t seq,
-      const std::string& title, const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs,
-      std::optional<End> end);
+      const std::vector<at::Tensor>& inputs, std::vector<at::Tensor> outputs, std::optional<End> end);
 
   /// Complete the future on the stream. Call it once something holds the Work.
   void complete_future();

@@ -171,6 +171,12 @@ kind = "renamed"
 why = "it has another name"
 """
 KNOWN = f'files = ["test_a.py"]{ENTRY}'
+LEFT_OUT = """
+[[left_out]]
+file = "test_a.py"
+tests = ["Test.test_endless"]
+why = "it takes very long"
+"""
 
 
 def test_known_failures(script: dict[str, Any], tmp_path: Path) -> None:
@@ -204,6 +210,11 @@ def test_known_failures(script: dict[str, Any], tmp_path: Path) -> None:
         (KNOWN.replace('["test_a.py"]', "[]"), "entry 1 of known.toml is about test_a.py, which `files` has not"),
         ("files = 3", "files in .*known.toml must be a list of names, got 3"),
         ("known = 3", "must be a list of known failures in TOML"),
+        (KNOWN + LEFT_OUT.replace("why", "kind"), "left_out 1 of known.toml must have the fields file, tests, why"),
+        (
+            KNOWN + LEFT_OUT.replace("endless", "times"),
+            "left_out 1 of known.toml has Test.test_times of test_a.py again",
+        ),
     ],
 )
 def test_wrong_lists(script: dict[str, Any], tmp_path: Path, text: str, message: str) -> None:
@@ -244,9 +255,46 @@ def test_run(script: dict[str, Any], tests: Path, tmp_path: Path, subject: str) 
     assert ("internals of torch's class" in table) == (subject == "reference")
 
 
+ENDLESS = """
+import time, unittest
+
+class Test(unittest.TestCase):
+    def test_a(self):
+        pass
+
+    def test_endless(self):
+        time.sleep(600)
+"""
+
+
 def test_time_limit(script: dict[str, Any], tests: Path) -> None:
     """A file that does not end is ended, and the table says so."""
     path = tests / "test_endless.py"
-    path.write_text("import time\n\n\ndef test_endless():\n    time.sleep(600)\n", encoding="utf-8")
+    path.write_text(ENDLESS, encoding="utf-8")
     outcome = script["run_file"](tests, path.name, subject="torch", ranks="cpu", limit_s=0.5, options=[])
-    assert "did not end within 0.5 s" == outcome.broken
+    assert outcome.broken.startswith("did not end within 0.5 s")
+
+
+def test_left_out(script: dict[str, Any], tests: Path, tmp_path: Path) -> None:
+    """Tests that the list leaves out are not run."""
+    (tests / "test_a.py").write_text(ENDLESS, encoding="utf-8")
+    (tmp_path / "known.toml").write_text(KNOWN + LEFT_OUT, encoding="utf-8")
+    listed = script["upstream_known"].load(tmp_path / "known.toml")
+    options = list(script["left_out"](listed, "test_a.py"))
+    outcome = script["run_file"](tests, "test_a.py", subject="torch", ranks="cpu", limit_s=60, options=options)
+    assert (["Test.test_a"], {}, "") == (outcome.passed, outcome.failed, outcome.broken)
+    assert [] == list(script["left_out"](listed, "test_b.py"))
+
+
+def test_progress(script: dict[str, Any]) -> None:
+    """What `pytest -v` prints, line by line."""
+    said = """collecting ... collected 5 items
+
+test_a.py::Test::test_one PASSED        [ 20%]
+test_a.py::Test::test_two[x y] FAILED [ 40%]
+test_a.py::test_three SKIPPED (no GPU)  [ 60%]
+test_a.py::Test::test_four noise of the test
+"""
+    found = script["read_progress"](said, "test_a.py")
+    assert (["Test.test_one"], ["Test.test_two[x y]"]) == (found.passed, list(found.failed))
+    assert (["test_three"], "it was in Test.test_four") == (list(found.skipped), found.broken)

@@ -352,3 +352,14 @@ class TestFormats:
             with warnings.catch_warnings(action="ignore"):  # torch: "support is in beta state"
                 assert torch.eye(2).to_sparse_csr().layout == torch.sparse_csr
             assert isinstance(nn.Embedding(2, 2, sparse=True).cuda().weight, nn.Parameter)
+
+
+@in_process_of_its_own
+def test_workspaces_are_freed() -> None:
+    """Programs that measure memory do this first. Builds for the CPU have no such function."""
+    before = hasattr(torch._C, "_cuda_clearCublasWorkspaces")
+    with simulated_cuda(1):
+        used = torch.cuda.memory_allocated()
+        torch._C._cuda_clearCublasWorkspaces()
+        assert used == torch.cuda.memory_allocated()
+    assert before == hasattr(torch._C, "_cuda_clearCublasWorkspaces")

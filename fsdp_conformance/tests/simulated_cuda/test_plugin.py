@@ -230,6 +230,7 @@ def test_ranks_see_gpus_and_their_races_fail_the_test(tmp_path: Path) -> None:
         "test_ddp[wrong]": "FAILED",
         "test_torchrun": "PASSED",
         "test_training": "PASSED",
+        "test_gathered": "PASSED",
     }, run.out
     said = run.section("test_ddp[wrong]")
     assert "batch = " not in said  # the explanation has lines by number

@@ -321,3 +321,19 @@ def test_lists_are_copied_between_devices() -> None:
     assert [[1.0, 1.0, 1.0], [1.0, 1.0]] == [tensor.tolist() for tensor in there]
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         torch._foreach_add_(here, there)
+
+
+@in_process_of_its_own
+@pytest.mark.parametrize("rate", [torch.tensor(0.1), torch.tensor([0.1])], ids=["scalar", "one element"])
+def test_fused_optimizers_take_a_learning_rate_on_the_cpu(rate: torch.Tensor) -> None:
+    """As on CUDA, where the host reads it; gradients on the CPU are still refused."""
+    parameter = nn.Parameter(torch.ones(3, device="sim"))
+    parameter.grad = torch.ones(3, device="sim")
+    torch.optim.AdamW([parameter], lr=rate, fused=True, weight_decay=0.0).step()
+
+    torch.testing.assert_close(torch.full((3,), 0.9), parameter.detach().cpu())
+    with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+        torch._fused_sgd_(
+            [parameter.detach()], [torch.ones(3)], [],
+            lr=rate, weight_decay=0.0, momentum=0.0, dampening=0.0, nesterov=False, maximize=False, is_first_step=True,
+        )  # fmt: skip

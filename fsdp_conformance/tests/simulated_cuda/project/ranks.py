@@ -12,9 +12,12 @@ import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._shard_utils import _create_chunk_sharded_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.common_distributed import MultiProcessTestCase, requires_nccl, skip_if_lt_x_gpu
 from torch.testing._internal.common_utils import run_tests
+
+from fsdp_conformance.harness import torch_compat
 
 PROGRAM = """
 import os, torch, torch.distributed as dist
@@ -82,6 +85,24 @@ class TestFSDP2(MultiProcessTestCase):
         for parameter in model.parameters():
             self.assertEqual(str(parameter.grad.to_local().device), f"cuda:{self.rank}")  # type: ignore[union-attr]
         print("trained", os.getpid())
+
+
+class TestShardedTensor(torch_compat.FSDPTest):
+    """On this package's ranks: torch's class makes a group for the GPU alone."""
+
+    @property
+    def world_size(self) -> int:
+        return 2
+
+    def test_gathered(self) -> None:
+        """A sharded tensor's metadata have the device of its group."""
+        whole = torch.arange(6.0, device="cuda")
+        group = dist.distributed_c10d._get_default_group()
+        sharded = _create_chunk_sharded_tensor(whole, self.rank, 2, 2, group)
+        gathered = torch.empty(6, device="cuda") if self.rank == 0 else None
+        sharded.gather(0, gathered)
+        if gathered is not None:
+            self.assertEqual(whole, gathered)
 
 
 if __name__ == "__main__":

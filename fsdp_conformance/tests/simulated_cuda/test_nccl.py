@@ -1,0 +1,134 @@
+"""What programs see of NCCL beside its results: gradients, profilers, messages of a rank to itself."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.nn
+from torch._C._distributed_c10d import HashStore
+
+from fsdp_conformance.simulated_cuda import simulated_cuda
+from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own
+
+pytestmark = compiled
+
+
+@contextmanager
+def group_of_one(backend: str = "nccl", **options: Any) -> Iterator[None]:
+    """One GPU, and a group with one rank."""
+    with simulated_cuda(1):
+        dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1, **options)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+
+@in_process_of_its_own
+def test_gradients_of_collectives() -> None:
+    """torch.distributed.nn has them for NCCL, or does otherwise with NCCL."""
+    with group_of_one():
+        part = torch.arange(4.0, device="cuda").requires_grad_()
+        whole = dist.nn.functional._all_gather_base(torch.empty(4, device="cuda"), part)
+        (whole * torch.arange(4.0, device="cuda")).sum().backward()
+        assert part.grad is not None
+        assert [0.0, 1.0, 2.0, 3.0] == part.grad.tolist()
+        with warnings.catch_warnings(action="ignore"):  # torch: there are newer names
+            (copy,) = dist.nn.functional.all_gather(part)
+        copy.sum().backward()
+        assert [1.0, 2.0, 3.0, 4.0] == part.grad.tolist()
+
+
+@in_process_of_its_own
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_profilers_see_collectives(backend: str) -> None:
+    """Once each, whether they are asynchronous or not, under their own names and with the shapes of their inputs."""
+    with group_of_one(backend):
+        tensor, whole = torch.ones(2, 3, device="cuda"), torch.ones(2, 3, device="cuda")
+        calls = {
+            "all_reduce": lambda wait: dist.all_reduce(tensor, async_op=wait),
+            "broadcast": lambda wait: dist.broadcast(tensor, 0, async_op=wait),
+            "_all_gather_base": lambda wait: dist.all_gather_into_tensor(whole, tensor, async_op=wait),
+            "_reduce_scatter_base": lambda wait: dist.reduce_scatter_tensor(whole, tensor, async_op=wait),
+            "all_to_all": lambda wait: dist.all_to_all_single(whole, tensor, async_op=wait),
+        }
+        for name, call in calls.items():
+            for asynchronous in (False, True):
+                with torch.autograd.profiler.profile(record_shapes=True) as profiler:
+                    work = call(asynchronous)
+                    if work is not None:
+                        work.wait()
+                found = [event for event in profiler.function_events if event.name == f"{backend}:{name}"]
+                assert [(True, [[2, 3]])] == [(event.is_async, event.input_shapes) for event in found], name
+
+
+@in_process_of_its_own
+def test_a_rank_sends_to_itself() -> None:
+    """In a batch, as in an exchange of everybody with everybody; the messages meet in order."""
+    with group_of_one():
+        gives = [torch.full((2,), float(number), device="cuda") for number in range(3)]
+        takes = [torch.zeros(2, device="cuda") for _ in gives]
+        batch = []
+        for give, take in zip(gives, takes, strict=True):
+            batch += [dist.P2POp(dist.irecv, take, 0), dist.P2POp(dist.isend, give, 0)]
+        for work in dist.batch_isend_irecv(batch):
+            work.wait()
+        assert [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]] == [take.tolist() for take in takes]
+
+
+@in_process_of_its_own
+def test_a_rank_waits_for_itself() -> None:
+    """A receive without a send, and one of another size: the error says so."""
+    with group_of_one(timeout=timedelta(seconds=0.2)):
+        take = torch.zeros(2, device="cuda")
+        (work,) = dist.batch_isend_irecv([dist.P2POp(dist.irecv, take, 0)])
+        work.wait()
+        with pytest.raises(RuntimeError, match=r"recv.* from rank 0.* timed out after 200 ms: .*the other end"):
+            take.tolist()
+    with group_of_one():
+        take = torch.zeros(2, device="cuda")
+        pair = [dist.P2POp(dist.irecv, take, 0), dist.P2POp(dist.isend, torch.zeros(3, device="cuda"), 0)]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+        with pytest.raises(RuntimeError, match="expected 8 bytes, got 12"):
+            take.tolist()
+
+
+@in_process_of_its_own
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_timeouts_change(backend: str) -> None:
+    """torch sets them by the class of the group; a program shortens them once it has started."""
+    with group_of_one(backend, timeout=timedelta(seconds=100)), warnings.catch_warnings(action="error"):
+        group = dist.distributed_c10d._get_default_group()
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=7))
+        kinds = ["cuda"] if backend == "nccl" else ["cuda", "cpu"]
+        found = [group._get_backend(torch.device(kind)).options._timeout for kind in kinds]
+        assert [timedelta(seconds=7)] * len(kinds) == found
+
+
+@in_process_of_its_own
+def test_monitored_barriers() -> None:
+    """Groups with gloo have them, and groups with NCCL have not."""
+    with group_of_one("gloo"):
+        dist.monitored_barrier(timeout=timedelta(seconds=60))
+    with group_of_one(), pytest.raises(ValueError, match="only implemented for GLOO"):
+        dist.monitored_barrier()
+
+
+@in_process_of_its_own
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_sequence_numbers(backend: str) -> None:
+    """A group counts its collectives on GPUs."""
+    with group_of_one(backend):
+        group: Any = dist.distributed_c10d._get_default_group()
+        group._set_sequence_number_for_group()
+        before = group._get_sequence_number_for_group()
+        dist.all_reduce(torch.ones(1, device="cuda"))
+        assert before + 1 == group._get_sequence_number_for_group()
