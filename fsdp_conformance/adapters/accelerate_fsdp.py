@@ -7,7 +7,6 @@ Without force Accelerate trains with DistributedDataParallel on the CPU, whateve
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -75,10 +74,6 @@ class AccelerateFSDP1(Accelerated, TorchFSDP1):
         "mixed_precision", "mp_per_unit", "mp_reduce", "mp_buffers", "mp_eval_full", "fp16", "grad_scaler",
         "multi_module_unit", "wrap_again", "meta_init", "meta_init_fn",
     })  # fmt: skip
-
-    @classmethod
-    def version(cls) -> str:
-        return importlib.metadata.version(cls.package)
 
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         options = self._options(model, plan)
