@@ -2,8 +2,8 @@
 deepspeed.initialize, ZeRO stage 2: after a backward both ranks hold the whole gradient of a parameter that they share.
 
 Expected: a rank has gained its shard of the gradients. Seen with deepspeed 0.19.8 (torch 2.13.0, simulated
-accelerator): its shard, and the rest of each gradient that crosses the boundary of its shard, because its part is a view
-of the whole.
+accelerator): its shard, and the rest of each gradient that crosses the boundary of its shard, because its part is a
+view of the whole.
 Needs: an accelerator
 Run: torchrun --nproc-per-node 2 ci/findings/deepspeed/gradient_kept_whole.py
 Upstream: no report found (searched November 2026).
