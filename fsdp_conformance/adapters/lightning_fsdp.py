@@ -92,8 +92,7 @@ class LightningFSDP1(Lightning, TorchFSDP1):
 
     @property
     def _root(self) -> FullyShardedDataParallel:
-        model: Any = self.model
-        root: FullyShardedDataParallel = model._forward_module
+        (root,) = FullyShardedDataParallel.fsdp_modules(self.model, root_only=True)
         return root
 
 
