@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from fsdp_conformance.adapters.base import CPU_ONLY, Adapter, LoadedKeys, ModelFn, OptimFn
 from fsdp_conformance.adapters.names import OriginalNames, is_below
 from fsdp_conformance.adapters.optimizers import Several
-from fsdp_conformance.adapters.real_ranks import refuse_all_but_processes_on_cpu
+from fsdp_conformance.adapters.real_ranks import refuse_gpus_and_simulated_ranks
 from fsdp_conformance.adapters.sharded import full_copy, state_tensors
 from fsdp_conformance.adapters.torch_like import compute_device, refuse_other_norm
 from fsdp_conformance.config import SIMULATED, InitMode, Offload, Plan
@@ -87,10 +87,9 @@ class DeepSpeedZeRO(Adapter):
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         self.refuse_undeclared(plan)
-        if plan.device != SIMULATED:
-            refuse_all_but_processes_on_cpu(
-                plan, "DeepSpeed", because="it has process groups in global variables, which simulated ranks share"
-            )
+        refuse_gpus_and_simulated_ranks(
+            plan, "DeepSpeed", because="it has process groups in global variables, which simulated ranks share"
+        )
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)

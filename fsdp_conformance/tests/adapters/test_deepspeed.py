@@ -185,7 +185,7 @@ class Stages(RankTestCase):
         """What is not declared, another device, and a clipping that was not configured."""
         with self.assertRaisesRegex(Unsupported, "zero1, but deepspeed-zero2 does not declare it"):
             DeepSpeedZeRO2().setup(self.fail, self.fail, Plan(sharding=Sharding.OPTIM))
-        with self.assertRaisesRegex(Unsupported, "on the CPU only, not on cuda"):
+        with self.assertRaisesRegex(Unsupported, "on the simulated accelerator, not on cuda"):
             DeepSpeedZeRO1().setup(self.fail, self.fail, Plan(device="cuda"))
         adapter = DeepSpeedZeRO1()
         self.run_training(adapter)
