@@ -93,7 +93,7 @@ def scripts(folder: Path = FOLDER) -> list[Path]:
 
 def run_script(script: Script, *, root: Path = ROOT, deadline_s: float = DEADLINE_S) -> tuple[Outcome, str]:
     """Run the script's command from `root`: the outcome, and what it printed."""
-    python = _python_for(script.path.parent.name, root)
+    python = python_for(script.path.parent.name, root)
     if python is None:
         return Outcome.ABSENT, ""
     if not script.command:
@@ -124,7 +124,7 @@ def _has_torch(python: str, versions: str) -> bool:
     return SpecifierSet(versions).contains(found, prereleases=True)
 
 
-def _python_for(engine: str, root: Path) -> str | None:
+def python_for(engine: str, root: Path) -> str | None:
     """The Python that has the engine: this one, or that of its own environment; None if it is not installed."""
     if engine not in OTHER_ENGINES or importlib.util.find_spec(engine) is not None:
         return sys.executable

@@ -90,9 +90,10 @@ class Bytes(ConformanceTestCase):
         self.check_parity(run, workload)
 
     def _as_meant(self, plan: Plan) -> Plan:
-        """The plan, with the only degree that an engine with ZeRO-1 alone can mean by its default."""
-        others = any(self.declares(flag) for flag in ("zero2", "zero3", "no_shard"))
-        return replace(plan, sharding=Sharding.OPTIM) if self.declares("zero1") and not others else plan
+        """The plan, with the only degree that an engine with ZeRO-1 or ZeRO-2 alone can mean by its default."""
+        declared = [flag for flag in ("zero1", "zero2", "zero3", "no_shard") if self.declares(flag)]
+        alone = {"zero1": Sharding.OPTIM, "zero2": Sharding.GRAD_OPTIM}
+        return replace(plan, sharding=alone.get(declared[0], plan.sharding)) if len(declared) == 1 else plan
 
     @conformance_case(
         "R035",

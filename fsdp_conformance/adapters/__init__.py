@@ -45,7 +45,7 @@ Adapters:
     colossalai_zero     Colossal-AI's ZeRO-1 and 2
     simplefsdp          torchtitan's SimpleFSDP
     accelerate_fsdp     Accelerate's plugins for FSDP1 and FSDP2
-    lightning_fsdp2     Lightning Fabric's strategy for FSDP2
+    lightning_fsdp      Lightning Fabric's strategies for FSDP1 and FSDP2
     stub_cuda           CUDA's streams and events for engines that use them on the CPU, too
     cuda_names          CUDA's names on the simulated accelerator, for engines that know no other
 """

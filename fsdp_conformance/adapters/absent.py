@@ -1,5 +1,6 @@
 """
-Engines that have no bundled adapter, and what happened when they were tried on a machine without a GPU.
+Engines that have no bundled adapter, and what happened when they were tried on a machine without a GPU: on the CPU, and
+on the simulated accelerator under CUDA's names.
 
 Somebody who asks for one by name is told so; docs/running.md has the same as a table, which a test compares.
 """
@@ -30,17 +31,15 @@ ENGINES: dict[str, Absent] = {
     "bmtrain": Absent(
         title="BMTrain",
         tried="bmtrain 1.0.1",
-        seen='it calls NCCL itself, and its import raises "Run pip install nvidia-nccl-cu11" without it',
-    ),
-    "lightning-fsdp1": Absent(
-        title="Lightning Fabric's FSDPStrategy",
-        tried="lightning-fabric 2.6.6",
-        seen='it raises "FSDP is only available on GPU" with any accelerator but CUDA',
+        seen='its C++ calls NCCL itself, and its import raises "Run pip install nvidia-nccl-cu11", also where the '
+        "simulated accelerator stands in for CUDA",
     ),
     "vescale": Absent(
         title="veScale",
         tried="vescale 0.0.1",
-        seen='its data parallelism raises "Torch not compiled with CUDA enabled"; its ZeRO takes CUDA tensors',
+        seen='on the CPU its data parallelism raises "Torch not compiled with CUDA enabled"; on the simulated '
+        "accelerator a backward with sharded gradients ran, after its checkpoint module, which needs grpc, had been "
+        "replaced",
     ),
 }
 

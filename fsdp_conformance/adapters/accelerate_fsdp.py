@@ -1,13 +1,13 @@
 """
-Accelerate's plugins for FSDP1 and FSDP2, forced to be used on the CPU. Requires `accelerate`.
+Accelerate's plugins for FSDP1 and FSDP2. Requires `accelerate`.
 
-Without force Accelerate trains with DistributedDataParallel on the CPU, whatever the plugin asks for:
-`AccelerateFSDP2Unforced` shows it.
+On the simulated accelerator, under CUDA's names, Accelerate uses them by itself. On the CPU they are forced upon it:
+without force it trains with DistributedDataParallel there, whatever the plugin asks for, as `AccelerateFSDP2Unforced`
+shows.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar
@@ -26,7 +26,7 @@ class Accelerated(TorchAdapter):
 
     package: ClassVar[str] = "accelerate"
     declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY
-    environment: ClassVar[Mapping[str, str]] = {"ACCELERATE_USE_CPU": "true"}
+    cuda_names: ClassVar[bool] = True
     shims: ClassVar[tuple[str, ...]] = (
         "Accelerate's distributed type is set to FSDP: on the CPU it would use DistributedDataParallel, without a word",
     )
@@ -45,8 +45,9 @@ class Accelerated(TorchAdapter):
         )
         # Its state is that of the process, and keeps the first plugin.
         AcceleratorState._reset_state(reset_partial_state=True)
-        self.accelerator: Any = Accelerator(cpu=True, fsdp_plugin=plugin)
-        if self.forced:
+        on_cpu = plan.device == "cpu"
+        self.accelerator: Any = Accelerator(cpu=on_cpu, fsdp_plugin=plugin)
+        if on_cpu and self.forced:
             _force(self.accelerator.state, plugin)
 
     def backward(self, loss: Tensor, *, retain_graph: bool = False) -> None:
@@ -76,16 +77,13 @@ class AccelerateFSDP1(Accelerated, TorchFSDP1):
         "multi_module_unit", "wrap_again", "meta_init", "meta_init_fn",
     })  # fmt: skip
 
-    @classmethod
-    def version(cls) -> str:
-        return importlib.metadata.version(cls.package)
-
     def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
         options = self._options(model, plan)
         for given_by_accelerate in ("device_id", "mixed_precision"):
             options.pop(given_by_accelerate, None)
         self.accelerate(model, plan, fsdp_version=1, **options)
-        self.accelerator.state.device = self.device
+        if plan.device == "cpu":
+            self.accelerator.state.device = self.device
         wrapped: nn.Module = self.accelerator.prepare_model(model)
         return wrapped
 
@@ -119,6 +117,7 @@ class AccelerateFSDP2Unforced(AccelerateFSDP2):
     """Accelerate as it is on the CPU, where it trains with DistributedDataParallel whatever the plugin asks for."""
 
     name: ClassVar[str] = "accelerate-fsdp2-unforced"
+    cuda_names: ClassVar[bool] = False
     shims: ClassVar[tuple[str, ...]] = ()
     forced: ClassVar[bool] = False
 

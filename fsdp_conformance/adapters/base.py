@@ -66,7 +66,7 @@ class PendingSave(Protocol):
 MAX_PADDING = 0.25
 
 
-#: `declines_on` of an adapter that supports its engine on the CPU only: no model can be placed on a GPU.
+#: `declines_on` of an adapter whose engine nobody has tried on a GPU with it: no model can be placed there.
 CPU_ONLY: Mapping[str, frozenset[str]] = {"cuda": frozenset({"init_before", "init_never"})}
 
 

@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from fsdp_conformance.adapters.base import CPU_ONLY, Adapter, LoadedKeys, ModelFn, OptimFn
 from fsdp_conformance.adapters.names import OriginalNames, is_below
 from fsdp_conformance.adapters.optimizers import Several
-from fsdp_conformance.adapters.real_ranks import refuse_all_but_processes_on_cpu
+from fsdp_conformance.adapters.real_ranks import refuse_gpus_and_simulated_ranks
 from fsdp_conformance.adapters.sharded import full_copy, state_tensors
 from fsdp_conformance.adapters.torch_like import compute_device, refuse_other_norm
-from fsdp_conformance.config import InitMode, Offload, Plan
+from fsdp_conformance.config import SIMULATED, InitMode, Offload, Plan
 
 #: Optimizers of torch that step each element by itself. DeepSpeed has tested some of them with flat partitions; for the
 #: others a user says that they may be used, which no user may say of one that needs whole tensors.
@@ -63,6 +63,7 @@ class DeepSpeedZeRO(Adapter):
         "nonroot_forward", "custom_forward_methods",
     })  # fmt: skip
     declines_on: ClassVar[Mapping[str, frozenset[str]]] = CPU_ONLY
+    cuda_names: ClassVar[bool] = True
     environment: ClassVar[Mapping[str, str]] = {
         # DeepSpeed chooses its accelerator at import, depending on the machine.
         "DS_ACCELERATOR": "cpu",
@@ -86,13 +87,18 @@ class DeepSpeedZeRO(Adapter):
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         self.refuse_undeclared(plan)
-        refuse_all_but_processes_on_cpu(
+        refuse_gpus_and_simulated_ranks(
             plan, "DeepSpeed", because="it has process groups in global variables, which simulated ranks share"
         )
         import deepspeed
 
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        if plan.device == SIMULATED:
+            # It chose when it was imported, which may have been in the warm process.
+            from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+
+            deepspeed.accelerator.set_accelerator(CUDA_Accelerator())
         self.plan = plan
         self.device = compute_device(plan)
         model = model_fn()
@@ -127,6 +133,9 @@ class DeepSpeedZeRO(Adapter):
             "stage3_max_reuse_distance": 10**9 if reshard is False else 0,
             "stage3_prefetch_bucket_size": 1,
         }
+        if plan.device == SIMULATED:
+            # Streams to overlap on. Buckets are allocated whole, which at 2 GB would hold more than a test's model has.
+            zero |= {"overlap_comm": True, "reduce_bucket_size": 2**10}
         if not isinstance(reshard, bool | None):
             # A parameter that is prefetched has been gathered in the forward, from all ranks.
             zero |= {"zero_hpz_partition_size": reshard, "stage3_prefetch_bucket_size": 0}

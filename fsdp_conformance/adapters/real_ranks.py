@@ -1,16 +1,17 @@
-"""For engines that run only where each rank is a process, and for those that run on the CPU only."""
+"""For engines that run only where each rank is a process, and for adapters that nobody has tried on a GPU."""
 
 from __future__ import annotations
 
-from fsdp_conformance.config import Plan
+from fsdp_conformance.config import SIMULATED, Plan
 from fsdp_conformance.errors import EnvironmentUnavailable, Unsupported
 from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 
 
-def refuse_all_but_processes_on_cpu(plan: Plan, engine: str, *, because: str) -> None:
-    """Raise Unsupported for a plan with another device, and EnvironmentUnavailable on simulated ranks."""
-    if plan.device != "cpu":
-        raise Unsupported("init_before", f"the adapter supports {engine} on the CPU only, not on {plan.device}")
+def refuse_gpus_and_simulated_ranks(plan: Plan, engine: str, *, because: str) -> None:
+    """Raise Unsupported for a plan on a GPU that is not simulated, and EnvironmentUnavailable on simulated ranks."""
+    if plan.device not in ("cpu", SIMULATED):
+        places = "on the CPU and on the simulated accelerator"
+        raise Unsupported("init_before", f"the adapter supports {engine} {places}, not on {plan.device}")
     refuse_simulated_ranks(engine, because=because)
 
 

@@ -23,7 +23,9 @@ class SimpleFSDP(TorchAdapter):
 
     name: ClassVar[str] = "simplefsdp"
     package: ClassVar[str] = "torchtitan"
-    capabilities: ClassVar[frozenset[str]] = frozenset({"zero2", "init_never", "zero_size_shard", "clip_norm_type"})
+    capabilities: ClassVar[frozenset[str]] = frozenset({
+        "zero2", "init_never", "zero_size_shard", "clip_norm_type", "any_accelerator",
+    })  # fmt: skip
     declines: ClassVar[frozenset[str]] = frozenset({"wrap_again"})
     grad_reduction_of_accumulation: ClassVar[str] = "reduced"
 

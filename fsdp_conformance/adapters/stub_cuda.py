@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 
-from fsdp_conformance.adapters.real_ranks import refuse_all_but_processes_on_cpu
+from fsdp_conformance.adapters.real_ranks import refuse_gpus_and_simulated_ranks
 from fsdp_conformance.config import SIMULATED, Plan
 
 #: What an adapter says that it changes.
@@ -71,7 +71,7 @@ def install(plan: Plan, engine: str) -> None:
     """
     if plan.device == SIMULATED:
         return
-    refuse_all_but_processes_on_cpu(plan, engine, because="its adapter changes torch, which simulated ranks share")
+    refuse_gpus_and_simulated_ranks(plan, engine, because="its adapter changes torch, which simulated ranks share")
     cuda: Any = torch.cuda
     cuda.Stream, cuda.Event = Stream, Event
     # A function of its own for each: torch._dynamo rejects one that has two names.

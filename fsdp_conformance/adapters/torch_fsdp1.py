@@ -97,7 +97,7 @@ class TorchFSDP1(TorchCheckpoints):
 
     @classmethod
     def version(cls) -> str:
-        return torch.__version__
+        return super().version() or torch.__version__
 
     def setup(self, model_fn: ModelFn, optim_fn: OptimFn, plan: Plan) -> None:
         self._shapes: dict[str, torch.Size] = {}

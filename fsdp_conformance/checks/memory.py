@@ -80,11 +80,14 @@ def shards_alone(
     After wrapping, the device holds this rank's shard, with at most the declared padding, and the buffers (R033).
 
     Where the plan shards the optimizer state alone (ZeRO-1), it holds the parameters, and at most as much again, which
-    is what buckets for their gradients take.
+    is what buckets for their gradients take. Where it shards the gradients as well (ZeRO-2), it holds the parameters,
+    and at most the shard that its optimizer steps.
     """
     bytes_of = sizes(workload, plan, world_size=world_size)
     held = _above_base(history, _first(history, Point.SETUP))
-    own = 2 * bytes_of.full if plan.sharding is Sharding.OPTIM else bytes_of.shard
+    own = {Sharding.OPTIM: 2 * bytes_of.full, Sharding.GRAD_OPTIM: bytes_of.full + bytes_of.shard}.get(
+        plan.sharding, bytes_of.shard
+    )
     bound = int(own * (1 + padding)) + bytes_of.buffers + SCALARS
     tally = Tally("bytes after wrap", "R033", rank=history.rank)
     tally.compare(

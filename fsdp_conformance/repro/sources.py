@@ -18,7 +18,7 @@ from fsdp_conformance.repro.refused import NoScript
 _PACKAGE = "fsdp_conformance"
 
 #: Calls that a script leaves out: they refuse a plan or a kind of ranks, both of which a script has settled.
-LEFT_OUT = frozenset({"refuse_undeclared", "refuse_other_norm", "refuse_all_but_processes_on_cpu"})
+LEFT_OUT = frozenset({"refuse_undeclared", "refuse_other_norm", "refuse_gpus_and_simulated_ranks"})
 
 
 class Sources:

@@ -41,11 +41,23 @@ def test_without_the_engine() -> None:
         registry.describe_here("deepspeed-zero3")
 
 
+def test_streams_and_small_buckets_are_used_on_an_accelerator_only() -> None:
+    """There DeepSpeed's bucket is allocated whole; on the CPU there is nothing to overlap with."""
+    on_cpu, on_sim = (DeepSpeedZeRO2().config(Plan(device=device))["zero_optimization"] for device in ("cpu", "sim"))
+
+    assert (on_cpu["overlap_comm"], on_sim["overlap_comm"]) == (False, True)
+    assert "reduce_bucket_size" not in on_cpu
+    assert on_sim["reduce_bucket_size"] < 10**4
+
+
 @needs_deepspeed
+@pytest.mark.parametrize("device", ["cpu", "sim"])
 @pytest.mark.parametrize("name", STAGES)
-def test_smoke(name: str) -> None:
-    """The adapter keeps to the protocol."""
-    assert [(result.problems, result.not_run) for result in smoke(name, timeout_s=120)] == [((), "")] * len(CHECKS)
+def test_smoke(name: str, device: str) -> None:
+    """The adapter keeps to the protocol, also where the device is called cuda."""
+    found = smoke(name, device=device, timeout_s=120)
+
+    assert [(result.problems, result.not_run) for result in found] == [((), "")] * len(CHECKS)
 
 
 def _write(adapter: Adapter, values: dict[str, torch.Tensor]) -> None:
@@ -173,7 +185,7 @@ class Stages(RankTestCase):
         """What is not declared, another device, and a clipping that was not configured."""
         with self.assertRaisesRegex(Unsupported, "zero1, but deepspeed-zero2 does not declare it"):
             DeepSpeedZeRO2().setup(self.fail, self.fail, Plan(sharding=Sharding.OPTIM))
-        with self.assertRaisesRegex(Unsupported, "on the CPU only, not on cuda"):
+        with self.assertRaisesRegex(Unsupported, "on the simulated accelerator, not on cuda"):
             DeepSpeedZeRO1().setup(self.fail, self.fail, Plan(device="cuda"))
         adapter = DeepSpeedZeRO1()
         self.run_training(adapter)

@@ -35,11 +35,14 @@ ENGINES = {
     "accelerate-fsdp1": "accelerate",
     "accelerate-fsdp2": "accelerate",
     "accelerate-fsdp2-unforced": "accelerate",
+    "lightning-fsdp1": "lightning_fabric",
     "lightning-fsdp2": "lightning_fabric",
 }
 
 INSTALLED = [name for name, package in ENGINES.items() if importlib.util.find_spec(package) is not None]
 ABSENT = [name for name in ENGINES if name not in INSTALLED]
+#: Those that compute on the CPU.
+ON_CPU = [name for name in INSTALLED if "cpu_compute" in registry.load(name).declared()]
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -81,14 +84,25 @@ def test_a_skipped_step_drops_what_the_engine_has_reduced(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", INSTALLED)
+@pytest.mark.parametrize("name", ON_CPU)
 def test_smoke(name: str) -> None:
     """The adapter keeps to the protocol."""
-    assert [(result.problems, result.not_run) for result in smoke(name, timeout_s=240)] == [((), "")] * len(CHECKS)
+    found = smoke(name, timeout_s=240)
+
+    assert [(result.problems, result.not_run) for result in found] == [((), "")] * len(CHECKS)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not INSTALLED, reason="each of these engines is an extra with a separate environment")
+@pytest.mark.parametrize("name", [name for name in INSTALLED if name != "accelerate-fsdp2-unforced"])
+def test_smoke_on_the_simulated_accelerator(name: str) -> None:
+    """The same where the device is called cuda, or by its own name."""
+    found = smoke(name, device="sim", timeout_s=240)
+
+    assert [(result.problems, result.not_run) for result in found] == [((), "")] * len(CHECKS)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not ON_CPU, reason="each of these engines is an extra with a separate environment")
 class Parity(RankTestCase):
     """On two ranks, as a plain loop."""
 
@@ -96,6 +110,6 @@ class Parity(RankTestCase):
 
     def test_sgd(self) -> None:
         """Losses and parameters of every step, with one micro-batch and with several."""
-        for name in INSTALLED:
+        for name in ON_CPU:
             for regime in (Regime(), Regime(micro_batches=3)):
                 self.assert_trains(name, regime=regime)

@@ -93,7 +93,9 @@ def test_each_stub_is_a_function_of_its_own(cuda: Any) -> None:
 
 def test_refusals() -> None:
     """On another device the real ones are needed; simulated ranks would share the stubs."""
-    with pytest.raises(Unsupported, match="supports some engine on the CPU only, not on cuda"):
+    with pytest.raises(
+        Unsupported, match="supports some engine on the CPU and on the simulated accelerator, not on cuda"
+    ):
         stub_cuda.install(Plan(device="cuda"), "some engine")
     with pytest.raises(RankRaised, match=r"which simulated ranks share\. Use --ranks processes"):
         run_ranks(1, lambda rank: stub_cuda.install(Plan(), "some engine"), timeout_s=30)

@@ -114,6 +114,28 @@ def test_where_the_optimizer_state_alone_is_sharded(held: int, grown: int, right
     assert not holds(memory.shards_alone(history, WORKLOAD, plan(), world_size=2, padding=0.0))
 
 
+@pytest.mark.parametrize(
+    ("held", "grown", "right"),
+    [
+        (FULL + SHARD, SHARD, True),
+        (SHARD, SHARD, True),
+        (FULL + SHARD + SCALARS + 1, SHARD, False),
+        (FULL, SHARD + SCALARS + 1, False),
+    ],
+    ids=["parameters in full", "all sharded", "more than a shard beside them", "more than a shard of the gradients"],
+)
+def test_where_the_gradients_are_sharded_and_the_parameters_are_not(held: int, grown: int, right: bool) -> None:
+    """ZeRO-2 holds the parameters in full, the shard that its optimizer steps, and a shard of the gradients."""
+    zero2 = plan(sharding=Sharding.GRAD_OPTIM)
+    history = run(held=held, backward=grown)
+    results = [
+        check(history, WORKLOAD, zero2, world_size=2, padding=0.0)
+        for check in (memory.shards_alone, memory.nothing_full_after_backward)
+    ]
+
+    assert all(holds(result) for result in results) is right
+
+
 def test_offloaded_shards_are_not_on_the_device() -> None:
     """Nothing held is right there."""
     result = memory.shards_alone(run(held=0), WORKLOAD, plan(offload="cpu"), world_size=2, padding=0.15)
