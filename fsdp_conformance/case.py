@@ -25,7 +25,8 @@ CASE_ATTRIBUTE = "conformance_case"
 EXPLORED = "explored-"
 
 #: Environments that a case can ask for; the harness knows which are present.
-ENVIRONMENTS = frozenset({"accelerator", "cuda", "nccl", "gloo", "pinned_memory"})
+#: "stream_order": what each operation of a stream waits for can be asked, which only the simulated accelerator answers.
+ENVIRONMENTS = frozenset({"accelerator", "cuda", "nccl", "gloo", "pinned_memory", "stream_order"})
 
 F = TypeVar("F", bound=Callable[..., Any])
 

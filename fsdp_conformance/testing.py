@@ -135,7 +135,8 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
         self.reuse_ranks = settings.reuse_ranks
         self.share_devices = settings.share_devices
         self.slots_per_device = settings.slots_per_device
-        self.first_group = FirstGroup(only=settings.backend)
+        # --backend is for the run's device; a case may be sent to the simulated one.
+        self.first_group = FirstGroup(only=settings.backend if gated.device == settings.device else "")
         self.simulated_ranks = settings.ranks == "simulated"
         self.torchrun_worker = worker
         self.determinism = Determinism(seed=settings.seed, num_threads=settings.num_threads)

@@ -57,7 +57,7 @@ OBSERVATIONS: Mapping[str, str] = {
     "MEM": "bytes held",
     "ST": "the adapter's view of shards and of unsharded units",
     "API": "the operation itself, through the adapter",
-    "TIME": "ratios of durations; reported, never judged by a clock alone",
+    "ORDER": "what each operation of a stream waits for, on the simulated accelerator",
 }
 
 

@@ -174,7 +174,7 @@ def present_environments(device_type: str) -> tuple[frozenset[str], int | None]:
         return frozenset(present), None
     if device_type == SIMULATED:
         # Only the simulator knows whether it can be built.
-        return frozenset({"gloo", "accelerator", "pinned_memory"}), None
+        return frozenset({"gloo", "accelerator", "pinned_memory", "stream_order"}), None
     count = device_count(device_type)
     if count == 0:
         return frozenset(present - {"nccl"}), 0

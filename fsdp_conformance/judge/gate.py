@@ -1,9 +1,10 @@
 """
 Before anything starts: the device that a case runs on, or why it does not run.
 
-A run has one device (`--device`), and so does a case. They differ in one situation: a run on the CPU sends a case that
-needs an accelerator to the simulated one, unless told not to. That takes an implementation that supports accelerators
-other than CUDA, and a compiler.
+A run has one device (`--device`), and so does a case. They differ in two situations: a run on the CPU sends a case that
+needs an accelerator to the simulated one, and a run on any device sends a case there that asks what streams wait for,
+because no other device answers; unless told not to. That takes an implementation that supports accelerators other than
+CUDA, and a compiler.
 
 What the implementation declines is UNSUPPORTED. NOT_RUN_ENV describes the machine, and nothing else.
 """
@@ -21,7 +22,10 @@ from fsdp_conformance.outcome import CaseRecord
 from fsdp_conformance.verdict import Verdict
 
 #: What the simulated accelerator stands in for. A case that needs the real thing names it ("cuda", "nccl").
-SIMULATED_ENVIRONMENTS = frozenset({"accelerator", "pinned_memory"})
+SIMULATED_ENVIRONMENTS = frozenset({"accelerator", "pinned_memory", "stream_order"})
+
+#: What no real device offers.
+_SIMULATED_ONLY = frozenset({"stream_order"})
 
 #: Any plan for an accelerator asks for one of these: the model is moved there before it is wrapped, or never. An engine
 #: that offers them, but not on this device, does not run on it (`adapters.base.CPU_ONLY`).
@@ -59,9 +63,10 @@ class Gated:
 
 
 def device_for(case: Case, settings: RunSettings) -> str:
-    """The type of device that the case runs on: the run's, or the simulated one if it needs an accelerator."""
+    """The type of device that the case runs on: the run's, or the simulated one if only that can answer."""
     wanted = set(case.environment)
-    simulates = settings.device == "cpu" and settings.simulator and wanted & SIMULATED_ENVIRONMENTS
+    lacking = SIMULATED_ENVIRONMENTS if settings.device == "cpu" else _SIMULATED_ONLY
+    simulates = settings.simulator and wanted & lacking
     # A simulation cannot stand in for CUDA or NCCL themselves.
     return SIMULATED if simulates and not wanted & {"cuda", "nccl"} else settings.device
 

@@ -211,3 +211,29 @@ class ReferenceForgetsDeferral(SeamReference):
     def no_sync(self) -> Iterator[None]:
         with self._root._switched_off("sync_gradients", self._root.units):
             yield
+
+
+class _InLine(FlatParameter):
+    def start_gather(self, after: Any) -> None:
+        super().start_gather(None)
+
+
+@known_wrong("R080", environment=("stream_order",))
+class ReferenceGathersInLine(SeamReference):
+    """A unit is gathered only after everything that was computed before."""
+
+    flat_class: ClassVar[type[FlatParameter]] = _InLine
+
+
+class _Patient(UnitSchedule):
+    def _reduce(self, unit: ShardedUnit) -> None:
+        super()._reduce(unit)
+        while self._reductions:
+            self._finish_oldest()
+
+
+@known_wrong("R080", environment=("stream_order",))
+class ReferenceWaitsForReductions(SeamReference):
+    """Nothing is computed while gradients are reduced."""
+
+    schedule_class: ClassVar[type[UnitSchedule]] = _Patient

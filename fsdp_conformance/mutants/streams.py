@@ -1,5 +1,5 @@
 """
-Races: streams without a wait, memory freed in flight, copies read too early.
+Races: streams without a wait, memory freed in flight, copies read too early. And a wait too many.
 
 Their results are correct whenever the timing happens to work out, and always on a device that runs one operation at a
 time. Only the ordering shows the defect: one wait is missing or is on the wrong stream.
@@ -12,9 +12,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from fsdp_conformance.config import Plan
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.mutant import known_wrong
 
@@ -119,3 +120,20 @@ class OverwritesParametersInFlight(SideStream):
                 local.to(self.device, non_blocking=True)
                 local.mul_(1.0)
         return super().forward(*args, **kwargs)
+
+
+@known_wrong("R080", environment=("stream_order",))
+class WaitsForTheDevice(SeamFSDP2):
+    """The host waits for the device before each unit's forward, so that nothing is issued ahead."""
+
+    def wrap(self, model: nn.Module, plan: Plan) -> nn.Module:
+        wrapped = super().wrap(model, plan)
+
+        def wait(*_: Any) -> None:
+            torch.get_device_module(self.device.type).synchronize()
+
+        for module in wrapped.modules():
+            if isinstance(module, FSDPModule):
+                # Before the engine's own, which issues the gather.
+                module.register_forward_pre_hook(wait, prepend=True)
+        return wrapped

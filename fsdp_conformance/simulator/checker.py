@@ -35,6 +35,7 @@ from fsdp_conformance.simulator import build
 from fsdp_conformance.simulator.hazard import Hazard, hazard_from_json
 
 __all__ = [
+    "HOST",
     "Mode",
     "Reuse",
     "Wait",
@@ -43,8 +44,10 @@ __all__ = [
     "begin_order_digest",
     "clear",
     "clear_hazards",
+    "current_lane",
     "expect_clean",
     "hazards",
+    "known_to",
     "label",
     "mode",
     "num_hazards",
@@ -111,6 +114,9 @@ class Wait(StrEnum):
     COLLECTIVE_ISSUE = "collective_issue"
     """A process group's stream waits for the current stream when a collective is issued."""
 
+
+#: The lane of the host.
+HOST = 0
 
 #: Called for each wait with its kind, the id of the stream that waits or is waited for, and its device. False drops it.
 WaitFilter = Callable[[Wait, int, int], bool]
@@ -235,6 +241,21 @@ def submitted(device: int) -> dict[int, int]:
     lanes = [lane for lane in range(checker.num_lanes()) if checker.lane_device(lane) == device]
     # A clock is as long as the highest lane that it knows of, itself included from its first operation on.
     return {lane: sum(checker.snapshot(lane)[lane : lane + 1]) for lane in lanes}
+
+
+def known_to(lane: int) -> tuple[int, ...]:
+    """
+    For each lane, how many of its operations have finished as far as a lane knows, itself included; 0 is the host.
+
+    An event that is recorded on the lane now would have this clock. Lanes beyond its end are unknown to it.
+    """
+    return tuple(_checker().snapshot(lane))
+
+
+def current_lane(device: int) -> int:
+    """The lane of this thread's current stream of a device."""
+    extension = build.active()
+    return int(extension.lane_of(extension.current_stream_id(device), device))
 
 
 def begin_order_digest() -> None:

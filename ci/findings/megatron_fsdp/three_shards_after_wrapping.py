@@ -2,8 +2,8 @@
 Megatron-FSDP's fully_shard_model: a rank of ZeRO-3 holds three shards of a float32 model before anything is trained.
 
 Expected: one shard of the parameters. Seen with megatron-fsdp 0.6.1 (torch 2.13.0, simulated accelerator): three. The
-weights are kept a second time as main weights, in the same dtype, and gradients are allocated before a backward. With the
-argument 1 or 2, ZeRO-1 or ZeRO-2: on two ranks, five and four shards instead of two, for the same reasons.
+weights are kept a second time as main weights, in the same dtype, and gradients are allocated before a backward. With
+the argument 1 or 2, ZeRO-1 or ZeRO-2: on two ranks, five and four shards instead of two, for the same reasons.
 Needs: an accelerator
 Run: torchrun --nproc-per-node 2 ci/findings/megatron_fsdp/three_shards_after_wrapping.py
      torchrun --nproc-per-node 2 ci/findings/megatron_fsdp/three_shards_after_wrapping.py 1

@@ -18,8 +18,9 @@ evicted before a new one is allocated.
 
 Streams: `release` records an event, and the next tenant of the memory waits for it on its stream, not on the host. A
 cached block that a reduction may still be reading cools down: it is not leased again before another one has been
-released, so that the next unit's gradients do not wait for this unit's reduction. A pool belongs to one thread at a
-time.
+released, so that the next unit's gradients do not wait for this unit's reduction. A resized block that is released in
+`lingering()` keeps its memory until `settle`: until the next gather has begun, which therefore does not wait for the
+computation that has just used this one. A pool belongs to one thread at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ import functools
 import mmap
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -136,6 +138,8 @@ class MemoryPool:
         self._private_taken: list[Block] = []
         self._idle: dict[BlockSpec, deque[Block]] = {}
         self._cooling: deque[Block] = deque()
+        self._lingers = False
+        self._lingering: list[Block] = []
         self._leased: set[Block] = set()
         self._held_bytes = 0
         self._leased_bytes = 0
@@ -171,10 +175,10 @@ class MemoryPool:
         self._peak_busy_bytes = self._busy_bytes
 
     def has_room(self, nbytes: int, *, evict: Iterable[Block] | None = None) -> bool:
-        """Whether that many bytes can be leased now by evicting `evict` (None: all free cached blocks)."""
+        """Whether that many bytes can be leased now by evicting `evict` (None: all that are free)."""
         if self.limit_bytes is None:
             return True
-        evictable = sum(block.nbytes for block in (self._cached() if evict is None else evict))
+        evictable = sum(block.nbytes for block in (self._cached() + self._lingering if evict is None else evict))
         return self._held_bytes - evictable + nbytes <= self.limit_bytes
 
     def is_leased(self, block: Block) -> bool:
@@ -256,7 +260,12 @@ class MemoryPool:
         if block.kind is not BlockKind.RESIZED or block in self._leased:
             state = "leased" if block in self._leased else "free"
             raise PoolError(f"expected a free resized block, got {block}, {state}", where="MemoryPool.lease")
-        self._make_room(block.nbytes, where="MemoryPool.lease")
+        if block in self._lingering:
+            self._lingering.remove(block)
+            self._hand_over(block)
+            self._lend(block)
+            return
+        self._make_room(block.nbytes, where="MemoryPool.lease", evicts_used=False)
         block.payload.untyped_storage().resize_(block.nbytes)
         _advise_huge_pages(block.payload)
         block.home = self.streams.current()
@@ -303,15 +312,32 @@ class MemoryPool:
             self._public_free.append(block)
         elif block.kind is BlockKind.RESIZED:
             block.event = None if on_home else event
-            self._let_go(block)
-            block.payload.untyped_storage().resize_(0)
+            if self._lingers and block.event is not None:
+                self._lingering.append(block)
+            else:
+                self._empty(block)
         elif event is None:
             self._idle.setdefault(block.spec, deque()).append(block)
         else:
             self._cool(block)
 
+    @contextmanager
+    def lingering(self) -> Iterator[None]:
+        """A context in which resized blocks that are released keep their memory until `settle`."""
+        before, self._lingers = self._lingers, True
+        try:
+            yield
+        finally:
+            self._lingers = before
+
+    def settle(self) -> None:
+        """Free the blocks that linger. What their home streams are given from now on waits for their last use."""
+        while self._lingering:
+            self._empty(self._lingering.pop())
+
     def trim(self) -> None:
-        """Free every cached block that is not leased."""
+        """Free every block that is not leased."""
+        self.settle()
         for block in self._cached():
             self._evict(block)
 
@@ -331,8 +357,14 @@ class MemoryPool:
         self._hold(nbytes)
         return blocks
 
-    def _make_room(self, nbytes: int, *, where: str) -> None:
-        """Evict free cached blocks until `nbytes` fit. Raises PoolExhausted, evicting none, if they never will."""
+    def _make_room(self, nbytes: int, *, where: str, evicts_used: bool = True) -> None:
+        """
+        Evict free cached blocks until `nbytes` fit. Raises PoolExhausted, evicting none, if they never will.
+
+        Evicting a block makes its home stream wait for its last use. Without `evicts_used`, blocks that may still be
+        used stay while the limit allows it: the stream that computes must not wait for a reduction, because of a gather
+        that begins beside it.
+        """
         if not self.has_room(nbytes):
             raise PoolExhausted(
                 f"{nbytes} bytes exceed limit_bytes={self.limit_bytes}: {self._held_bytes} are held, of which "
@@ -340,10 +372,13 @@ class MemoryPool:
                 where=where,
                 hint="Release a block first, or raise the limit",
             )
+        if not self.has_room(nbytes, evict=self._cached()):
+            self.settle()
         # Hold no more than was ever in use at once: caching must not raise the peak.
         bound = max(self._peak_busy_bytes, self._busy_bytes + nbytes)
         for block in self._idle_blocks():
-            if self._held_bytes + nbytes > bound or not self.has_room(nbytes, evict=()):
+            exceeds = self._held_bytes + nbytes > bound and (evicts_used or block.event is None)
+            if exceeds or not self.has_room(nbytes, evict=()):
                 self._evict(block)
         for block in list(self._cooling):
             if not self.has_room(nbytes, evict=()):
@@ -372,6 +407,10 @@ class MemoryPool:
         else:
             self._idle[block.spec].remove(block)
         self._let_go(block)
+
+    def _empty(self, block: Block) -> None:
+        self._let_go(block)
+        block.payload.untyped_storage().resize_(0)
 
     def _let_go(self, block: Block) -> None:
         """Order the home stream, on which the allocator will reuse the memory, after its last use."""

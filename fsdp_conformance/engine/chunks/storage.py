@@ -627,6 +627,8 @@ class ShardedStorage:
     def _arrive(self, handle: Gathering) -> None:
         """The data are there, for the current stream."""
         if handle is self._gathering and self.state is StorageState.GATHERING:
+            # Later gathers wait for the last use of what lingers; this one did not.
+            self.pool.settle()
             self._go(StorageState.UNSHARDED)
             self._on_arrival()
 

@@ -16,11 +16,14 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
 
 import torch
 
+from fsdp_conformance.engine.chunks.memory_pool import MemoryPool
 from fsdp_conformance.engine.errors import TrainingStateError
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.inputs import Arguments, placed_inputs, watch_outputs, watched_inputs
@@ -165,10 +168,30 @@ class UnitSchedule:
             unit.move(TrainingState.IDLE)
             unit.show_originals()
             entered = not self._stack and not _inside_backward()
-            if not keeps_graph:
-                unit.reshard()
-            elif unit.reshard_after_forward and not (recomputing or entered or unit.is_held):
-                unit.reshard_until_backward()
+            with self._lingering(unit):
+                if not keeps_graph:
+                    unit.reshard()
+                elif unit.reshard_after_forward and not (recomputing or entered or unit.is_held):
+                    unit.reshard_until_backward()
+
+    @contextmanager
+    def _lingering(self, unit: ShardedUnit) -> Iterator[None]:
+        """
+        A context in which what is freed stays until the next gather has begun, which then goes beside computation.
+
+        Not if that gather has begun already: it would be a third unit in memory. The same holds for backward, where
+        gradients take memory, too, and gathers are issued ahead.
+        """
+        ahead = self.forward_prefetch or unit.ahead_in_forward is not None
+        with ExitStack() as stack:
+            if self._stack and not ahead and not _inside_backward():
+                for pool in self._pools([unit]):
+                    stack.enter_context(pool.lingering())
+            yield
+
+    @staticmethod
+    def _pools(units: Iterable[ShardedUnit]) -> set[MemoryPool]:
+        return {flat.storage.pool for unit in units for flat in unit.flats}
 
     def forward_failed(self, unit: ShardedUnit) -> None:
         """An exception left the unit's forward: undo what it and the units inside have begun."""
@@ -208,7 +231,9 @@ class UnitSchedule:
             flat.note_forward()
 
     def _leave(self) -> None:
-        """The outermost forward is over: what was gathered ahead and not reached is not kept."""
+        """The outermost forward is over: what was gathered ahead and not reached is not kept, and nothing lingers."""
+        for pool in self._pools(self.units):
+            pool.settle()
         ran = set(self._ended)
         for unit in self.units:
             if unit.is_unsharded and unit.index not in ran and unit.state is TrainingState.IDLE and not unit.is_kept:
@@ -329,6 +354,8 @@ class UnitSchedule:
         self.order.forget()
         for unit in self.units:
             unit.reset()
+        for pool in self._pools(self.units):
+            pool.settle()
 
     def recover_if_interrupted(self) -> None:
         """`recover`, if an exception ended a backward."""
@@ -388,7 +415,7 @@ class UnitSchedule:
             if not unit.is_kept:
                 unit.reshard()
             unit.finish_reads()
-        for pool in {flat.storage.pool for unit in units for flat in unit.flats}:
+        for pool in self._pools(units):
             if pool.streams.exist:
                 # Its allocator keeps memory for the next step. The CPU's does not, and fresh pages are expensive.
                 pool.trim()

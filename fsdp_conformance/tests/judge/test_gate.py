@@ -221,7 +221,9 @@ def test_a_record_without_implementation_has_a_line_without_it() -> None:
     assert record.repro == "fsdp-conformance run --case R001/probe-ws2"
 
 
-@pytest.mark.parametrize("asked", [("accelerator",), ("pinned_memory",), ("gloo", "accelerator", "pinned_memory")])
+@pytest.mark.parametrize(
+    "asked", [("accelerator",), ("pinned_memory",), ("stream_order",), ("gloo", "accelerator", "pinned_memory")]
+)
 def test_a_case_that_asks_for_an_accelerator_runs_on_the_simulated_one(asked: tuple[str, ...]) -> None:
     """On the CPU, for an implementation that knows other accelerators than CUDA; the others stay on the CPU."""
     assert gated_as({"environment": asked}, declared="any_accelerator") == Gated(device=SIMULATED, record=None)
@@ -320,3 +322,12 @@ def test_flags_are_those_of_the_device_of_the_case() -> None:
     )
 
     assert decided == Gated(device=SIMULATED, record=None)
+
+
+def test_what_streams_wait_for_is_asked_on_the_simulated_one_on_any_device() -> None:
+    """A real device cannot answer; the other cases of the run stay on it."""
+    cuda = {"device": "cuda", "declared": "any_accelerator"}
+
+    assert gated_as({"environment": ("stream_order",)}, **cuda).device == SIMULATED
+    assert gated_as({"environment": ("accelerator",)}, **cuda).device == "cuda"
+    assert gated_as({"environment": ("stream_order",)}, **cuda, simulator=False).device == "cuda"

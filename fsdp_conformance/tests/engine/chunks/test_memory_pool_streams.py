@@ -145,3 +145,91 @@ def test_trim_orders_the_streams_that_get_the_memory() -> None:
 
     assert ["other after reduce#1", "compute after reduce#2"] == streams.log
     assert 0 == pool.counters.held_bytes
+
+
+def test_a_block_lingers_until_the_next_gather_has_begun() -> None:
+    """The gather's stream does not wait for the unit that computes; what comes after the gather does."""
+    pool, streams = streaming_pool()
+    first, second = pool.reserve(8, FLOAT), pool.reserve(8, FLOAT)
+    with streams.on("gather"):
+        pool.lease(first)
+    with pool.lingering():
+        pool.release(first)
+    with streams.on("gather"):
+        pool.lease(second)
+    assert [] == streams.log
+    assert (64, 32) == (pool.counters.held_bytes, pool.counters.leased_bytes)
+
+    pool.settle()
+    assert ["gather after compute#1"] == streams.log
+    assert (32, 0) == (pool.counters.held_bytes, first.payload.untyped_storage().nbytes())
+    pool.settle()
+    assert ["gather after compute#1"] == streams.log, "a second call has nothing to order"
+
+
+def test_a_block_that_lingers_is_leased_again_after_its_last_use() -> None:
+    """The same unit twice in a row: its memory is still there, and the gather into it waits."""
+    pool, streams = streaming_pool()
+    block = pool.reserve(8, FLOAT)
+    with streams.on("gather"):
+        pool.lease(block)
+    with pool.lingering():
+        pool.release(block)
+    with streams.on("gather"):
+        pool.lease(block)
+    pool.settle()
+
+    assert ["gather after compute#1"] == streams.log
+    assert (32, 32) == (pool.counters.held_bytes, pool.counters.leased_bytes)
+
+
+def test_a_block_that_lingers_gives_way_where_there_is_no_room() -> None:
+    """The limit counts it, and the pool prefers waiting to refusing."""
+    pool, streams = streaming_pool(limit_bytes=40)
+    first, second = pool.reserve(8, FLOAT), pool.reserve(8, FLOAT)
+    with streams.on("gather"):
+        pool.lease(first)
+    with pool.lingering():
+        pool.release(first)
+    with streams.on("gather"):
+        pool.lease(second)
+
+    assert ["gather after compute#1"] == streams.log
+    assert 32 == pool.counters.held_bytes
+
+
+def test_trim_ends_lingering() -> None:
+    """At the end of a step nothing is held but shards."""
+    pool, streams = streaming_pool()
+    block = pool.reserve(8, FLOAT)
+    with streams.on("gather"):
+        pool.lease(block)
+    with pool.lingering():
+        pool.release(block)
+    pool.trim()
+
+    assert ["gather after compute#1"] == streams.log
+    assert 0 == pool.counters.held_bytes
+
+
+def test_a_gather_evicts_no_block_that_may_be_in_use() -> None:
+    """Its stream would be the one that computes: it would wait for the reduction because of a gather beside it."""
+    pool, streams = streaming_pool(num_cooling=0)
+    used = pool.lease_cached(8, FLOAT)
+    pool.release(used, after="reduce#1")
+    with streams.on("gather"):
+        pool.lease(pool.reserve(8, FLOAT))
+    assert [] == streams.log
+
+    assert pool.lease_cached(8, FLOAT) is used
+    assert ["compute after reduce#1"] == streams.log
+
+
+def test_a_gather_evicts_a_block_in_use_where_there_is_no_room() -> None:
+    """The limit comes first."""
+    pool, streams = streaming_pool(num_cooling=0, limit_bytes=40)
+    pool.release(pool.lease_cached(8, FLOAT), after="reduce#1")
+    with streams.on("gather"):
+        pool.lease(pool.reserve(8, FLOAT))
+
+    assert ["compute after reduce#1"] == streams.log
