@@ -22,7 +22,7 @@ from fsdp_conformance.contract.profile import FULL, load_profile
 from fsdp_conformance.errors import ConformanceError
 from fsdp_conformance.report import coverage
 from fsdp_conformance.report.coverage import Coverage, Declared
-from fsdp_conformance.report.tally import Tally, tallies_of, tally_from_json
+from fsdp_conformance.report.tally import Tally, added, tallies_of, tally_from_json
 from fsdp_conformance.report.verify import verify
 from pages import failures
 from pages.blocks import ROOT
@@ -127,10 +127,13 @@ def keep(tallies: Sequence[Tally]) -> None:
 def main(arguments: Sequence[str]) -> int:
     """The exit status: 0, 1 for rows that are empty without a reason or failures that are not known, or the error's."""
     parser = argparse.ArgumentParser(prog="ci/scoreboard", description="Write docs/scoreboard.md from run files.")
+    parser.add_argument("--add", action="store_true", help="add the runs to those engines' former ones")
     parser.add_argument("run_files", nargs="*", type=Path, metavar="RUN", help="a run file, or its directory")
     parsed = parser.parse_args(arguments)
     try:
-        keep(tallies_of([verify(path) for path in parsed.run_files]))
+        found = tallies_of([verify(path) for path in parsed.run_files])
+        former = {each.name: each for each in kept()} if parsed.add else {}
+        keep([added(former[each.name], each) if each.name in former else each for each in found])
         PAGE.write_text(page(), encoding="utf-8")
         unknown = [
             f"{each.engine}: {case} fails, and ci/known-findings.toml has no entry for it that names a script"

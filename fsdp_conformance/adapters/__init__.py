@@ -24,6 +24,7 @@ The training loop of the implementation under test:
     pipeline_stage      a stage in torch's pipeline schedules
     optimizers          several optimizers of a user, passed to an engine as one
     structures          tensors inside models' inputs and outputs
+    overlap             what each collective and each computation waits for, on the simulated accelerator
     watch               allocator statistics and the simulated accelerator's checker
 
 Adapters:

@@ -37,6 +37,7 @@ Checks, each of which returns a CheckResult:
     memory              bytes allocated on an accelerator: shards, peaks, growth (R033-R035, R038-R040)
     checkpoint          state dicts and what was loaded: names, values, storage, hooks (R109, R139, R144-R150)
     streams             races between streams (R074, R075, R138)
+    overlap             communication beside computation (R080)
 
 What they share:
 

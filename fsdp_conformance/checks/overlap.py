@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from fsdp_conformance.checks.result import CheckResult, Tally
 from fsdp_conformance.history.collective import Op
-from fsdp_conformance.history.overlap import Communicated, Computed, DeviceWork, finished
+from fsdp_conformance.history.overlap import Communicated, Computed, DeviceWork, Operation, finished
 
 #: What an engine may issue to gather parameters, and to reduce gradients.
 _GATHERS = frozenset({Op.ALL_GATHER, Op.BROADCAST, Op.ALL_TO_ALL, Op.GATHER, Op.SCATTER})
@@ -96,14 +96,9 @@ def _reason(kind: _Kind, alone: Sequence[Communicated], computed: Sequence[Compu
     """What keeps most of these collectives from going beside computation."""
     by_host = by_stream = 0
     for collective in alone:
-        if kind.before:
-            earlier = [each for each in computed if each.order < collective.order]
-            first, second = (earlier[-1], collective) if earlier else (None, None)
-        else:
-            later = [each for each in computed if each.order > collective.order]
-            first, second = (collective, later[0]) if later else (None, None)
-        if first is not None and second is not None and second.waits_for(first):
-            waited = finished(second.known_to_host, first.stream) >= first.number
+        pair = _neighbours(kind, collective, computed)
+        if pair is not None and pair[1].waits_for(pair[0]):
+            waited = finished(pair[1].known_to_host, pair[0].stream) >= pair[0].number
             by_host += waited
             by_stream += not waited
     if by_host >= by_stream and by_host:
@@ -111,3 +106,14 @@ def _reason(kind: _Kind, alone: Sequence[Communicated], computed: Sequence[Compu
     if kind.before:
         return "they wait for the computation before them: issued on its stream, or into memory that it uses"
     return "the stream that computes waits for them at once"
+
+
+def _neighbours(
+    kind: _Kind, collective: Communicated, computed: Sequence[Computed]
+) -> tuple[Operation, Operation] | None:
+    """The collective and the computation that it should go beside, in the order in which they were issued."""
+    if kind.before:
+        earlier = [each for each in computed if each.order < collective.order]
+        return (earlier[-1], collective) if earlier else None
+    later = [each for each in computed if each.order > collective.order]
+    return (collective, later[0]) if later else None

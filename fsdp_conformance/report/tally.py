@@ -107,6 +107,26 @@ class Tally:
         return Tally(**{**values, "cases": kept})
 
 
+def added(former: Tally, later: Tally) -> Tally:
+    """
+    What both show, the later one where both show a case.
+
+    Raises UsageError unless they are of the same engine, version, adapter, torch and device. The suite may have grown:
+    `Shown.digest` tells for each case whether it is still the one that was run.
+    """
+    for key in _ONE_OF_EACH:
+        before, now = getattr(former, key), getattr(later, key)
+        if key != "suite" and before != now:
+            raise UsageError(
+                f"{key} must be that of the runs that {later.name} has, {before}, to be added to them, got {now}. "
+                "Run all cases again, and let them take the place of the former ones."
+            )
+    values: dict[str, Any] = {name: getattr(former, name) for name in former.__dataclass_fields__}
+    changed = {"suite": later.suite, "runs": (*former.runs, *later.runs), "cases": {**former.cases, **later.cases}}
+    changed["cases"] = dict(sorted(changed["cases"].items()))
+    return Tally(**{**values, **changed})
+
+
 def tally(runs: Sequence[Verification], profile: Profile | None = None) -> Tally:
     """
     What these runs show together: runs of one engine, in one version, on one machine's versions and device.

@@ -326,8 +326,9 @@ def test_flags_are_those_of_the_device_of_the_case() -> None:
 
 def test_what_streams_wait_for_is_asked_on_the_simulated_one_on_any_device() -> None:
     """A real device cannot answer; the other cases of the run stay on it."""
-    cuda = {"device": "cuda", "declared": "any_accelerator"}
+    asks = {"environment": ("stream_order",)}
 
-    assert gated_as({"environment": ("stream_order",)}, **cuda).device == SIMULATED
-    assert gated_as({"environment": ("accelerator",)}, **cuda).device == "cuda"
-    assert gated_as({"environment": ("stream_order",)}, **cuda, simulator=False).device == "cuda"
+    assert gated_as(asks, declared="any_accelerator", device="cuda").device == SIMULATED
+    assert gated_as(asks, declared="any_accelerator", device="cuda", simulator=False).device == "cuda"
+    other = gated_as({"environment": ("accelerator",)}, declared="any_accelerator", device="cuda")
+    assert other.device == "cuda"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import Profile, profile_of
 from fsdp_conformance.errors import RunFileError, UsageError
 from fsdp_conformance.report.recorder import Recorder
-from fsdp_conformance.report.tally import Tally, digest_of, tally, tally_from_json
+from fsdp_conformance.report.tally import Tally, added, digest_of, tally, tally_from_json
 from fsdp_conformance.report.verify import Verification, verify
 from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record
 from fsdp_conformance.verdict import Verdict
@@ -88,6 +89,28 @@ def test_runs_of_several_engines_are_no_tally(key: str, runs: tuple[str, ...], t
     """Nor is no run."""
     with pytest.raises(UsageError, match=f"must have the same {key}, got {', '.join(runs) or 'no run'}"):
         tally([ran(tmp_path / name, name=name) for name in runs], PROFILE)
+
+
+def test_a_later_run_is_added(tmp_path: Path) -> None:
+    """For cases that are new; where both show a case, the later one counts. The suite may have grown."""
+    first, second, third = PROFILE.by_id
+    former = tally([ran(tmp_path / "a", cases=(first, second), R070=Verdict.HANG)], PROFILE)
+    later = replace(tally([ran(tmp_path / "b", cases=(second, third))], PROFILE), suite="grown")
+    found = added(former, later)
+
+    assert [first, second, third] == list(found.cases)
+    assert found.cases[second].verdict is Verdict.PASS
+    assert ("grown", 2) == (found.suite, len(found.runs))
+    assert tally_from_json(kept(found), where="one.json") == found
+
+
+@pytest.mark.parametrize("key", ["name", "version", "adapter", "torch", "device"])
+def test_a_run_of_something_else_is_not_added(key: str, tmp_path: Path) -> None:
+    """What it shows would be taken for the former engine's."""
+    former = tally([ran(tmp_path)], PROFILE)
+
+    with pytest.raises(UsageError, match=rf"{key} must be that of the runs that .* has, .*, to be added .* got other"):
+        added(former, replace(former, **{key: "other"}))
 
 
 def test_an_edited_run_is_refused(tmp_path: Path) -> None:
