@@ -122,9 +122,8 @@ def added(former: Tally, later: Tally) -> Tally:
                 "Run all cases again, and let them take the place of the former ones."
             )
     values: dict[str, Any] = {name: getattr(former, name) for name in former.__dataclass_fields__}
-    changed = {"suite": later.suite, "runs": (*former.runs, *later.runs), "cases": {**former.cases, **later.cases}}
-    changed["cases"] = dict(sorted(changed["cases"].items()))
-    return Tally(**{**values, **changed})
+    cases = dict(sorted({**former.cases, **later.cases}.items()))
+    return Tally(**{**values, "suite": later.suite, "runs": (*former.runs, *later.runs), "cases": cases})
 
 
 def tally(runs: Sequence[Verification], profile: Profile | None = None) -> Tally:
