@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fsdp_conformance.engine.chunks.memory_pool import MemoryPool
+from fsdp_conformance.engine.chunks.memory_pool import Block, MemoryPool
 from fsdp_conformance.tests.engine.chunks.test_memory_pool import check
 
 FLOAT = torch.float32
@@ -147,16 +147,26 @@ def test_trim_orders_the_streams_that_get_the_memory() -> None:
     assert 0 == pool.counters.held_bytes
 
 
+def gathered(pool: MemoryPool, streams: FakeStreams, block: Block | None = None) -> Block:
+    """A resized block of 32 bytes with memory, leased on the stream that gathers."""
+    block = block or pool.reserve(8, FLOAT)
+    with streams.on("gather"):
+        pool.lease(block)
+    return block
+
+
+def lingers(pool: MemoryPool, block: Block) -> Block:
+    """The block, released by the stream that computes; it keeps its memory for now."""
+    with pool.lingering():
+        pool.release(block)
+    return block
+
+
 def test_a_block_lingers_until_the_next_gather_has_begun() -> None:
     """The gather's stream does not wait for the unit that computes; what comes after the gather does."""
     pool, streams = streaming_pool()
-    first, second = pool.reserve(8, FLOAT), pool.reserve(8, FLOAT)
-    with streams.on("gather"):
-        pool.lease(first)
-    with pool.lingering():
-        pool.release(first)
-    with streams.on("gather"):
-        pool.lease(second)
+    first = lingers(pool, gathered(pool, streams))
+    gathered(pool, streams)
     assert [] == streams.log
     assert (64, 32) == (pool.counters.held_bytes, pool.counters.leased_bytes)
 
@@ -170,13 +180,7 @@ def test_a_block_lingers_until_the_next_gather_has_begun() -> None:
 def test_a_block_that_lingers_is_leased_again_after_its_last_use() -> None:
     """The same unit twice in a row: its memory is still there, and the gather into it waits."""
     pool, streams = streaming_pool()
-    block = pool.reserve(8, FLOAT)
-    with streams.on("gather"):
-        pool.lease(block)
-    with pool.lingering():
-        pool.release(block)
-    with streams.on("gather"):
-        pool.lease(block)
+    gathered(pool, streams, lingers(pool, gathered(pool, streams)))
     pool.settle()
 
     assert ["gather after compute#1"] == streams.log
@@ -186,13 +190,8 @@ def test_a_block_that_lingers_is_leased_again_after_its_last_use() -> None:
 def test_a_block_that_lingers_gives_way_where_there_is_no_room() -> None:
     """The limit counts it, and the pool prefers waiting to refusing."""
     pool, streams = streaming_pool(limit_bytes=40)
-    first, second = pool.reserve(8, FLOAT), pool.reserve(8, FLOAT)
-    with streams.on("gather"):
-        pool.lease(first)
-    with pool.lingering():
-        pool.release(first)
-    with streams.on("gather"):
-        pool.lease(second)
+    lingers(pool, gathered(pool, streams))
+    gathered(pool, streams)
 
     assert ["gather after compute#1"] == streams.log
     assert 32 == pool.counters.held_bytes
@@ -201,11 +200,7 @@ def test_a_block_that_lingers_gives_way_where_there_is_no_room() -> None:
 def test_trim_ends_lingering() -> None:
     """At the end of a step nothing is held but shards."""
     pool, streams = streaming_pool()
-    block = pool.reserve(8, FLOAT)
-    with streams.on("gather"):
-        pool.lease(block)
-    with pool.lingering():
-        pool.release(block)
+    lingers(pool, gathered(pool, streams))
     pool.trim()
 
     assert ["gather after compute#1"] == streams.log
@@ -217,8 +212,7 @@ def test_a_gather_evicts_no_block_that_may_be_in_use() -> None:
     pool, streams = streaming_pool(num_cooling=0)
     used = pool.lease_cached(8, FLOAT)
     pool.release(used, after="reduce#1")
-    with streams.on("gather"):
-        pool.lease(pool.reserve(8, FLOAT))
+    gathered(pool, streams)
     assert [] == streams.log
 
     assert pool.lease_cached(8, FLOAT) is used
@@ -229,7 +223,6 @@ def test_a_gather_evicts_a_block_in_use_where_there_is_no_room() -> None:
     """The limit comes first."""
     pool, streams = streaming_pool(num_cooling=0, limit_bytes=40)
     pool.release(pool.lease_cached(8, FLOAT), after="reduce#1")
-    with streams.on("gather"):
-        pool.lease(pool.reserve(8, FLOAT))
+    gathered(pool, streams)
 
     assert ["compute after reduce#1"] == streams.log
