@@ -29,6 +29,7 @@ from fsdp_conformance import settings as run_settings
 from fsdp_conformance.adapters import cuda_names, registry, session
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.registry import AdapterDescription
+from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.case import Case, case_of
 from fsdp_conformance.case_checks import CaseChecks
 from fsdp_conformance.case_references import CaseReferences
@@ -36,7 +37,7 @@ from fsdp_conformance.case_worlds import CaseWorlds
 from fsdp_conformance.checks.sharing import offered
 from fsdp_conformance.checks.streams import same_undisturbed, stream_control, stream_safety
 from fsdp_conformance.config import SHARED_DEVICES, SIMULATED, InitMode, Plan, RunSettings, TorchrunWorker
-from fsdp_conformance.errors import ConformanceError, RequirementFailed, SuiteError
+from fsdp_conformance.errors import ConformanceError, RequirementFailed, SuiteError, Unsupported
 from fsdp_conformance.faults.failure import FailingRank
 from fsdp_conformance.faults.fault import Fault
 from fsdp_conformance.faults.provocation import Provoked
@@ -59,6 +60,9 @@ from fsdp_conformance.simulator.build import cache_directory
 from fsdp_conformance.stress import MEASUREMENT, failure_of
 from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload import Regime, Workload
+
+#: What any plan on the CPU asks for.
+_CPU_COMPUTE = "cpu_compute"
 
 #: Verdicts that pytest shows as skips with a reason; the run file tells them apart.
 _NOT_JUDGED = frozenset({Verdict.UNSUPPORTED, Verdict.NOT_RUN_ENV, Verdict.DISABLED})
@@ -244,6 +248,19 @@ class ConformanceTestCase(CaseReferences, CaseChecks, CaseWorlds, ShardedTrainin
             self.report.seconds["group"] = time.monotonic() - began
         process_group.log().clear()
         self._provoke()
+        self._refuse_the_cpu()
+
+    def _refuse_the_cpu(self) -> None:
+        """
+        Raise Unsupported on the CPU for an engine that runs only on accelerators.
+
+        Its adapter refuses each plan, but a case that is about an exception would take that one for the engine's.
+        """
+        on_its_own = any(CAPABILITIES[flag].area == "components" for flag in self.case.needs)
+        if self.device_type == "cpu" and not (on_its_own or self.declares(_CPU_COMPUTE)):
+            self.report.asked.append(_CPU_COMPUTE)
+            named = self.subject().display_name()
+            raise Unsupported(_CPU_COMPUTE, f"the case runs on the CPU, and {named} does not declare it")
 
     def _provoke(self) -> None:
         """In a stress run, provoke the code under test from now on."""
