@@ -39,6 +39,7 @@ Under CUDA's names, for scripts and tests that say "cuda":
     cuda_module       torch.cuda as the program sees it
     cuda_tools        profilers, the memory's history and limit, CUDA's runtime
     cuda_names        CUDA's names, who asks for them, and attributes that are replaced
+    made_groups       process groups that a program makes itself
     attention         attention on DTensors, flex attention
     dtensor_rng       random operations on DTensors
     dlpack            exchange of tensors with other libraries
