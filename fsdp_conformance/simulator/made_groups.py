@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroupGloo
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed import distributed_c10d
 
 from fsdp_conformance.config import SIMULATED
@@ -68,7 +68,9 @@ class _MadeGloo(ProcessGroupGloo):
     def __init__(self, store: Any, rank: int, size: int, *more: Any, **named: Any) -> None:
         super().__init__(store, rank, size, *more, **named)
         given = [*more, *named.values()]
-        self._on_devices = process_group.made_directly(store, rank, size, _timeout_in(given[0] if given else None))
+        # A program may make a group of NCCL's with the same store.
+        own = PrefixStore("beside gloo", store)
+        self._on_devices = process_group.made_directly(own, rank, size, _timeout_in(given[0] if given else None))
 
 
 def _by_device(name: str, on_cpu: Callable[..., Any]) -> Callable[..., Any]:
