@@ -27,6 +27,7 @@ KINDS = {
     "time": "times of kernels",
     "digits": "the last digits of numbers",
     "race": "a race in the test",
+    "torch_race": "a race in torch",
     "together": "tests that only pass alone",
     "device": "what is not simulated",
 }

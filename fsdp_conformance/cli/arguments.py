@@ -390,6 +390,12 @@ def _add_sanitize(parser: Parser) -> None:
     parser.usage = "%(prog)s [options] (SCRIPT | -m MODULE) [argument ...]"
     parser.add_argument("--world-size", metavar="N", default="2", help="number of ranks (default: 2)")
     parser.add_argument(
+        "--devices",
+        metavar="N",
+        help="number of devices, for a script that is started once and starts its ranks itself (default: one for each "
+        "rank)",
+    )
+    parser.add_argument(
         "--mode",
         choices=("record", "raise", "poison"),
         default="record",

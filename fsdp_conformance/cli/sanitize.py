@@ -42,6 +42,7 @@ def main(arguments: argparse.Namespace) -> int:
     output = Path(arguments.json) if arguments.json else None
     sarif = Path(arguments.sarif) if arguments.sarif else None
     _check(order, {"--json": output, "--sarif": sarif})
+    from fsdp_conformance.simulated_cuda.of_ranks import RankChildren
     from fsdp_conformance.simulator import build
 
     reason = build.unavailable()
@@ -53,16 +54,18 @@ def main(arguments: argparse.Namespace) -> int:
     reports: Sequence[Any] = ()
     exits: Sequence[Any] = ()
     interrupted: KeyboardInterrupt | None = None
-    with ScriptLaunch(order, terminal.pass_on) as launch:
-        try:
-            # The warm process imports torch meanwhile.
-            if not build.is_built():
-                terminal.say("compiling the simulated accelerator: about half a minute, once ...")
-            build.require()
-            launch.start()
-            reports, exits = launch.wait()
-        except KeyboardInterrupt as error:
-            interrupted = error
+    launch = ScriptLaunch(order, terminal.pass_on)
+    with RankChildren(order, run_id=launch.run_id) as children:
+        with launch:
+            try:
+                # The warm process imports torch meanwhile.
+                if not build.is_built():
+                    terminal.say("compiling the simulated accelerator: about half a minute, once ...")
+                launch.start(children.told({build.EXTENSION: str(build.require())}))
+                reports, exits = launch.wait()
+            except KeyboardInterrupt as error:
+                interrupted = error
+        of_children = children.observed()
     report = ScriptReport(
         order,
         observed=launch.observed,
@@ -70,6 +73,7 @@ def main(arguments: argparse.Namespace) -> int:
         exits=exits,
         seconds=time.monotonic() - began,
         calls=launch.calls,
+        children=of_children,
         interrupted=interrupted is not None,
     )
     for text, style in report.paragraphs():
@@ -98,6 +102,9 @@ def order_of(arguments: argparse.Namespace) -> ScriptOrder:
     world_size = _number(arguments.world_size, "--world-size", int, problems)
     if not 1 <= world_size <= _MAX_RANKS:
         problems.append(f"--world-size must be from 1 to {_MAX_RANKS}, got {world_size}")
+    devices = None if arguments.devices is None else _number(arguments.devices, "--devices", int, problems)
+    if devices is not None and not world_size <= devices <= _MAX_RANKS:
+        problems.append(f"--devices must be from {world_size}, one for each rank, to {_MAX_RANKS}, got {devices}")
     timeout_s = _number(arguments.timeout, "--timeout", float, problems)
     if not 0 < timeout_s < float("inf"):
         problems.append(f"--timeout must be a positive number of seconds, got {arguments.timeout}")
@@ -118,6 +125,7 @@ def order_of(arguments: argparse.Namespace) -> ScriptOrder:
         waits="explicit" if arguments.ignore_implicit_syncs else "all",
         ordering_only=arguments.ordering_only,
         memory=memory,
+        devices=devices,
     )
 
 
@@ -159,6 +167,8 @@ def _announcement(order: ScriptOrder) -> str:
     script = f"-m {order.target}" if order.is_module else order.target
     parts = [f"{messages.PROGRAM} {__version__}", f"sanitize {script}", messages.plural(order.world_size, "rank")]
     parts += [f"mode {order.mode}"] + (["cuda simulated"] if order.as_cuda else [])
+    if order.num_devices != order.world_size:
+        parts.append(messages.plural(order.num_devices, "device"))
     if order.memory is not None:
         parts.append(f"{order.memory / 2**30:.4g} GiB per device")
     if order.reuse != "exact":

@@ -13,6 +13,7 @@ from fsdp_conformance.judge.endings import Attribution, Ending, attribute
 from fsdp_conformance.outcome import RankExit, RankReport
 from fsdp_conformance.report.frames import frames_of_stack
 from fsdp_conformance.report.terminal import duration
+from fsdp_conformance.simulated_cuda.of_ranks import ChildOfRank
 from fsdp_conformance.simulator.calls import Call, unanswered
 from fsdp_conformance.simulator.disagreement import Disagreement, disagreement_from_json
 from fsdp_conformance.simulator.hazard import Access, Hazard, hazard_from_json
@@ -39,6 +40,9 @@ _HINTS: Mapping[str, str] = {
 #: Version of the format that --json writes.
 _FORMAT_VERSION = 1
 
+#: What the report says of each rank that has observed something.
+_OF_RANKS = ("accesses", "waits", "streams", "notes")
+
 #: The function of `simulator.script` that runs in the suite's own thread.
 _KEEPER = "in keep_observations"
 
@@ -52,6 +56,9 @@ class FoldedHazard:
     places: dict[Hashable, Hazard] = field(default_factory=dict)
     """The ways in which the program reaches the two lines, by what differs: operations, labels, stacks."""
     ranks: list[int] = field(default_factory=list)
+    """The ranks that have it, or have started a process that has it."""
+    processes: dict[str, int] = field(default_factory=dict)
+    """Names of the processes that have it and are no ranks, each with the rank that started it."""
     count: int = 0
     """How often it was found, over all places and ranks."""
 
@@ -78,6 +85,7 @@ class ScriptReport:
         seconds: float,
         calls: Sequence[Sequence[Call]] = (),
         interrupted: bool = False,
+        children: Sequence[Sequence[ChildOfRank]] = (),
     ) -> None:
         self.order = order
         self.observed = observed
@@ -86,14 +94,17 @@ class ScriptReport:
         self.seconds = seconds
         self.interrupted = interrupted
         self.calls = calls
-        self.hazards = folded(observed)
+        self.children = children
+        """What processes have observed that the ranks have started, by rank."""
+        self.hazards = folded(observed, children)
         self.disagreements = folded_disagreements(observed)
         self.found: Attribution | None = attribute(reports, exits) if exits else None
 
     @property
     def accesses(self) -> int:
-        """The number of accesses checked on all ranks."""
-        return sum(one["accesses"] for one in self.observed if one)
+        """The number of accesses checked on all ranks, and in processes that they have started."""
+        of_children = [child.accesses for of_rank in self.children for child in of_rank]
+        return sum([*of_children, *(one["accesses"] for one in self.observed if one)])
 
     @property
     def failed(self) -> bool:
@@ -137,13 +148,13 @@ class ScriptReport:
     def paragraphs(self) -> Iterator[tuple[str, str]]:
         """The paragraphs to print, each with its style on a terminal; the verdict comes last."""
         yield "", ""
-        for note in dict.fromkeys(note for one in self.observed if one for note in one["notes"]):
+        for note in dict.fromkeys(self._notes()):
             yield f"note: {note}\n", "yellow"
         for number, one in enumerate(self.hazards, 1):
             head, _, rest = replace(one.hazard, count=1).explain().partition("\n")
             yield f"✗ hazard {number}: {head}", "bold red"
             places = f" in {len(one.places)} places" if len(one.places) > 1 else ""
-            yield f"{rest}\n  seen: {_times(one.count)}{places}, on {_ranks(one.ranks)}\n", ""
+            yield f"{rest}\n  seen: {_times(one.count)}{places}, on {_ranks(one.ranks)}{_in_processes(one)}\n", ""
         for number, of_ranks in enumerate(self.disagreements, 1):
             head, _, rest = of_ranks.found.explain().partition("\n")
             yield f"✗ collectives {number}: {head}", "bold red"
@@ -154,6 +165,15 @@ class ScriptReport:
         if checked:
             yield checked, ""
         yield self.verdict(), "bold green" if self.status is Status.CERTIFIED else "bold red"
+
+    def _notes(self) -> Iterator[str]:
+        yield from (note for one in self.observed if one for note in one["notes"])
+        for rank, of_rank in enumerate(self.children):
+            for child in of_rank:
+                yield from child.notes
+                if not child.has_ended:
+                    ending = "was killed or outlived it: its last findings may be missing"
+                    yield f"{child.name}, started by rank {rank}, {ending}"
 
     def verdict(self) -> str:
         """The last line."""
@@ -216,6 +236,7 @@ class ScriptReport:
                 {
                     **one.hazard.to_json(),
                     "ranks": one.ranks,
+                    "processes": one.processes,
                     "count": one.count,
                     "sentence": one.hazard.sentence(),
                     "text": one.hazard.explain(),
@@ -239,13 +260,18 @@ class ScriptReport:
                 {
                     "rank": rank,
                     "ending": str(endings[rank].ending) if endings else "interrupted",
-                    **{name: one[name] for name in ("accesses", "waits", "streams", "notes")},
+                    **{name: (self.observed[rank] or {})[name] for name in _OF_RANKS if self.observed[rank]},
+                    "children": [
+                        {"process": child.name, "accesses": child.accesses, "has_ended": child.has_ended}
+                        for child in self._children_of(rank)
+                    ],
                 }
-                if (one := self.observed[rank])
-                else {"rank": rank, "ending": str(endings[rank].ending) if endings else "interrupted"}
                 for rank in range(self.order.world_size)
             ],
         }
+
+    def _children_of(self, rank: int) -> Sequence[ChildOfRank]:
+        return self.children[rank] if self.children else ()
 
     @property
     def _who_failed(self) -> str:
@@ -256,7 +282,11 @@ class ScriptReport:
         waits = sum(sum(one["waits"].values()) for one in self.observed if one)
         if not self.accesses:
             return ""
-        idle = [rank for rank, one in enumerate(self.observed) if one is not None and not one["accesses"]]
+        idle = [
+            rank
+            for rank, one in enumerate(self.observed)
+            if one is not None and not one["accesses"] and not self._children_of(rank)
+        ]
         words = f"checked: {self._amount()}, {waits:,} waits, {duration(self.seconds)}"
         if self.order.ordering_only:
             words += "; ordering only, without numbers"
@@ -264,7 +294,11 @@ class ScriptReport:
 
     def _amount(self) -> str:
         streams = max((one["streams"] for one in self.observed if one), default=0)
-        words = f"{self.accesses:,} accesses on {messages.plural(streams, 'stream')} of {_ranks_count(self.observed)}"
+        on_streams = f" on {messages.plural(streams, 'stream')}" if streams else ""  # children do not count them
+        words = f"{self.accesses:,} accesses{on_streams} of {_ranks_count(self.observed)}"
+        started = sum(map(len, self.children))
+        if started:
+            words += f" and {started} child process{'es' if started > 1 else ''}"
         compared = sum((one or {}).get("collectives", {}).get("checked", 0) for one in self.observed)
         return words + (f", {compared:,} collectives compared" if compared and len(self.observed) > 1 else "")
 
@@ -331,14 +365,20 @@ class ScriptReport:
         return next((hint for pattern, hint in _HINTS.items() if re.search(pattern, text)), "")
 
 
-def folded(observed: Sequence[Mapping[str, Any] | None]) -> list[FoldedHazard]:
+def folded(
+    observed: Sequence[Mapping[str, Any] | None], children: Sequence[Sequence[ChildOfRank]] = ()
+) -> list[FoldedHazard]:
     """
-    The hazards of all ranks. Hazards of one kind between the same two lines of the script are merged, however the
-    program reaches these lines, and whatever the devices, streams, blocks and sizes.
+    The hazards of all ranks, and of the processes that they have started.
+
+    Hazards of one kind between the same two lines of the script are merged, however the program reaches these lines,
+    and whatever the devices, streams, blocks and sizes.
     """
     found: dict[Hashable, FoldedHazard] = {}
     for rank, one in enumerate(observed):
-        for data in one["hazards"] if one else ():
+        of_rank = [("", data) for data in (one["hazards"] if one else ())]
+        of_rank += [(child.name, data) for child in (children[rank] if children else ()) for data in child.hazards]
+        for process, data in of_rank:
             hazard = hazard_from_json(data)
             key = (hazard.kind, hazard.pinned, _line(hazard.then), _line(hazard.now))
             same = found.setdefault(key, FoldedHazard(hazard))
@@ -346,6 +386,8 @@ def folded(observed: Sequence[Mapping[str, Any] | None]) -> list[FoldedHazard]:
             same.count += hazard.count
             if rank not in same.ranks:
                 same.ranks.append(rank)
+            if process:
+                same.processes.setdefault(process, rank)
     return list(found.values())
 
 
@@ -385,6 +427,13 @@ def _of_script(dump: str) -> str:
 
 def _times(count: int) -> str:
     return "once" if count == 1 else f"{count:,} times"
+
+
+def _in_processes(one: FoldedHazard) -> str:
+    """Which processes have a hazard that are no ranks."""
+    if not one.processes:
+        return ""
+    return f", in the child process{'es' if len(one.processes) > 1 else ''} {', '.join(one.processes)}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -16,8 +16,8 @@ checker watches. A hazard fails the test that has it. Importing this package doe
     settings      what child processes are told, and how
     child         a process that is told so
     startup       what Python runs at the start of a child process
-    outbox        where a child process saves what it has observed
     findings      what processes have observed, merged
+    of_ranks      processes that a script starts from its ranks, for `sanitize`
 """
 
 from __future__ import annotations

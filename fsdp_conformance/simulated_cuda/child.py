@@ -21,8 +21,12 @@ def prepare() -> None:
 
 def _begin(settings: CudaSettings) -> None:
     from fsdp_conformance.simulated_cuda import simulation
-    from fsdp_conformance.simulated_cuda.outbox import Outbox
+    from fsdp_conformance.simulator.outbox import Outbox
 
-    outbox = Outbox(Path(settings.directory))
-    outbox.open(simulation.begin(settings.num_devices, checks=settings.checks))
+    outbox = Outbox(Path(settings.directory), settings.inherited)
+    outbox.open(
+        simulation.begin(
+            settings.num_devices, checks=settings.checks, as_cuda=settings.as_cuda, options=settings.options
+        )
+    )
     outbox.keep_looking()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.simulator.hazard import Access, Hazard, hazard_from_json
 
-__all__ = ["Finding", "Inbox", "Observed", "said"]
+__all__ = ["Finding", "Inbox", "Observed", "said", "saved_in"]
 
 #: The devices' own name, before their number.
 _DEVICE = re.compile(rf"\b{SIMULATED}:(?=\d)")
@@ -97,13 +97,8 @@ class Inbox:
 
     def _news(self) -> Iterable[tuple[str, dict[str, Any]]]:
         """The name of each process that has saved something, and what is new."""
-        for path in self._directory.glob("*.json"):
-            before = self._read.setdefault(path.name, _Read())
-            status = path.stat()
-            if before.state == (status.st_mtime_ns, status.st_size):
-                continue
-            one = json.loads(path.read_text(encoding="utf-8"))
-            before.state = (status.st_mtime_ns, status.st_size)
+        for path, one in saved_in(self._directory, self._is_new):
+            before = self._read[path.name]
             hazards = {json.dumps({**hazard, "count": 0}, sort_keys=True): hazard for hazard in one["hazards"]}
             yield (
                 one["process"],
@@ -116,6 +111,12 @@ class Inbox:
             before.hazards |= hazards.keys()
             before.accesses = one["accesses"]
 
+    def _is_new(self, path: Path) -> bool:
+        status = path.stat()
+        before = self._read.setdefault(path.name, _Read())
+        state, before.state = before.state, (status.st_mtime_ns, status.st_size)
+        return state != before.state
+
 
 @dataclass(slots=True)
 class _Read:
@@ -124,6 +125,13 @@ class _Read:
     state: tuple[int, int] = (0, 0)
     hazards: set[str] = field(default_factory=set)
     accesses: int = 0
+
+
+def saved_in(directory: Path, wanted: Callable[[Path], bool] = lambda _: True) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """The files that processes have saved in a directory, of those that are wanted, and what they say."""
+    for path in sorted(directory.glob("*.json")):
+        if wanted(path):
+            yield path, json.loads(path.read_text(encoding="utf-8"))
 
 
 def said(hazards: Sequence[str]) -> str:

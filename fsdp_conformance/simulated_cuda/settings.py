@@ -12,13 +12,14 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.simulator.options import CheckerOptions
 
-__all__ = ["HAZARDS", "MAX_DEVICES", "STARTUP", "VARIABLE", "Children", "CudaSettings"]
+__all__ = ["HAZARDS", "MAX_DEVICES", "STARTUP", "VARIABLE", "Briefing", "Children", "CudaSettings"]
 
 #: What can be done about hazards.
 HAZARDS: Final = ("fail", "report", "off")
@@ -44,6 +45,11 @@ class CudaSettings:
     """Where processes leave what they have observed."""
     prefix: str
     """`sys.prefix` of the environment that this is for: another one has another torch, or none."""
+    as_cuda: bool = True
+    """Whether the devices go by CUDA's name; else they are called "sim"."""
+    options: CheckerOptions = field(default_factory=CheckerOptions)
+    inherited: Mapping[str, str] = field(default_factory=dict)
+    """Variables of the parent, a rank, that do not make its children ranks: `outbox.process_name`."""
 
     @staticmethod
     def checked_count(value: object, *, where: str) -> int:
@@ -68,10 +74,11 @@ class CudaSettings:
         if not text:
             return None
         try:
-            found = cls(**json.loads(text))
-        except (TypeError, ValueError) as error:
+            told = json.loads(text)
+            found = cls(**{**told, "options": CheckerOptions(**told["options"])})
+        except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(
-                [f"{VARIABLE} is set by pytest --simulate-cuda and simulated_cuda(), not by hand: {error}"],
+                [f"{VARIABLE} is set by pytest --simulate-cuda, simulated_cuda() and sanitize, not by hand: {error}"],
                 where="the environment",
             ) from error
         return found if found.prefix == sys.prefix else None
@@ -81,31 +88,61 @@ class CudaSettings:
         return json.dumps(asdict(self))
 
 
-class Children:
+class Briefing:
     """
-    Makes the Python processes that this one starts see the same GPUs, until `close`.
+    What Python processes must be told to see the GPUs, and the directory into which they report, until `close`.
 
-    However they are started: they inherit two variables, one with the settings and PYTHONPATH, where Python finds our
-    `sitecustomize` (which then runs the environment's own). A process that ignores PYTHONPATH (`python -I`) or gets
-    another environment sees no GPUs.
+    They are told in variables: one has the settings, and in PYTHONPATH Python finds our `sitecustomize` (which then
+    runs the environment's own). A process that ignores PYTHONPATH (`python -I`) or gets another environment sees no
+    GPUs.
     """
 
-    def __init__(self, num_devices: int, *, checks: bool, variables: Mapping[str, str]) -> None:
-        """`variables` are set for children in addition."""
+    def __init__(
+        self,
+        num_devices: int,
+        *,
+        checks: bool = True,
+        as_cuda: bool = True,
+        options: CheckerOptions | None = None,
+        inherited: Mapping[str, str] | None = None,
+    ) -> None:
         self._directory = tempfile.mkdtemp(prefix="fsdp-conformance-cuda-")
-        self.settings = CudaSettings(
-            num_devices=num_devices, checks=checks, directory=self._directory, prefix=sys.prefix
-        )
-        path = [str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
-        values = {**variables, VARIABLE: self.settings.to_text(), "PYTHONPATH": os.pathsep.join(path)}
-        self._before = {name: os.environ.get(name) for name in values}
         self._pid = os.getpid()
-        os.environ.update(values)
+        self.settings = CudaSettings(
+            num_devices=num_devices,
+            checks=checks,
+            directory=self._directory,
+            prefix=sys.prefix,
+            as_cuda=as_cuda,
+            options=options or CheckerOptions(),
+            inherited=dict(inherited or {}),
+        )
 
     @property
     def directory(self) -> Path:
-        """Where children leave what they have observed."""
+        """Where processes leave what they have observed."""
         return Path(self._directory)
+
+    def variables(self) -> dict[str, str]:
+        """The variables that tell it."""
+        path = [str(STARTUP), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {VARIABLE: self.settings.to_text(), "PYTHONPATH": os.pathsep.join(path)}
+
+    def close(self) -> None:
+        """Remove the files. A process that is still running has nowhere to report to."""
+        if os.getpid() == self._pid:  # not in a process that was forked meanwhile
+            shutil.rmtree(self._directory, ignore_errors=True)
+
+
+class Children(Briefing):
+    """Makes the Python processes that this one starts see the same GPUs, however they are started, until `close`."""
+
+    def __init__(self, num_devices: int, *, checks: bool, variables: Mapping[str, str]) -> None:
+        """`variables` are set for children in addition."""
+        super().__init__(num_devices, checks=checks)
+        values = {**variables, **self.variables()}
+        self._before = {name: os.environ.get(name) for name in values}
+        os.environ.update(values)
 
     def set_checks(self, checks: bool) -> None:
         """Whether the race checker is on in processes that are started from now on."""
@@ -113,11 +150,10 @@ class Children:
         os.environ[VARIABLE] = self.settings.to_text()
 
     def close(self) -> None:
-        """Restore the environment and remove the files. A child that is still running has nowhere to report to."""
+        """Restore the environment and remove the files."""
         for name, value in self._before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-        if os.getpid() == self._pid:  # not in a process that was forked meanwhile
-            shutil.rmtree(self._directory, ignore_errors=True)
+        super().close()

@@ -17,13 +17,16 @@ from typing import Any, NoReturn
 
 import torch
 
+from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.frames import Owner, owner
-from fsdp_conformance.simulated_cuda.outbox import Outbox
 from fsdp_conformance.simulated_cuda.settings import CudaSettings
-from fsdp_conformance.simulator import activation, as_cuda, build, checker, labels
+from fsdp_conformance.simulator import activation, build, checker, labels
+from fsdp_conformance.simulator import as_cuda as cuda
 from fsdp_conformance.simulator.cuda_names import CUDA, Replacements
 from fsdp_conformance.simulator.hazard import sites_in
+from fsdp_conformance.simulator.options import CheckerOptions
+from fsdp_conformance.simulator.outbox import Outbox
 
 __all__ = ["Simulation", "begin", "current", "end", "extension_variables"]
 
@@ -36,20 +39,25 @@ _first_num_devices = 0
 class Simulation:
     """What `begin` has set up; `end` undoes it."""
 
-    def __init__(self, num_devices: int, *, checks: bool) -> None:
+    def __init__(self, num_devices: int, *, checks: bool, as_cuda: bool, options: CheckerOptions) -> None:
         self.num_devices = num_devices
+        self._device_type = CUDA if as_cuda else SIMULATED
+        self._options = options
         self.notes: dict[str, None] = {}
         """What this process did differently than a GPU would, as sentences."""
         self._replaced = Replacements()
         self._at_exit: list[Callable[[], object]] = []
         self._accesses = 0
         activation.activate(num_devices)
+        options.apply()
         self.set_checks(checks)
         checker.clear()
         self._accesses = checker.accesses()
         self._labels = labels.install()
-        self._names = as_cuda.install(self._labels)
-        as_cuda.show_version(self._replaced)
+        self._names = cuda.install(self._labels) if as_cuda else Replacements()
+        if as_cuda:
+            cuda.show_version(self._replaced)
+            options.show_memory(self._replaced)
         self._replaced.set(torch, compile=self._compile)
         self._replaced.set(os, _exit=self._leave)
         atexit.register(self._finish)
@@ -64,7 +72,7 @@ class Simulation:
 
     def set_checks(self, checks: bool) -> None:
         """Turn the race checker on or off."""
-        checker.set_mode(checker.Mode.RECORD if checks else checker.Mode.OFF)
+        checker.set_mode(self._options.mode if checks else checker.Mode.OFF)
 
     def progress(self) -> tuple[int, int]:
         """Numbers that change when there is something new: the hazards and the accesses so far."""
@@ -73,7 +81,10 @@ class Simulation:
     def observed(self) -> dict[str, Any]:
         """What was observed since the last `forget`; JSON-ready."""
         return {
-            "hazards": [_without_wrappers(replace(hazard, device_type=CUDA).to_json()) for hazard in checker.hazards()],
+            "hazards": [
+                _without_wrappers(replace(hazard, device_type=self._device_type).to_json())
+                for hazard in checker.hazards()
+            ],
             "accesses": checker.accesses() - self._accesses,
             "notes": list(self.notes),
         }
@@ -93,11 +104,11 @@ class Simulation:
         """Do something when the process ends, by os._exit too."""
         self._at_exit.append(action)
 
-    def become_child(self, directory: Path) -> None:
+    def become_child(self, settings: CudaSettings) -> None:
         """This process was forked: from now on it reports for itself."""
         self._at_exit.clear()
         self.forget()
-        Outbox(directory).open(self)
+        Outbox(Path(settings.directory), settings.inherited).open(self)
 
     def _finish(self) -> None:
         for action in self._at_exit:
@@ -121,9 +132,11 @@ def _without_wrappers(hazard: dict[str, Any]) -> dict[str, Any]:
     return hazard
 
 
-def begin(num_devices: int, *, checks: bool) -> Simulation:
+def begin(num_devices: int, *, checks: bool, as_cuda: bool = True, options: CheckerOptions | None = None) -> Simulation:
     """
     Simulate `num_devices` GPUs in this process, until `end()` of the result. The caller has checked the number.
+
+    Without `as_cuda` they are not called "cuda" but "sim".
 
     Raises EnvironmentUnavailable if the accelerator cannot be compiled, and ConfigError if there are simulated GPUs
     already, or were fewer before.
@@ -141,7 +154,7 @@ def begin(num_devices: int, *, checks: bool) -> Simulation:
         )
     if not build.is_built():
         print("compiling the simulated accelerator: about half a minute, once ...", file=sys.stderr, flush=True)
-    _current = Simulation(num_devices, checks=checks)
+    _current = Simulation(num_devices, checks=checks, as_cuda=as_cuda, options=options or CheckerOptions())
     _first_num_devices = _first_num_devices or num_devices
     return _current
 
@@ -167,7 +180,7 @@ def extension_variables() -> dict[str, str]:
 def _after_fork() -> None:
     settings = CudaSettings.from_environment(os.environ) if _current is not None else None
     if _current is not None and settings is not None:
-        _current.become_child(Path(settings.directory))
+        _current.become_child(settings)
 
 
 os.register_at_fork(after_in_child=_after_fork)

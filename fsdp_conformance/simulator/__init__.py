@@ -39,6 +39,7 @@ Under CUDA's names, for scripts and tests that say "cuda":
     cuda_module       torch.cuda as the program sees it
     cuda_tools        profilers, the memory's history and limit, CUDA's runtime
     cuda_names        CUDA's names, who asks for them, and attributes that are replaced
+    made_groups       process groups that a program makes itself
     attention         attention on DTensors, flex attention
     dtensor_rng       random operations on DTensors
     dlpack            exchange of tensors with other libraries
@@ -51,6 +52,9 @@ Under CUDA's names, for scripts and tests that say "cuda":
     launch            a training script on N ranks
     script            a rank that runs the script
     observe           what a rank observes while the script runs
+    options           what a rank and the processes that it starts have in common
+    forked            a process that a script forks from its rank
+    outbox            where a process that is no rank saves what it has observed
     agreement         compares the collectives of the ranks
     calls             the collectives that each rank has called, in files
     disagreement      a finding about the collectives of several ranks

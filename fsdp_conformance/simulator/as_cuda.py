@@ -31,7 +31,7 @@ from torch.utils import _device
 
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.frames import Owner, owner
-from fsdp_conformance.simulator import attention, build, cuda_module, dtensor_rng, messages, process_group
+from fsdp_conformance.simulator import attention, build, cuda_module, dtensor_rng, made_groups, messages, process_group
 from fsdp_conformance.simulator.cuda_names import (
     COLLECTIVES,
     CUDA,
@@ -342,7 +342,10 @@ def _install_distributed(replaced: Replacements) -> None:
         if default_of is not None:  # not in every version
             replaced.set(module, get_default_backend_for_device=get_default_backend_for_device)
         if not hasattr(module, "ProcessGroupNCCL"):  # a build for the CPU
-            replaced.set(module, ProcessGroupNCCL=_process_group_nccl())
+            replaced.set(module, ProcessGroupNCCL=made_groups.process_group_nccl())
+    made_gloo = made_groups.process_group_gloo()
+    for module in (distributed_c10d, dist):
+        replaced.set(module, ProcessGroupGloo=made_gloo)
     replaced.set(distributed_c10d, _set_pg_timeout=_set_timeout(distributed_c10d._set_pg_timeout))
     _install_backends(replaced)
     _install_hooks(replaced)
@@ -394,23 +397,6 @@ def _set_timeout(original: Callable[..., None]) -> Callable[..., None]:
             asked._get_backend(device)._set_default_timeout(timeout)
 
     return set_timeout
-
-
-def _process_group_nccl() -> type:
-    """What programs use of ProcessGroupNCCL: its options, and groups that they make of it themselves."""
-
-    class Options(build.active().ProcessGroupOptions):  # type: ignore[misc]
-        def __init__(self, is_high_priority_stream: bool = False) -> None:
-            super().__init__(distributed_c10d.default_pg_timeout.total_seconds())
-            self.is_high_priority_stream = is_high_priority_stream
-
-    def make(
-        _: type, store: Any, rank: int, size: int, options: Any = None, *, timeout: timedelta | None = None
-    ) -> dist.Backend:
-        given = options if isinstance(options, timedelta) else getattr(options, "_timeout", None)
-        return process_group.made_directly(store, rank, size, timeout or given or distributed_c10d.default_pg_timeout)
-
-    return type("ProcessGroupNCCL", (), {"Options": Options, "__new__": make})
 
 
 def _install_hooks(replaced: Replacements) -> None:

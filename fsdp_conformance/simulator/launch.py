@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,6 +28,7 @@ from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.processes.forkserver import STOP_TIMEOUT_S, WarmServer
 from fsdp_conformance.simulator.calls import Call, logs_of
+from fsdp_conformance.simulator.options import CheckerOptions
 
 #: The modules that the warm process imports for the ranks: those that training scripts use, and those that torch
 #: imports lazily (dynamo, at the first optimizer step). Not torch's test harness, which changes the process's settings.
@@ -83,10 +84,41 @@ class ScriptOrder:
     """Leave out kernels that only compute numbers: `ordering`."""
     memory: int | None = None
     """The memory of each device in bytes; None for no limit."""
+    devices: int | None = None
+    """How many devices there are; None for one for each rank."""
+
+    @property
+    def num_devices(self) -> int:
+        """How many devices there are."""
+        return self.world_size if self.devices is None else self.devices
+
+    @property
+    def options(self) -> CheckerOptions:
+        """What holds in the ranks and in the processes that they start."""
+        return CheckerOptions(
+            mode=self.mode,
+            reuse=self.reuse,
+            waits=self.waits,
+            uninitialized=True,
+            ordering_only=self.ordering_only,
+            memory=self.memory,
+        )
 
     def deadlines(self) -> Deadlines:
         """A stuck collective times out before its rank is ended, so that it is reported."""
         return Deadlines(collective_s=0.75 * self.timeout_s, rank_s=self.timeout_s, case_s=self.timeout_s + _END_S)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChildrenOfRank:
+    """What the processes that a rank starts are told."""
+
+    directory: str
+    """Where they save what they have observed."""
+    variables: Mapping[str, str]
+    """With these in their environment, they see the devices."""
+    inherited: Mapping[str, str]
+    """The variables of the rank that do not make them ranks: `outbox.process_name`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +131,8 @@ class ScriptPayload:
     run_id: str
     own_path_entry: str | None
     """The entry of sys.path that the script's directory replaces."""
+    children: tuple[ChildrenOfRank, ...]
+    """One for each rank; empty if processes that ranks start are not observed."""
 
 
 class ScriptLaunch:
@@ -116,6 +150,7 @@ class ScriptLaunch:
         """What each rank observed: from its report, or from what it had saved when it ended."""
         self.calls: list[list[Call]] = [[] for _ in range(order.world_size)]
         """The collectives that each rank has called."""
+        self.run_id = str(uuid.uuid4())
         self._say = say
         self._owns_server = server is None
         self._server = server or warm_server(as_cuda=order.as_cuda)
@@ -139,8 +174,12 @@ class ScriptLaunch:
     ) -> None:
         self._resources.close()
 
-    def start(self) -> None:
-        """Fork the ranks. Raises EnvironmentUnavailable if the warm process cannot start."""
+    def start(self, children: Sequence[ChildrenOfRank] = ()) -> None:
+        """
+        Fork the ranks. `children` says for each rank what the processes are told that it starts.
+
+        Raises EnvironmentUnavailable if the warm process cannot start.
+        """
         # These import torch, which the warm process does at the same time.
         from fsdp_conformance.harness.processes import rank_process
         from fsdp_conformance.harness.processes.launcher import take_seats
@@ -155,7 +194,14 @@ class ScriptLaunch:
             )
         )
         port = self._resources.enter_context(held_port())
-        self._orders = _case_order(self.order, directory, port).for_ranks({})
+        payload = ScriptPayload(
+            order=self.order,
+            port=port,
+            run_id=self.run_id,
+            own_path_entry=_own_path_entry(),
+            children=tuple(children),
+        )
+        self._orders = _case_order(payload, directory).for_ranks({})
         members = fork_ranks(rank_process.main, len(self._orders), self._server, directory)
         seats = take_seats(self._orders, members)
         self._supervisor = Supervisor(seats, self.order.deadlines())
@@ -198,7 +244,7 @@ def held_port() -> Iterator[int]:
 def torchrun_variables(rank: int, world_size: int, *, port: int, run_id: str) -> dict[str, str]:
     """The variables that torchrun sets for a worker on one machine (torch/distributed/elastic/agent/server)."""
     return {
-        "RANK": str(rank),
+        **rank_variables(rank, run_id),
         "LOCAL_RANK": str(rank),
         "GROUP_RANK": "0",
         "ROLE_RANK": str(rank),
@@ -211,17 +257,22 @@ def torchrun_variables(rank: int, world_size: int, *, port: int, run_id: str) ->
         "MASTER_PORT": str(port),
         "TORCHELASTIC_RESTART_COUNT": "0",
         "TORCHELASTIC_MAX_RESTARTS": "0",
-        "TORCHELASTIC_RUN_ID": run_id,
         # Rank 0 serves the store, so a script that sets MASTER_PORT itself also finds one.
         "TORCHELASTIC_USE_AGENT_STORE": "False",
     }
 
 
-def _case_order(order: ScriptOrder, directory: Path, port: int) -> Any:
+def rank_variables(rank: int, run_id: str) -> dict[str, str]:
+    """Those of them that say which rank of which run a process is."""
+    return {"RANK": str(rank), "TORCHELASTIC_RUN_ID": run_id}
+
+
+def _case_order(payload: ScriptPayload, directory: Path) -> Any:
     """The order in the harness's words."""
     from fsdp_conformance.harness.environment import Determinism
     from fsdp_conformance.harness.order import CaseOrder, packed
 
+    order = payload.order
     return CaseOrder(
         module="fsdp_conformance.simulator.script",
         qualname="ScriptRank",
@@ -233,10 +284,8 @@ def _case_order(order: ScriptOrder, directory: Path, port: int) -> Any:
         deadlines=order.deadlines(),
         # One thread, as with torchrun, unless the user sets another number.
         determinism=Determinism(num_threads=_num_threads(), algorithms="off"),
-        variables={"FSDP_CONFORMANCE_SIM_DEVICES": str(order.world_size)},
-        payload=packed(
-            ScriptPayload(order=order, port=port, run_id=str(uuid.uuid4()), own_path_entry=_own_path_entry())
-        ),
+        variables={"FSDP_CONFORMANCE_SIM_DEVICES": str(order.num_devices)},
+        payload=packed(payload),
     )
 
 

@@ -2,7 +2,8 @@
 Prepares a process for a script on the simulated accelerator, and collects the observations afterwards.
 
 The checker is on, and its findings name modules and parameters. Calls that cannot work here are replaced, with a note
-in the report (`torch.compile` runs eagerly, `mp.spawn` runs this rank's part in this process), or raise.
+in the report (`torch.compile` runs eagerly, `mp.spawn` of several ranks runs this rank's part in this process), or
+raise.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -21,11 +22,12 @@ from typing import Any
 import torch
 import torch.multiprocessing
 from torch._C._distributed_c10d import FileStore
+from torch.multiprocessing.spawn import start_processes
 
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.frames import Owner, owner
-from fsdp_conformance.simulator import build, checker, labels, memory, ordering
+from fsdp_conformance.simulator import build, checker, labels
 from fsdp_conformance.simulator.activation import activate
 from fsdp_conformance.simulator.agreement import Agreement
 from fsdp_conformance.simulator.cuda_names import CUDA, Replacements
@@ -47,18 +49,13 @@ class Observer:
         self._directory = directory
         self._rank = int(os.environ["RANK"])
         self._num_spawned = 0
+        self._start_processes: Callable[..., Any] = start_processes
         self._arranged = contextlib.ExitStack()
 
     def begin(self) -> None:
         """Activate the accelerator and start observing. Raises EnvironmentUnavailable without a compiler."""
-        activate(self.order.world_size)
-        checker.set_mode(self.order.mode)
-        checker.set_reuse(self.order.reuse)
-        checker.set_waits(self.order.waits)
-        checker.set_uninitialized(True)
-        ordering.set_ordering_only(self.order.ordering_only)
-        if self.order.memory is not None:
-            memory.set_memory_limit(self.order.memory)
+        activate(self.order.num_devices)
+        self.order.options.apply()
         checker.clear()
         # Until the process ends.
         self._arranged.enter_context(checker.wait_filter(self._count))
@@ -72,8 +69,7 @@ class Observer:
 
             as_cuda.install(names)
             as_cuda.show_version(replaced)
-            if self.order.memory is not None:
-                _set_total_memory(replaced, self.order.memory)
+            self.order.options.show_memory(replaced)
 
     def progress(self) -> int:
         """A number that changes when there is a new finding."""
@@ -89,7 +85,7 @@ class Observer:
     def observed(self) -> dict[str, Any]:
         """The hazards, and how much was checked; JSON-ready."""
         return {
-            "hazards": [_of_script(hazard.to_json()) for hazard in self._hazards()],
+            "hazards": self.described(checker.hazards()),
             "accesses": checker.accesses(),
             "waits": dict(self.waits),
             "streams": build.load().Checker.get().num_lanes() - 1,  # lane 0 is the host
@@ -97,10 +93,10 @@ class Observer:
             "collectives": self.agreement.observed(),
         }
 
-    def _hazards(self) -> list[Hazard]:
-        """With the device's name in the script."""
+    def described(self, hazards: Sequence[Hazard]) -> list[dict[str, Any]]:
+        """Hazards as the script's author knows them: the device's name, and the frames; JSON-ready."""
         device_type = CUDA if self.order.as_cuda else SIMULATED
-        return [replace(hazard, device_type=device_type) for hazard in checker.hazards()]
+        return [_of_script(replace(hazard, device_type=device_type).to_json()) for hazard in hazards]
 
     def _count(self, kind: str, stream: int, index: int) -> bool:
         self.waits[kind] += 1
@@ -113,17 +109,19 @@ class Observer:
 
     def _spawn(
         self, fn: Callable[..., Any], args: tuple[Any, ...] = (), nprocs: int = 1, *more: Any, **options: Any
-    ) -> _Spawned | None:
+    ) -> Any:
         """
         Replaces torch.multiprocessing.spawn: runs this rank's part, in this process.
 
-        The script was started once per rank, so each of its calls starts one rank. Ranks beyond `nprocs` do nothing.
+        The script was started once per rank, so each of its calls starts one rank. Ranks beyond `nprocs` do nothing. A
+        script that was started once, and asks for several processes, gets them.
         """
+        if self.order.world_size == 1 and nprocs > 1:
+            return self._start_processes(fn, args, nprocs, *more, **options)
         if nprocs > self.order.world_size:
-            raise ConfigError(
-                [f"nprocs must be at most --world-size ({self.order.world_size}), got {nprocs}"],
-                where="torch.multiprocessing.spawn",
-            )
+            problem = f"nprocs must be at most --world-size ({self.order.world_size}), got {nprocs}"
+            instead = f"with --world-size 1 --devices {nprocs} the script starts its processes itself"
+            raise ConfigError([f"{problem}; {instead}"], where="torch.multiprocessing.spawn")
         self.notes["torch.multiprocessing.spawn starts no processes: each rank runs its part in its own"] = None
         if self._rank < nprocs:
             fn(self._rank, *args)
@@ -134,18 +132,6 @@ class Observer:
         store.set(f"rank{self._rank}", "ended")
         store.wait([f"rank{rank}" for rank in range(nprocs)])
         return None if (more[0] if more else options.get("join", True)) else _Spawned()
-
-
-def _set_total_memory(replaced: Replacements, nbytes: int) -> None:
-    """Scripts also read the size of the memory in the properties of the device."""
-    properties = torch.cuda.get_device_properties
-
-    def with_total(device: Any = None) -> Any:
-        found = properties(device)
-        found.total_memory = nbytes
-        return found
-
-    replaced.set(torch.cuda, get_device_properties=with_total)
 
 
 def _of_script(hazard: dict[str, Any]) -> dict[str, Any]:

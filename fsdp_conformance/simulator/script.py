@@ -22,7 +22,7 @@ import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness import rank as harness_rank
@@ -32,6 +32,7 @@ from fsdp_conformance.harness.recording.process_group import register_recording_
 from fsdp_conformance.outcome import RankError
 from fsdp_conformance.simulator import observe
 from fsdp_conformance.simulator.agreement import Agreement, CollectiveMismatch
+from fsdp_conformance.simulator.forked import report_forks
 from fsdp_conformance.simulator.labels import caller_of_backward
 from fsdp_conformance.simulator.launch import OBSERVED_SUFFIX, ScriptOrder, ScriptPayload, torchrun_variables
 
@@ -77,6 +78,10 @@ class ScriptRank:
         rank = self.run.order.rank
         agreement = Agreement(case.directory, rank, case.world_size, caller_of_backward)
         self._observer = observe.begin(self.order, case.directory, agreement)
+        if self.payload.children:
+            told = self.payload.children[rank]
+            os.environ.update(told.variables)
+            report_forks(Path(told.directory), told.inherited, self._observer.described)
         register_recording_backend(case.device_type)
         log().observers.append(_Forgetful())
         log().issuer = agreement.issue
@@ -119,8 +124,14 @@ class ScriptRank:
         )
 
     def _prepare(self) -> None:
-        """Set sys.argv and sys.path as Python itself would, and let the script choose how it starts processes."""
+        """
+        Set sys.argv and sys.path as Python itself would, and let the script choose how it starts processes, and name
+        them as if it was started by itself.
+        """
         multiprocessing.set_start_method(None, force=True)
+        process = multiprocessing.current_process()
+        process.name = "MainProcess"
+        vars(process)["_identity"] = ()  # the beginning of its children's names
         rank = str(self.run.order.rank)
         arguments = [word.replace(LOCAL_RANK, rank) for word in self.order.arguments]
         entry = self.payload.own_path_entry
@@ -140,10 +151,15 @@ class ScriptRank:
         importlib.invalidate_caches()
 
     def _execute(self) -> None:
-        if self.order.is_module:
-            runpy.run_module(self.order.target, run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(self.order.target, run_name="__main__")
+        rank = os.getpid()
+        try:
+            if self.order.is_module:
+                runpy.run_module(self.order.target, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(self.order.target, run_name="__main__")
+        finally:
+            if os.getpid() != rank:
+                _end_fork(sys.exc_info()[1])
 
 
 class _Forgetful(CollectiveObserver):
@@ -152,6 +168,18 @@ class _Forgetful(CollectiveObserver):
     def after(self, record: Any, work: Any) -> None:
         if len(log().records) >= _REMEMBERED:
             log().clear()
+
+
+def _end_fork(error: BaseException | None) -> NoReturn:
+    """A process that the script has forked with os.fork() has come to the script's end: it is no rank, and ends."""
+    if error is not None and not isinstance(error, SystemExit):
+        traceback.print_exception(error)
+    code = error.code if isinstance(error, SystemExit) else int(error is not None)
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    _finish()
+    os._exit(code or 0)
 
 
 def _finish() -> None:

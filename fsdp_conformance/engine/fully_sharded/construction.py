@@ -147,7 +147,17 @@ def place_tensors(tensors: Iterable[Tensor], device: torch.device) -> None:
 
 
 def synchronise(tensors: Sequence[Tensor], groups: ShardingGroups) -> None:
-    """Overwrite tensors with those of the groups' first rank. Collective."""
+    """
+    Overwrite tensors with those of the groups' first rank. Collective.
+
+    Raises ConfigError if a group cannot communicate from where they are.
+    """
+    for device in {tensor.device: None for tensor in tensors if not tensor.is_meta}:
+        for group in (groups.shard, groups.replica):
+            if group is not None and group.size() > 1 and not communicates_from(group, device):
+                able = ", ".join(sorted({known.type for known in group._device_types}))
+                problem = f"sync_module_states needs a module on a device of its process group ({able}), got {device}"
+                raise ConfigError([f"{problem}: move it there first, or pass device_id"], where=_WHERE)
     if groups.replica is not None:
         broadcast(tensors, groups.replica)
     broadcast(tensors, groups.shard)

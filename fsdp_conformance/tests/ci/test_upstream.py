@@ -286,6 +286,20 @@ def test_left_out(script: dict[str, Any], tests: Path, tmp_path: Path) -> None:
     assert [] == list(script["left_out"](listed, "test_b.py"))
 
 
+@pytest.mark.parametrize(("code", "skipped"), [(0, True), (1, False), (10, False)])
+def test_a_file_that_leaves(script: dict[str, Any], tmp_path: Path, code: int, skipped: bool) -> None:
+    """With success, as a file for another backend does: it is skipped. Else it has failed."""
+    (tmp_path / "report.xml").write_text(
+        '<testsuites><testsuite><testcase classname="pytest" name="internal"><error message="internal error">'
+        f"Traceback\n    sys.exit({code})\nSystemExit: {code}</error></testcase></testsuite></testsuites>",
+        encoding="utf-8",
+    )
+    found = script["read_report"](tmp_path / "report.xml", "test_a.py")
+    assert (list(found.skipped), list(found.failed)) == (
+        (["pytest.internal"], []) if skipped else ([], ["pytest.internal"])
+    )
+
+
 def test_progress(script: dict[str, Any]) -> None:
     """What `pytest -v` prints, line by line."""
     said = """collecting ... collected 5 items

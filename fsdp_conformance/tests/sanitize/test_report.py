@@ -12,6 +12,7 @@ from fsdp_conformance.cli.sanitize_report import ScriptReport, folded
 from fsdp_conformance.frames import Frame
 from fsdp_conformance.history.hazard import HazardKind
 from fsdp_conformance.outcome import RankError, RankExit, RankReport
+from fsdp_conformance.simulated_cuda.of_ranks import ChildOfRank
 from fsdp_conformance.simulator.hazard import Access, Hazard, Site, Stream
 from fsdp_conformance.simulator.launch import ScriptOrder
 from fsdp_conformance.status import Status
@@ -59,7 +60,10 @@ def observed(*hazards: Hazard, accesses: int = 100) -> dict[str, Any]:
 
 
 def report(
-    *ranks: dict[str, Any] | None, errors: Sequence[RankError | None] = (None, None), not_run: str | None = None
+    *ranks: dict[str, Any] | None,
+    errors: Sequence[RankError | None] = (None, None),
+    not_run: str | None = None,
+    children: Sequence[Sequence[ChildOfRank]] = (),
 ) -> ScriptReport:
     """A run in which each rank observed that; both ranks said a word."""
     return ScriptReport(
@@ -68,7 +72,14 @@ def report(
         reports=[RankReport(rank=rank, error=error, not_run=not_run) for rank, error in enumerate(errors)],
         exits=[RankExit(rank=rank, pid=1, exitcode=0, time=1.0, reported=True) for rank in range(2)],
         seconds=1.0,
+        children=children,
     )
+
+
+def child(name: str, *hazards: Hazard, accesses: int = 10, has_ended: bool = True) -> ChildOfRank:
+    """A process that a rank has started."""
+    told = tuple(one.to_json() for one in hazards)
+    return ChildOfRank(name=name, hazards=told, accesses=accesses, notes=(f"a note of {name}",), has_ended=has_ended)
 
 
 def error(text: str, time: float = 0.0, blame: str = "implementation") -> RankError:
@@ -113,6 +124,37 @@ def test_two_lines_that_are_come_to_in_several_ways_are_one_hazard() -> None:
     assert [(hazard(), 2, 3)] == [(one.hazard, len(one.places), one.count) for one in found.hazards]
     assert "seen: 3 times in 2 places, on ranks 0, 1" in printed(found)
     assert found.verdict() == "1 hazard in 2 places, seen 3 times on ranks 0, 1 [exit 1]"
+
+
+def test_what_children_find_is_found() -> None:
+    """Merged with the same hazard of a rank, and with the names of the processes."""
+    found = report(
+        observed(hazard(count=2)),
+        observed(accesses=0),
+        children=[[child("worker.py", hazard())], [child("Process-1", hazard(), has_ended=False), child("Process-2")]],
+    )
+
+    (one,) = found.hazards
+    assert (one.count, one.ranks, one.processes) == (4, [0, 1], {"worker.py": 0, "Process-1": 1})
+    text = printed(found)
+    assert "seen: 4 times, on ranks 0, 1, in the child processes worker.py, Process-1\n" in text
+    assert "checked: 130 accesses on 2 streams of 2 ranks and 3 child processes" in text
+    assert "nothing on rank 1" not in text
+    assert "note: a note of Process-2" in text
+    assert text.count("was killed or outlived it") == 1
+    assert [len(rank["children"]) for rank in found.to_json()["ranks"]] == [1, 2]
+    assert found.to_json()["hazards"][0]["processes"] == {"worker.py": 0, "Process-1": 1}
+
+
+def test_a_script_whose_children_do_the_work_is_clean() -> None:
+    """And one finding of a child is a finding of the run."""
+    nothing = {**observed(accesses=0), "streams": 0}
+
+    assert report(nothing, nothing).status is Status.USAGE
+    found = report(nothing, nothing, children=[[child("worker.py")], []])
+    assert found.status is Status.CERTIFIED
+    assert found.verdict().startswith("clean: 10 accesses of 2 ranks and 1 child process, 0 hazards")
+    assert report(nothing, nothing, children=[[], [child("worker.py", hazard())]]).status is Status.NOT_CERTIFIED
 
 
 def test_hazards_are_printed_with_both_lines_and_the_ranks() -> None:

@@ -21,6 +21,9 @@ from fsdp_conformance.tests.cli.cli_runs import said
         (["-m", "nowhere.train"], "Python finds no module 'nowhere.train' from this directory"),
         (["--world-size", "two", "train.py"], "--world-size must be an integer, got 'two'"),
         (["--world-size", "0", "train.py"], "--world-size must be from 1 to 127, got 0"),
+        (["--devices", "many", "train.py"], "--devices must be an integer, got 'many'"),
+        (["--devices", "1", "train.py"], "--devices must be from 2, one for each rank, to 127, got 1"),
+        (["--devices", "128", "train.py"], "to 127, got 128"),
         (["--timeout", "-1", "train.py"], "--timeout must be a positive number of seconds, got -1"),
         (["--memory", "much", "train.py"], "--memory must be a positive size such as 80GiB, got 'much'"),
         (["--memory", "0GiB", "train.py"], "--memory must be a positive size such as 80GiB, got '0GiB'"),
@@ -59,6 +62,12 @@ def test_a_file_for_the_findings_needs_a_directory(option: str, tmp_path: Path) 
 def test_sizes_of_memory(word: str, nbytes: int) -> None:
     """In binary units and in decimal ones."""
     assert nbytes == order_of(arguments.parse(["sanitize", "--memory", word, "train.py"])).memory
+
+
+def test_devices() -> None:
+    """One for each rank, or more."""
+    assert order_of(arguments.parse(["sanitize", "--world-size", "3", "train.py"])).num_devices == 3
+    assert order_of(arguments.parse(["sanitize", "--world-size", "1", "--devices", "4", "train.py"])).num_devices == 4
 
 
 def test_reuse_of_memory() -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from fsdp_conformance.simulated_cuda import simulated_cuda
 from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own
@@ -132,3 +132,43 @@ def test_sequence_numbers(backend: str) -> None:
         before = group._get_sequence_number_for_group()
         dist.all_reduce(torch.ones(1, device="cuda"))
         assert before + 1 == group._get_sequence_number_for_group()
+
+
+@in_process_of_its_own
+def test_a_group_of_gloos_that_a_program_makes_itself() -> None:
+    """It takes tensors on the CPU and on GPUs, whose streams wait as for any group; torch itself gets the real ones."""
+    with simulated_cuda(1, hazards="report") as cuda:
+        gloo: Any = dist.ProcessGroupGloo
+        options = gloo._Options()
+        options._devices = [gloo.create_device(interface="lo")]
+        options._timeout = timedelta(seconds=30)
+        store = HashStore()
+        group = gloo(PrefixStore("with options", store), 0, 1, options)
+        assert isinstance(group, gloo)
+        assert dist.ProcessGroupGloo is dist.distributed_c10d.ProcessGroupGloo
+        for device in ("cpu", "cuda"):
+            tensor = torch.full((2,), 3.0, device=device)
+            takes = [[torch.zeros(2, device=device)]]
+            group.allreduce([tensor]).wait()
+            group.broadcast(tensor, root=0).wait()
+            group.allgather(takes, [tensor]).wait()
+            assert takes[0][0].tolist() == tensor.tolist() == [3.0, 3.0], device
+        assert cuda.take_hazards() == ()
+
+        group = gloo(PrefixStore("alone", store), 0, 1, timeout=timedelta(seconds=30))
+        tensor = torch.full((2,), 3.0, device="cuda")
+        work = group.allreduce(tensor)
+        tensor.add_(1.0)
+        work.wait()
+        (hazard,) = cuda.take_hazards()
+        assert "all_reduce" in hazard.explain()
+        with pytest.raises(RuntimeError, match="Expecting one tensor only"):
+            group.allreduce([tensor, tensor])
+        with pytest.raises(RuntimeError, match="ProcessGroupGloo::allreduce_coalesced"):
+            group.allreduce_coalesced([tensor])
+
+        dist.init_process_group("gloo", store=PrefixStore("torch's own", store), rank=0, world_size=1)
+        backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
+        assert type(backend) is torch._C._distributed_c10d.ProcessGroupGloo
+        dist.destroy_process_group()
+    assert dist.ProcessGroupGloo is torch._C._distributed_c10d.ProcessGroupGloo

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import json
 import os
 import subprocess
 import sys
@@ -13,8 +14,11 @@ from pathlib import Path
 import pytest
 
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.simulated_cuda.of_ranks import RankChildren
 from fsdp_conformance.simulated_cuda.settings import STARTUP, VARIABLE, Children, CudaSettings
+from fsdp_conformance.simulator.launch import ScriptOrder
 from fsdp_conformance.simulator.on_import import when_imported
+from fsdp_conformance.simulator.outbox import process_name
 
 _NAME = "module_of_this_test"
 
@@ -136,3 +140,52 @@ def test_whoever_imports_gets_the_exception(module: str) -> None:
     with pytest.raises(RuntimeError, match="no compiler"):
         importlib.import_module(module)
     assert module not in sys.modules
+
+
+def test_children_of_ranks_are_told_and_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank's apart, without a change to this process; those that used no device are not heard of."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    before = dict(os.environ)
+    order = ScriptOrder(
+        target="train.py", is_module=False, arguments=(), world_size=2, mode="poison", as_cuda=False, timeout_s=1.0,
+        devices=4, memory=7,
+    )  # fmt: skip
+    with RankChildren(order, run_id="of this test") as children:
+        told = children.told({"EXTENSION": "there"})
+        assert os.environ == before
+        settings = [CudaSettings.from_environment(one.variables) for one in told]
+        for one, rank in zip(settings, ("0", "1"), strict=True):
+            assert one is not None
+            assert (one.num_devices, one.as_cuda, one.options) == (4, False, order.options)
+            assert one.inherited == {"RANK": rank, "TORCHELASTIC_RUN_ID": "of this test"}
+        assert {one.variables["EXTENSION"] for one in told} == {"there"}
+        assert {one.variables["PYTHONPATH"] for one in told} == {f"{STARTUP}{os.pathsep}{tmp_path}"}
+        assert children.observed() == [[], []]
+
+        content = {"process": "b", "ended": False, "hazards": [{}], "accesses": 3, "notes": ["odd"]}
+        for name, accesses in (("b", 3), ("a", 1), ("idle", 0)):
+            text = json.dumps({**content, "process": name, "accesses": accesses})
+            (Path(told[1].directory) / f"{name}.json").write_text(text, encoding="utf-8")
+        of_first, of_second = children.observed()
+        assert of_first == []
+        assert [(one.name, one.accesses, one.notes, one.has_ended) for one in of_second] == [
+            ("a", 1, ("odd",), False),
+            ("b", 3, ("odd",), False),
+        ]
+    assert not any(Path(one.directory).exists() for one in told)
+
+
+@pytest.mark.parametrize(
+    ("rank", "run", "expected"),
+    [("0", "outer", "program.py"), ("1", "outer", "rank 1"), ("0", "inner", "rank 0"), ("", "outer", "program.py")],
+)
+def test_a_child_is_named_by_a_rank_of_its_own(
+    rank: str, run: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by the one that it has inherited."""
+    monkeypatch.setattr(sys, "argv", ["/somewhere/program.py"])
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", run)
+
+    assert process_name({"RANK": "0", "TORCHELASTIC_RUN_ID": "outer"}) == expected
+    assert process_name() == (f"rank {rank}" if rank else "program.py")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,10 +17,13 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_conformance.engine.errors import (
     TrainingStateError,
 )
+from fsdp_conformance.engine.fully_sharded.construction import synchronise
 from fsdp_conformance.engine.fully_sharded.fully_shard import fully_shard
 from fsdp_conformance.engine.fully_sharded.gradient_scaler import ShardedGradScaler
+from fsdp_conformance.engine.fully_sharded.sharding_groups import ShardingGroups
 from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
 from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, MixedPrecision, ShardingStrategy
+from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.tests.engine.fully_sharded.sharded_ranks import (
     LEARNING_RATE,
     WIDTH,
@@ -343,3 +347,26 @@ class TestReports(ShardedTestCase):
         self.assertEqual(5, len(subject.memory_report().splitlines()))
         self.assertIn("0: sharded", subject.memory_report())
         self.assertIn("all-gather", subject.plan())
+
+
+class _OnGpusOnly:
+    """A group of two ranks, as of NCCL's backend alone."""
+
+    _device_types = (torch.device("cuda"),)
+
+    def size(self) -> int:
+        return 2
+
+
+def test_what_cannot_be_broadcast_is_said_before() -> None:
+    """A module on the CPU in a group of NCCL's: where it is, where it should be, and what to do."""
+    groups = ShardingGroups(cast("Any", _OnGpusOnly()), None)
+    expected = (
+        r"sync_module_states needs a module on a device of its process group \(cuda\), got cpu: move it there "
+        r"first, or pass device_id"
+    )
+
+    with pytest.raises(ConfigError, match=expected):
+        synchronise([torch.ones(2)], groups)
+    with pytest.raises(ConfigError, match="got cpu"):
+        synchronise([torch.ones(2, device="meta"), torch.ones(2)], groups)

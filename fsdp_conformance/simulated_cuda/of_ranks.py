@@ -1,0 +1,89 @@
+"""
+The processes that a script starts from its ranks: `fsdp-conformance sanitize` has them see the ranks' GPUs, too, and
+asks what they have observed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from fsdp_conformance.simulated_cuda.findings import saved_in
+from fsdp_conformance.simulated_cuda.settings import Briefing
+from fsdp_conformance.simulator.launch import ChildrenOfRank, ScriptOrder, rank_variables
+
+__all__ = ["ChildOfRank", "RankChildren"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChildOfRank:
+    """What a process observed that a rank has started, or one of its children."""
+
+    name: str
+    hazards: tuple[dict[str, Any], ...]
+    """As JSON."""
+    accesses: int
+    notes: tuple[str, ...]
+    has_ended: bool
+    """Whether it told everything: it has not if it was killed, or outlived its rank."""
+
+
+class RankChildren:
+    """
+    The children of every rank of a script. A context manager, which removes their files at its end.
+
+    A child of a child belongs to the same rank. Children inherit the rank's environment, in which RANK is the rank's:
+    they are named by it only if somebody changes it, as torchrun does.
+    """
+
+    def __init__(self, order: ScriptOrder, *, run_id: str) -> None:
+        self._briefings = [
+            Briefing(
+                order.num_devices,
+                as_cuda=order.as_cuda,
+                options=order.options,
+                inherited=rank_variables(rank, run_id),
+            )
+            for rank in range(order.world_size)
+        ]
+
+    def __enter__(self) -> RankChildren:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for briefing in self._briefings:
+            briefing.close()
+
+    def told(self, extension: dict[str, str]) -> list[ChildrenOfRank]:
+        """For each rank, what its children must be told; `extension` are variables with which they load it."""
+        return [
+            ChildrenOfRank(
+                directory=str(one.directory),
+                variables={**extension, **one.variables()},
+                inherited=one.settings.inherited,
+            )
+            for one in self._briefings
+        ]
+
+    def observed(self) -> list[list[ChildOfRank]]:
+        """What the children of each rank have observed, of those that used a device; in order of their names."""
+        return [
+            sorted(
+                (
+                    ChildOfRank(
+                        name=one["process"],
+                        hazards=tuple(one["hazards"]),
+                        accesses=one["accesses"],
+                        notes=tuple(one["notes"]),
+                        has_ended=one["ended"],
+                    )
+                    for _, one in saved_in(briefing.directory)
+                    if one["accesses"]
+                ),
+                key=lambda child: (child.name, child.accesses),
+            )
+            for briefing in self._briefings
+        ]
