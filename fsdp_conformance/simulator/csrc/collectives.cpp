@@ -515,7 +515,7 @@ c10::intrusive_ptr<Work> SimGroup::point_to_point(Tensors& tensors, int peer, Op
   }
   call.legs.push_back(std::move(leg));
   call.results = tensors;
-  if (!coalescing_ && !eager_) {
+  if (!coalescing_ && !has_one_communicator()) {
     call.pair = std::make_pair(std::min(rank_, peer), std::max(rank_, peer));
   }
   return issue(std::move(call));

@@ -117,6 +117,12 @@ void SimGroup::eagerConnectSingleDevice(at::Device) {
   eager_ = true;
 }
 
+bool SimGroup::has_one_communicator() const {
+  // Before torch 2.9 this backend cannot declare that it splits groups, as NCCL's does, and torch connects only those
+  // that do.
+  return eager_ || (!SIM_TORCH_AT_LEAST(2, 9) && getBoundDeviceId().has_value());
+}
+
 void SimGroup::abort() {
   WithoutGil released;
   for (const auto& state : states()) {

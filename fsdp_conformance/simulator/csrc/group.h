@@ -84,6 +84,8 @@ class SimGroup : public c10d::Backend {
   void setTimeout(milliseconds timeout);
   /// From now on sends and receives run on the group's stream, as NCCL's do in a group bound to a device.
   void eagerConnectSingleDevice(at::Device);
+  /// Whether they do.
+  bool has_one_communicator() const;
   void abort();
   void shutdown();
   /// The program asked for gloo, which all-reduces sparse tensors, unlike NCCL.

@@ -68,7 +68,7 @@ def collectives(values: Values, reductions: tuple[Any, ...] = REDUCTIONS) -> Out
         mine = values.given(NUMEL)
         dist.all_reduce(mine, op=op)
         scattered = values.empty(NUMEL)
-        reduce_scatter_tensor(scattered, values.given(NUMEL * size), op=op)
+        _reduce_scatter_tensor(scattered, values.given(NUMEL * size), op)
         listed = values.empty(5, 3)
         dist.reduce_scatter(listed, [values.given(5, 3, seed=part) for part in range(size)], op=op)
         at_root = values.given(NUMEL)
@@ -99,11 +99,31 @@ def collectives(values: Values, reductions: tuple[Any, ...] = REDUCTIONS) -> Out
         input_split_sizes=[part + 1 for part in range(size)],
     )
     results["all_to_all"] = parts = [values.empty(3) for _ in range(size)]
-    dist.all_to_all(parts, [values.given(3, seed=part) for part in range(size)])
+    _all_to_all(parts, [values.given(3, seed=part) for part in range(size)])
     results["nothing"] = [mine] = [values.empty(0)]
     dist.all_reduce(mine)
     dist.barrier()
     return results
+
+
+def _reduce_scatter_tensor(output: Tensor, whole: Tensor, op: Any) -> None:
+    """reduce_scatter_tensor; up to torch 2.8 gloo's takes AVG for SUM."""
+    reduce_scatter_tensor(output, whole, op=op)
+    if output.device.type == "cpu" and op == dist.ReduceOp.AVG and torch.__version__ < "2.9":
+        output.div_(dist.get_world_size())
+
+
+def _all_to_all(outputs: list[Tensor], inputs: list[Tensor]) -> None:
+    """all_to_all of tensors of one shape; where gloo does not have it, as in torch 2.10, by that of a single tensor."""
+    try:
+        dist.all_to_all(outputs, inputs)
+    except RuntimeError as error:
+        if "Backend gloo does not support alltoall" not in str(error):
+            raise
+        joined = torch.stack(outputs)
+        dist.all_to_all_single(joined, torch.stack(inputs))
+        for output, value in zip(outputs, joined, strict=True):
+            output.copy_(value)
 
 
 def moves(values: Values) -> Outputs:

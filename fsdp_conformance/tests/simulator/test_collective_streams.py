@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from typing import Any
 
@@ -125,7 +126,8 @@ class Streams(OnSim):
             mine.add(1)
         self.assert_kinds([])
         self.assertEqual(0, work.get_future_result().wait())  # c10d::WorkResult::SUCCESS
-        self.assertIsNone(work.exception())
+        with contextlib.suppress(TypeError):  # Up to torch 2.10 it has no type in Python.
+            self.assertIsNone(work.exception())
         self.assertTrue(work.result()[0] is not None)
 
     def test_barrier_is_the_hosts(self) -> None:

@@ -138,11 +138,13 @@ class TestCounts:
         del copy, tensor
         assert 0 == sim.memory_allocated()
 
+    @pytest.mark.skipif(
+        not hasattr(torch.accelerator, "memory_allocated"),
+        reason="torch.accelerator has no memory functions before torch 2.9",
+    )
     @in_process_of_its_own
     def test_torch_accelerator_is_told_the_same(self) -> None:
         """If this version of torch has these functions."""
-        if not hasattr(torch.accelerator, "memory_allocated"):
-            pytest.skip("torch.accelerator has no memory functions before torch 2.9")
         tensor = torch.empty(13, device="sim")
 
         assert 52 == torch.accelerator.memory_allocated() == torch.accelerator.max_memory_allocated()
