@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fsdp_conformance.case import conformance_case
+from fsdp_conformance.config import Offload
 from fsdp_conformance.fixtures import norms
 from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.workload import Regime
@@ -39,6 +40,23 @@ class LossScaling(ConformanceTestCase):
         workload = _OVERFLOWS[value]()
         regime = Regime(steps=6, init_scale=INIT_SCALE, growth_interval=2)
         run = self.train(workload, regime=regime)
+        self.check_parity(run, workload, regime, requirements={"loss": "R105", "parameter": "R105"})
+        self.check_same_on_every_rank(run, "R105")
+
+    @conformance_case(
+        "R105",
+        "R002",
+        chapter="K",
+        axes={"offload": ("cpu", "cpu_pinned"), "world_size": (2,)},
+        needs=("grad_scaler", "cpu_offload_params"),
+        environment=lambda values: ["accelerator"] + ["pinned_memory"] * (values["offload"] == "cpu_pinned"),
+        kills=("reference-reads-flags-early",),
+    )
+    def test_overflow_with_offload(self, offload: str, world_size: int) -> None:
+        """The same if gradients are in host memory: what says that they overflow gets there, and back, in time."""
+        workload = norms.overflow_inf()
+        regime = Regime(steps=6, init_scale=INIT_SCALE, growth_interval=2)
+        run = self.train(workload, self.plan(workload, offload=Offload(offload)), regime)
         self.check_parity(run, workload, regime, requirements={"loss": "R105", "parameter": "R105"})
         self.check_same_on_every_rank(run, "R105")
 

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from fsdp_conformance.adapters.sharded import local_part
 from fsdp_conformance.adapters.torch_ddp import TorchDDP
 from fsdp_conformance.adapters.torch_fsdp1 import TorchFSDP1
+from fsdp_conformance.engine.fully_sharded.gradient_scaler import ShardedGradScaler
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.engines import SeamReference
 from fsdp_conformance.mutants.mutant import known_wrong
@@ -421,6 +422,18 @@ class ReferenceBacksOffOnOneRank(SeamReference):
 
     def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
         return _OwnUpdate(self.device.type, **options)
+
+
+class _Early(ShardedGradScaler):
+    _unscale_grads_ = torch.amp.GradScaler._unscale_grads_
+
+
+@known_wrong("R105", "R138", shows=("hazard",), environment=("accelerator",))
+class ReferenceReadsFlagsEarly(SeamReference):
+    """The host reads and sets what says that gradients overflow before it has arrived there, as in torch's scaler."""
+
+    def make_scaler(self, **options: Any) -> torch.amp.GradScaler:
+        return _Early(self.device.type, **options)
 
 
 class _Reckless(torch.amp.GradScaler):

@@ -24,6 +24,20 @@ class ShardedGradScaler(torch.amp.GradScaler):
         super().__init__(device, **options)
         self.process_group = resolve_group(process_group)
 
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """
+        torch's, for gradients on the CPU with copies that have arrived.
+
+        torch copies the scale and the flag to where gradients are, and does not wait. On the CPU they would be read too
+        early, and a flag that is set there would be overwritten when its copy arrives (pytorch#176429).
+        """
+        gradients = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])
+        if any(gradient is not None and gradient.device.type == "cpu" for gradient in gradients):
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide gradients by the scale, and agree on whether any of them is infinite or NaN. Collective."""
         if not self._enabled:
