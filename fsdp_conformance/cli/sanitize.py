@@ -54,18 +54,18 @@ def main(arguments: argparse.Namespace) -> int:
     reports: Sequence[Any] = ()
     exits: Sequence[Any] = ()
     interrupted: KeyboardInterrupt | None = None
-    launch = ScriptLaunch(order, terminal.pass_on)
-    with RankChildren(order, run_id=launch.run_id) as children:
-        with launch:
-            try:
-                # The warm process imports torch meanwhile.
-                if not build.is_built():
-                    terminal.say("compiling the simulated accelerator: about half a minute, once ...")
-                launch.start(children.told({build.EXTENSION: str(build.require())}))
-                reports, exits = launch.wait()
-            except KeyboardInterrupt as error:
-                interrupted = error
-        of_children = children.observed()
+    children: RankChildren | None = None
+    with ScriptLaunch(order, terminal.pass_on) as launch:
+        try:
+            # The warm process imports torch meanwhile.
+            if not build.is_built():
+                terminal.say("compiling the simulated accelerator: about half a minute, once ...")
+            extension = {build.EXTENSION: str(build.require())}
+            children = RankChildren(order, run_id=launch.run_id, directory=launch.directory)
+            launch.start(children.told(extension), before_files_go=children.look)
+            reports, exits = launch.wait()
+        except KeyboardInterrupt as error:
+            interrupted = error
     report = ScriptReport(
         order,
         observed=launch.observed,
@@ -73,7 +73,7 @@ def main(arguments: argparse.Namespace) -> int:
         exits=exits,
         seconds=time.monotonic() - began,
         calls=launch.calls,
-        children=of_children,
+        children=children.observed if children is not None else (),
         interrupted=interrupted is not None,
     )
     for text, style in report.paragraphs():

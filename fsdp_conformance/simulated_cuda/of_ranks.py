@@ -6,7 +6,7 @@ asks what they have observed.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from types import TracebackType
+from pathlib import Path
 from typing import Any
 
 from fsdp_conformance.simulated_cuda.findings import saved_in
@@ -31,31 +31,25 @@ class ChildOfRank:
 
 class RankChildren:
     """
-    The children of every rank of a script. A context manager, which removes their files at its end.
+    The children of every rank of a script. Their files are in a directory that others remove.
 
     A child of a child belongs to the same rank. Children inherit the rank's environment, in which RANK is the rank's:
     they are named by it only if somebody changes it, as torchrun does.
     """
 
-    def __init__(self, order: ScriptOrder, *, run_id: str) -> None:
+    def __init__(self, order: ScriptOrder, *, run_id: str, directory: Path) -> None:
         self._briefings = [
             Briefing(
                 order.num_devices,
                 as_cuda=order.as_cuda,
                 options=order.options,
                 inherited=rank_variables(rank, run_id),
+                parent=directory,
             )
             for rank in range(order.world_size)
         ]
-
-    def __enter__(self) -> RankChildren:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for briefing in self._briefings:
-            briefing.close()
+        self.observed: list[list[ChildOfRank]] = [[] for _ in self._briefings]
+        """What the children of each rank have observed, since `look`."""
 
     def told(self, extension: dict[str, str]) -> list[ChildrenOfRank]:
         """For each rank, what its children must be told; `extension` are variables with which they load it."""
@@ -68,9 +62,9 @@ class RankChildren:
             for one in self._briefings
         ]
 
-    def observed(self) -> list[list[ChildOfRank]]:
-        """What the children of each rank have observed, of those that used a device; in order of their names."""
-        return [
+    def look(self) -> None:
+        """Read what the children of each rank have observed, of those that used a device; in order of their names."""
+        self.observed = [
             sorted(
                 (
                     ChildOfRank(

@@ -105,8 +105,10 @@ class Briefing:
         as_cuda: bool = True,
         options: CheckerOptions | None = None,
         inherited: Mapping[str, str] | None = None,
+        parent: Path | None = None,
     ) -> None:
-        self._directory = tempfile.mkdtemp(prefix="fsdp-conformance-cuda-")
+        """`parent`: where to make the directory; None for the system's place for temporary files."""
+        self._directory = tempfile.mkdtemp(prefix="fsdp-conformance-cuda-", dir=parent)
         self._pid = os.getpid()
         self.settings = CudaSettings(
             num_devices=num_devices,

@@ -10,6 +10,7 @@ hangs or dies is reported as in a test case, and no process outlives the control
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -152,6 +153,7 @@ class ScriptLaunch:
         """The collectives that each rank has called."""
         self.run_id = str(uuid.uuid4())
         self._say = say
+        self._before_files_go: Callable[[], object] = lambda: None
         self._owns_server = server is None
         self._server = server or warm_server(as_cuda=order.as_cuda)
         self._resources = contextlib.ExitStack()
@@ -174,11 +176,27 @@ class ScriptLaunch:
     ) -> None:
         self._resources.close()
 
-    def start(self, children: Sequence[ChildrenOfRank] = ()) -> None:
+    @functools.cached_property
+    def directory(self) -> Path:
+        """
+        The ranks' files, until the block ends; if this process dies, the ranks remove them.
+
+        Ask for it right before `start`: without ranks, nobody would.
+        """
+        return Path(
+            self._resources.enter_context(
+                tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True)
+            )
+        )
+
+    def start(
+        self, children: Sequence[ChildrenOfRank] = (), *, before_files_go: Callable[[], object] = lambda: None
+    ) -> None:
         """
         Fork the ranks. `children` says for each rank what the processes are told that it starts.
 
-        Raises EnvironmentUnavailable if the warm process cannot start.
+        `before_files_go` is called when all processes have ended and their files are still there. Raises
+        EnvironmentUnavailable if the warm process cannot start.
         """
         # These import torch, which the warm process does at the same time.
         from fsdp_conformance.harness.processes import rank_process
@@ -188,11 +206,8 @@ class ScriptLaunch:
         from fsdp_conformance.harness.processes.supervisor import Supervisor
 
         self._resources.callback(remove_orphans, shared_memory())
-        directory = Path(
-            self._resources.enter_context(
-                tempfile.TemporaryDirectory(prefix="fsdp-conformance-", ignore_cleanup_errors=True)
-            )
-        )
+        directory = self.directory
+        self._before_files_go = before_files_go
         port = self._resources.enter_context(held_port())
         payload = ScriptPayload(
             order=self.order,
@@ -223,6 +238,7 @@ class ScriptLaunch:
         for index, (order, report) in enumerate(zip(self._orders, self._supervisor.reports(), strict=True)):
             said = report.measurements.get("observed") if report is not None else None
             self.observed[index] = said or _written(Path(order.files.output).with_suffix(OBSERVED_SUFFIX))
+        self._before_files_go()
         if self._orders:
             self.calls = logs_of(self._orders[0].case.directory, self.order.world_size)
 

@@ -150,29 +150,31 @@ def test_children_of_ranks_are_told_and_heard(tmp_path: Path, monkeypatch: pytes
         target="train.py", is_module=False, arguments=(), world_size=2, mode="poison", as_cuda=False, timeout_s=1.0,
         devices=4, memory=7,
     )  # fmt: skip
-    with RankChildren(order, run_id="of this test") as children:
-        told = children.told({"EXTENSION": "there"})
-        assert os.environ == before
-        settings = [CudaSettings.from_environment(one.variables) for one in told]
-        for one, rank in zip(settings, ("0", "1"), strict=True):
-            assert one is not None
-            assert (one.num_devices, one.as_cuda, one.options) == (4, False, order.options)
-            assert one.inherited == {"RANK": rank, "TORCHELASTIC_RUN_ID": "of this test"}
-        assert {one.variables["EXTENSION"] for one in told} == {"there"}
-        assert {one.variables["PYTHONPATH"] for one in told} == {f"{STARTUP}{os.pathsep}{tmp_path}"}
-        assert children.observed() == [[], []]
+    children = RankChildren(order, run_id="of this test", directory=tmp_path)
+    told = children.told({"EXTENSION": "there"})
+    assert os.environ == before
+    settings = [CudaSettings.from_environment(one.variables) for one in told]
+    for one, rank in zip(settings, ("0", "1"), strict=True):
+        assert one is not None
+        assert (one.num_devices, one.as_cuda, one.options) == (4, False, order.options)
+        assert one.inherited == {"RANK": rank, "TORCHELASTIC_RUN_ID": "of this test"}
+    assert {one.variables["EXTENSION"] for one in told} == {"there"}
+    assert {one.variables["PYTHONPATH"] for one in told} == {f"{STARTUP}{os.pathsep}{tmp_path}"}
+    children.look()
+    assert children.observed == [[], []]
 
-        content = {"process": "b", "ended": False, "hazards": [{}], "accesses": 3, "notes": ["odd"]}
-        for name, accesses in (("b", 3), ("a", 1), ("idle", 0)):
-            text = json.dumps({**content, "process": name, "accesses": accesses})
-            (Path(told[1].directory) / f"{name}.json").write_text(text, encoding="utf-8")
-        of_first, of_second = children.observed()
-        assert of_first == []
-        assert [(one.name, one.accesses, one.notes, one.has_ended) for one in of_second] == [
-            ("a", 1, ("odd",), False),
-            ("b", 3, ("odd",), False),
-        ]
-    assert not any(Path(one.directory).exists() for one in told)
+    content = {"process": "b", "ended": False, "hazards": [{}], "accesses": 3, "notes": ["odd"]}
+    for name, accesses in (("b", 3), ("a", 1), ("idle", 0)):
+        text = json.dumps({**content, "process": name, "accesses": accesses})
+        (Path(told[1].directory) / f"{name}.json").write_text(text, encoding="utf-8")
+    children.look()
+    of_first, of_second = children.observed
+    assert of_first == []
+    assert [(one.name, one.accesses, one.notes, one.has_ended) for one in of_second] == [
+        ("a", 1, ("odd",), False),
+        ("b", 3, ("odd",), False),
+    ]
+    assert {Path(one.directory).parent for one in told} == {tmp_path}
 
 
 @pytest.mark.parametrize(
