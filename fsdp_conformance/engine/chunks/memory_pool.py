@@ -13,8 +13,8 @@ share the parameter's torch storage, so the values gathered again for the backwa
 object as in the forward. CACHED blocks are for gradients, which nothing outlives.
 
 The limit counts the bytes that the pool holds, which makes the pool the rate limiter: a lease beyond it raises a typed
-error and changes nothing. Without a limit the pool never holds more than was leased at once: a free cached block is
-evicted before a new one is allocated.
+error and changes nothing. Without a limit the pool holds no more than was leased at once, apart from what streams may
+still use: a free cached block is evicted before a new one is allocated.
 
 Streams: `release` records an event, and the next tenant of the memory waits for it on its stream, not on the host. A
 cached block that a reduction may still be reading cools down: it is not leased again before another one has been
