@@ -428,7 +428,7 @@ class _Early(ShardedGradScaler):
     _unscale_grads_ = torch.amp.GradScaler._unscale_grads_
 
 
-@known_wrong("R105", "R138", shows=("hazard",), environment=("accelerator",))
+@known_wrong("R105", "R138", shows=("finding", "hazard"), environment=("accelerator",))
 class ReferenceReadsFlagsEarly(SeamReference):
     """The host reads and sets what says that gradients overflow before it has arrived there, as in torch's scaler."""
 
