@@ -16,13 +16,16 @@ import tarfile
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from fsdp_conformance.cli import arguments
 from fsdp_conformance.cli.messages import complain
+from fsdp_conformance.cli.processes import end_family, family
+from fsdp_conformance.cli.signals import Stopped, caught, raised
 from fsdp_conformance.errors import ConformanceError, EnvironmentUnavailable, UsageError
 
 CI = Path(__file__).resolve().parent
@@ -65,6 +68,9 @@ _PREFACE = "import upstream_world  # noqa: the harness of ci/upstream\n"
 
 #: How long a file's tests may take to leave after they were interrupted.
 _GRACE_S = 20.0
+
+#: Seconds between two looks whether a file has taken too long, or a signal has come.
+_LOOK_S = 0.2
 
 
 @dataclass(slots=True)
@@ -159,8 +165,20 @@ def files_of(tests: Path, groups: Sequence[str], patterns: Sequence[str]) -> dic
 # --- running them -----------------------------------------------------------------------------------------------------
 
 
-def run_file(tests: Path, file: str, *, subject: str, ranks: str, limit_s: float, options: Sequence[str]) -> Outcome:
-    """Run the tests of one file in a pytest of its own, which is ended if it takes longer than `limit_s`."""
+def run_file(
+    tests: Path,
+    file: str,
+    *,
+    subject: str,
+    ranks: str,
+    limit_s: float,
+    options: Sequence[str],
+    stopped: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """
+    Run the tests of one file in a pytest of its own. It is ended, with everything it has started, if it takes longer
+    than `limit_s`, and as soon as `stopped` says so.
+    """
     report = tests / f"{file}.xml"
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", f"--junitxml={report}", *options]
     command += ["--simulate-cuda=4"] if ranks == "simulated" else []
@@ -174,14 +192,13 @@ def run_file(tests: Path, file: str, *, subject: str, ranks: str, limit_s: float
         text=True,
         start_new_session=True,
     )
-    try:
-        said, _ = process.communicate(timeout=limit_s)
-        broken = ""
-    except subprocess.TimeoutExpired:
-        said, broken = _end(process), f"did not end within {limit_s:g} s"
-    except BaseException:
-        _end(process)
-        raise
+    said = None
+    while said is None and not stopped() and time.monotonic() - began < limit_s:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            said, _ = process.communicate(timeout=_LOOK_S)
+    broken = ""
+    if said is None:
+        said, broken = _end(process), "was interrupted" if stopped() else f"did not end within {limit_s:g} s"
     outcome = read_report(report, file) if report.is_file() else read_progress(said, file)
     outcome.seconds = time.monotonic() - began
     # 5: no test was collected, as in a file that is for other hardware.
@@ -211,15 +228,33 @@ def _environment(tests: Path, subject: str, ranks: str) -> dict[str, str]:
 
 
 def _end(process: subprocess.Popen[str]) -> str:
-    """Interrupt a pytest and its children, then kill what is left. Returns what it said."""
-    for number in (signal.SIGINT, signal.SIGKILL):
+    """Interrupt a pytest, so that it says how far it came, and kill what is left of it. Returns what it said."""
+    with contextlib.ExitStack() as opened:
+        # Those in sessions of their own cannot be found once pytest has ended: handles stay theirs, unlike numbers.
+        members = [_handle(pid, opened) for pid in family(process.pid) - {process.pid}]
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        try:
-            return process.communicate(timeout=_GRACE_S)[0]
-        except subprocess.TimeoutExpired:
-            continue
-    return ""
+            os.killpg(process.pid, signal.SIGINT)
+        deadline = time.monotonic() + _GRACE_S
+        while process.poll() is None and time.monotonic() < deadline:
+            # It reads, too: a pytest that has much to say would wait for a reader.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=_LOOK_S)
+        if process.returncode is None:
+            end_family(process.pid)
+        for member in filter(None, members):
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(member, signal.SIGKILL)
+        return process.communicate()[0]
+
+
+def _handle(pid: int, opened: contextlib.ExitStack) -> int | None:
+    """A handle of a process, which `opened` closes; None if the process has ended."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    opened.callback(os.close, handle)
+    return handle
 
 
 def knows_simulated_cuda() -> bool:
@@ -413,6 +448,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--file", action="append", default=[], metavar="PATTERN", help="only these files")
     parser.add_argument("--subject", choices=SUBJECTS, default="torch")
     parser.add_argument("--ranks", choices=("auto", *RANKS), default="auto")
+    parser.add_argument("--jobs", "-j", type=int, default=1, metavar="N", help="files at a time")
     parser.add_argument("--limit", type=float, default=900.0, metavar="SECONDS", help="for each file")
     parser.add_argument(
         "--known", type=Path, metavar="FILE", help="failures that are known: runs its files, and anything else fails"
@@ -420,6 +456,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--report", type=Path, metavar="DIR", help="keep tests.json and table.md in DIR")
     parser.add_argument("-k", dest="keyword", metavar="EXPRESSION", help="only tests that pytest's -k selects")
     parsed = parser.parse_args(argv)
+    if parsed.jobs < 1:
+        raise UsageError(f"--jobs must be a positive number, got {parsed.jobs}")
     groups = [name for name in parsed.group.split(",") if name]
     unknown = [name for name in groups if name not in GROUPS]
     if unknown:
@@ -449,14 +487,10 @@ def run(parsed: argparse.Namespace, directory: Path) -> int:
     found = files_of(tests, parsed.groups, parsed.file or listed.files)
     if not any(found.values()):
         raise UsageError("no file matches --group and --file")
-    options = ["-k", parsed.keyword] if parsed.keyword else []
     outcomes: dict[str, list[Outcome]] = {}
-    for group, files in found.items():
-        for file in files:
-            chosen = [*options, *left_out(listed, file)]
-            outcome = run_file(tests, file, subject=parsed.subject, ranks=ranks, limit_s=parsed.limit, options=chosen)
-            outcomes.setdefault(group, []).append(outcome)
-            print(_row(file, [outcome], _note(outcome, known)), flush=True)
+    for group, outcome in run_files(tests, found, listed, ranks=ranks, parsed=parsed):
+        outcomes.setdefault(group, []).append(outcome)
+        print(_row(outcome.file, [outcome], _note(outcome, known)), flush=True)
     lines = [*table(outcomes, known), "", *notes(parsed.subject, ranks)]
     chosen_files = {file for files in found.values() for file in files}
     lines += [
@@ -470,6 +504,46 @@ def run(parsed: argparse.Namespace, directory: Path) -> int:
     if parsed.known is not None:
         print("\n" + "\n".join(news or [f"As {parsed.known} says."]))
     return int(any(each.broken for each in ran) or bool(parsed.known is not None and news))
+
+
+def run_files(
+    tests: Path,
+    found: Mapping[str, Sequence[str]],
+    listed: upstream_known.KnownFailures,
+    *,
+    ranks: str,
+    parsed: argparse.Namespace,
+) -> Iterator[tuple[str, Outcome]]:
+    """
+    Run the files of each group, `--jobs` of them at a time, and yield group and outcome in the order of `found`.
+
+    No process is left, however this ends. Raises Stopped once a signal has come and all tests have ended.
+    """
+    keyword = ["-k", parsed.keyword] if parsed.keyword else []
+    with caught() as signals, ThreadPoolExecutor(parsed.jobs) as pool:
+        left = False
+        running = [
+            (
+                group,
+                pool.submit(
+                    run_file, tests, file, subject=parsed.subject, ranks=ranks, limit_s=parsed.limit,
+                    options=[*keyword, *left_out(listed, file)], stopped=lambda: left or bool(signals),
+                ),
+            )
+            for group, files in found.items()
+            for file in files
+        ]  # fmt: skip
+        try:
+            for group, future in running:
+                outcome = future.result()
+                if signals:
+                    break
+                yield group, outcome
+        finally:
+            left = True
+            pool.shutdown(cancel_futures=True)
+    if signals:
+        raise Stopped(signals[0])
 
 
 def left_out(listed: upstream_known.KnownFailures, file: str) -> Iterable[str]:
@@ -495,14 +569,14 @@ def keep(report: Path, lines: Sequence[str], outcomes: Mapping[str, Sequence[Out
 
 def main(argv: Sequence[str]) -> int:
     """The exit status."""
-    with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as directory:
+    with raised(), tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as directory:
         try:
             return run(parse(argv), Path(directory))
         except ConformanceError as error:
             complain(error)
             return int(error.exit_status)
-        except KeyboardInterrupt:
-            return 130
+        except KeyboardInterrupt as error:
+            return 128 + (error.signum if isinstance(error, Stopped) else signal.SIGINT)
 
 
 if __name__ == "__main__":

@@ -10,10 +10,9 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from types import FrameType
 
 from fsdp_conformance.cli import arguments, messages
-from fsdp_conformance.cli.signals import Stopped
+from fsdp_conformance.cli.signals import Stopped, raised
 from fsdp_conformance.errors import AdapterError, ConformanceError
 from fsdp_conformance.status import Status
 
@@ -29,12 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace", line_buffering=True)
     parsed = arguments.parse(argv)
-    handlers = {number: signal.signal(number, _stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with raised():
         return _run(parsed)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
 
 
 def _run(parsed: argparse.Namespace) -> int:
@@ -68,7 +63,3 @@ def _own_mistake() -> Status:
         "internal error: a bug in the suite, not in the implementation; please report the traceback above"
     )
     return Status.SUITE
-
-
-def _stop(signum: int, frame: FrameType | None) -> None:
-    raise Stopped(signum)

@@ -17,6 +17,21 @@ class Stopped(KeyboardInterrupt):
 
 
 @contextlib.contextmanager
+def raised() -> Iterator[None]:
+    """Inside the block SIGTERM and SIGHUP raise Stopped, as Ctrl-C raises KeyboardInterrupt."""
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise Stopped(signum)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def caught() -> Iterator[list[int]]:
     """A list of the signals that have come in; inside the block they raise nothing."""
     signals: list[int] = []

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import runpy
+import signal
+import subprocess
+import sys
 import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from fsdp_conformance.cli.processes import family
 from fsdp_conformance.errors import UsageError
+from fsdp_conformance.tests.ci.test_signals import DEADLINE_S, alive, wait_until
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.guards.checkout import ROOT
 
@@ -113,6 +119,7 @@ def test_selection(script: dict[str, Any], tests: Path) -> None:
     [
         (["--tests", "x", "--group", "fsdp3"], "--group must be some of"),
         (["--tests", "x", "--subject", "reference", "--group", "c10d"], "is for the group fsdp1"),
+        (["--tests", "x", "--jobs", "0"], "--jobs must be a positive number, got 0"),
     ],
 )
 def test_wrong_usage(script: dict[str, Any], options: list[str], message: str) -> None:
@@ -273,6 +280,68 @@ def test_time_limit(script: dict[str, Any], tests: Path) -> None:
     path.write_text(ENDLESS, encoding="utf-8")
     outcome = script["run_file"](tests, path.name, subject="torch", ranks="cpu", limit_s=0.5, options=[])
     assert outcome.broken.startswith("did not end within 0.5 s")
+
+
+#: A test that waits, and a child of it in a session of its own, as ranks have.
+WAITING = """
+import os, pathlib, subprocess, sys, threading, unittest
+
+WAIT = "import sys, threading; open(sys.argv[1], 'w').close(); threading.Event().wait(600)"
+
+class Test(unittest.TestCase):
+    def test_waits(self):
+        reached = os.environ["REACHED"] + pathlib.Path(__file__).stem
+        subprocess.Popen([sys.executable, "-c", WAIT, reached], start_new_session=True)
+        threading.Event().wait(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_everything(tests: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """Two files at a time: both end, with the children that they have started, and no file is left."""
+    for name in ("one", "two", "three"):
+        (tests / f"fsdp/test_{name}.py").write_text(WAITING, encoding="utf-8")
+    (tests / "fsdp/test_a.py").unlink()
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    reached = tmp_path / "reached-"
+    process = subprocess.Popen(
+        [sys.executable, ROOT / "ci/upstream.py", "--tests", tests, "--group", "fsdp1", "--ranks", "cpu", "--jobs", "2"],
+        env={**os.environ, "TMPDIR": str(scratch), "REACHED": str(reached)},
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    wait_until(lambda: all(Path(f"{reached}test_{name}").is_file() for name in ("one", "three")), "both files")
+    before = family(process.pid)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=DEADLINE_S)
+    assert (128 + number, set(), []) == (process.returncode, alive(before), list(scratch.glob("fsdp-*"))), output
+    assert len(before) >= 5
+    assert not Path(f"{reached}test_two").exists()
+
+
+WAITS_FOR_ANOTHER = """
+import pathlib, threading
+
+def test_it():
+    while not pathlib.Path(__file__).with_name("done").exists():
+        threading.Event().wait(0.05)
+"""
+ANOTHER = """
+import pathlib
+
+def test_it():
+    pathlib.Path(__file__).with_name("done").touch()
+"""
+
+
+def test_files_at_a_time(script: dict[str, Any], tests: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are run side by side, and listed in their order: the first waits for the second."""
+    (tests / "fsdp/test_a.py").write_text(WAITS_FOR_ANOTHER, encoding="utf-8")
+    (tests / "fsdp/test_b.py").write_text(ANOTHER, encoding="utf-8")
+    options = ["--tests", str(tests), "--group", "fsdp1", "--ranks", "cpu", "--limit", str(DEADLINE_S)]
+    assert 0 == script["main"]([*options, "--jobs", "2"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| fsdp/")]
+    assert ["| fsdp/test_a.py | 1 ", "| fsdp/test_b.py | 1 "] == [row[:22] for row in rows[:2]]
 
 
 def test_left_out(script: dict[str, Any], tests: Path, tmp_path: Path) -> None:
