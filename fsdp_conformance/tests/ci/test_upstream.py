@@ -305,8 +305,9 @@ def test_a_signal_ends_everything(tests: Path, tmp_path: Path, number: signal.Si
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     reached = tmp_path / "reached-"
+    options = ["--tests", tests, "--group", "fsdp1", "--ranks", "cpu", "--jobs", "2"]
     process = subprocess.Popen(
-        [sys.executable, ROOT / "ci/upstream.py", "--tests", tests, "--group", "fsdp1", "--ranks", "cpu", "--jobs", "2"],
+        [sys.executable, ROOT / "ci/upstream.py", *options],
         env={**os.environ, "TMPDIR": str(scratch), "REACHED": str(reached)},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
@@ -341,7 +342,7 @@ def test_files_at_a_time(script: dict[str, Any], tests: Path, capsys: pytest.Cap
     options = ["--tests", str(tests), "--group", "fsdp1", "--ranks", "cpu", "--limit", str(DEADLINE_S)]
     assert 0 == script["main"]([*options, "--jobs", "2"])
     rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| fsdp/")]
-    assert ["| fsdp/test_a.py | 1 ", "| fsdp/test_b.py | 1 "] == [row[:22] for row in rows[:2]]
+    assert ["| fsdp/test_a.py | 1 |", "| fsdp/test_b.py | 1 |"] == [row[:22] for row in rows[:2]]
 
 
 def test_left_out(script: dict[str, Any], tests: Path, tmp_path: Path) -> None:
