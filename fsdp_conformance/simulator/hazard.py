@@ -21,6 +21,7 @@ from typing import Any
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.frames import Frame, Owner, owner, shown
 from fsdp_conformance.history.hazard import HazardKind, HazardRecord
+from fsdp_conformance.simulator.variables import assigned_to
 
 __all__ = ["Access", "Hazard", "HazardKind", "HazardRecord", "Site", "Stream", "hazard_from_json", "sites_in"]
 
@@ -78,6 +79,8 @@ class Stream:
     """Numbered within the device, in the order of first use."""
     name: str
     """"default stream", "all-gather"; "stream" if it was not named."""
+    assigned_to: str = ""
+    """What the program calls it: "side", "self.copy_stream"; "" if that is not known."""
 
     @property
     def is_host(self) -> bool:
@@ -85,12 +88,13 @@ class Stream:
         return self.device < 0
 
     def __str__(self) -> str:
-        title = self._title()
-        return title if self._is_unnamed else f"the {title}"
+        if not self._is_unnamed:
+            return f"the {self._title()}"
+        return f"{self._title()} ({self.assigned_to})" if self.assigned_to else self._title()
 
     @property
-    def variable(self) -> str:
-        """A name for the stream in code."""
+    def numbered(self) -> str:
+        """A name for the stream in code that no other stream of its device has."""
         return re.sub(r"\W+", "_", self._title())
 
     @property
@@ -255,11 +259,12 @@ class Hazard:
             verb = "writes" if self.kind is HazardKind.HOST_WRITE_IN_FLIGHT else "reads"
             return [
                 f"# after {self._at(self.then.site)}",
-                f"event = {first.variable}.record_event()",
+                f"event = {_in_code(first)[0]}.record_event()",
                 f"# before the host {verb}: {self._at(self.now.site)}",
                 "event.synchronize()",
             ]
-        lines = [f"# before {self._at(self.now.site)}", f"{second.variable}.wait_stream({first.variable})"]
+        waiting, awaited = _in_code(second, first)
+        lines = [f"# before {self._at(self.now.site)}", f"{waiting}.wait_stream({awaited})"]
         if _COLLECTIVE.match(self.then.site.op):
             current = f"with {self._name(second)} current"
             lines += [f"# or, {current}, if {self.then.site.op} returned a Work", "work.wait()"]
@@ -355,21 +360,22 @@ class Hazard:
         if self.pinned:
             return [
                 f"# keep a reference to the tensor until, after {self._at(self.then.site)}",
-                f"event = {first.variable}.record_event()",
+                f"event = {_in_code(first)[0]}.record_event()",
                 "event.synchronize()",
             ]
         if first == owner:
             # The allocator reuses memory in the order of its own stream; use on another stream has to wait for that.
             return [
                 f"# after the memory is allocated, before {self._at(self.now.site)}",
-                f"{second.variable}.wait_stream({owner.variable})",
+                "{}.wait_stream({})".format(*_in_code(second, owner)),
             ]
+        using, owning = _in_code(first, owner)
         frame = self.freed.innermost() if self.freed is not None else None
         return [
             "# before the tensor is freed" + (f" ({frame})" if frame is not None else ""),
-            f"tensor.record_stream({first.variable})",
+            f"tensor.record_stream({using})",
             f"# or keep a reference to it until, after {self._at(self.then.site)}",
-            f"{owner.variable}.wait_stream({first.variable})",
+            f"{owning}.wait_stream({using})",
         ]
 
 
@@ -381,7 +387,7 @@ def hazard_from_json(data: Mapping[str, Any]) -> Hazard:
         now=_access(data["now"]),
         allocated=_site(data["allocated"]),
         freed=_site(data["freed"]),
-        tenant_stream=Stream(**data["tenant_stream"]),
+        tenant_stream=_stream(data["tenant_stream"]),
         useless_wait=_useless_wait(data.get("useless_wait")),
         hidden_by=_site(data.get("hidden_by")),
         device_type=data.get("device_type", SIMULATED),
@@ -401,8 +407,8 @@ def _useless_wait(data: Mapping[str, Any] | None) -> UselessWait | None:
         return None
     return UselessWait(
         too_early=data["too_early"],
-        stream=Stream(**data["stream"]),
-        waiter=Stream(**data["waiter"]),
+        stream=_stream(data["stream"]),
+        waiter=_stream(data["waiter"]),
         recorded=_site(data["recorded"]),
     )
 
@@ -410,13 +416,31 @@ def _useless_wait(data: Mapping[str, Any] | None) -> UselessWait | None:
 def _access(data: Mapping[str, Any]) -> Access:
     return Access(
         kind=data["kind"],
-        stream=Stream(**data["stream"]),
+        stream=_stream(data["stream"]),
         offset=data["offset"],
         run=data["run"],
         repeats=tuple((count, stride) for count, stride in data["repeats"]),
         allocation=data["allocation"],
         site=_site(data["site"]) or Site(op="an operation"),
     )
+
+
+def _stream(data: Mapping[str, Any]) -> Stream:
+    """From JSON, or as the checker describes it: with the stacks of the last calls that made it."""
+    made = {assigned_to([Frame(**frame) for frame in stack]) for stack in data.get("made", ())}
+    return Stream(
+        device=data["device"],
+        number=data["number"],
+        name=data["name"],
+        # A pool's stream that was made in two places has no name that is always right.
+        assigned_to=data.get("assigned_to") or (made.pop() if len(made) == 1 else ""),
+    )
+
+
+def _in_code(*streams: Stream) -> list[str]:
+    """Names for streams in code: the program's, if they are known and tell the streams apart."""
+    names = [stream.assigned_to or stream.numbered for stream in streams]
+    return names if len(set(names)) == len(set(streams)) else [stream.numbered for stream in streams]
 
 
 def _site(data: Mapping[str, Any] | None) -> Site | None:

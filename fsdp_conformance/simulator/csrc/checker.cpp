@@ -82,7 +82,7 @@ void Checker::set_waits(Waits waits) {
 
 Lane Checker::add_lane(std::string name, int32_t device) {
   const std::lock_guard<std::mutex> lock(state_->mutex);
-  state_->lanes.push_back({std::move(name), device, state_->lanes_of_device[device]++, {}, {}, 0, 0});
+  state_->lanes.push_back({std::move(name), device, state_->lanes_of_device[device]++, {}, {}, 0, 0, {}});
   return static_cast<Lane>(state_->lanes.size() - 1);
 }
 
@@ -94,6 +94,16 @@ std::string Checker::lane_name(Lane lane) const {
 void Checker::rename_lane(Lane lane, std::string name) {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   state_->lane(lane).name = std::move(name);
+}
+
+std::vector<SitePtr> Checker::lane_made(Lane lane) const {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  return state_->lane(lane).made;
+}
+
+void Checker::set_lane_made(Lane lane, std::vector<SitePtr> sites) {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->lane(lane).made.swap(sites);  // the former ones are destroyed after the lock is released
 }
 
 int32_t Checker::lane_device(Lane lane) const {

@@ -156,6 +156,9 @@ class Checker {
   Lane add_lane(std::string name, int32_t device);
   std::string lane_name(Lane lane) const;
   void rename_lane(Lane lane, std::string name);
+  /// Where the program made the stream, the last times: streams come from a pool. Empty if that is unknown.
+  std::vector<SitePtr> lane_made(Lane lane) const;
+  void set_lane_made(Lane lane, std::vector<SitePtr> sites);
   int32_t lane_device(Lane lane) const;
   /// Counted from 0 within the device, in the order of creation; the host is 0 of device -1.
   int32_t lane_number(Lane lane) const;

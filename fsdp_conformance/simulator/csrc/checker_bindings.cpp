@@ -79,12 +79,9 @@ class PythonStack : public Stack {
 
 // Descriptions have the form of `Hazard.to_json()` (hazard.py).
 
-py::object describe(const SitePtr& site) {
-  if (!site) {
-    return py::none();
-  }
+py::list describe_stack(const SitePtr& site) {
   py::list frames;
-  if (site->stack) {
+  if (site && site->stack) {
     for (const Frame& frame : site->stack->frames()) {
       py::dict described;
       described["file"] = frame.file;
@@ -93,11 +90,18 @@ py::object describe(const SitePtr& site) {
       frames.append(described);
     }
   }
+  return frames;
+}
+
+py::object describe(const SitePtr& site) {
+  if (!site) {
+    return py::none();
+  }
   py::dict result;
   result["op"] = site->op;
   result["label"] = site->label;
   result["tensor"] = site->tensor;
-  result["stack"] = frames;
+  result["stack"] = describe_stack(site);
   return std::move(result);
 }
 
@@ -106,6 +110,11 @@ py::dict describe(const Checker& checker, Lane lane) {
   result["device"] = checker.lane_device(lane);
   result["number"] = checker.lane_number(lane);
   result["name"] = checker.lane_name(lane);
+  py::list made;
+  for (const SitePtr& site : checker.lane_made(lane)) {
+    made.append(describe_stack(site));
+  }
+  result["made"] = made;
   return result;
 }
 

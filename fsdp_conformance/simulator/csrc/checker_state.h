@@ -115,6 +115,7 @@ struct LaneState {
   // Since the order digest was started:
   uint64_t ticks_before = 0;
   uint64_t digest_number = 0;  // in the order of first access, from 1; 0 before that
+  std::vector<SitePtr> made;   // where the program made the stream, the last times
 };
 
 /// A checksum of what the accesses of a device knew about its streams.

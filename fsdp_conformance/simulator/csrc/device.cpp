@@ -85,10 +85,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return default_stream(index_of(device));
   }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool high_priority = false) const override {
-    return new_stream(index_of(device), high_priority ? -1 : 0);
+    return new_stream_of_program(index_of(device), high_priority ? -1 : 0);
   }
   c10::Stream getNewStream(c10::Device device, int priority = 0) const override {
-    return new_stream(index_of(device), priority);
+    return new_stream_of_program(index_of(device), priority);
   }
   c10::Stream exchangeStream(c10::Stream stream) const noexcept override {
     return set_current_stream(stream);

@@ -18,6 +18,8 @@ constexpr int kStreams = 1 + 2 * kPool;  // the default stream and two pools
 
 struct DeviceStreams {
   std::array<std::atomic<Lane>, kStreams> lanes;
+  // Where the program made each stream, the last two times, under `new_lane_mutex`.
+  std::array<std::vector<SitePtr>, kStreams> made;
   std::atomic<uint32_t> handed_out[2] = {{0}, {0}};
   DeviceStreams() {
     for (auto& lane : lanes) {
@@ -131,6 +133,22 @@ c10::Stream new_stream(c10::DeviceIndex device, int priority) {
   return c10::Stream(c10::Stream::UNSAFE, c10::Device(kSim, device), 1 + pool * kPool + static_cast<int>(number));
 }
 
+c10::Stream new_stream_of_program(c10::DeviceIndex device, int priority) {
+  const auto stream = new_stream(device, priority);
+  const SitePtr site = here("stream");
+  auto& all = streams().at(stream.device_index());
+  std::lock_guard<std::mutex> lock(new_lane_mutex());
+  auto& made = all.made.at(stream.id());
+  if (made.size() == 2) {
+    made.erase(made.begin());
+  }
+  made.push_back(site);
+  if (const Lane lane = all.lanes.at(stream.id()).load(std::memory_order_acquire); lane >= 0) {
+    Checker::get().set_lane_made(lane, made);
+  }
+  return stream;
+}
+
 int priority_of(c10::Stream stream) {
   return stream.id() > kPool ? -1 : 0;
 }
@@ -145,6 +163,7 @@ Lane lane_of(c10::Stream stream) {
   known = lane.load(std::memory_order_acquire);
   if (known < 0) {
     known = Checker::get().add_lane(stream.id() == 0 ? "default stream" : "stream", stream.device_index());
+    Checker::get().set_lane_made(known, streams().at(stream.device_index()).made.at(stream.id()));
     lane.store(known, std::memory_order_release);
   }
   return known;

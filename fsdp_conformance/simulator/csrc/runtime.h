@@ -34,6 +34,8 @@ c10::Stream current_stream(c10::DeviceIndex device);
 c10::Stream set_current_stream(c10::Stream stream);  // returns the stream that was current
 /// From a pool of 32 per priority (below 0: high), as on CUDA: the 33rd is the first again.
 c10::Stream new_stream(c10::DeviceIndex device, int priority);
+/// The same for a stream that the program asks for: hazards name it after the line that did.
+c10::Stream new_stream_of_program(c10::DeviceIndex device, int priority);
 int priority_of(c10::Stream stream);
 Lane lane_of(c10::Stream stream);
 
