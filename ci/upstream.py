@@ -118,24 +118,44 @@ def unpack_tests(archive: Path, target: Path) -> None:
         raise UsageError(f"--archive must have a directory test/distributed, got {archive}, which has none")
 
 
-def download_tests(target: Path) -> None:
-    """Take them from Debian's source package. Raises EnvironmentUnavailable if it cannot be downloaded."""
-    with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as directory:
-        try:
-            done = subprocess.run(
-                ["apt-get", "source", "--download-only", "pytorch"],
-                cwd=directory, capture_output=True, text=True, timeout=600, check=False,
-            )  # fmt: skip
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise EnvironmentUnavailable(f"apt-get source pytorch did not work: {error}") from error
-        archives = list(Path(directory).glob("*.orig.tar.*"))
-        if done.returncode or not archives:
-            said = (done.stderr.strip().splitlines() or ["no archive"])[-1]
-            raise EnvironmentUnavailable(
-                f"apt-get source pytorch did not work: {said}. It needs a deb-src line in apt's sources; with a "
-                "checkout of PyTorch use --tests, with a source archive --archive"
-            )
-        unpack_tests(archives[0], target)
+def download_tests(target: Path, release: str) -> None:
+    """
+    Take them from Debian's source package: the newest version of a release, such as "2.6", that can be downloaded; ""
+    means any. Raises EnvironmentUnavailable if there is none.
+    """
+    offered = debian_versions(_run_apt("apt-cache", "showsrc", "--only-source", "pytorch", timeout_s=60).stdout)
+    problem = f"it has {', '.join(offered) or 'none'}"
+    for version in offered:
+        if not f"{version}.".startswith(f"{release}." if release else ""):
+            continue
+        with tempfile.TemporaryDirectory(prefix="fsdp-conformance-") as directory:
+            command = ("apt-get", "source", "--download-only", f"pytorch={version}")
+            done = _run_apt(*command, timeout_s=600, directory=directory)
+            archives = list(Path(directory).glob("*.orig.tar.*"))
+            if not done.returncode and archives:
+                unpack_tests(archives[0], target)
+                return
+            problem = f"{version}: {(done.stderr.strip().splitlines() or ['no archive'])[-1]}"
+    raise EnvironmentUnavailable(
+        f"apt has no source package pytorch {release}".rstrip() + f" ({problem}). It needs a deb-src line in apt's "
+        "sources; with a checkout of PyTorch use --tests, with a source archive --archive"
+    )
+
+
+def debian_versions(said: str) -> list[str]:
+    """The versions that `apt-cache showsrc` has named, the newest first."""
+    found = set(re.findall(r"^Version: (\S+)$", said, re.MULTILINE))
+    return sorted(found, key=lambda version: [int(part) for part in re.findall(r"\d+", version)], reverse=True)
+
+
+def _run_apt(*command: str, timeout_s: float, directory: str = ".") -> subprocess.CompletedProcess[str]:
+    """Raises EnvironmentUnavailable if the command cannot be run, or takes longer."""
+    try:
+        return subprocess.run(
+            command, cwd=directory, capture_output=True, text=True, timeout=timeout_s, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise EnvironmentUnavailable(f"{' '.join(command)} did not work: {error}") from error
 
 
 def prefaced(text: str) -> str:
@@ -443,7 +463,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--tests", type=Path, metavar="DIR", help="test/distributed of a checkout of PyTorch")
     source.add_argument("--archive", type=Path, metavar="FILE", help="a source archive of PyTorch")
-    source.add_argument("--debian", action="store_true", help="Debian's source package")
+    source.add_argument(
+        "--debian", nargs="?", const="", metavar="RELEASE", help="Debian's source package, of this release"
+    )
     parser.add_argument("--group", default="", metavar="NAMES", help=f"some of {', '.join(GROUPS)}")
     parser.add_argument("--file", action="append", default=[], metavar="PATTERN", help="only these files")
     parser.add_argument("--subject", choices=SUBJECTS, default="torch")
@@ -478,7 +500,7 @@ def run(parsed: argparse.Namespace, directory: Path) -> int:
     elif parsed.archive is not None:
         unpack_tests(parsed.archive, tests)
     else:
-        download_tests(tests)
+        download_tests(tests, parsed.debian or listed.release)
     for path in tests.rglob("test_*.py"):
         path.write_text(prefaced(path.read_text(encoding="utf-8")), encoding="utf-8")
     ranks = parsed.ranks

@@ -1,7 +1,8 @@
 """
 The list of PyTorch's own tests that are known to fail here, and why: ci/upstream-known.toml.
 
-`files` are the files that it is about: with --known, ci/upstream runs these. Each [[known]] has `file`, below
+`release` is the release of PyTorch that the tests are from, "2.6", and `files` are the files that it is about: with
+--known, ci/upstream runs these. Each [[known]] has `file`, below
 test/distributed; `tests`, each as "Class.test"; `kind`, one of `KINDS`; and `why`. Each [[left_out]] has `file`,
 `tests` and `why`: these are not run, because they would take very long.
 """
@@ -58,13 +59,15 @@ KnownTests = Mapping[tuple[str, str], Known]
 class KnownFailures:
     """The list."""
 
+    release: str
+    """Of PyTorch, that the tests are from; "" if the list does not say."""
     files: tuple[str, ...]
     tests: KnownTests
     left_out: Mapping[tuple[str, str], str]
     """Why a test is not run, by file and name."""
 
 
-NOTHING = KnownFailures((), {}, {})
+NOTHING = KnownFailures("", (), {}, {})
 
 
 def load(path: Path) -> KnownFailures:
@@ -73,6 +76,9 @@ def load(path: Path) -> KnownFailures:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"{path} must be a list of known failures in TOML: {error}") from error
+    release = content.get("release", "")
+    if not isinstance(release, str):
+        raise UsageError(f'release in {path} must be a release of PyTorch such as "2.6", got {release!r}')
     files = content.get("files", [])
     if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
         raise UsageError(f"files in {path} must be a list of names, got {files!r}")
@@ -91,7 +97,7 @@ def load(path: Path) -> KnownFailures:
                     found[entry["file"], test] = Known(KINDS[entry["kind"]], entry["why"])
                 else:
                     left_out[entry["file"], test] = entry["why"]
-    return KnownFailures(tuple(files), found, left_out)
+    return KnownFailures(release, tuple(files), found, left_out)
 
 
 def _entries(content: Mapping[str, Any], table: str, path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from fsdp_conformance.cli.processes import family
-from fsdp_conformance.errors import UsageError
+from fsdp_conformance.errors import EnvironmentUnavailable, UsageError
 from fsdp_conformance.tests.ci.test_signals import DEADLINE_S, alive, wait_until
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.guards.checkout import ROOT
@@ -103,6 +103,38 @@ def test_sources(script: dict[str, Any], tests: Path, tmp_path: Path) -> None:
         packed.add(tests / "fsdp", "pytorch-9.9/fsdp")
     with pytest.raises(UsageError, match="which has none"):
         script["unpack_tests"](archive, tmp_path / "wrong")
+
+
+APT = """#!/bin/sh
+case $* in
+    "showsrc --only-source pytorch") printf 'Version: %s\\n' 2.6.0+dfsg-7 2.14.1+dfsg-1 2.60.0-1 ;;
+    *pytorch=2.6.0+dfsg-7) cp {archive} pytorch_2.6.0.orig.tar.xz ;;
+    *) echo "E: 404 of $*" >&2; exit 100 ;;
+esac
+"""
+
+
+def test_debian(script: dict[str, Any], tests: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest version of the release that can be downloaded; else the message says what there is."""
+    archive = tmp_path / "packed"
+    with tarfile.open(archive, "w:xz") as packed:
+        packed.add(tests.parents[1], "pytorch-2.6.0")
+    for name in ("apt-cache", "apt-get"):
+        (tmp_path / name).write_text(APT.format(archive=archive), encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for release in ("2.6", ""):
+        script["download_tests"](tmp_path / f"from{release}", release)
+        assert (tmp_path / f"from{release}/test_c10d_gloo.py").is_file()
+    for release, problem in {
+        "2.9": r"pytorch 2.9 \(it has 2.60.0-1, 2.14.1\+dfsg-1, 2.6.0\+dfsg-7\)",
+        "2.14": r"pytorch 2.14 \(2.14.1\+dfsg-1: E: 404 of source --download-only pytorch=2.14.1\+dfsg-1\)",
+    }.items():
+        with pytest.raises(EnvironmentUnavailable, match=problem):
+            script["download_tests"](tmp_path / "nothing", release)
+    monkeypatch.setenv("PATH", str(tests))
+    with pytest.raises(EnvironmentUnavailable, match="apt-cache showsrc --only-source pytorch did not work"):
+        script["download_tests"](tmp_path / "nothing", "")
 
 
 def test_selection(script: dict[str, Any], tests: Path) -> None:
@@ -215,6 +247,7 @@ def test_known_failures(script: dict[str, Any], tmp_path: Path) -> None:
         (KNOWN + ENTRY, "entry 2 of known.toml has Test.test_moved of test_a.py again"),
         ("[[known]", "must be a list of known failures in TOML"),
         (KNOWN.replace('["test_a.py"]', "[]"), "entry 1 of known.toml is about test_a.py, which `files` has not"),
+        (f"release = 2.6\n{KNOWN}", 'release in .*known.toml must be a release of PyTorch such as "2.6", got 2.6'),
         ("files = 3", "files in .*known.toml must be a list of names, got 3"),
         ("known = 3", "must be a list of known failures in TOML"),
         (KNOWN + LEFT_OUT.replace("why", "kind"), "left_out 1 of known.toml must have the fields file, tests, why"),
