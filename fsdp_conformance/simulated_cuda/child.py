@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-from pathlib import Path
 
 from fsdp_conformance.simulated_cuda.settings import CudaSettings
 from fsdp_conformance.simulator.on_import import when_imported
@@ -21,12 +20,8 @@ def prepare() -> None:
 
 def _begin(settings: CudaSettings) -> None:
     from fsdp_conformance.simulated_cuda import simulation
-    from fsdp_conformance.simulator.outbox import Outbox
 
-    outbox = Outbox(Path(settings.directory), settings.inherited)
-    outbox.open(
-        simulation.begin(
-            settings.num_devices, checks=settings.checks, as_cuda=settings.as_cuda, options=settings.options
-        )
+    begun = simulation.begin(
+        settings.num_devices, checks=settings.checks, as_cuda=settings.as_cuda, options=settings.options
     )
-    outbox.keep_looking()
+    begun.report_to(settings).keep_looking()

@@ -23,6 +23,7 @@ from fsdp_conformance.frames import Owner, owner
 from fsdp_conformance.simulated_cuda.settings import CudaSettings
 from fsdp_conformance.simulator import activation, build, checker, labels
 from fsdp_conformance.simulator import as_cuda as cuda
+from fsdp_conformance.simulator.compared_groups import ComparedGroups
 from fsdp_conformance.simulator.cuda_names import CUDA, Replacements
 from fsdp_conformance.simulator.hazard import sites_in
 from fsdp_conformance.simulator.options import CheckerOptions
@@ -47,6 +48,7 @@ class Simulation:
         """What this process did differently than a GPU would, as sentences."""
         self._replaced = Replacements()
         self._at_exit: list[Callable[[], object]] = []
+        self._groups: ComparedGroups | None = None
         self._accesses = 0
         activation.activate(num_devices)
         options.apply()
@@ -65,6 +67,8 @@ class Simulation:
     def end(self) -> None:
         """Put torch back as it was. The device stays known to torch, as "sim"."""
         atexit.unregister(self._finish)
+        if self._groups is not None:
+            self._groups.end()
         self._replaced.undo()
         self._names.undo()
         self._labels.remove()
@@ -86,7 +90,7 @@ class Simulation:
                 for hazard in checker.hazards()
             ],
             "accesses": checker.accesses() - self._accesses,
-            "notes": list(self.notes),
+            "notes": [*self.notes, *(self._groups.notes() if self._groups is not None else ())],
         }
 
     def forget_hazards(self) -> None:
@@ -104,11 +108,22 @@ class Simulation:
         """Do something when the process ends, by os._exit too."""
         self._at_exit.append(action)
 
+    def report_to(self, settings: CudaSettings) -> Outbox:
+        """Tell the parent what this process observes, and compare its collectives with those of other children."""
+        directory = Path(settings.directory)
+        if settings.checks:
+            self._groups = ComparedGroups(directory)
+            self._groups.begin()
+            self.at_exit(self._groups.end)
+        outbox = Outbox(directory, settings.inherited)
+        outbox.open(self)
+        return outbox
+
     def become_child(self, settings: CudaSettings) -> None:
         """This process was forked: from now on it reports for itself."""
         self._at_exit.clear()
         self.forget()
-        Outbox(Path(settings.directory), settings.inherited).open(self)
+        self.report_to(settings)
 
     def _finish(self) -> None:
         for action in self._at_exit:

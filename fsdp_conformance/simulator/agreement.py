@@ -104,6 +104,8 @@ class Agreement:
         self._directory = directory
         self._world_size = world_size
         self._groups: weakref.WeakSet[ProcessGroup] = weakref.WeakSet()
+        self.abort: Callable[[str], None] = self._abort_groups
+        """Makes the collectives of this rank fail, those to come too; takes the reason."""
         self._standstills = Standstills(directory, rank)
         self._last_wait: tuple[int, int] | None = None
         self._looks = 0
@@ -172,9 +174,18 @@ class Agreement:
             self._standstills.say(self.checked if self._looks >= _LOOKS else None)
             if now is None or self._looks == 0 or self.stopped_by is not None:
                 return
-            self.stopped_by = self._answered_otherwise() or self._stuck()
+            self.stopped_by = self._answered_otherwise() or self._abandoned() or self._stuck()
             if self.stopped_by is None:
                 return
+        self.abort(self.stopped_by.sentence())
+
+    def explained(self) -> Disagreement | None:
+        """Why collectives of this rank cannot end, if that is known: a call that differs, or a rank that has left."""
+        with self._lock:
+            self.stopped_by = self.stopped_by or self._answered_otherwise() or self._abandoned()
+            return self.stopped_by
+
+    def _abort_groups(self, reason: str) -> None:
         for group in list(self._groups):
             if SIMULATED in [device.type for device in group._device_types]:
                 group._get_backend(torch.device(SIMULATED)).abort()
@@ -184,6 +195,14 @@ class Agreement:
         for peer in self._peers.values():
             self._catch_up(peer)
         return next((one for one in self.found if one.kind is DisagreementKind.DIFFERENT), None)
+
+    def _abandoned(self) -> Disagreement | None:
+        """A call of this rank that another rank has ended without."""
+        for peer in self._peers.values():
+            if peer.reader.has_ended and peer.mine:
+                _, call = next(iter(peer.mine.values()))
+                return self._note(_missing(call, self._rank, peer.rank))
+        return None
 
     def _stuck(self) -> Disagreement | None:
         """The ranks that wait for each other, if this rank is one of them."""
@@ -293,13 +312,11 @@ def described(collective: Collective, rank: int, caller: Caller) -> Call:
     root = root_of(args, kwargs) if op in _ROOTED else None
     sends, takes = _exchanged(record.name, traffic.inputs, traffic.outputs, args, kwargs, len(record.group), op)
     size = f"{sum(tensor.numel() for tensor in counted)} {'/'.join(dtypes)}" if counted else ""
-    words = [traffic.reduce_op, size, f"root {root}" if root is not None else ""]
-    text = f"{op.value}({', '.join(word for word in words if word)})"
-    if channel.pair is not None:
-        text += f" from rank {channel.pair[0]} to rank {channel.pair[1]}"
     return Call(
         channel=channel,
-        title=_title(collective.group, record.group),
+        title=title_of(
+            str(collective.group.group_name), str(getattr(collective.group, "group_desc", "")), record.group
+        ),
         op=op.value,
         reduce_op=traffic.reduce_op,
         root=root,
@@ -307,13 +324,20 @@ def described(collective: Collective, rank: int, caller: Caller) -> Call:
         numels=numels,
         sends=sends,
         takes=takes,
-        words=text,
-        place=_place(caller),
+        words=words_of(op.value, traffic.reduce_op, size, root, channel.pair),
+        place=place_of(caller),
         device_index=_index(counted) if channel.device != "cpu" else None,
     )
 
 
-def _place(caller: Caller) -> Frame | None:
+def words_of(op: str, reduce_op: str, size: str, root: int | None, pair: tuple[int, int] | None) -> str:
+    """A call as people read it: "all_reduce(SUM, 12 float32)"."""
+    words = [reduce_op, size, f"root {root}" if root is not None else ""]
+    text = f"{op}({', '.join(word for word in words if word)})"
+    return text if pair is None else f"{text} from rank {pair[0]} to rank {pair[1]}"
+
+
+def place_of(caller: Caller) -> Frame | None:
     """The line of the user's that called; in autograd's threads, the line that called backward."""
     frame = calling_frame()
     if frame is None or owner(frame.file) is Owner.TORCH:
@@ -379,16 +403,20 @@ def _device_of_options(options: Sequence[Any]) -> str:
 
 
 def _index(tensors: Sequence[Tensor]) -> int | None:
-    """The device of the tensors, counted on the machine: CUDA_VISIBLE_DEVICES renumbers devices for a process."""
-    index = tensors[0].device.index if tensors else None
+    """The device of the tensors, counted on the machine."""
+    return visible_index(tensors[0].device.index if tensors else None)
+
+
+def visible_index(index: int | None) -> int | None:
+    """A device of this process, counted on the machine: CUDA_VISIBLE_DEVICES renumbers devices for a process."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     if index is not None and index < len(visible) and visible[index].strip().isdecimal():
         return int(visible[index])
     return index
 
 
-def _title(group: Any, ranks: Sequence[int]) -> str:
-    name, description = str(group.group_name), str(getattr(group, "group_desc", ""))
+def title_of(name: str, description: str, ranks: Sequence[int]) -> str:
+    """A group in words."""
     if description == "default_pg" or name == "0":
         return "the default group"
     known = f"{description!r}" if description and description != "undefined" else name

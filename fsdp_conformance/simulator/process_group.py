@@ -18,7 +18,7 @@ Sparse tensors are all-reduced only in groups for which a program asks for gloo 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from datetime import timedelta
@@ -33,7 +33,7 @@ from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.simulator import build
 
-__all__ = ["BACKEND", "as_gloo", "is_gloo", "register", "thread_world"]
+__all__ = ["BACKEND", "as_gloo", "is_gloo", "register", "thread_world", "watch_groups_with"]
 
 #: The backend for tensors on the device; between ranks that are threads, also for CPU tensors, because gloo would
 #: connect every pair of ranks.
@@ -46,6 +46,9 @@ _made_numbers = count()
 
 #: The world of threads that the process is running; new groups belong to it.
 _thread_world: str | None = None
+
+#: Called with each new group between processes that stands for NCCL, and torch's options for it.
+_watch: Callable[[Any, Any], None] | None = None
 
 #: Whether the program asked for gloo on the device; None if it named no backend.
 _asked_for_gloo: ContextVar[bool | None] = ContextVar("asked_for_gloo", default=None)
@@ -70,6 +73,12 @@ def is_gloo(group: Any) -> bool:
     devices = [device for device in group._device_types if device.type == SIMULATED]
     # A recorder may stand in for the backend.
     return any(getattr(group._get_backend(device), "allows_sparse", False) for device in devices)
+
+
+def watch_groups_with(watch: Callable[[Any, Any], None] | None) -> None:
+    """Let `watch` see new groups from now on; None: nobody does."""
+    global _watch
+    _watch = watch
 
 
 def _allows_sparse() -> bool:
@@ -116,6 +125,8 @@ def _create(options: Any, backend_options: Any) -> dist.Backend:
     group = _made(options, backend_options)
     if allows_sparse:
         group.allow_sparse()
+    elif _watch is not None and _thread_world is None:
+        _watch(group, options)
     made: dist.Backend = group
     return made
 

@@ -40,7 +40,7 @@ def _names_by_line(file: str) -> dict[int, str]:
     names: dict[int, str] = {}
     makers: dict[int, int] = {}
     for node in ast.walk(tree):
-        if _makes_a_stream(node):
+        if isinstance(node, ast.Call) and _makes_a_stream(node):
             makers[node.lineno] = makers.get(node.lineno, 0) + 1
         for target, value in _assigned(node):
             for call in _values(value):

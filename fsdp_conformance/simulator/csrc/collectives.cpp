@@ -405,6 +405,7 @@ Leg SimGroup::reduction_leg(Op op, const std::string& name, const Argument& argu
   leg.request.op = op;
   leg.request.dtype = reduction.dtype;
   leg.request.reduce = reduction.op;
+  leg.reduction = reduction.name;
   leg.request.call =
       c10::str(name, "(", reduction.name, ", ", argument.tensor.numel(), " ", argument.tensor.scalar_type(), ")");
   leg.divisor = reduction.divisor;

@@ -68,6 +68,79 @@ Noted note(const Issue& call, c10::Stream stream, const SitePtr& site, int rank)
   return noted;
 }
 
+/// Whether a leg involves the peers: in an all-to-all they may exchange data even if this rank does not.
+bool is_exchanged(const Leg& leg) {
+  return !leg.empty() || leg.request.op == Op::AllToAll;
+}
+
+/// As `fsdp_conformance.history.collective.Op` has it.
+const char* name_of(Op op) {
+  switch (op) {
+    case Op::AllReduce:
+      return "all_reduce";
+    case Op::Reduce:
+      return "reduce";
+    case Op::ReduceScatter:
+      return "reduce_scatter";
+    case Op::AllGather:
+      return "all_gather";
+    case Op::Broadcast:
+      return "broadcast";
+    case Op::Gather:
+      return "gather";
+    case Op::Scatter:
+      return "scatter";
+    case Op::AllToAll:
+      return "all_to_all";
+    case Op::Send:
+      return "send";
+    case Op::Recv:
+      return "recv";
+  }
+  return "unknown";
+}
+
+std::vector<int64_t> numels(const Tensors& places) {
+  std::vector<int64_t> result;
+  for (const auto& place : places) {
+    result.push_back(place.numel());
+  }
+  return result;
+}
+
+Called called(const Leg& leg, bool is_barrier, c10::Device device) {
+  Tensors given;
+  for (const auto& places : leg.give) {
+    given.insert(given.end(), places.begin(), places.end());
+  }
+  const Op op = leg.request.op;
+  // Where only the root gives or takes, the other side; a reduce-scatter's input may be one tensor or a list.
+  const bool by_result = op == Op::ReduceScatter || op == Op::Scatter || given.empty();
+  const auto& counted = by_result ? leg.take : given;
+  Called result;
+  result.op = is_barrier ? "barrier" : name_of(op);
+  result.device = device.index();
+  if (is_barrier) {
+    return result;
+  }
+  result.reduction = leg.reduction;
+  const bool has_root = op == Op::Reduce || op == Op::Broadcast || op == Op::Gather || op == Op::Scatter;
+  if (has_root || op == Op::Send || op == Op::Recv) {
+    result.root = leg.request.root;
+  }
+  if (!counted.empty()) {
+    result.dtype = c10::toString(counted[0].scalar_type());
+  }
+  if (op == Op::AllToAll) {
+    result.sends = numels(given);
+    result.takes = numels(leg.take);
+  }
+  for (const int64_t numel : numels(counted)) {
+    result.numel += numel;
+  }
+  return result;
+}
+
 }  // namespace
 
 SimGroup::SimGroup(
@@ -128,6 +201,17 @@ void SimGroup::abort() {
   for (const auto& state : states()) {
     state->abort(c10::str("group ", state->name, " was aborted on rank ", rank_));
   }
+}
+
+void SimGroup::abort_because(const std::string& reason) {
+  WithoutGil released;
+  for (const auto& state : states()) {
+    state->abort(reason);
+  }
+}
+
+void SimGroup::watch(Watcher watcher) {
+  watcher_ = std::make_shared<const Watcher>(std::move(watcher));
 }
 
 void SimGroup::shutdown() {
@@ -212,6 +296,13 @@ c10::intrusive_ptr<Work> SimGroup::issue(Issue call, std::shared_ptr<CollectiveC
     }
   }
   show_to_profiler(call.title.empty() ? call.op : call.title, call.reads.empty() ? call.writes : call.reads);
+  if (watcher_ && held[0].device().type() == kSim) {
+    for (const auto& leg : call.legs) {
+      if (is_exchanged(leg)) {
+        (*watcher_)(called(leg, call.type == OpType::BARRIER, held[0].device()));
+      }
+    }
+  }
   std::optional<c10::Stream> stream;
   Noted noted;
   if (held[0].device().type() == kSim) {
@@ -233,7 +324,7 @@ c10::intrusive_ptr<Work> SimGroup::issue(Issue call, std::shared_ptr<CollectiveC
   }
   auto target = coalescing_ ? coalescing_->call : std::make_shared<CollectiveCall>();
   for (auto& leg : call.legs) {
-    if (!leg.empty() || leg.request.op == Op::AllToAll) {  // The peers may exchange data even if this rank does not.
+    if (is_exchanged(leg)) {
       target->add(
           start(std::move(leg), noted.reads_poisoned, noted.writes_poisoned, *state_of(stream.has_value())->transport));
     }

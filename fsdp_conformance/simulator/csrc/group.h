@@ -20,6 +20,7 @@
 #include <torch/version.h>
 
 #include <atomic>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -59,6 +60,20 @@ struct Issue {
   std::string title = "";                                  // for profilers; `op` if empty
 };
 
+/// What the ranks of a group must agree about in one exchange of a collective.
+struct Called {
+  std::string op;                   // "all_reduce", "barrier", "send"
+  std::string reduction;            // "SUM"; empty if data is only moved
+  int root = -1;                    // for a message, the peer
+  std::string dtype;                // "Float"
+  int64_t numel = 0;                // of the part that all ranks have alike
+  std::vector<int64_t> sends = {};  // for an all-to-all, to each rank
+  std::vector<int64_t> takes = {};
+  int device = 0;
+};
+/// Called before an exchange starts, in the thread of the program. What it throws reaches the program.
+using Watcher = std::function<void(const Called&)>;
+
 struct SimOptions : c10d::Backend::Options {
   explicit SimOptions(milliseconds timeout) : c10d::Backend::Options("simccl", timeout) {}
 
@@ -87,7 +102,10 @@ class SimGroup : public c10d::Backend {
   /// Whether they do.
   bool has_one_communicator() const;
   void abort();
+  void abort_because(const std::string& reason);
   void shutdown();
+  /// Show every exchange on the device to `watcher` from now on.
+  void watch(Watcher watcher);
   /// The program asked for gloo, which all-reduces sparse tensors, unlike NCCL.
   void allow_sparse();
   bool allows_sparse() const;
@@ -202,6 +220,7 @@ class SimGroup : public c10d::Backend {
   const c10::intrusive_ptr<SimOptions> options_;
   bool eager_ = false;
   bool sparse_ = false;
+  std::shared_ptr<const Watcher> watcher_;
   std::atomic<uint64_t> num_collectives_{0};
   std::mutex mutex_;  // guards the next two: autograd's threads issue collectives too
   std::map<std::pair<c10::DeviceIndex, std::pair<int, int>>, c10::Stream> streams_;

@@ -23,13 +23,17 @@ c10::intrusive_ptr<SimOptions> options_for(double timeout_s, bool high_priority)
   return options;
 }
 
-/// Calls and destroys a Python function under the interpreter's lock.
+/// A Python function that is destroyed under the interpreter's lock, whichever thread drops the last copy.
+std::shared_ptr<pybind11::function> held_by_interpreter(pybind11::function function) {
+  return std::shared_ptr<pybind11::function>(new pybind11::function(std::move(function)), [](pybind11::function* gone) {
+    pybind11::gil_scoped_acquire gil;
+    delete gone;
+  });
+}
+
+/// Calls a Python function under the interpreter's lock.
 MakeGloo make_gloo(pybind11::function function) {
-  const std::shared_ptr<pybind11::function> held(
-      new pybind11::function(std::move(function)), [](pybind11::function* gone) {
-        pybind11::gil_scoped_acquire gil;
-        delete gone;
-      });
+  const auto held = held_by_interpreter(std::move(function));
   return [held](const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, milliseconds timeout) {
     pybind11::gil_scoped_acquire gil;
     return (*held)(store, rank, size, timeout).cast<c10::intrusive_ptr<c10d::Backend>>();
@@ -56,11 +60,7 @@ c10::intrusive_ptr<c10d::Backend> group_of_threads(
 /// Wraps a Python function of two functions; an exception that it raises becomes a failure of the backend.
 Waiter waiter_of(pybind11::function function) {
   namespace py = pybind11;
-  // Destroyed with the GIL held, whichever thread drops the last copy.
-  std::shared_ptr<py::function> kept(new py::function(std::move(function)), [](py::function* held) {
-    py::gil_scoped_acquire gil;
-    delete held;
-  });
+  const auto kept = held_by_interpreter(std::move(function));
   return [kept](const std::function<bool()>& ready, const std::function<std::string()>& describe) {
     std::string failure;
     {
@@ -73,6 +73,40 @@ Waiter waiter_of(pybind11::function function) {
     }
     if (!failure.empty()) {
       C10_THROW_ERROR(DistBackendError, failure);
+    }
+  };
+}
+
+/// What the Python function raises is thrown as a failure of the backend.
+Watcher watcher_of(pybind11::function function) {
+  const auto kept = held_by_interpreter(std::move(function));
+  return [kept](const Called& called) {
+    std::string failure;
+    {
+      pybind11::gil_scoped_acquire gil;
+      try {
+        (*kept)(
+            called.op, called.reduction, called.root, called.dtype, called.numel, called.sends, called.takes,
+            called.device);
+      } catch (pybind11::error_already_set& error) {
+        failure = pybind11::str(error.value()).cast<std::string>();
+      }
+    }
+    if (!failure.empty()) {
+      C10_THROW_ERROR(DistBackendError, failure);
+    }
+  };
+}
+
+Explainer explainer_of(pybind11::function function) {
+  const auto kept = held_by_interpreter(std::move(function));
+  return [kept] {
+    pybind11::gil_scoped_acquire gil;
+    try {
+      return (*kept)().cast<std::string>();
+    } catch (pybind11::error_already_set& error) {
+      error.discard_as_unraisable("explaining a failed collective");
+      return std::string();
     }
   };
 }
@@ -95,6 +129,8 @@ void register_collectives(pybind11::module_& module) {
   py::class_<SimGroup, c10d::Backend, c10::intrusive_ptr<SimGroup>>(module, "ProcessGroup")
       .def_property_readonly("options", &SimGroup::options)
       .def("allow_sparse", &SimGroup::allow_sparse)
+      .def("abort_because", &SimGroup::abort_because, py::arg("reason"))
+      .def("watch", [](SimGroup& self, py::function watcher) { self.watch(watcher_of(std::move(watcher))); })
       .def_property_readonly("allows_sparse", &SimGroup::allows_sparse)
       .def("_set_default_timeout", &SimGroup::setTimeout, py::arg("timeout"));
   module.def(
@@ -108,6 +144,9 @@ void register_collectives(pybind11::module_& module) {
       py::call_guard<py::gil_scoped_release>());
   module.def("set_thread_waiter", [](std::optional<py::function> waiter) {
     set_thread_waiter(waiter ? waiter_of(std::move(*waiter)) : Waiter());
+  });
+  module.def("set_failure_explainer", [](std::optional<py::function> explainer) {
+    set_failure_explainer(explainer ? explainer_of(std::move(*explainer)) : Explainer());
   });
   module.def("forget_thread_world", &forget_thread_world, py::arg("world"), py::call_guard<py::gil_scoped_release>());
   module.def("deliveries_pending", &deliveries_pending);

@@ -80,6 +80,10 @@ using MakeGloo = std::function<c10::intrusive_ptr<c10d::Backend>(
 std::shared_ptr<Transport> gloo_transport(
     MakeGloo make, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, std::chrono::milliseconds timeout);
 
+/// Says why an exchange over gloo has failed, if more is known than gloo says; else "". Called without the GIL.
+using Explainer = std::function<std::string()>;
+void set_failure_explainer(Explainer explainer);
+
 /// Between threads: ranks that name the same group in the same world meet. Reductions run in the order of ranks.
 std::shared_ptr<Transport> thread_transport(
     const std::string& world, const std::string& group, int rank, int size, std::chrono::milliseconds timeout);

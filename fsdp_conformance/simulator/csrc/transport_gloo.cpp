@@ -17,6 +17,26 @@ namespace sim {
 
 namespace {
 
+struct Explaining {
+  std::mutex mutex;
+  std::shared_ptr<const Explainer> explainer;
+};
+
+// Never destroyed: gloo's threads may fail while the process exits.
+Explaining& explaining() {
+  static auto* all = new Explaining();
+  return *all;
+}
+
+std::string explanation() {
+  std::shared_ptr<const Explainer> explainer;
+  {
+    std::lock_guard<std::mutex> lock(explaining().mutex);
+    explainer = explaining().explainer;
+  }
+  return explainer ? (*explainer)() : std::string();
+}
+
 /// A Work of gloo's. Most report completion through their future. Some do part of their job in `wait` (send, recv, and
 /// reduce-scatter in some versions): the first caller that needs one of these waits for it.
 class GlooExchange : public Exchange, public std::enable_shared_from_this<GlooExchange> {
@@ -64,8 +84,12 @@ class GlooExchange : public Exchange, public std::enable_shared_from_this<GlooEx
       return false;
     }
     if (!failure_.empty()) {
-      const std::string failure = failure_;
+      std::string failure = failure_;
+      const bool is_aborted = aborted_;
       lock.unlock();
+      if (const auto why = is_aborted ? std::string() : explanation(); !why.empty()) {
+        failure = c10::str(call_, " failed: ", why);
+      }
       C10_THROW_ERROR(DistBackendError, failure);
     }
     return true;
@@ -76,7 +100,7 @@ class GlooExchange : public Exchange, public std::enable_shared_from_this<GlooEx
   }
 
   void abort(const std::string& reason) override {
-    if (!end(c10::str(call_, ": ", reason))) {
+    if (!end(c10::str(call_, ": ", reason), /*aborted=*/true)) {
       return;
     }
     try {
@@ -109,12 +133,13 @@ class GlooExchange : public Exchange, public std::enable_shared_from_this<GlooEx
   }
 
   /// False if it had already ended.
-  bool end(const std::string& failure) {
+  bool end(const std::string& failure, bool aborted = false) {
     std::lock_guard<std::mutex> lock(mutex_);
     if (ended_) {
       return false;
     }
     ended_ = true;
+    aborted_ = aborted;
     failure_ = failure;
     changed_.notify_all();
     return true;
@@ -127,6 +152,7 @@ class GlooExchange : public Exchange, public std::enable_shared_from_this<GlooEx
   std::condition_variable changed_;
   bool waited_ = false;  // a caller waits, or has waited, for the work
   bool ended_ = false;
+  bool aborted_ = false;
   std::string failure_;
 };
 
@@ -411,6 +437,12 @@ class GlooTransport : public Transport {
 };
 
 }  // namespace
+
+void set_failure_explainer(Explainer explainer) {
+  auto given = explainer ? std::make_shared<const Explainer>(std::move(explainer)) : nullptr;
+  std::lock_guard<std::mutex> lock(explaining().mutex);
+  explaining().explainer.swap(given);
+}
 
 std::shared_ptr<Transport> gloo_transport(
     MakeGloo make, const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,

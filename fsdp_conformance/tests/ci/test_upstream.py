@@ -338,7 +338,7 @@ def test_a_signal_ends_everything(tests: Path, tmp_path: Path, number: signal.Si
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     reached = tmp_path / "reached-"
-    options = ["--tests", tests, "--group", "fsdp1", "--ranks", "cpu", "--jobs", "2"]
+    options = ["--tests", str(tests), "--group", "fsdp1", "--ranks", "cpu", "--jobs", "2"]
     process = subprocess.Popen(
         [sys.executable, ROOT / "ci/upstream.py", *options],
         env={**os.environ, "TMPDIR": str(scratch), "REACHED": str(reached)},
