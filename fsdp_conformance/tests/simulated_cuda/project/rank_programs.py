@@ -110,6 +110,7 @@ def wrong_reduces_if_it_likes(rank: int) -> None:
 
 def right_functional(rank: int) -> None:
     x = torch.ones(4, device="cuda")
+    assert dist.group.WORLD is not None
     y = funcol.all_reduce(x, "sum", dist.group.WORLD)
     x.zero_()
     assert (y + 1).sum().item() == 12
