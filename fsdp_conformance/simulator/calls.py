@@ -300,6 +300,11 @@ def call_from_json(data: Mapping[str, Any]) -> Call:
     )
 
 
+def has_begun(directory: Path, rank: int) -> bool:
+    """Whether a rank of that number keeps, or has kept, its calls in the directory."""
+    return any(path.exists() for path in _paths(directory, rank))
+
+
 def _paths(directory: Path, rank: int) -> tuple[Path, Path]:
     return directory / f"calls{rank}.jsonl", directory / f"calls{rank}.bin"
 

@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from fsdp_conformance.simulator.agreement import (
     visible_index,
     words_of,
 )
-from fsdp_conformance.simulator.calls import Call, Channel
+from fsdp_conformance.simulator.calls import Call, Channel, has_begun
 from fsdp_conformance.simulator.disagreement import Disagreement, DisagreementKind
 from fsdp_conformance.simulator.labels import caller_of_backward
 
@@ -64,7 +64,8 @@ class ComparedGroups:
         self._directory = directory
         self._pid = os.getpid()
         self._agreement: Agreement | None = None
-        self._backends: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._aborts: list[Callable[[str], None]] = []
+        """Of each group, what makes its collectives fail."""
         self._noted: dict[str, None] = {}
         self._over = threading.Event()
 
@@ -104,12 +105,13 @@ class ComparedGroups:
             self._join(options)
         if self._agreement is None:
             return
-        self._backends.add(group)
         ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         name = str(options.group_id)
         title = "the default group" if not dist.is_initialized() else title_of(name, "", ranks)
         me = ranks[options.group_rank]
-        group.watch(functools.partial(_check, weakref.ref(self._agreement), name, title, ranks, me))
+        self._aborts.append(
+            group.watch(functools.partial(_check, weakref.ref(self._agreement), name, title, ranks, me))
+        )
 
     def _join(self, options: Any) -> None:
         """Begin to compare with the ranks of a new default group."""
@@ -122,6 +124,8 @@ class ComparedGroups:
         directory = self._directory / f"calls-{name}"
         with contextlib.suppress(OSError):  # the process that judges has ended, and has removed the directory
             directory.mkdir(exist_ok=True)
+            if has_begun(directory, options.group_rank):
+                return  # the store has served an earlier default group, whose calls these are
             self._agreement = Agreement(directory, options.group_rank, options.group_size, caller_of_backward)
             self._agreement.abort = self._abort
             self._over = threading.Event()
@@ -138,11 +142,11 @@ class ComparedGroups:
             agreement.end()
         self._noted.update(dict.fromkeys(map(_warning, _harmless(agreement))))
         agreement.close()
-        self._backends.clear()
+        self._aborts.clear()
 
     def _abort(self, reason: str) -> None:
-        for backend in list(self._backends):
-            backend.abort_because(reason)
+        for abort in list(self._aborts):
+            abort(reason)
 
 
 def _keep_looking(agreement: Agreement, over: threading.Event) -> None:

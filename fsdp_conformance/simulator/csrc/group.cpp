@@ -298,7 +298,7 @@ c10::intrusive_ptr<Work> SimGroup::issue(Issue call, std::shared_ptr<CollectiveC
   show_to_profiler(call.title.empty() ? call.op : call.title, call.reads.empty() ? call.writes : call.reads);
   if (watcher_ && held[0].device().type() == kSim) {
     for (const auto& leg : call.legs) {
-      if (is_exchanged(leg)) {
+      if (is_exchanged(leg) && !leg.local) {
         (*watcher_)(called(leg, call.type == OpType::BARRIER, held[0].device()));
       }
     }

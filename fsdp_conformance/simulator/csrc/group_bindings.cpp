@@ -129,8 +129,17 @@ void register_collectives(pybind11::module_& module) {
   py::class_<SimGroup, c10d::Backend, c10::intrusive_ptr<SimGroup>>(module, "ProcessGroup")
       .def_property_readonly("options", &SimGroup::options)
       .def("allow_sparse", &SimGroup::allow_sparse)
-      .def("abort_because", &SimGroup::abort_because, py::arg("reason"))
-      .def("watch", [](SimGroup& self, py::function watcher) { self.watch(watcher_of(std::move(watcher))); })
+      // Returns a function that makes everything in the group fail, with a reason; it keeps no group alive.
+      .def(
+          "watch",
+          [](const c10::intrusive_ptr<SimGroup>& self, py::function watcher) {
+            self->watch(watcher_of(std::move(watcher)));
+            return py::cpp_function([weak = c10::weak_intrusive_ptr<SimGroup>(self)](const std::string& reason) {
+              if (const auto alive = weak.lock()) {
+                alive->abort_because(reason);
+              }
+            });
+          })
       .def_property_readonly("allows_sparse", &SimGroup::allows_sparse)
       .def("_set_default_timeout", &SimGroup::setTimeout, py::arg("timeout"));
   module.def(

@@ -37,6 +37,11 @@ ON_RANKS = {
     "wrong_roots": r"roots of a collective differ: rank 0 calls broadcast\(4 float32, root 0\)",
     "wrong_scatter_input_changes": "write after read",
     "wrong_uneven_gather": r"sizes of a collective differ: rank 0 calls all_gather\(4 float32\)",
+    "wrong_mesh_of_four": r"reductions of a collective differ: rank 2 calls all_reduce\(SUM, 4 float32\) on "
+    r"group \S+ of ranks 2, 3 at .* rank 3 calls all_reduce\(MAX",
+    "wrong_pair_order_of_four": r"ranks 0, 1, 2, 3 wait for each other: rank 0 has called all_reduce\(SUM, 4 float32\) "
+    r"on group \S+ of ranks 0, 1 at test_rank_programs.py:\d+",
+    "wrong_alltoall_of_four": r"split sizes of a collective differ: rank 0 calls all_to_all\(5 float32\)",
     "wrong_wait_on_another_stream": "(read|write) after (read|write)",
 }
 
@@ -80,7 +85,7 @@ def test_some_programs_of_ranks(tmp_path: Path) -> None:
 @pytest.mark.nightly
 def test_programs_of_ranks(tmp_path: Path) -> None:
     """All of them."""
-    run = run_pytest(tmp_path, "--simulate-cuda=2", files=["rank_programs"])
+    run = run_pytest(tmp_path, "--simulate-cuda=4", files=["rank_programs"])
     right = {test.partition("[")[2].rstrip("]") for test in run.outcomes} - ON_RANKS.keys()
     assert len(right) >= 8
     assert all(name.startswith("right_") for name in right), right

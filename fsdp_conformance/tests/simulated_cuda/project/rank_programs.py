@@ -1,8 +1,9 @@
 """
-Programs of two ranks on NCCL as people write them: those named "right" are, those named "wrong" race, or call
+Programs of two and four ranks on NCCL as people write them: those named "right" are, those named "wrong" race, or call
 collectives that differ.
 """
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.spawn import start_processes
@@ -20,9 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 Body = Callable[[int], None]
 
 
-def run(rank: int, body: Body, path: str) -> None:
+def run(rank: int, body: Body, path: str, world_size: int) -> None:
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"file://{path}", rank=rank, world_size=2)
+    dist.init_process_group("nccl", init_method=f"file://{path}", rank=rank, world_size=world_size)
     body(rank)
     torch.cuda.synchronize()
     dist.destroy_process_group()
@@ -126,6 +129,104 @@ def wrong_functional_without_wait(rank: int) -> None:
     z.sum().item()
 
 
+def right_again_of_four(rank: int) -> None:
+    store = dist.distributed_c10d._get_default_store()
+    for n in range(2):
+        x = torch.ones(2 + n, device="cuda")
+        dist.all_reduce(x)
+        torch.cuda.synchronize()
+        dist.destroy_process_group()
+        dist.init_process_group("nccl", store=PrefixStore(f"again{n}", store), rank=rank, world_size=4)
+    x = torch.ones(7, device="cuda")
+    dist.all_reduce(x)
+    assert x.sum().item() == 28
+
+
+def right_mesh_of_four(rank: int) -> None:
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = torch.full((4,), float(rank), device="cuda")
+    dist.all_reduce(x, group=mesh.get_group("tp"))
+    dist.all_reduce(x, group=mesh.get_group("dp"))
+    # only the first row
+    if mesh.get_local_rank("dp") == 0:
+        dist.all_gather_into_tensor(torch.empty(8, device="cuda"), x, group=mesh.get_group("tp"))
+    assert x.sum().item() == 24
+
+
+def right_uneven_lists_of_four(rank: int) -> None:
+    x = torch.full((rank + 1,), 1.0, device="cuda")
+    out = [torch.empty(r + 1, device="cuda") for r in range(4)]
+    dist.all_gather(out, x)
+    y = torch.empty(rank + 1, device="cuda")
+    dist.reduce_scatter(y, [torch.ones(r + 1, device="cuda") for r in range(4)])
+    assert y.sum().item() == 4 * (rank + 1)
+
+
+def right_alltoall_of_four(rank: int) -> None:
+    sends = [(rank + to) % 3 for to in range(4)]
+    takes = [(frm + rank) % 3 for frm in range(4)]
+    out = torch.empty(sum(takes), device="cuda")
+    dist.all_to_all_single(out, torch.ones(sum(sends), device="cuda"), takes, sends)
+    dist.all_to_all([torch.empty(t, device="cuda") for t in takes], [torch.ones(s, device="cuda") for s in sends])
+    assert out.sum().item() == sum(takes)
+
+
+def right_gather_scatter_of_four(rank: int) -> None:
+    x = torch.full((3,), float(rank), device="cuda")
+    dist.gather(x, [torch.empty(3, device="cuda") for _ in range(4)] if rank == 2 else None, dst=2)
+    dist.scatter(x, [torch.full((3,), float(r), device="cuda") for r in range(4)] if rank == 1 else None, src=1)
+    dist.reduce(x, dst=3)
+    dist.barrier()
+
+
+def right_coalesced_of_four(rank: int) -> None:
+    xs = [torch.ones(2 + i, device="cuda") for i in range(3)]
+    with dist.distributed_c10d._coalescing_manager(device=torch.device("cuda", rank), async_ops=True) as batch:
+        for x in xs:
+            dist.all_reduce(x)
+    batch.wait()
+    assert sum(x.sum().item() for x in xs) == 4 * 9
+
+
+def right_lists_and_tensors_of_four(rank: int) -> None:
+    """NCCL does the same for both."""
+    if rank % 2:
+        dist.all_gather([torch.empty(2, device="cuda") for _ in range(4)], torch.ones(2, device="cuda"))
+    else:
+        dist.all_gather_into_tensor(torch.empty(8, device="cuda"), torch.ones(2, device="cuda"))
+
+
+def right_long_wait_of_four(rank: int) -> None:
+    """A slow rank is not a missing one."""
+    if rank == 0:
+        time.sleep(6)
+    x = torch.ones(4, device="cuda")
+    dist.all_reduce(x)
+    assert x.sum().item() == 16
+
+
+def wrong_mesh_of_four(rank: int) -> None:
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = torch.full((4,), float(rank), device="cuda")
+    dist.all_reduce(x, group=mesh.get_group("tp"), op=dist.ReduceOp.MAX if rank == 3 else dist.ReduceOp.SUM)
+
+
+def wrong_pair_order_of_four(rank: int) -> None:
+    """Groups of pairs, each rank waits in another one."""
+    mesh = init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = torch.ones(4, device="cuda")
+    dist.all_reduce(x, group=mesh.get_group("tp" if rank in (0, 3) else "dp"))
+    x.sum().item()
+    dist.all_reduce(x, group=mesh.get_group("dp" if rank in (0, 3) else "tp"))
+    x.sum().item()
+
+
+def wrong_alltoall_of_four(rank: int) -> None:
+    sends = [1, 1, 1, 2 if rank == 0 else 1]
+    out = torch.empty(4, device="cuda")
+    dist.all_to_all_single(out, torch.ones(sum(sends), device="cuda"), [1] * 4, sends)
+
+
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -140,7 +241,7 @@ def right_ddp_with_hook(rank: int) -> None:
     model = DistributedDataParallel(Model().cuda(), device_ids=[rank], bucket_cap_mb=0.0001)
     side = torch.cuda.Stream()
 
-    def hook(state: object, bucket: Any) -> Any:
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations
         buffer = bucket.buffer()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -163,7 +264,7 @@ def wrong_ddp_hook_on_side(rank: int) -> None:
     model = DistributedDataParallel(Model().cuda(), device_ids=[rank], bucket_cap_mb=0.0001)
     side = torch.cuda.Stream()
 
-    def hook(state: object, bucket: Any) -> Any:
+    def hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP looks at annotations
         buffer = bucket.buffer()
         with torch.cuda.stream(side):
             buffer.div_(2)
@@ -239,4 +340,5 @@ def right_objects(rank: int) -> None:
 
 @pytest.mark.parametrize("body", cases("right_") + cases("wrong_"), ids=lambda body: body.__name__)
 def test_program(body: Body, tmp_path: Path) -> None:
-    start_processes(run, (body, str(tmp_path / "store")), nprocs=2, start_method="spawn")
+    world_size = 4 if body.__name__.endswith("_of_four") else 2
+    start_processes(run, (body, str(tmp_path / "store"), world_size), nprocs=world_size, start_method="spawn")
