@@ -68,6 +68,8 @@ class ComparedGroups:
         """Of each group, what makes its collectives fail."""
         self._noted: dict[str, None] = {}
         self._over = threading.Event()
+        self._ended_by: float | None = None
+        """When a rank that had left at the first failure must have said so."""
 
     def begin(self) -> None:
         """Watch the groups that are made from now on."""
@@ -91,9 +93,10 @@ class ComparedGroups:
         agreement = self._agreement
         if agreement is None or os.getpid() != self._pid:
             return ""
-        # A rank that leaves closes its connections before it says that it has ended.
-        deadline = time.monotonic() + _ENDING_S
-        while (why := agreement.explained()) is None and time.monotonic() < deadline:
+        # A rank that leaves closes its connections before it says that it has ended. Only the first failure waits.
+        if self._ended_by is None:
+            self._ended_by = time.monotonic() + _ENDING_S
+        while (why := agreement.explained()) is None and time.monotonic() < self._ended_by:
             self._over.wait(_LOOK_S / 10)
         return why.sentence() if why is not None else ""
 
@@ -128,7 +131,7 @@ class ComparedGroups:
                 return  # the store has served an earlier default group, whose calls these are
             self._agreement = Agreement(directory, options.group_rank, options.group_size, caller_of_backward)
             self._agreement.abort = self._abort
-            self._over = threading.Event()
+            self._over, self._ended_by = threading.Event(), None
             threading.Thread(
                 target=_keep_looking, args=(self._agreement, self._over), name="compared groups", daemon=True
             ).start()
