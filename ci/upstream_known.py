@@ -4,7 +4,7 @@ The list of PyTorch's own tests that are known to fail here, and why: ci/upstrea
 `release` is the release of PyTorch that the tests are from, "2.6", and `files` are the files that it is about: with
 --known, ci/upstream runs these. Each [[known]] has `file`, below
 test/distributed; `tests`, each as "Class.test"; `kind`, one of `KINDS`; and `why`. Each [[left_out]] has `file`,
-`tests` and `why`: these are not run, because they would take very long.
+`tests` and `why`: these are not run.
 """
 
 from __future__ import annotations

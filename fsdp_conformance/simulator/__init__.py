@@ -30,6 +30,7 @@ The checker:
 
     checker           its modes, its findings, and how to leave accesses or waits out
     hazard            a finding, and its explanation
+    variables         what the program calls a stream
     ordering          leaves out kernels that only compute numbers
     sync_sites        the places in a program that make a stream or the host wait
 
@@ -56,6 +57,7 @@ Under CUDA's names, for scripts and tests that say "cuda":
     forked            a process that a script forks from its rank
     outbox            where a process that is no rank saves what it has observed
     agreement         compares the collectives of the ranks
+    compared_groups   the same for processes that meet in `init_process_group`, under pytest too
     calls             the collectives that each rank has called, in files
     disagreement      a finding about the collectives of several ranks
 """
