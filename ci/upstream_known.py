@@ -1,5 +1,6 @@
 """
-The list of PyTorch's own tests that are known to fail here, and why: ci/upstream-known.toml.
+Lists of PyTorch's own tests that are known to fail here, and why: ci/upstream-known.toml on torch itself, and
+ci/upstream-known-reference.toml on the reference engine.
 
 `files` are the files that it is about: with --known, ci/upstream runs these. Each [[known]] has `file`, below
 test/distributed; `tests`, each as "Class.test"; `kind`, one of `KINDS`; and `why`. Each [[left_out]] has `file`,
@@ -16,14 +17,22 @@ from typing import Any
 
 from fsdp_conformance.errors import UsageError
 
-LIST = Path(__file__).resolve().parent / "upstream-known.toml"
+#: The lists, by subject.
+LISTS = {
+    "torch": Path(__file__).resolve().parent / "upstream-known.toml",
+    "reference": Path(__file__).resolve().parent / "upstream-known-reference.toml",
+}
 
-#: What lies behind a known failure. The first three say nothing about ranks or devices, and are left out of the share
-#: of tests that pass.
+#: What lies behind a known failure. The first four say nothing about ranks or devices, nor about the engine, and are
+#: left out of the share of tests that pass.
 KINDS = {
     "compiled": "compiled code or graphs",
     "renamed": "names that changed",
     "changed": "torch has changed since the tests were written",
+    "internals": "internals of torch's class",
+    "refused": "refused by name",
+    "differs": "a documented difference",
+    "words": "an error in other words",
     "time": "times of kernels",
     "digits": "the last digits of numbers",
     "race": "a race in the test",
@@ -33,7 +42,7 @@ KINDS = {
 }
 
 #: The kinds that have nothing to do with what is tested here.
-ELSEWHERE = tuple(KINDS[name] for name in ("compiled", "renamed", "changed"))
+ELSEWHERE = tuple(KINDS[name] for name in ("compiled", "renamed", "changed", "internals"))
 
 _FIELDS = {
     "known": {"file", "tests", "kind", "why"},
