@@ -60,6 +60,8 @@ ADAPTATIONS = {
     "reference": (
         "use_orig_params=False is taken as True: the engine has nothing else",
         "attributes that tests read are added: sharding_strategy, cpu_offload, training_state, world_size and others",
+        "tests can read where a unit's data are, as from torch's FlatParameter: its shard, gradient, device and sizes",
+        "ShardedGradScaler is the engine's, too; a group that only knows its size is one of torch's that sends nothing",
     ),
 }
 
@@ -379,9 +381,9 @@ RENAMED = upstream_known.KINDS["renamed"]
 
 _KINDS = (
     (COMPILED, r"(?i)NotSimulated.*(graph|kernel)|\btriton|inductor|dynamo|torch\.compile|FileCheck"),
-    ("refused by name", r"Unsupported|NotSimulated|is not supported: "),
+    (upstream_known.KINDS["refused"], r"Unsupported|NotSimulated|is not supported: "),
     ("a race", r"^a race: "),
-    ("internals of torch's class", r"has no attribute '_|FlatParam|_handle|_fsdp_"),
+    (upstream_known.KINDS["internals"], r"has no attribute '_|FlatParam|_handle|_fsdp_"),
     (RENAMED, r"cannot import name|No module named|has no attribute|unexpected keyword argument|required positional"),
     ("needs a GPU", r"(?i)\bcuda\b|nccl|accelerator"),
     ("did not end", r"RankTimedOut|HANG|deadline|timed out"),

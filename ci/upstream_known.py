@@ -1,5 +1,6 @@
 """
-The list of PyTorch's own tests that are known to fail here, and why: ci/upstream-known.toml.
+Lists of PyTorch's own tests that are known to fail here, and why: ci/upstream-known.toml on torch itself, and
+ci/upstream-known-reference.toml on the reference engine.
 
 `release` is the release of PyTorch that the tests are from, "2.6", and `files` are the files that it is about: with
 --known, ci/upstream runs these. Each [[known]] has `file`, below
@@ -17,14 +18,22 @@ from typing import Any
 
 from fsdp_conformance.errors import UsageError
 
-LIST = Path(__file__).resolve().parent / "upstream-known.toml"
+#: The lists, by subject.
+LISTS = {
+    "torch": Path(__file__).resolve().parent / "upstream-known.toml",
+    "reference": Path(__file__).resolve().parent / "upstream-known-reference.toml",
+}
 
-#: What lies behind a known failure. The first three say nothing about ranks or devices, and are left out of the share
-#: of tests that pass.
+#: What lies behind a known failure. The first four say nothing about ranks or devices, nor about the engine, and are
+#: left out of the share of tests that pass.
 KINDS = {
     "compiled": "compiled code or graphs",
     "renamed": "names that changed",
     "changed": "torch has changed since the tests were written",
+    "internals": "internals of torch's class",
+    "refused": "refused by name",
+    "differs": "a documented difference",
+    "words": "an error in other words",
     "time": "times of kernels",
     "digits": "the last digits of numbers",
     "race": "a race in the test",
@@ -34,7 +43,7 @@ KINDS = {
 }
 
 #: The kinds that have nothing to do with what is tested here.
-ELSEWHERE = tuple(KINDS[name] for name in ("compiled", "renamed", "changed"))
+ELSEWHERE = tuple(KINDS[name] for name in ("compiled", "renamed", "changed", "internals"))
 
 _FIELDS = {
     "known": {"file", "tests", "kind", "why"},

@@ -7,7 +7,7 @@ ci/upstream puts an import of this module before the others of every test file. 
 - on simulated GPUs: nothing else, but races between ranks that are threads fail no test
 - on the CPU: what names "cuda" or "nccl" by its counterpart on the CPU, so that tests written for CUDA run, and
   `skip_if_lt_x_gpu` by ours, which runs the test on the CPU
-- with the reference engine as subject: torch's FullyShardedDataParallel by the engine's
+- with the reference engine as subject: torch's FullyShardedDataParallel by the engine's: ci/upstream_engine.py
 
 ci/upstream prints what is adapted under its table: `ADAPTATIONS` there.
 """
@@ -58,7 +58,9 @@ def install() -> None:
     else:
         _excuse_threads()
     if SUBJECT == "reference":
-        _use_the_engine()
+        import upstream_engine
+
+        upstream_engine.use_the_engine(_without_index if RANKS == "cpu" else None)
 
 
 def _excuse_threads() -> None:
@@ -269,51 +271,6 @@ def _make_tests_for_cpu() -> None:
     _set(common_distributed, skip_if_lt_x_gpu=functools.partial(torch_compat.skip_if_lt_x_gpu, allow_cpu=True))
     # Classes that want a GPU for each rank get the CPU.
     _set(torch_compat.MultiProcessTestCase, cpu_world_size=_DEVICES)
-
-
-# --- the engine is torch's class --------------------------------------------------------------------------------------
-
-#: States of the engine's units, by those of torch's.
-_STATES = {"IDLE": ("IDLE",), "FORWARD_BACKWARD": ("FORWARD", "BACKWARD"), "SUMMON_FULL_PARAMS": ("SUMMONED",)}
-
-
-def _use_the_engine() -> None:
-    from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel as Engine
-
-    constructor = _without_index(Engine) if RANKS == "cpu" else Engine.__init__
-    make = Engine._make
-
-    @functools.wraps(constructor)
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        kwargs.pop("use_orig_params", None)
-        constructor(self, *args, **kwargs)
-
-    def make_with_attributes(self: Any, module: nn.Module, options: Any) -> None:
-        make(self, module, options)
-        names = {kind.name.lstrip("_"): kind for kind in fsdp.ShardingStrategy}
-        self.sharding_strategy = names[options.sharding_strategy.name]
-        self.cpu_offload = fsdp.CPUOffload(offload_params=options.offload.offload_params)
-        self.backward_prefetch = options.backward_prefetch and fsdp.BackwardPrefetch[options.backward_prefetch.name]
-        self.forward_prefetch = options.forward_prefetch
-        self.compute_device = self.unit.device
-        self.process_group = self.unit.spec.groups.shard
-        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-
-    def training_state(self: Any) -> Any:
-        from torch.distributed.fsdp._common_utils import TrainingState
-
-        return next(TrainingState[name] for name, ours in _STATES.items() if self.unit.state.name in ours)
-
-    def assert_state(self: Any, state: Any) -> None:
-        wanted = state if isinstance(state, list) else [state]
-        if self.training_state not in wanted:
-            raise ValueError(f"expected {wanted} but current state is {self.training_state}")
-
-    # Written into the class for these tests alone.
-    _set(Engine, __init__=init, _make=make_with_attributes, _assert_state=assert_state)
-    _set(Engine, training_state=property(training_state))
-    _set(fsdp, fully_sharded_data_parallel, FullyShardedDataParallel=Engine)
-    _set(common_fsdp, FSDP=Engine)
 
 
 install()

@@ -95,10 +95,10 @@ class _Unchecked(FlatParameter):
         finally:
             self.tag = tag
 
-    def _deliver(self, shard: Tensor) -> list[nn.Parameter]:
+    def finish_reduction(self, watch: OrderWatch) -> list[nn.Parameter]:
         tag, self.tag = self.tag, None
         try:
-            return super()._deliver(shard)
+            return super().finish_reduction(watch)
         finally:
             self.tag = tag
 
@@ -164,7 +164,7 @@ class ReferenceForgetsAssigned(SeamReference):
 
 class _Hookless(UnitSchedule):
     def _finish_oldest(self) -> None:
-        self._reductions.popleft().finish_reduction()
+        self._reductions.popleft().finish_reduction(self.order)
 
 
 @known_wrong("R142")

@@ -22,7 +22,7 @@ from fsdp_conformance.engine.bucketing.broadcast import broadcast
 from fsdp_conformance.engine.fully_sharded.flat_parameter import Member, Place
 from fsdp_conformance.engine.fully_sharded.sharding_groups import ShardingGroups
 from fsdp_conformance.engine.fully_sharded.unit import ForeignParameter, ShardedUnit
-from fsdp_conformance.engine.mesh.axis import communicates_from
+from fsdp_conformance.engine.mesh.axis import communicates_from, devices_of
 from fsdp_conformance.engine.verification import verify_parameters
 from fsdp_conformance.errors import ConfigError, Unsupported
 
@@ -155,7 +155,7 @@ def synchronise(tensors: Sequence[Tensor], groups: ShardingGroups) -> None:
     for device in {tensor.device: None for tensor in tensors if not tensor.is_meta}:
         for group in (groups.shard, groups.replica):
             if group is not None and group.size() > 1 and not communicates_from(group, device):
-                able = ", ".join(sorted({known.type for known in group._device_types}))
+                able = devices_of(group)
                 problem = f"sync_module_states needs a module on a device of its process group ({able}), got {device}"
                 raise ConfigError([f"{problem}: move it there first, or pass device_id"], where=_WHERE)
     if groups.replica is not None:

@@ -28,6 +28,7 @@ from fsdp_conformance.engine.chunks.gradients import Reduction
 from fsdp_conformance.engine.chunks.storage import Gathering, ShardedStorage, StorageState
 from fsdp_conformance.engine.errors import ExecutionOrderError, ParameterMoved, ParameterReplaced, UsedWhileSharded
 from fsdp_conformance.engine.fully_sharded.order_watch import OrderWatch
+from fsdp_conformance.engine.mesh.axis import communicates_from, devices_of
 
 
 class Place:
@@ -103,10 +104,12 @@ class Member:
 
 
 class ReductionHook(NamedTuple):
-    """What replaces the average in a reduction: `function(state, gradient, shard)`."""
+    """What replaces the average in a reduction: see `FullyShardedDataParallel.register_comm_hook`."""
 
     state: object
-    function: Callable[[Any, Tensor, Tensor], object]
+    function: Callable[..., object]
+    fills_shard: bool = True
+    """Whether it gets a shard to fill; otherwise it reduces the gradient in place."""
 
 
 MoveStorage = Callable[["FlatParameter", torch.device, torch.dtype], ShardedStorage]
@@ -153,6 +156,8 @@ class FlatParameter:
         # Sums over the shard group that still have to be reduced over the replicas: 1D, in the reduce dtype.
         self._partial: Tensor | None = None
         self._defers_replicas = False
+        # What a user's hook has reduced.
+        self._delivered: list[nn.Parameter] = []
         self._used: list[bool] = []
         self.is_full_precision = False
         """Whether it computes and reduces in the parameters' own dtype, whatever was configured."""
@@ -179,6 +184,12 @@ class FlatParameter:
                 self.leaves[index].data = views[index]
             else:
                 self.leaves.append(_leaf(member.parameter, views[index]))
+        self._unreachable = [
+            f"{self.members[0].name} must be on a device of its process group ({devices_of(group)}), got "
+            f"{storage.pool.device}"
+            for group in (storage.group, storage.replica_group)
+            if group is not None and group.size() > 1 and not communicates_from(group, storage.pool.device)
+        ]
         self._reduces_nothing = (
             self.is_whole
             and storage.num_replicas == 1
@@ -250,11 +261,14 @@ class FlatParameter:
         Adopt what users have changed since the last forward, while modules see the originals.
 
         That is: values assigned to `.data`, another device or dtype, and `requires_grad`. Raises ParameterReplaced for
-        another object or shape, ParameterMoved for a device or dtype that is not supported.
+        another object or shape, ParameterMoved for a device or dtype that is not supported, and for a device from which
+        the group cannot communicate.
         """
         self.check_places()
         if self._is_detached():
             self._adopt()
+        if self._unreachable:
+            raise ParameterMoved(self._unreachable, where=self.name, hint="Move the module there, or pass device_id.")
         self._follow_flags()
 
     def check_places(self) -> None:
@@ -419,18 +433,18 @@ class FlatParameter:
             self.storage.gradients.put_all([leaf.grad for leaf in self.leaves] + tag)
             self._drop_leaf_gradients()
 
-    def start_reduction(self, hook: ReductionHook | None = None, *, all_reduce: bool = True) -> None:
+    def start_reduction(self, watch: OrderWatch, hook: ReductionHook | None = None, *, all_reduce: bool = True) -> None:
         """
         Begin to average the collected gradients over the ranks. Parameters without a gradient count as zero.
 
         `hook` replaces the average. With `all_reduce=False` the sum over the shard group is kept here until the next
-        reduction, which includes the replicas.
+        reduction, which includes the replicas. `watch` notes what a reduction that is still under way brings.
         """
-        if self._reduces_nothing:
+        if self._reduces_nothing and hook is None:
             return
         storage = self.storage
         if self._reduction is not None:
-            self.finish_reduction()
+            self.finish_reduction(watch)
         self._defers_replicas = not all_reduce and storage.num_replicas > 1
         # The tag is averaged once, with the replicas.
         tag: list[Tensor | None] = [] if self.tag is None else [None if self._defers_replicas else self._tag_gradient]
@@ -454,18 +468,24 @@ class FlatParameter:
 
     @torch.no_grad()
     def _reduce_by(self, hook: ReductionHook) -> None:
-        """Let the user's hook reduce: it reads the whole gradient and writes this rank's shard, both 1D."""
+        """Let the user's hook reduce: it reads the whole gradient, and writes there or to this rank's shard, all 1D."""
         storage = self.storage
         buffer = storage.gradients
         buffer.complete()
-        shard = buffer.payload.new_zeros(storage.layout.shard_numel)
-        hook.function(hook.state, buffer.payload, shard)
+        # One object: torch's own hooks give it other memory.
+        gradient = buffer.payload
+        if hook.fills_shard:
+            shard = gradient.new_zeros(storage.layout.shard_numel)
+            hook.function(hook.state, gradient, shard)
+        else:
+            hook.function(hook.state, gradient)
+            shard = gradient.clone()
         if self.tag is not None:
             # A hook may round or replace whatever it likes, so the tag says nothing. Gathers still check theirs.
             parts = storage.layout.views(shard) if self.is_whole else storage.layout.shard_views(shard)
             parts[-1].fill_(self._averaged_tag)
         storage.discard_gradients()
-        self._deliver(shard.to(storage.shard_device, storage.dtype))
+        self._delivered = self._deliver(shard.to(storage.shard_device, storage.dtype))
 
     def advance(self) -> None:
         """Let a reduction with two collectives start the second."""
@@ -473,12 +493,15 @@ class FlatParameter:
             self._reduction.advance()
 
     @torch.no_grad()
-    def finish_reduction(self) -> list[nn.Parameter]:
+    def finish_reduction(self, watch: OrderWatch) -> list[nn.Parameter]:
         """
         Wait for the reduction, and give the originals their gradients. Returns the parameters that got one.
 
-        Raises ExecutionOrderError if gradients of other units were averaged in.
+        Raises ExecutionOrderError if gradients of other units were averaged in; `watch` checks on a GPU.
         """
+        if self._delivered:
+            delivered, self._delivered = self._delivered, []
+            return delivered
         if self._reduces_nothing:
             return self._hand_over()
         reduction, self._reduction = self._reduction, None
@@ -487,7 +510,12 @@ class FlatParameter:
         if self._defers_replicas:
             self._partial = reduction.wait()
             return []
-        return self._deliver(reduction.wait())
+        shard = reduction.wait()
+        if self.tag is not None and self.storage.pool.device.type != "cpu":
+            parts = self.storage.layout.views(shard) if self.is_whole else self.storage.layout.shard_views(shard)
+            if parts[-1].numel():
+                watch.note(self.name, self._averaged_tag, parts[-1], what="averaged", tolerance=_TAG_TOLERANCE)
+        return self._deliver(shard)
 
     def _deliver(self, shard: Tensor) -> list[nn.Parameter]:
         """Give the originals their parts of an averaged gradient. Returns the parameters that got one."""
@@ -535,6 +563,7 @@ class FlatParameter:
         """Drop what an interrupted step has left behind."""
         self._drop_leaf_gradients()
         self._reduction = self._checked = self._part = self._partial = None
+        self._delivered = []
         self.storage.reset()
 
     def _hand_over(self) -> list[nn.Parameter]:

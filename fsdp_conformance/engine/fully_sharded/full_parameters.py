@@ -24,6 +24,7 @@ from fsdp_conformance.errors import ConfigError
 class _Summoned:
     """What modules see of one flat parameter inside the context."""
 
+    unit: ShardedUnit
     flat: FlatParameter
     shown: list[nn.Parameter]
     """Whole parameters, which keep the gathered data alive; none on a rank that keeps its shards."""
@@ -56,23 +57,26 @@ def summon_full_params(
     with_grads: bool,
 ) -> Iterator[None]:
     """
-    A context in which the modules of `units` see whole parameters. Collective, on entry.
+    A context in which the modules of `units` see whole parameters. Collective.
 
-    `writeback`: keep what is written inside; every rank must write the same. `rank0_only`: only the first rank of each
+    `writeback`: keep what is written inside; every rank must write the same. Between forward and backward, parameters
+    that were only read count as unwritten, so that the backward goes on. `rank0_only`: only the first rank of each
     shard group sees whole parameters. `offload_to_cpu`: as copies on the CPU. `with_grads`: with gradients. Raises
     TrainingStateError inside a forward, a backward, or such a context; ConfigError for options that conflict.
     """
     _check(units, writeback=writeback, rank0_only=rank0_only)
     summoned: list[_Summoned] = []
+    failed = True
     try:
         for unit in units:
             unit.follow_users()
             unit.move(TrainingState.SUMMONED)
             summoned += [
-                _summon(flat, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads)
+                _summon(unit, flat, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu, with_grads=with_grads)
                 for flat in unit.flats
             ]
         yield
+        failed = False
     finally:
         for each in summoned:
             each.flat.register_originals()
@@ -80,15 +84,20 @@ def summon_full_params(
             unit.state = TrainingState.IDLE
         if writeback:
             for each in summoned:
-                _write_back(each, with_grads=with_grads)
+                if failed or _is_written(each):
+                    _write_back(each)
+                if with_grads:
+                    _write_gradients_back(each)
 
 
 @torch.no_grad()
-def _summon(flat: FlatParameter, *, rank0_only: bool, offload_to_cpu: bool, with_grads: bool) -> _Summoned:
+def _summon(
+    unit: ShardedUnit, flat: FlatParameter, *, rank0_only: bool, offload_to_cpu: bool, with_grads: bool
+) -> _Summoned:
     payload = flat.storage.gathered()
     gradients = full_gradients(flat) if with_grads else [None] * len(flat.members)
     if rank0_only and flat.storage.layout.rank != 0:
-        return _Summoned(flat, [])
+        return _Summoned(unit, flat, [])
     device = torch.device("cpu") if offload_to_cpu else payload.device
     payload = payload.to(device)
     shown = []
@@ -99,15 +108,43 @@ def _summon(flat: FlatParameter, *, rank0_only: bool, offload_to_cpu: bool, with
         parameter.grad = None if gradient is None else gradient.to(device)
         shown.append(parameter)
     flat.register(shown)
-    return _Summoned(flat, shown)
+    return _Summoned(unit, flat, shown)
 
 
 @torch.no_grad()
-def _write_back(summoned: _Summoned, *, with_grads: bool) -> None:
+def _is_written(summoned: _Summoned) -> bool:
+    """
+    Whether to write parameters back. Collective if a backward of the unit is expected: the answer is the same on all
+    ranks. Otherwise nobody has to know whether they were written, and the host need not wait to find out.
+    """
+    unit, flat = summoned.unit, summoned.flat
+    if unit.num_expected <= 0:
+        return True
+    parts = [flat.part_of(index, shown.detach()) for index, shown in enumerate(summoned.shown)]
+    differs = [not _have_same_bits(part, own) for part, own in zip(parts, flat.parts, strict=False)]
+    written = torch.tensor(int(any(differs)), dtype=torch.int32, device=flat.storage.pool.device)
+    if not flat.is_whole:
+        all_reduce_max(written, flat.storage.group).wait()
+    return bool(written.item())
+
+
+def _have_same_bits(part: Tensor, own: Tensor) -> bool:
+    """Unlike `torch.equal`, also for NaN and for zeros of both signs."""
+    flat = (each.reshape(-1).view(torch.uint8) for each in (part.to(own.device), own))
+    return torch.equal(*flat)
+
+
+@torch.no_grad()
+def _write_back(summoned: _Summoned) -> None:
+    for index, shown in enumerate(summoned.shown):
+        summoned.flat.write(index, shown)
+
+
+@torch.no_grad()
+def _write_gradients_back(summoned: _Summoned) -> None:
     flat = summoned.flat
     for index, (member, part, shown) in enumerate(zip(flat.members, flat.parts, summoned.shown, strict=False)):
-        flat.write(index, shown)
-        if with_grads and shown.grad is not None:
+        if shown.grad is not None:
             gradient = flat.part_of(index, shown.grad)
             if member.parameter.grad is None:
                 member.parameter.grad = gradient.to(part.device, copy=True)

@@ -115,7 +115,7 @@ def load_sharded_state_dict(
     for name, value in state.items():
         if isinstance(value, LocalPieces):
             flat, index = homes.get(id(expected.get(name)), (None, 0))
-            if flat is None or not _fits(value, flat, index):
+            if flat is None or not fits(value, flat, index):
                 raise ParameterReplaced(
                     f"{name}: expected a part of this module's parameters, got one of {tuple(value.shape)}",
                     where="load_sharded_state_dict",
@@ -143,7 +143,7 @@ def own_pieces(flat: FlatParameter, index: int, part: Tensor) -> Tensor:
     return LocalPieces(part, flat.members[index].shape, flat.storage.layout.shard_slice(index).begin)
 
 
-def _fits(value: LocalPieces, flat: FlatParameter, index: int) -> bool:
+def fits(value: LocalPieces, flat: FlatParameter, index: int) -> bool:
     """Whether a rank's part is that of this parameter, which need not be the same storage."""
     if flat.is_whole or value.shape != flat.members[index].shape:
         return False

@@ -19,7 +19,7 @@ from fsdp_conformance.engine.errors import StructureMismatch
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.fully_shard import units_below
 from fsdp_conformance.engine.fully_sharded.local_pieces import LocalPieces
-from fsdp_conformance.engine.fully_sharded.model_state import original_names, own_pieces, settled
+from fsdp_conformance.engine.fully_sharded.model_state import fits, original_names, own_pieces, settled
 from fsdp_conformance.engine.verification import agree_on_text
 
 
@@ -73,9 +73,10 @@ def sharded_optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str
 @torch.no_grad()
 def load_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """
-    Load a full or sharded state dict, saved with any number of ranks and any units. Collective for a sharded one.
+    Load a full state dict, saved with any number of ranks and any units, or a sharded one of this model.
 
-    Parameters that are not in it end up without state. Raises StructureMismatch naming unknown parameters.
+    Parameters that are not in it end up without state. Collective if it has DTensors. Raises StructureMismatch naming
+    unknown parameters and parts that do not fit.
     """
     optimizer.load_state_dict(loadable_optimizer_state(module, optimizer, state))
 
@@ -85,7 +86,7 @@ def loadable_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Map
     """
     This rank's part of a full or sharded state dict, as `optimizer.load_state_dict` takes it.
 
-    Raises StructureMismatch naming unknown parameters, or if it is not a state dict.
+    Raises StructureMismatch naming unknown parameters and parts that do not fit, or if it is not a state dict.
     """
     if "state" not in state:
         raise StructureMismatch(
@@ -108,7 +109,8 @@ def loadable_optimizer_state(module: nn.Module, optimizer: Optimizer, state: Map
         parameter = by_name[name]
         flat, index = homes.get(id(parameter), (None, 0))
         loaded[positions[id(parameter)]] = {
-            key: _own_part(flat, index, value) if isinstance(value, Tensor) else value for key, value in entries.items()
+            key: _own_part(name, flat, index, value) if isinstance(value, Tensor) else value
+            for key, value in entries.items()
         }
     groups = _loaded_groups(optimizer, state, by_name, positions)
     return {"state": loaded, "param_groups": groups}
@@ -166,10 +168,22 @@ def _state_of(
     return found
 
 
-def _own_part(flat: FlatParameter | None, index: int, value: Tensor) -> Tensor:
-    """This rank's part of a whole state tensor. A tensor not as large as the parameter is the same on all ranks."""
+def _own_part(name: str, flat: FlatParameter | None, index: int, value: Tensor) -> Tensor:
+    """
+    This rank's part of a state tensor of the parameter `name`. One not as large as the parameter is the same on all
+    ranks.
+
+    Raises StructureMismatch for a part of a parameter that is sharded in another way.
+    """
     if isinstance(value, LocalPieces):
-        return value.part.to(value.part.device if flat is None else flat.storage.shard_device, copy=True)
+        if flat is None or not fits(value, flat, index):
+            raise StructureMismatch(
+                f"state of {name}: expected this rank's part of it, got a part of {tuple(value.shape)} that begins "
+                f"at element {value.begin} and has {value.part.numel()}",
+                where="load_optimizer_state",
+                hint="For other units or ranks, save it in full, or load it with torch.distributed.checkpoint.",
+            )
+        return value.part.to(flat.storage.shard_device, copy=True)
     if isinstance(value, DTensor):
         value = value.full_tensor()
     if flat is None or value.shape != flat.members[index].shape or (value.dim() == 0):

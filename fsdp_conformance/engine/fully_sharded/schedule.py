@@ -394,10 +394,10 @@ class UnitSchedule:
             flat.advance()
         while self._reductions and len(self._reductions) >= MAX_REDUCTIONS and not unit.runs_ahead:
             self._finish_oldest()
-        self._reductions += unit.start_reduction()
+        self._reductions += unit.start_reduction(self.order)
 
     def _finish_oldest(self) -> None:
-        post_accumulate_hooks(self._reductions.popleft().finish_reduction())
+        post_accumulate_hooks(self._reductions.popleft().finish_reduction(self.order))
 
     def _end_backward(self) -> None:
         """The backward is over. Collective."""

@@ -7,6 +7,7 @@ A script that was written for torch passes torch's enums and dataclasses. They a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -17,6 +18,9 @@ from fsdp_conformance.engine.sharding_strategy import BackwardPrefetch, CPUOfflo
 from fsdp_conformance.errors import ConfigError, Unsupported
 
 _WHERE = "FullyShardedDataParallel"
+
+#: The environment variable that gives torch's class full precision in eval mode.
+_FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 
 
 def converted(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +78,9 @@ def _mixed_precision(value: Any) -> Any:
             f"_module_classes_to_ignore={classes}: wrap these modules one by one, with another mixed_precision",
         )
     names = ("param_dtype", "reduce_dtype", "buffer_dtype", "cast_forward_inputs", "cast_root_forward_inputs")
-    return MixedPrecision(**{name: getattr(value, name) for name in names})
+    # As torch's class, which has no other way to be told.
+    in_eval = os.environ.get(_FULL_PRECISION_IN_EVAL) == "1"
+    return MixedPrecision(**{name: getattr(value, name) for name in names}, full_precision_in_eval=in_eval)
 
 
 def _device_id(value: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import profiler
+from torch.optim import Optimizer
 
 from fsdp_conformance.engine.errors import SharedAcrossUnits, TrainingStateError
 from fsdp_conformance.engine.fully_sharded.buffers import UnitBuffers
@@ -314,13 +315,16 @@ class ShardedUnit:
             for flat in self.flats:
                 flat.accumulate()
 
-    def start_reduction(self) -> list[FlatParameter]:
-        """Begin to reduce the gradients of this backward and any kept before. Returns what is being reduced."""
+    def start_reduction(self, watch: OrderWatch) -> list[FlatParameter]:
+        """
+        Begin to reduce the gradients of this backward and any kept before. Returns what is being reduced. `watch` notes
+        what arrives.
+        """
         self.took_part = False
         started = [flat for flat in self.flats if flat.is_trained or flat.has_gradients or flat.has_partial]
         with self.span("reduce_scatter"):
             for flat in started:
-                flat.start_reduction(self.communication_hook, all_reduce=self.all_reduces)
+                flat.start_reduction(watch, self.communication_hook, all_reduce=self.all_reduces)
         return started
 
     def reset(self) -> None:
@@ -363,8 +367,13 @@ class UnshardHandle:
 
 
 def post_accumulate_hooks(parameters: Sequence[nn.Parameter]) -> None:
-    """Call users' post-accumulate-gradient hooks, such as an optimizer in backward."""
+    """Call users' post-accumulate-gradient hooks, then step the optimizers that torch has attached to parameters."""
     for parameter in parameters:
         hooks: Mapping[int, Callable[[Tensor], None]] = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         for hook in list(hooks.values()):
             hook(parameter)
+        # `_apply_optimizer_in_backward`: its own hook is on the graph, which never reaches an original.
+        optimizers: Sequence[Optimizer] = getattr(parameter, "_in_backward_optimizers", ())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)

@@ -271,14 +271,20 @@ class FullyShardedDataParallel(TorchStateDicts):
         Let `hook(state, gradient, shard)` replace the average in every unit; nothing is divided after it.
 
         `gradient`: 1D, all gradients of a unit in the reduction's dtype, padded. `shard`: 1D, for the hook to fill with
-        this rank's part of their sum or mean. Raises TrainingStateError on an inner unit, Unsupported for hybrid
-        strategies.
+        this rank's part of their sum or mean. Units that are not sharded, with NO_SHARD or on one rank, call
+        `hook(state, gradient)`, which reduces in place. Raises TrainingStateError on an inner unit and for a second
+        hook, Unsupported for hybrid strategies.
         """
         self._check_outermost("register_comm_hook")
+        registered = [unit.label for unit in self.units if unit.communication_hook is not None]
+        if registered:
+            raise TrainingStateError(
+                f"{', '.join(registered)} must have no communication hook, but has one", where="register_comm_hook"
+            )
         if any(unit.spec.groups.replica is not None and unit.spec.groups.shard.size() > 1 for unit in self.units):
             raise Unsupported("comm_hook", "communication hooks are not supported with hybrid strategies")
         for unit in self.units:
-            unit.communication_hook = ReductionHook(state, hook)
+            unit.communication_hook = ReductionHook(state, hook, fills_shard=unit.spec.groups.shard.size() > 1)
 
     # --- by hand -----------------------------------------------------------------------------------------------------
 

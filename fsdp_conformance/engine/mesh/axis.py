@@ -50,5 +50,15 @@ def axis_group(axis: Axis) -> ProcessGroup:
 
 
 def communicates_from(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether a group has a backend for tensors on a device."""
-    return any(known.type == device.type for known in group._device_types)
+    """
+    Whether a group has a backend for tensors on a device.
+
+    A process group of a class of its own, written in Python, is its own backend and names no devices: it is asked.
+    """
+    named = group._device_types
+    return not named or any(known.type == device.type for known in named)
+
+
+def devices_of(group: ProcessGroup) -> str:
+    """The types of device that a group has backends for, in messages."""
+    return ", ".join(sorted({known.type for known in group._device_types}))

@@ -51,7 +51,13 @@ class TestSharding(FSDPTest):
             raise ValueError("not on the first rank")
 
     def test_internals(self):
-        self.assertTrue(FSDP(nn.Linear(4, 2))._handle.uses_sharded_strategy)
+        self.assertFalse(FSDP(nn.Linear(4, 2))._handle.flat_param._numels == ())
+
+    def test_flat_parameter(self):
+        handle = FSDP(nn.Linear(4, 2).cuda(), device_id=self.rank)._handle
+        self.assertTrue(handle.uses_sharded_strategy)
+        self.assertEqual(handle.flat_param.data_ptr(), handle.flat_param._local_shard.data_ptr())
+        self.assertIsNone(handle.flat_param.grad)
 
 
 class TestPerDevice(FSDPTest):
@@ -265,10 +271,13 @@ def test_wrong_lists(script: dict[str, Any], tmp_path: Path, text: str, message:
         script["upstream_known"].load(path)
 
 
-def test_the_list_itself(script: dict[str, Any]) -> None:
-    """It can be read, and names only files that belong to a group."""
-    known = script["upstream_known"].load(script["upstream_known"].LIST)
-    groups = [pattern for patterns in script["GROUPS"].values() for pattern in patterns]
+@pytest.mark.parametrize("subject", ["torch", "reference"])
+def test_the_lists_themselves(script: dict[str, Any], subject: str) -> None:
+    """They can be read, and name only files that belong to a group of their subject."""
+    known = script["upstream_known"].load(script["upstream_known"].LISTS[subject])
+    chosen = list(script["GROUPS"]) if subject == "torch" else ["fsdp1"]
+    groups = [pattern for group in chosen for pattern in script["GROUPS"][group]]
+    assert known.files
     strays = {file for file in known.files if not any(fnmatch.fnmatch(file, pattern) for pattern in groups)}
     assert set() == strays
 
@@ -289,7 +298,7 @@ def test_run(script: dict[str, Any], tests: Path, tmp_path: Path, subject: str) 
     of_subject = {"TestSharding.test_internals"} if subject == "reference" else set()
     assert {"TestSharding.test_fails", *of_subject} == set(outcome["failed"]), outcome
     assert "ValueError: not on the first rank" == outcome["failed"]["TestSharding.test_fails"]
-    assert 4 - len(outcome["failed"]) == len(outcome["passed"])
+    assert 5 - len(outcome["failed"]) == len(outcome["passed"])
     table = (tmp_path / "report/table.md").read_text(encoding="utf-8")
     assert f"Subject: {subject}. Ranks: cpu." in table
     assert ("internals of torch's class" in table) == (subject == "reference")

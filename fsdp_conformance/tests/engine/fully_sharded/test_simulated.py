@@ -7,17 +7,20 @@ What the suites ask there is not asked again: here are the parts of the engine t
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_conformance.engine.errors import ExecutionOrderError, ParameterMoved
 from fsdp_conformance.engine.fully_sharded.model_state import full_state_dict, load_full_state_dict, sharded_state_dict
 from fsdp_conformance.engine.fully_sharded.wrapper import FullyShardedDataParallel
 from fsdp_conformance.engine.sharding_strategy import CPUOffload, MixedPrecision, ShardingStrategy
-from fsdp_conformance.simulator import checker
+from fsdp_conformance.simulator import checker, process_group
 from fsdp_conformance.tests.engine.fully_sharded.sharded_ranks import (
     LEARNING_RATE,
     WIDTH,
@@ -110,6 +113,36 @@ class TestOnSim(OnSim):
         """A backward that raised leaves nothing behind."""
         self.assert_same(interrupted)
 
+    def test_order(self) -> None:
+        """A rank that runs another unit than its peers is told, the last one too, which gathers its own tag."""
+        for odd in range(self.world_size):
+            for offload in (False, True):
+                for first in (True, False):
+                    subject = sharded(_Branched(), device_id=torch.device(self.device), cpu_offload=offload)
+                    x = batch(self.rank).to(self.device)
+                    if not first:
+                        subject(x, 0).sum().backward()
+                    if self.rank == odd:
+                        with self.assertRaisesRegex(ExecutionOrderError, "expected unit .* (gathered|averaged) unit"):
+                            subject(x, 1).sum().backward()
+                    elif first:
+                        with suppress(ExecutionOrderError):
+                            subject(x, 0).sum().backward()
+                    else:
+                        subject(x, 0).sum().backward()
+        self.found()
+
+    def test_on_the_cpu_in_a_group_of_the_device(self) -> None:
+        """A module that its group cannot reach is told where to go, and trains once it is there."""
+        group = dist.new_group(backend=process_group.BACKEND)
+        subject = sharded(chain(), process_group=group)
+        with self.assertRaisesRegex(
+            ParameterMoved, r"must be on a device of its process group \(sim\), got cpu.*device_id"
+        ):
+            subject(batch(self.rank))
+        subject.to(self.device)
+        plain(subject, [batch(self.rank).to(self.device)])
+
     def test_inputs_to_the_cpu(self) -> None:
         """A unit that computes on the CPU waits for inputs from the device, also in another dtype."""
         for policy in (None, MixedPrecision(param_dtype=torch.float64)):
@@ -140,6 +173,18 @@ class TestOnSim(OnSim):
         self.assertEqual([], self.found())
         for name, value in found[0].items():
             self.assertTrue(torch.equal(value, found[1][name]), msg=f"{name}: expected {value}, got {found[1][name]}")
+
+
+class _Branched(nn.Module):
+    """Two units of one size, of which each forward runs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList([Stage(), Stage()])
+
+    def forward(self, x: Tensor, branch: int) -> Tensor:
+        output: Tensor = self.branches[branch](x)
+        return output
 
 
 def _recomputed(reentrant: bool) -> nn.Module:

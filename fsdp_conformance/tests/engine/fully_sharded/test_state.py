@@ -117,6 +117,26 @@ class TestState(ShardedTestCase):
         with self.assertRaises(ConfigError), subject.summon_full_params(subject, rank0_only=True):
             pass
 
+    def test_summon_between_forward_and_backward(self) -> None:
+        """Reading whole parameters there leaves the backward alone; writing one element of one rank's is told."""
+        for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+            plain, subject = chain(), sharded(chain(), sharding_strategy=strategy)
+            for model in (plain, subject):
+                loss = forward_sum(model, batch(0))
+                if model is subject:
+                    with subject.summon_full_params(subject):
+                        pass
+                loss.backward()
+            with subject.summon_full_params(subject, writeback=False, with_grads=True):
+                for mine, theirs in zip(plain.parameters(), subject.parameters(), strict=True):
+                    self.assertEqual(mine.grad, theirs.grad)
+            loss = forward_sum(subject, batch(0))
+            with subject.summon_full_params(subject), torch.no_grad():
+                next(subject[0].parameters()).view(-1)[0] += 1
+            with self.assertRaisesRegex(ParameterReplaced, "modified between forward and backward"):
+                loss.backward()
+            self.train(subject, steps=1)
+
     def test_summon_without_gradients(self) -> None:
         """Where no rank has a gradient, none is shown, also on a rank that has no elements of the parameter."""
         subject = sharded(WithSpare())

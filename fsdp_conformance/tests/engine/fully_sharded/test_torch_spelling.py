@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import os
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -77,6 +79,16 @@ class TestOptions(ShardedTestCase):
                 "device_id": torch.device("cpu"),
             },
         )
+
+    def test_full_precision_in_eval(self) -> None:
+        """The environment variable of torch's class holds for torch's MixedPrecision, from the wrap on."""
+        for value, expected in (("1", torch.float32), ("0", torch.bfloat16), ("", torch.bfloat16)):
+            with mock.patch.dict(os.environ, {"FSDP_USE_FULL_PREC_IN_EVAL": value}):
+                model = FullyShardedDataParallel(
+                    chain(), mixed_precision=fsdp.MixedPrecision(param_dtype=torch.bfloat16)
+                )
+            self.assertEqual(torch.bfloat16, model(batch(self.rank)).dtype)
+            self.assertEqual(expected, model.eval()(batch(self.rank)).dtype)
 
     def _assert_same(self, torchs: dict[str, Any], ours: dict[str, Any]) -> None:
         found, expected = (FullyShardedDataParallel(chain(), **options) for options in (torchs, ours))
@@ -280,6 +292,17 @@ class TestStateDicts(CheckpointTestCase):
             else:
                 restored.load_state_dict(convert(saved, twin, restored))
             self.assertEqual(expected, self.train(twin, optimizer=restored, first=2), msg=method)
+
+    def test_sharded_optimizer_state_of_other_units(self) -> None:
+        """What other units hold on this rank is no state of these units: refused, instead of loaded as it is."""
+        subject, other = self._trained(), FullyShardedDataParallel(chain())
+        optimizer, restored = self.optimizer(subject), self.optimizer(other)
+        self.train(subject, optimizer=optimizer, steps=1)
+        pieces = FullyShardedDataParallel.sharded_optim_state_dict(subject, optimizer)
+        for convert in ("flatten_sharded_optim_state_dict", "optim_state_dict_to_load"):
+            arguments = (pieces, other, restored) if convert.startswith("flatten") else (other, restored, pieces)
+            with self.assertRaisesRegex(StructureMismatch, "expected this rank's part of it, got a part"):
+                getattr(FullyShardedDataParallel, convert)(*arguments)
 
     def test_sharded(self) -> None:
         """Sharded states go through torch.distributed.checkpoint, live or as copies on the CPU."""

@@ -10,8 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_conformance.engine.errors import (
@@ -320,9 +323,45 @@ class TestSteps(ShardedTestCase):
         subject.register_comm_hook(None, average)
         with self.assertRaises(TrainingStateError):
             subject.module[0].register_comm_hook(None, average)  # type: ignore[index]
+        with self.assertRaisesRegex(TrainingStateError, "must have no communication hook"):
+            subject.register_comm_hook(None, average)
         self.train(reference, steps=2), self.train(subject, steps=2)
         self.assertEqual(8, len(calls))
         self.assert_same_params(reference.module, subject)
+
+    def test_torchs_communication_hooks(self) -> None:
+        """Torch's own hooks fill shards, and reduce in place where nothing is sharded; then optimizers may step."""
+        for strategy, hook in (
+            (ShardingStrategy.FULL_SHARD, default_hooks.reduce_scatter_hook),
+            (ShardingStrategy.NO_SHARD, default_hooks.allreduce_hook),
+        ):
+            model = chain()
+            reference = DistributedDataParallel(copy.deepcopy(model))
+            subject = sharded(model, sharding_strategy=strategy)
+            subject.register_comm_hook(default_hooks.DefaultState(dist.distributed_c10d._get_default_group()), hook)
+            stepped: list[Tensor] = []
+            for parameter in subject.parameters():
+                parameter.register_post_accumulate_grad_hook(stepped.append)
+            self.train(reference, steps=2), self.train(subject, steps=2)
+            self.assert_same_params(reference.module, subject)
+            self.assertEqual(2 * len(list(subject.parameters())), len(stepped))
+
+    def test_torchs_optimizers_in_backward(self) -> None:
+        """What torch attaches to parameters is stepped once each gradient is reduced, and drops it."""
+        for register_hook in (False, True):
+            expected, subject = sharded(chain()), sharded(chain())
+            optimizer = torch.optim.SGD(expected.parameters(), lr=LEARNING_RATE)
+            _apply_optimizer_in_backward(
+                torch.optim.SGD, subject.parameters(), {"lr": LEARNING_RATE}, register_hook=register_hook
+            )
+            for step in range(2):
+                forward_sum(expected, batch(self.rank, step)).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                forward_sum(subject, batch(self.rank, step)).backward()
+                self.assertTrue(all(parameter.grad is None for parameter in subject.parameters()))
+            for (name, mine), theirs in zip(full_params(subject).items(), full_params(expected).values(), strict=True):
+                self.assertTrue(torch.equal(mine, theirs), msg=name)
 
 
 class TestOutputs(ShardedTestCase):
@@ -370,3 +409,21 @@ def test_what_cannot_be_broadcast_is_said_before() -> None:
         synchronise([torch.ones(2)], groups)
     with pytest.raises(ConfigError, match="got cpu"):
         synchronise([torch.ones(2, device="meta"), torch.ones(2)], groups)
+
+
+@spawn_threads_and_init_comms(world_size=2)
+def _synchronised_in_threads(found: dict[int, float]) -> None:
+    rank = dist.get_rank()
+    module = nn.Linear(2, 2)
+    nn.init.constant_(module.weight, rank + 1.0)
+    model = FullyShardedDataParallel(module, sync_module_states=True)
+    found[rank] = full_params(model)["weight"].mean().item()
+
+
+def test_group_that_names_no_devices() -> None:
+    """A process group of a class of its own is its own backend, and is asked: here torch's for threads."""
+    found: dict[int, float] = {}
+
+    _synchronised_in_threads(found)
+
+    assert found == {0: 1.0, 1: 1.0}
