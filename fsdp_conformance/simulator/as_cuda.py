@@ -326,7 +326,8 @@ def _install_distributed(replaced: Replacements) -> None:
 
     replaced.set(dist.ProcessGroup, name=name_of_group, barrier=_barrier(dist.ProcessGroup.barrier))
     for name in ("_get_sequence_number_for_group", "_set_sequence_number_for_group"):
-        replaced.set(dist.ProcessGroup, **{name: _of_backend(name, getattr(dist.ProcessGroup, name))})
+        if hasattr(dist.ProcessGroup, name):  # torch 2.14 has only the first one
+            replaced.set(dist.ProcessGroup, **{name: _of_backend(name, getattr(dist.ProcessGroup, name))})
 
     def get_default_backend_for_device(device: Any) -> Any:
         backend = default_of(device)  # type: ignore[misc]
@@ -346,7 +347,8 @@ def _install_distributed(replaced: Replacements) -> None:
     made_gloo = made_groups.process_group_gloo()
     for module in (distributed_c10d, dist):
         replaced.set(module, ProcessGroupGloo=made_gloo)
-    replaced.set(distributed_c10d, _set_pg_timeout=_set_timeout(distributed_c10d._set_pg_timeout))
+    if not hasattr(dist, "set_timeout"):  # since torch 2.14 every backend is asked
+        replaced.set(distributed_c10d, _set_pg_timeout=_set_timeout(distributed_c10d._set_pg_timeout))
     _install_backends(replaced)
     _install_hooks(replaced)
     _install_meshes(replaced)

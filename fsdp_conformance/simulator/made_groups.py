@@ -28,6 +28,7 @@ __all__ = ["process_group_gloo", "process_group_nccl"]
 _COLLECTIVES = (
     "_allgather_base", "_reduce_scatter_base", "allgather", "allreduce", "alltoall", "alltoall_base", "broadcast",
     "gather", "recv", "recv_anysource", "reduce", "reduce_scatter", "scatter", "send",
+    "all_gather_single", "all_to_all_single", "reduce_scatter_single",  # since torch 2.14
 )  # fmt: skip
 
 
@@ -93,7 +94,7 @@ def _is_on_device(values: Iterable[Any]) -> bool:
     return False
 
 
-for _name in _COLLECTIVES:
+for _name in (name for name in _COLLECTIVES if hasattr(ProcessGroupGloo, name)):
     setattr(_MadeGloo, _name, _by_device(_name, getattr(ProcessGroupGloo, _name)))
 
 

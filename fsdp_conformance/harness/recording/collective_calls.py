@@ -36,6 +36,8 @@ class _Call(NamedTuple):
 
 _ALL_GATHER = _Call(Op.ALL_GATHER, outputs=0, inputs=1)
 _REDUCE_SCATTER = _Call(Op.REDUCE_SCATTER, outputs=0, inputs=1, unsharded="inputs")
+# Only the root has everything, but all ranks must count the same.
+_GATHER = _Call(Op.GATHER, outputs=0, inputs=1, unsharded="inputs", per_rank=True)
 _ALL_TO_ALL = _Call(Op.ALL_TO_ALL, outputs=0, inputs=1, unsharded="inputs")
 _BARRIER = _Call(Op.BARRIER)
 
@@ -56,8 +58,9 @@ METHODS = {
     "allreduce_coalesced": _Call(Op.ALL_REDUCE, in_place=True),
     "broadcast": _Call(Op.BROADCAST, in_place=True),
     "reduce": _Call(Op.REDUCE, in_place=True),
-    # Only the root has everything, but all ranks must count the same.
-    "gather": _Call(Op.GATHER, outputs=0, inputs=1, unsharded="inputs", per_rank=True),
+    "gather": _GATHER,
+    "gather_into_tensor": _GATHER,
+    "gather_single": _GATHER,
     "scatter": _Call(Op.SCATTER, outputs=0, inputs=1, per_rank=True),
     "alltoall": _ALL_TO_ALL,
     "alltoall_base": _ALL_TO_ALL,

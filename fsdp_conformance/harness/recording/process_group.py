@@ -9,8 +9,8 @@ implementations choose collectives by it (all-to-all on gloo, averaging on NCCL,
 
 Recorded: whatever Python calls on a group, and what C++ calls through it (DDP's reducer, functional collectives,
 DTensor). Not recorded: C++ that calls a backend directly, or calls a method that torch does not let Python override
-(`all_gather_into_tensor_out`, an inductor op). Compiled code is not covered either: dynamo does not accept a Python
-subclass as a process group.
+(`all_gather_into_tensor_out`, an inductor op), and one-sided windows (torch 2.14). Compiled code is not covered either:
+dynamo does not accept a Python subclass as a process group.
 """
 
 from __future__ import annotations

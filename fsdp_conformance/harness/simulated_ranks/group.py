@@ -45,6 +45,9 @@ from fsdp_conformance.harness.simulated_ranks.arguments import (
 from fsdp_conformance.harness.simulated_ranks.meeting import Channel, Contribution, Meeting
 from fsdp_conformance.history.collective import Op
 
+#: What gloo does not have.
+_NOT_ON_THE_CPU = frozenset({"gather_into_tensor", "gather_single"})
+
 
 @dataclass(slots=True)
 class _Shared:
@@ -257,6 +260,8 @@ def _method(name: str) -> Callable[..., Work | None]:
         if not _is_on_cpu(traffic, options):
             work: Work | None = getattr(self._twin, name)(*args, **kwargs)
             return work
+        if name in _NOT_ON_THE_CPU:
+            raise InvalidCollective([f"the CPU's backend has no {name}: use gather"], where="gather of simulated ranks")
         if traffic.op in (Op.SEND, Op.RECV):
             peer, tag = (self.sender(args[-1]), args[-1]) if name == "recv_anysource" else args[1:3]
             return self.pass_on(traffic, peer, tag)
@@ -331,23 +336,27 @@ def _world() -> _Groups:
     return _groups
 
 
-class _GlooOfOne(type):
+class _SilentGloo(type):
     """The metaclass of the stand-in for `ProcessGroupGloo` where torch makes a group's backend."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, ProcessGroupGloo)
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> ProcessGroupGloo:
-        """A backend of one rank without threads: a real one would connect every pair of ranks."""
+    def __call__(cls, store: Store, rank: int, size: int, *args: Any, **kwargs: Any) -> ProcessGroupGloo:
+        """A backend without threads and connections: a real one would connect every pair of ranks."""
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices, options._threads = [_gloo_device()], 0
+        if hasattr(options, "enable_reconfigure"):
+            # Since torch 2.14 a group has the rank and the size of its backend. This one is not connected.
+            options.enable_reconfigure = True
+            return ProcessGroupGloo(HashStore(), rank, size, options)
         return ProcessGroupGloo(HashStore(), 0, 1, options)
 
 
-class _Gloo(metaclass=_GlooOfOne):
+class _Gloo(metaclass=_SilentGloo):
     """
     The stand-in for gloo. It holds what torch keeps in a group's backend, such as its name, but does not communicate: a
-    collective that bypassed Python would hang, and so be noticed.
+    collective that bypassed Python would hang, or raise since torch 2.14, and so be noticed.
     """
 
 

@@ -19,7 +19,9 @@ from torch.distributed import distributed_c10d
 class _OneThread(ProcessGroupGloo):
     """What torch makes in place of its own backend inside `one_gloo_thread`."""
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta, **more: Any) -> None:
+        if any(more.values()):  # torch 2.14 names what it leaves out, too
+            raise TypeError(f"options of a group that {type(self).__name__} does not know: {more}")
         options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices, options._threads = [ProcessGroupGloo.create_default_device()], 1
         options._timeout = timeout

@@ -131,6 +131,12 @@ WRONG: Final[dict[str, Call]] = {
     "gather of too few": _alone(0, _of(lambda: dist.gather(_ones(2), _many(SIZE - 1), 0))),
     "gather of other sizes": _alone(0, _of(lambda: dist.gather(_ones(2), _many(SIZE, 3), 0))),
     "gather of another dtype": _alone(0, _of(lambda: dist.gather(_ones(2), _many(SIZE, 2, torch.float64), 0))),
+    # Only NCCL has it, since torch 2.14.
+    **(
+        {"gather_single": _of(lambda: dist.gather_single(_ones(2), _ones(2 * SIZE)))}
+        if hasattr(dist, "gather_single")
+        else {}
+    ),
     "scatter without a list": _alone(0, _of(dist.scatter, lambda: _ones(2), None, 0)),
     "scatter with a list elsewhere": _alone(1, _of(lambda: dist.scatter(_ones(2), _many(SIZE), 0))),
     "scatter of too few": _alone(0, _of(lambda: dist.scatter(_ones(2), _many(SIZE - 1), 0))),
