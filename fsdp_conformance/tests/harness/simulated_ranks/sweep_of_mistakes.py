@@ -24,6 +24,9 @@ from fsdp_conformance.tests.harness.simulated_ranks.sweep import (
     reduce_scatter_tensor,
 )
 
+#: Only NCCL has it, since torch 2.14.
+_gather_single: Callable[..., object] | None = getattr(dist, "gather_single", None)
+
 
 def _ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.ones(shape, dtype=dtype)
@@ -131,12 +134,7 @@ WRONG: Final[dict[str, Call]] = {
     "gather of too few": _alone(0, _of(lambda: dist.gather(_ones(2), _many(SIZE - 1), 0))),
     "gather of other sizes": _alone(0, _of(lambda: dist.gather(_ones(2), _many(SIZE, 3), 0))),
     "gather of another dtype": _alone(0, _of(lambda: dist.gather(_ones(2), _many(SIZE, 2, torch.float64), 0))),
-    # Only NCCL has it, since torch 2.14.
-    **(
-        {"gather_single": _of(lambda: dist.gather_single(_ones(2), _ones(2 * SIZE)))}
-        if hasattr(dist, "gather_single")
-        else {}
-    ),
+    **({"gather_single": _of(_gather_single, lambda: _ones(2), lambda: _ones(2 * SIZE))} if _gather_single else {}),
     "scatter without a list": _alone(0, _of(dist.scatter, lambda: _ones(2), None, 0)),
     "scatter with a list elsewhere": _alone(1, _of(lambda: dist.scatter(_ones(2), _many(SIZE), 0))),
     "scatter of too few": _alone(0, _of(lambda: dist.scatter(_ones(2), _many(SIZE - 1), 0))),
