@@ -54,10 +54,12 @@ class TestSharding(FSDPTest):
         self.assertFalse(FSDP(nn.Linear(4, 2))._handle.flat_param._numels == ())
 
     def test_flat_parameter(self):
-        handle = FSDP(nn.Linear(4, 2).cuda(), device_id=self.rank)._handle
+        model = FSDP(nn.Linear(4, 2).cuda(), device_id=self.rank)
+        model(torch.ones(1, 4, device="cuda:0")).sum().backward()
+        handle = model._handle
         self.assertTrue(handle.uses_sharded_strategy)
         self.assertEqual(handle.flat_param.data_ptr(), handle.flat_param._local_shard.data_ptr())
-        self.assertIsNone(handle.flat_param.grad)
+        self.assertIsNotNone(handle.flat_param.grad)
 
 
 class TestPerDevice(FSDPTest):
