@@ -161,12 +161,20 @@ class ReferenceShowsZerosForNone(_Altered):
 
 
 @known_wrong("R045")
-class ReferenceLosesWritesOfOneRank(_Altered):
+class ReferenceLosesWritesOfOneRank(SeamReference):
     """The last rank does not keep what is written."""
 
-    def options(self, options: dict[str, Any]) -> dict[str, Any]:
-        is_last = dist.get_rank() == dist.get_world_size() - 1
-        return options | ({"writeback": False} if is_last else {})
+    @contextmanager
+    def full_params_context(self, unit: str = "", **options: Any) -> Iterator[None]:
+        with super().full_params_context(unit, **options):
+            is_last = dist.get_rank() == dist.get_world_size() - 1
+            # Writing back is collective, so this rank takes part, with what was there before.
+            before = {name: shown.detach().clone() for name, shown in self.parameters().items()} if is_last else {}
+            yield
+            for name, value in before.items():
+                shown = self.parameters()[name]
+                if not torch.equal(shown, value):
+                    shown.data.copy_(value)
 
 
 @known_wrong("R045", name="fsdp1-loses-writes-of-one-rank")
