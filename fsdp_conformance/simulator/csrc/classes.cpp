@@ -2,6 +2,7 @@
 //
 // Python refuses to set an attribute of a class that is written in C, such as torch.device, because extensions rely on
 // these classes not to change. What is replaced here are answers to Python code only; torch's C++ does not see them.
+#include <pybind11/eval.h>
 #include <pybind11/pybind11.h>
 
 #include <cstring>
@@ -38,7 +39,68 @@ PyTypeObject* class_of(const py::object& type) {
   return reinterpret_cast<PyTypeObject*>(type.ptr());
 }
 
+#if PY_VERSION_HEX >= 0x030C0000
+
+// Since Python 3.12 each interpreter keeps the attributes of Python's own types apart from the type, and setting one as
+// usual is lost in 3.13. So it is set where they are kept, and the slots are made to follow.
+
+bool is_pythons_own(PyTypeObject* type) {
+  return type->tp_dict == nullptr;
+}
+
+/// What a class has in its slot for `str` if it defines `__str__` in Python.
+reprfunc str_from_attribute() {
+  static const reprfunc slot = [] {
+    const py::dict scope;
+    py::exec("class Defines:\n    def __str__(self):\n        return ''", scope);
+    return reinterpret_cast<PyTypeObject*>(scope["Defines"].ptr())->tp_str;
+  }();
+  return slot;
+}
+
+/// Give a type another slot for `str`, and those derived from it that inherit it.
+void inherit_str(PyTypeObject* type, reprfunc before, reprfunc now) {
+  if (type->tp_str != before) {
+    return;
+  }
+  type->tp_str = now;
+  const py::object derived =
+      py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(type)).attr("__subclasses__")();
+  for (const py::handle one : derived) {
+    inherit_str(reinterpret_cast<PyTypeObject*>(one.ptr()), before, now);
+  }
+}
+
+/// `value`: null to delete the attribute.
+void change_pythons_own(PyTypeObject* type, const py::str& name, PyObject* value) {
+  const auto attributes = py::reinterpret_steal<py::object>(PyType_GetDict(type));
+  const int failed = value != nullptr ? PyDict_SetItem(attributes.ptr(), name.ptr(), value)
+                                      : PyDict_DelItem(attributes.ptr(), name.ptr());
+  if (failed) {
+    throw py::error_already_set();
+  }
+  PyType_Modified(type);
+  if (std::string(name) == "__str__") {
+    const reprfunc now = value != nullptr ? str_from_attribute() : type->tp_base->tp_str;
+    inherit_str(type, type->tp_str, now);
+  }
+}
+
+#else
+
+bool is_pythons_own(PyTypeObject*) {
+  return false;  // nor is there a need to know
+}
+
+void change_pythons_own(PyTypeObject*, const py::str&, PyObject*) {}
+
+#endif
+
 void set_class_attribute(const py::object& type, const py::str& name, const py::object& value) {
+  if (is_pythons_own(class_of(type))) {
+    change_pythons_own(class_of(type), name, value.ptr());
+    return;
+  }
   const Unlocked unlocked(class_of(type));
   if (PyObject_SetAttr(type.ptr(), name.ptr(), value.ptr()) != 0) {
     throw py::error_already_set();
@@ -47,6 +109,10 @@ void set_class_attribute(const py::object& type, const py::str& name, const py::
 
 /// The class then inherits the attribute again.
 void delete_class_attribute(const py::object& type, const py::str& name) {
+  if (is_pythons_own(class_of(type))) {
+    change_pythons_own(class_of(type), name, nullptr);
+    return;
+  }
   const Unlocked unlocked(class_of(type));
   if (PyObject_DelAttr(type.ptr(), name.ptr()) != 0) {
     throw py::error_already_set();
