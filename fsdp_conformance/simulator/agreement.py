@@ -160,6 +160,13 @@ class Agreement:
         if problems:
             raise CollectiveMismatch(problems[0].sentence())
 
+    def look_at_this_process(self) -> None:
+        """`look`, with what holds this process up."""
+        in_main, in_others, number = build.load().waiting()
+        # The main thread waits for autograd's during a backward pass, and for no other thread that we know of.
+        held_up = in_main or (in_others and self._caller() is not None)
+        self.look(number if held_up else None)
+
     def look(self, waits: int | None) -> None:
         """
         Look whether this rank waits in vain, and abort its collectives then. Called from time to time.

@@ -77,10 +77,7 @@ class Observer:
 
     def look(self) -> None:
         """Look whether the ranks wait for each other for ever."""
-        in_main, in_others, number = build.load().waiting()
-        # The main thread waits for autograd's during a backward pass, and for no other thread that we know of.
-        held_up = in_main or (in_others and labels.caller_of_backward() is not None)
-        self.agreement.look(number if held_up else None)
+        self.agreement.look_at_this_process()
 
     def observed(self) -> dict[str, Any]:
         """The hazards, and how much was checked; JSON-ready."""
