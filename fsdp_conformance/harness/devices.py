@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import distributed
 
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.harness.processes.cuda_driver import counted_in_a_child
 from fsdp_conformance.harness.processes.forkserver import environment
 
 #: Backends of accelerators, for torch versions without `get_default_backend_for_device`.
@@ -39,8 +41,8 @@ def device_count(device_type: str) -> int:
     """
     How many devices of that type this process sees; for the CPU, the cores that it may run on.
 
-    GPUs are counted through NVML if torch can, without a CUDA context. The simulated accelerator has devices only in
-    processes in which it is active.
+    CUDA is not started here: torch asks NVML for the number of GPUs, or a child does. The simulated accelerator has
+    devices only in processes in which it is active.
     """
     if device_type == "cpu":
         return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -48,9 +50,15 @@ def device_count(device_type: str) -> int:
         module = torch.get_device_module(device_type)
     except RuntimeError:
         return 0
-    # Without the variable torch would start the CUDA driver in the controller.
-    with environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+    with asked_without_starting_cuda():
         return int(module.device_count()) if module.is_available() else 0
+
+
+@contextmanager
+def asked_without_starting_cuda() -> Iterator[None]:
+    """A context in which torch says how many GPUs there are without starting CUDA in this process."""
+    with environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}), counted_in_a_child():
+        yield
 
 
 def present_accelerator() -> torch.device | None:
@@ -60,8 +68,10 @@ def present_accelerator() -> torch.device | None:
     `torch.accelerator.current_accelerator` alone does not say that: without an accelerator, torch 2.6 raises, and later
     versions name the one that torch was built for. The engine, which stands alone, has the same function.
     """
-    # As in `device_count`.
-    with environment({"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}):
+    with asked_without_starting_cuda():
+        # Before torch 2.7, `torch.accelerator` asks the driver by itself.
+        if torch.cuda.is_available():
+            return torch.device("cuda")
         return torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
 
 

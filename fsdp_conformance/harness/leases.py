@@ -101,6 +101,17 @@ def lease(
         yield Lease(devices=chosen, variables={variable: ",".join(chosen)})
 
 
+def again(device_type: str, before: Lease, *, slots: int = 1) -> ExitStack | None:
+    """A new lease on the same devices, to be closed; None if somebody else has one of them."""
+    with ExitStack() as held:
+        count = len(before.devices)
+        try:
+            held.enter_context(lease(device_type, count, slots=slots, among=before.devices, timeout_s=0.0))
+        except EnvironmentUnavailable:
+            return None
+        return held.pop_all()
+
+
 @contextmanager
 def hold(
     names: Sequence[str],

@@ -77,7 +77,7 @@ class _Gathering(UnitSchedule):
         idle = [unit for unit in self.units if not unit.took_part]
         super()._end_backward()
         for unit in idle:
-            unit.start_unshard(None)
+            unit.start_unshard(None, self.order)
 
 
 @known_wrong("R078")

@@ -129,7 +129,7 @@ class _KeepingSecond(UnitSchedule):
         for unit in self.units:
             if isinstance(unit, _Counting):
                 if unit.num_recomputed > 1:
-                    unit.start_unshard(None)
+                    unit.start_unshard(None, self.order)
                 unit.num_recomputed = 0
 
 

@@ -365,6 +365,20 @@ class FlatParameter:
     def _current_versions(self) -> list[int]:
         return [self._writes, *(member.parameter._version for member in self.members)]
 
+    def announce(self, watch: OrderWatch, what: str) -> None:
+        """
+        Let `watch` compare with peers that all are about to do the same ("gather" or "reduction").
+
+        Raises ExecutionOrderError. Not on the CPU, where gloo compares sizes and each tag is checked when it arrives.
+        """
+        storage = self.storage
+        if self.tag is None or storage.pool.device.type == "cpu":
+            return
+        for group in (storage.group, storage.replica_group if what == "reduction" else None):
+            if group is not None and group.size() > 1:
+                numel = storage.layout.shard_numel
+                watch.announce(group, f"{what} ({numel} elements a rank)", f"unit {self.tag} ({self.name})")
+
     def start_gather(self, after: Any) -> None:
         """Begin to unshard, unless it has begun."""
         if self.storage.is_gathered:

@@ -6,6 +6,11 @@ checked together, at the end of the backward or of a forward without a graph, in
 whose order differs from the previous one. A rank that agreed with its peers once, and whose order never changes, still
 agrees with them; if a peer changes its order, that one finds out.
 
+A tag says what has arrived, and nothing arrives where ranks run units of different sizes: NCCL, which checks nothing,
+may hang, or write past what it was given. So in the iterations that are checked, ranks also compare each collective
+before they issue it, through the group's store. The first rank to come writes down what it is about to do, and one that
+is about to do something else raises instead. Nobody waits for an answer, and the device is left alone.
+
 What is gathered ends with the last rank's tag. So the last rank sees its own, and finds out by the average of all,
 which it gets with the gradients. Where there are none, in a forward without a graph and for frozen units, nobody
 notices if the last rank alone changes its order.
@@ -14,11 +19,14 @@ notices if the last rank alone changes its order.
 from __future__ import annotations
 
 import math
+import weakref
+from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from fsdp_conformance.engine.errors import ExecutionOrderError
 
@@ -35,13 +43,76 @@ class _Arrived(NamedTuple):
         return abs(number - self.expected) > self.tolerance or (math.isnan(number) and self.what == "gathered")
 
 
+_HINT = "All ranks must run the same units in the same order."
+
+#: How many watches have written to a store: each has keys of its own, the same on every rank.
+_watches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+class _Announcements:
+    """What one rank is about to do in a group, in the order in which it does it."""
+
+    def __init__(self, store: Any) -> None:
+        _watches[store] = number = _watches.get(store, 0) + 1
+        self._store = weakref.ref(store)
+        self._prefix = f"fully_sharded/{number}"
+
+    def first(self, iteration: int, place: int, mine: str) -> str:
+        """What the first rank that came to this place wrote; `mine` if it was this one, or if the store is gone."""
+        store = self._store()
+        if store is None:
+            return mine
+        try:
+            found = store.compare_set(f"{self._prefix}/{iteration}/{place}", "", mine)
+        except RuntimeError:
+            # The store of a fake group cannot do this, and that of a group that is ending may no longer answer.
+            return mine
+        return str(found.decode())
+
+
 class OrderWatch:
-    """The tags that arrived in one iteration."""
+    """What ranks are about to do, and the tags that arrived, in one iteration."""
 
     def __init__(self) -> None:
         self.is_on = True
         """Whether this iteration is checked."""
         self._arrived: list[_Arrived] = []
+        self._iteration = 0
+        # By the group's name: how many collectives this iteration has had, and what compares them.
+        self._places: Counter[str] = Counter()
+        self._announcements: dict[str, _Announcements | None] = {}
+
+    def begin(self) -> None:
+        """An iteration begins. Raises ExecutionOrderError as `judge` does."""
+        self.judge()
+        self._iteration += 1
+        self._places.clear()
+
+    def announce(self, group: ProcessGroup, action: str, unit: str) -> None:
+        """
+        Compare the next collective of the group with those of its peers, before it is issued.
+
+        `action` must be equal on all ranks; what equal ones do with different units, their tags tell. Raises
+        ExecutionOrderError if a peer came first with another one. That peer waits for this rank in vain, as for any
+        rank that ends.
+        """
+        name = group.group_name
+        place = self._places[name]
+        self._places[name] += 1
+        if not self.is_on:
+            return
+        if name not in self._announcements:
+            store = _store_of(group)
+            self._announcements[name] = None if store is None else _Announcements(store)
+        announcements = self._announcements[name]
+        mine = f"{action} of {unit}"
+        first = mine if announcements is None else announcements.first(self._iteration, place, mine)
+        if not first.startswith(f"{action} of "):
+            raise ExecutionOrderError(
+                f"this rank is about to issue the {mine}, and another rank has issued the {first}",
+                where=f"rank {torch.distributed.get_rank()}",
+                hint=_HINT,
+            )
 
     def note(self, unit: str, expected: int, tag: Tensor, *, what: str = "gathered", tolerance: float = 0.0) -> None:
         """
@@ -67,7 +138,7 @@ class OrderWatch:
             raise ExecutionOrderError(
                 problems,
                 where=f"rank {torch.distributed.get_rank()}",
-                hint="All ranks must run the same units in the same order.",
+                hint=_HINT,
             )
 
     def forget(self) -> None:
@@ -82,3 +153,11 @@ def _numbers(arrived: Iterable[_Arrived]) -> Iterator[tuple[_Arrived, float]]:
         by_device.setdefault(each.tag.device, []).append(each)
     for same in by_device.values():
         yield from zip(same, torch.stack([each.tag for each in same]).tolist(), strict=True)
+
+
+def _store_of(group: ProcessGroup) -> Any:
+    """The store that a group's ranks met at, or None."""
+    try:
+        return distributed_c10d._get_process_group_store(group)
+    except (KeyError, ValueError):  # not made by torch.distributed
+        return None

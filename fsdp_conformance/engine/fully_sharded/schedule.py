@@ -119,9 +119,9 @@ class UnitSchedule:
                 return self._placed(unit, arguments) if entering else arguments
             unit.use_full_precision(full)
             self._note_begin(unit)
-            unit.start_unshard(self._written)
+            unit.start_unshard(self._written, self.order)
             for ahead in self._ahead_in_forward(unit):
-                ahead.start_unshard(self._written)
+                ahead.start_unshard(self._written, self.order)
             unit.finish_unshard(self.order)
             arguments = self._prepared(unit, arguments, entering=entering)
             if not self._is_recomputing(unit):
@@ -213,7 +213,7 @@ class UnitSchedule:
     def _enter(self) -> None:
         """An iteration begins, or a micro-batch of one."""
         self.recover_if_interrupted()
-        self.order.judge()
+        self.order.begin()
         units = self.units
         self._began, self._began_before, self._ended = [], self._began, []
         for unit in units:
@@ -285,7 +285,7 @@ class UnitSchedule:
         """Begin to gather a unit now; its modules see whole parameters after waiting for the handle. Collective."""
         if self.is_idle:
             unit.follow_users()
-        unit.start_unshard(None)
+        unit.start_unshard(None, self.order)
         return UnshardHandle(unit, self.order)
 
     def reshard(self, unit: ShardedUnit) -> None:
@@ -339,7 +339,7 @@ class UnitSchedule:
                 self._reduce(unit)
             if self.backward_prefetch is BackwardPrefetch.BACKWARD_POST:
                 for ahead in self._ahead_in_backward(unit):
-                    ahead.start_unshard(self._written)
+                    ahead.start_unshard(self._written, self.order)
 
     def recover(self) -> None:
         """
@@ -363,10 +363,10 @@ class UnitSchedule:
             self.recover()
 
     def _unshard(self, unit: ShardedUnit, *, ahead: bool = False) -> None:
-        unit.start_unshard(self._written)
+        unit.start_unshard(self._written, self.order)
         if ahead or unit.ahead_in_backward is not None:
             for target in self._ahead_in_backward(unit):
-                target.start_unshard(self._written)
+                target.start_unshard(self._written, self.order)
         unit.finish_unshard(self.order)
 
     def _ahead_in_backward(self, unit: ShardedUnit) -> list[ShardedUnit]:

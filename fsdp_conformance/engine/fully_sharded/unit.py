@@ -197,11 +197,12 @@ class ShardedUnit:
                 flat.release()
             self.device = flat.storage.pool.device
 
-    def start_unshard(self, after: Any) -> None:
-        """Begin to gather, unless it has begun. Collective."""
+    def start_unshard(self, after: Any, watch: OrderWatch) -> None:
+        """Begin to gather, unless it has begun. Collective. `watch` compares what peers are about to do."""
         for flat in self.flats:
             if not flat.is_unsharded:
                 with self.span("all_gather"):
+                    flat.announce(watch, "gather")
                     flat.start_gather(after)
 
     def finish_unshard(self, watch: OrderWatch) -> None:
@@ -317,13 +318,14 @@ class ShardedUnit:
 
     def start_reduction(self, watch: OrderWatch) -> list[FlatParameter]:
         """
-        Begin to reduce the gradients of this backward and any kept before. Returns what is being reduced. `watch` notes
-        what arrives.
+        Begin to reduce the gradients of this backward and any kept before. Returns what is being reduced. `watch`
+        compares what peers are about to do, and notes what arrives.
         """
         self.took_part = False
         started = [flat for flat in self.flats if flat.is_trained or flat.has_gradients or flat.has_partial]
         with self.span("reduce_scatter"):
             for flat in started:
+                flat.announce(watch, "reduction")
                 flat.start_reduction(watch, self.communication_hook, all_reduce=self.all_reduces)
         return started
 

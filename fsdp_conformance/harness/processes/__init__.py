@@ -9,6 +9,7 @@ Ranks that are processes: forked from a warm server, supervised, ended by pid.
     forkserver           the warm server that ranks are forked from
     priority             how the kernel schedules the processes of a run
     preload              what the server imports before the first fork
+    cuda_driver          whether the CUDA driver runs here, and how many GPUs it knows, without starting it
     cuda_imports         a server without the modules that start CUDA when they are imported
     mailbox              messages between the controller and a rank
     foreground           the terminal, for one rank that is debugged
@@ -16,5 +17,5 @@ Ranks that are processes: forked from a warm server, supervised, ended by pid.
     leftovers            removes shared memory that killed ranks leave behind
     socket_directory     a directory with a path short enough for sockets
 
-This file imports nothing: the controller uses `preload` before it wants torch.
+This file imports nothing: the controller uses `preload` and `cuda_driver` before it wants torch.
 """

@@ -8,8 +8,9 @@ another one, which imports only what is new.
 
 The server never initialises CUDA: a forked child cannot use a driver that its parent started. Importing
 torch.testing._internal.common_utils calls `torch.cuda.is_available()`, which starts the driver unless
-PYTORCH_NVML_BASED_CUDA_CHECK=1 makes torch ask NVML, so the server sets that variable. If a module starts the driver
-all the same, `preload.cuda_initialised_by` names it, and ranks on GPUs get a server without it (`cuda_imports`).
+PYTORCH_NVML_BASED_CUDA_CHECK=1 makes torch ask NVML, so the server sets that variable. Where NVML knows nothing, a
+child of the server asks the driver (`cuda_driver`). If a module starts the driver all the same,
+`preload.cuda_initialised_by` names it, and ranks on GPUs get a server without it (`cuda_imports`).
 """
 
 from __future__ import annotations

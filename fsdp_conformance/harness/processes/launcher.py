@@ -100,7 +100,11 @@ def launch(case: CaseOrder, meeting: CaseMeeting | None = None) -> Launch:
     key = (case.world_size, case.device_type, frozenset(case.preload_environment.items()))
     find = server_without_cuda if case.device_type == "cuda" else server_for
     server = find(case.preload, case.preload_environment)
-    ranks = (pool.take(key) if case.reuse else prepared.take(case, server)) or _start(case, key, server, meeting)
+    if case.reuse:
+        found = pool.take(key, case.device_type, slots=case.slots_per_device)
+    else:
+        found = prepared.take(case, server)
+    ranks = found or _start(case, key, server, meeting)
     hosts = meeting.hosts() if meeting is not None else None
     orders = case.for_ranks(ranks.lease.variables, hosts)
     if case.simulated:

@@ -21,6 +21,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
+from fsdp_conformance.harness.processes.cuda_driver import counted_in_a_child, cuda_is_initialised
+
 #: JSON with "modules", "sys_path" and "log"; set only for the warm process.
 ORDERS_VARIABLE = "FSDP_CONFORMANCE_PRELOAD"
 
@@ -102,18 +104,19 @@ def import_file(path: Path) -> ModuleType:
 def load(names: Iterable[str]) -> None:
     """Import each, record failures, and freeze the heap for the forks."""
     global cuda_initialised_by
-    for name in names:
-        if name in OPTIONAL and not _exists(name):
-            continue
-        loaded.append(name)
-        try:
-            import_target(name)
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001 - kept for the ranks; pytest's Skipped is not an Exception
-            failures[name] = f"{type(error).__qualname__}: {error}"
-        if cuda_initialised_by is None and cuda_is_initialised():
-            cuda_initialised_by = name
+    with counted_in_a_child():
+        for name in names:
+            if name in OPTIONAL and not _exists(name):
+                continue
+            loaded.append(name)
+            try:
+                import_target(name)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001 - kept for the ranks; pytest's Skipped is not an Exception
+                failures[name] = f"{type(error).__qualname__}: {error}"
+            if cuda_initialised_by is None and cuda_is_initialised():
+                cuda_initialised_by = name
     # A rank's garbage collector neither visits nor copies frozen objects: gc.collect() takes 1 ms instead of 150.
     gc.collect()
     gc.freeze()
@@ -124,28 +127,6 @@ def _exists(name: str) -> bool:
         return importlib.util.find_spec(name) is not None
     except ImportError:  # its parent package is absent
         return False
-
-
-def cuda_is_initialised() -> bool:
-    """
-    Whether this process has started the CUDA driver, through torch or otherwise.
-
-    Only the driver opens /dev/nvidia-uvm; NVML, with which torch counts devices, does not.
-    """
-    torch_cuda = sys.modules.get("torch.cuda")
-    if torch_cuda is not None and torch_cuda.is_initialized():
-        return True
-    try:
-        descriptors = os.listdir("/proc/self/fd")
-    except OSError:
-        return False
-    for descriptor in descriptors:
-        try:
-            if os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia-uvm"):
-                return True
-        except OSError:
-            continue
-    return False
 
 
 def redirect_output(path: str) -> None:

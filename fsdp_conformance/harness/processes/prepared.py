@@ -105,7 +105,7 @@ class PreparedRanks:
             # What else the server of this case has imported, a rank can import by itself.
             if found.server.environment != server.environment or not _same_beginning(found, case):
                 return None
-            lease = _at_once(case, found.ranks.lease)
+            lease = leases.again(case.device_type, found.ranks.lease, slots=case.slots_per_device)
             if lease is None:
                 return None
             # The set ends before its devices are given back.
@@ -150,24 +150,6 @@ def _environments(case: CaseOrder, lease: Lease) -> list[dict[str, str]]:
         {name: value for name, value in variables.items() if name not in _CHANGING}
         for variables in case.rank_environments(lease.variables)
     ]
-
-
-def _at_once(case: CaseOrder, lease: Lease) -> ExitStack | None:
-    """A new lease on the same devices, to be closed; None if somebody else has one of them."""
-    with ExitStack() as held:
-        try:
-            held.enter_context(
-                leases.lease(
-                    case.device_type,
-                    len(lease.devices),
-                    slots=case.slots_per_device,
-                    among=lease.devices,
-                    timeout_s=0.0,
-                )
-            )
-        except EnvironmentUnavailable:
-            return None
-        return held.pop_all()
 
 
 def _are_ready(members: Sequence[Member], deadline: float) -> bool:

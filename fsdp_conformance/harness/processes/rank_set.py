@@ -1,7 +1,9 @@
 """
 Sets of ranks: the processes that run one case, or several in turn, with the lease on their devices.
 
-At most one idle set is kept for reuse (`RankPool`). What a fresh set prepares before it has a case is in `prepared`.
+At most one idle set is kept for reuse (`RankPool`). It gives its devices back meanwhile, so that nobody waits for
+devices that nobody uses, and is ended if it cannot have them again at once. What a fresh set prepares before it has a
+case is in `prepared`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from fsdp_conformance.harness import leases
 from fsdp_conformance.harness.leases import Lease
 from fsdp_conformance.harness.order import RankOrder, encode
 from fsdp_conformance.harness.processes.forkserver import WarmProcess, WarmServer, start_process
@@ -38,7 +41,7 @@ class RankSet:
     shared_before: frozenset[str]
     """The blocks of shared memory from before the first of the processes."""
     resources: ExitStack
-    """Gives back what the set holds: its devices, and a directory if it has one of its own."""
+    """Gives back what the set holds: its devices, and a directory if it was prepared in one of its own."""
 
     def end(self) -> None:
         """End the ranks and give back the devices."""
@@ -53,24 +56,32 @@ class RankSet:
 
 
 class RankPool:
-    """Holds at most one set of idle ranks, which keeps the lease on its devices."""
+    """Holds at most one set of idle ranks, which hold no devices."""
 
     def __init__(self) -> None:
         self._idle: RankSet | None = None
 
-    def take(self, key: tuple[Any, ...]) -> RankSet | None:
-        """The idle set if it fits. A set that does not fit, or has lost a rank, is ended."""
+    def take(self, key: tuple[Any, ...], device_type: str, *, slots: int = 1) -> RankSet | None:
+        """
+        The idle set if it fits, with a slot on each of its devices again.
+
+        A set that does not fit, has lost a rank, or whose devices are taken, is ended.
+        """
         found, self._idle = self._idle, None
         if found is None:
             return None
         if found.key == key and all(process.exitcode is None for process, _ in found.members):
-            return found
+            held = leases.again(device_type, found.lease, slots=slots)
+            if held is not None:
+                found.resources.push(held)
+                return found
         found.end()
         return None
 
     def put(self, ranks: RankSet) -> None:
-        """Keep a set whose case ended well."""
+        """Keep a set whose case ended well, and give its devices back."""
         self.close()
+        ranks.resources.close()
         self._idle = ranks
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
 from torch.distributed import DistBackendError, ProcessGroup, Work, distributed_c10d
+from torch.torch_version import TorchVersion
 
 from fsdp_conformance.errors import InvalidCollective, SuiteError
 from fsdp_conformance.harness.recording import process_group
@@ -69,6 +70,11 @@ class _Shared:
         return str(list(self.ranks))
 
 
+#: Until torch 2.7, C++ keeps its half of a work and drops the Python half, whose methods are then not called: functional
+#: collectives would wait forever.
+_DROPS_PYTHON_HALF = torch.__version__ < TorchVersion("2.7")
+
+
 class SimulatedWork(Work):
     """A pending collective of one rank."""
 
@@ -84,9 +90,16 @@ class SimulatedWork(Work):
         self._shared = group.shared
         self._contribution = contribution
         self._describe = describe
+        if _DROPS_PYTHON_HALF:
+            # Functional collectives wait once for each output.
+            _world().unwaited[self] = max(1, len(contribution.outputs))
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Let the other ranks run until the result is there."""
+        if self in (unwaited := _world().unwaited):
+            unwaited[self] -= 1
+            if not unwaited[self]:
+                del unwaited[self]
         rank_scheduler.running().wait_until(self._is_over, self._describe)
         if not self._contribution.is_there:
             raise DistBackendError(self._shared.failure)
@@ -311,6 +324,8 @@ class _Groups:
     def __init__(self) -> None:
         self._shared: dict[tuple[str, tuple[int, ...], int], _Shared] = {}
         self._joined: dict[tuple[str, tuple[int, ...], int], int] = defaultdict(int)
+        self.unwaited: dict[SimulatedWork, int] = {}
+        """Works that must be kept, and how often they may yet be waited for."""
 
     def join(self, name: str, ranks: tuple[int, ...], rank: int) -> _Shared:
         """

@@ -345,8 +345,8 @@ def test_importing_the_harness_touches_no_device() -> None:
         "asked = []\n"
         "torch.cuda.device_count = lambda: asked.append('count') or 0\n"
         "torch.cuda.is_available = lambda: asked.append(os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK')) or False\n"
-        "from fsdp_conformance.harness import testcase\nfrom fsdp_conformance.harness.processes import preload\n"
-        "print(sorted(set(asked)), torch.cuda.is_initialized(), preload.cuda_is_initialised())\n"
+        "from fsdp_conformance.harness import testcase\nfrom fsdp_conformance.harness.processes import cuda_driver\n"
+        "print(sorted(set(asked)), torch.cuda.is_initialized(), cuda_driver.cuda_is_initialised())\n"
     )
     answer = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE_S, check=True

@@ -132,6 +132,27 @@ class TestOnSim(OnSim):
                         subject(x, 0).sum().backward()
         self.found()
 
+    def test_units_of_other_sizes(self) -> None:
+        """The rank that comes second says so instead of issuing a collective that its peer's does not match."""
+        for begun in (False, True):
+            subject = sharded(_Branched(), device_id=torch.device(self.device))
+            x = batch(self.rank).to(self.device)
+            if begun:
+                subject(x, 0).sum().backward()
+            message = ""
+            try:
+                subject(x, 1 + self.rank).sum().backward()
+            except ExecutionOrderError as error:
+                message = str(error)
+                # The peer waits for this one to gather the same.
+                subject(x, 2 - self.rank).sum().backward()
+            told: list[Any] = [None] * self.world_size
+            dist.all_gather_object(told, message)
+            (said,) = filter(None, told)
+            self.assertRegex(said, r"about to issue the gather \(\d+ elements a rank\) of unit \d+ \(branches\.[12]")
+            self.assertRegex(said, r"another rank has issued the gather \(\d+ elements a rank\) of unit \d+ \(branches")
+        self.found()
+
     def test_on_the_cpu_in_a_group_of_the_device(self) -> None:
         """A module that its group cannot reach is told where to go, and trains once it is there."""
         group = dist.new_group(backend=process_group.BACKEND)
@@ -176,11 +197,11 @@ class TestOnSim(OnSim):
 
 
 class _Branched(nn.Module):
-    """Two units of one size, of which each forward runs one."""
+    """Two units of one size and one of another, of which each forward runs one."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.branches = nn.ModuleList([Stage(), Stage()])
+        self.branches = nn.ModuleList([Stage(), Stage(), Stage(WIDTH, 3)])
 
     def forward(self, x: Tensor, branch: int) -> Tensor:
         output: Tensor = self.branches[branch](x)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from contextlib import nullcontext
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.algorithms._comm_hooks import default_hooks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.optim.apply_optimizer_in_backward import _apply_optimizer_in_backward
@@ -17,6 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.common_distributed import spawn_threads_and_init_comms
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_conformance.engine import flat_collectives
+from fsdp_conformance.engine.chunks import gradients as chunk_gradients
 from fsdp_conformance.engine.errors import (
     TrainingStateError,
 )
@@ -362,6 +366,38 @@ class TestSteps(ShardedTestCase):
                 self.assertTrue(all(parameter.grad is None for parameter in subject.parameters()))
             for (name, mine), theirs in zip(full_params(subject).items(), full_params(expected).values(), strict=True):
                 self.assertTrue(torch.equal(mine, theirs), msg=name)
+
+
+class _HalfUsed(Stage):
+    """A stage with a parameter that no forward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(WIDTH))
+
+
+class TestSignsOfZero(ShardedTestCase):
+    """What the engine knows from (-0) + (-0) being -0: that no rank used a parameter."""
+
+    def test_kept_and_lost(self) -> None:
+        """Where a reduction loses the sign, such a parameter gets zeros for a gradient, and no other is changed."""
+
+        def losing(shard: Tensor, inputs: Tensor, group: ProcessGroup) -> dist.Work:
+            return flat_collectives.reduce_scatter(shard, inputs.add_(0.0), group)
+
+        gradients = []
+        for lost in (False, True):
+            subject = sharded(nn.Sequential(_HalfUsed(), Stage(WIDTH, 3)), units=["0", "1"])
+            with patch.object(chunk_gradients, "reduce_scatter", losing) if lost else nullcontext():
+                forward_sum(subject, batch(self.rank)).backward()
+            gradients.append({name: parameter.grad for name, parameter in subject.named_parameters()})
+        kept, lost_sign = gradients
+        for name, parameter in subject.named_parameters():
+            expected, got = kept[name], cast(Tensor, lost_sign[name])
+            if name.endswith("spare") and parameter.numel():
+                self.assertIsNone(expected)
+                expected = torch.zeros_like(parameter)
+            self.assertTrue(torch.equal(cast(Tensor, expected), got), msg=name)
 
 
 class TestOutputs(ShardedTestCase):

@@ -16,7 +16,7 @@ import pytest
 
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness.probe import run_in_child
-from fsdp_conformance.harness.processes import forkserver, preload, socket_directory
+from fsdp_conformance.harness.processes import cuda_driver, forkserver, preload, socket_directory
 
 #: For waits that must end by themselves; nothing is judged by it.
 PATIENCE_S = 240.0
@@ -34,7 +34,7 @@ def facts() -> dict[str, object]:
         "missing": [name for name in preload.BASE if name not in sys.modules],
         "failures": preload.failures,
         "main": getattr(sys.modules["__main__"], "__file__", None),
-        "cuda": (torch.cuda.is_initialized(), preload.cuda_is_initialised(), preload.cuda_initialised_by),
+        "cuda": (torch.cuda.is_initialized(), cuda_driver.cuda_is_initialised(), preload.cuda_initialised_by),
         "marker": os.environ.get("FSDP_CONFORMANCE_TEST_VARIABLE"),
         "start_method": __import__("multiprocessing").get_start_method(allow_none=True),
     }

@@ -244,10 +244,10 @@ def test_devices_that_others_took_meanwhile(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(devices, "device_count", lambda device_type: 4)
     monkeypatch.setattr(leases, "_uuids", list)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    case, wanted = orders(tmp_path, "cuda"), leases.Lease(devices=("1", "2"))
+    wanted = leases.Lease(devices=("1", "2"))
     with leases.lease("cuda", 3):
-        assert preparation._at_once(case, wanted) is None
-    held = preparation._at_once(case, wanted)
+        assert leases.again("cuda", wanted) is None
+    held = leases.again("cuda", wanted)
     assert held is not None
     with held, leases.lease("cuda", 2, timeout_s=0.0) as others:
         assert others.devices == ("0", "3")

@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import time
 import unittest
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed
 
+from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.harness import devices, leases
 from fsdp_conformance.harness.context import log, running
-from fsdp_conformance.harness.processes.rank_set import pool
+from fsdp_conformance.harness.processes.rank_set import RankPool, RankSet, pool
 from fsdp_conformance.tests.harness.started_ranks import StartedRanks
 
 PATIENCE_S = 240.0
@@ -132,6 +136,34 @@ def test_rank_that_died_while_idle_is_noticed() -> None:
 
     assert errors == ""
     assert not set(pids(before)) & set(pids(after))
+
+
+def test_idle_ranks_hold_no_devices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others may have them meanwhile. The set gets the same ones again, or is ended: its ranks know no others."""
+    monkeypatch.setenv(leases.DIRECTORY_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(devices, "device_count", lambda device_type: 2)
+    monkeypatch.setattr(leases, "_uuids", list)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    kept = RankPool()
+
+    def used() -> RankSet:
+        lease = leases.Lease(devices=("0", "1"))
+        held = leases.again("cuda", lease)
+        assert held is not None
+        return RankSet(key=("a",), members=(), lease=lease, shared_before=frozenset(), resources=held)
+
+    kept.put(used())
+    with leases.lease("cuda", 2, timeout_s=0.0):
+        pass
+    again = kept.take(("a",), "cuda")
+    assert again is not None
+    with pytest.raises(EnvironmentUnavailable, match="only 0 of 1 devices"), leases.lease("cuda", 1, timeout_s=0.0):
+        pass
+    kept.put(again)
+    with leases.lease("cuda", 1, timeout_s=0.0):
+        assert kept.take(("a",), "cuda") is None
+    with leases.lease("cuda", 2, timeout_s=0.0):
+        assert kept.take(("a",), "cuda") is None
 
 
 def test_closed_pool_has_no_ranks() -> None:
