@@ -70,8 +70,8 @@ class _Shared:
         return str(list(self.ranks))
 
 
-#: Until torch 2.7, C++ keeps its half of a work and drops the Python half, whose methods are then not called: functional
-#: collectives would wait forever.
+#: Until torch 2.7, C++ keeps its half of a work and drops the Python half, whose methods are then not called:
+#: functional collectives would wait forever.
 _DROPS_PYTHON_HALF = torch.__version__ < TorchVersion("2.7")
 
 
