@@ -18,13 +18,15 @@ notices if the last rank alone changes its order.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
@@ -52,10 +54,12 @@ _watches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 class _Announcements:
     """What one rank is about to do in a group, in the order in which it does it."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, ranks: Sequence[int]) -> None:
         _watches[store] = number = _watches.get(store, 0) + 1
         self._store = weakref.ref(store)
-        self._prefix = f"fully_sharded/{number}"
+        # Groups that `split_group` makes together share a name and a prefix, and do different things in pipelines.
+        members = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
+        self._prefix = f"fully_sharded/{members}/{number}"
 
     def first(self, iteration: int, place: int, mine: str) -> str:
         """What the first rank that came to this place wrote; `mine` if it was this one, or if the store is gone."""
@@ -103,14 +107,15 @@ class OrderWatch:
             return
         if name not in self._announcements:
             store = _store_of(group)
-            self._announcements[name] = None if store is None else _Announcements(store)
+            ranks = dist.get_process_group_ranks(group) if store is not None else []
+            self._announcements[name] = None if store is None else _Announcements(store, ranks)
         announcements = self._announcements[name]
         mine = f"{action} of {unit}"
         first = mine if announcements is None else announcements.first(self._iteration, place, mine)
         if not first.startswith(f"{action} of "):
             raise ExecutionOrderError(
                 f"this rank is about to issue the {mine}, and another rank has issued the {first}",
-                where=f"rank {torch.distributed.get_rank()}",
+                where=f"rank {dist.get_rank()}",
                 hint=_HINT,
             )
 
@@ -137,7 +142,7 @@ class OrderWatch:
         if problems:
             raise ExecutionOrderError(
                 problems,
-                where=f"rank {torch.distributed.get_rank()}",
+                where=f"rank {dist.get_rank()}",
                 hint=_HINT,
             )
 
