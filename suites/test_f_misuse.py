@@ -382,7 +382,8 @@ class WrappedModule(ConformanceTestCase):
 _MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "replicas": ({"sharding": Sharding.HYBRID, "replicas": 3}, ("replica", "mesh", "divi")),
     "reshard-group": ({"reshard_after_forward": 3}, ("reshard", "factor", "divi")),
-    "device": ({"device_id": "cuda:99"}, ("device", "cuda", "driver")),  # torch 2.6, built for CUDA, says that there is no driver
+    # Torch 2.6, built for CUDA, says that there is no driver.
+    "device": ({"device_id": "cuda:99"}, ("device", "cuda", "driver")),
 }
 #: Words of which the refusal of a second wrap must contain one.
 _WRAPPED = ("already", "once", "again", "twice", "wrapped", "DTensor")

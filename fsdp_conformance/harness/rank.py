@@ -18,7 +18,7 @@ import threading
 import time
 import traceback
 import unittest
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
@@ -229,7 +229,19 @@ def destroy_process_group(collect_garbage: Callable[[], object] = gc.collect) ->
     # A DDP reducer or an FSDP state that dies after its group calls into freed memory in some versions.
     collect_garbage()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
+        # The end of a group joins gloo's threads and keeps the GIL, for which a thread may wait that has just finished
+        # a collective (seen with torch 2.6). That of a backend, as Python has it, releases the GIL: backends end last.
+        backends = list(_backends())
         torch.distributed.destroy_process_group()
+        backends.clear()
+
+
+def _backends() -> Iterator[object]:
+    """The backends of all groups."""
+    for group in torch.distributed.distributed_c10d._world.pg_map:
+        for one in filter(None, (group, getattr(group, "_twin", None))):
+            for device in one._device_types:
+                yield one._get_backend(device)
 
 
 def describe_error(error: BaseException) -> RankError:

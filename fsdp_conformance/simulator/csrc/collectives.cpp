@@ -304,6 +304,26 @@ c10::intrusive_ptr<Work> SimGroup::gather(
   return issue(std::move(call));
 }
 
+#if SIM_TORCH_AT_LEAST(2, 14)
+c10::intrusive_ptr<Work> SimGroup::gather_single(
+    at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) {
+  Tensors inputs = {input};
+  std::vector<Tensors> outputs;
+  // Elsewhere the output does not count.
+  if (rank_ == checked_rank(opts.rootRank, "root", "gather_single")) {
+    check_contiguous({output, "output tensor"}, device_of({input, "input tensor"}));
+    TORCH_CHECK_WITH(
+        ValueError, output.numel() == size_ * input.numel(),
+        "output tensor size must be equal to world_size times input tensor size");
+    outputs.emplace_back();
+    for (int rank = 0; rank < size_; ++rank) {
+      outputs[0].push_back(output.view(-1).narrow(0, rank * input.numel(), input.numel()).view(input.sizes()));
+    }
+  }
+  return gather(outputs, inputs, opts);
+}
+#endif
+
 c10::intrusive_ptr<Work> SimGroup::scatter(
     Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) {
   TORCH_CHECK(outputs.size() == 1, kOneDevice);

@@ -145,6 +145,10 @@ class SimGroup : public c10d::Backend {
   c10::intrusive_ptr<Work> alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
   c10::intrusive_ptr<Work> gather(
       std::vector<Tensors>& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
+#if SIM_TORCH_AT_LEAST(2, 14)
+  c10::intrusive_ptr<Work> gather_single(
+      at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) override;
+#endif
   c10::intrusive_ptr<Work> scatter(
       Tensors& outputs, std::vector<Tensors>& inputs, const c10d::ScatterOptions& opts) override;
 

@@ -33,6 +33,7 @@ COMPILER = """#!/bin/sh
 case "$*" in
   *--version*) echo "script 1.0"; exit 0 ;;
   *-dumpversion*) echo "12.2.0"; exit 0 ;;
+  -v) echo "clang version 12.2.0"; exit 0 ;;
 esac
 while [ $# -gt 0 ]; do
   case "$1" in
@@ -83,9 +84,11 @@ class Machine:
             [sys.executable, "-c", REQUIRE], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
-    def wait_for_link(self) -> None:
+    def wait_for_link(self, *processes: subprocess.Popen[str]) -> None:
         deadline = time.monotonic() + DEADLINE_S
         while self.num_links() == 0:
+            for process in processes:
+                assert process.poll() is None, process.communicate()[0]
             assert time.monotonic() < deadline, "the compiler does not come to linking"
             time.sleep(POLL_S)
 
@@ -127,7 +130,7 @@ class TestCache:
         """Of three processes one compiles, and all have its result."""
         machine.hold.touch()
         processes = [machine.start() for _ in range(3)]
-        machine.wait_for_link()
+        machine.wait_for_link(*processes)
         machine.hold.unlink()
 
         outputs = {process.communicate(timeout=DEADLINE_S)[0] for process in processes}
@@ -140,7 +143,7 @@ class TestCache:
         """The children of the killed process end first; then the next process completes the build."""
         machine.hold.touch()
         killed = machine.start()
-        machine.wait_for_link()
+        machine.wait_for_link(killed)
         killed.send_signal(signal.SIGKILL)
         killed.communicate(timeout=DEADLINE_S)
         assert [] == machine.shared_objects()
@@ -182,7 +185,8 @@ class TestFailure:
     def test_the_compilers_last_words_are_told(self, machine: Machine) -> None:
         """And nothing is kept."""
         machine.install(
-            '#!/bin/sh\ncase "$*" in *version*) echo 12.2.0; exit 0;; esac\necho "error: no such header" >&2; exit 1\n'
+            '#!/bin/sh\ncase "$*" in *version*) echo 12.2.0; exit 0;; -v) echo clang version; exit 0;; esac\n'
+            'echo "error: no such header" >&2; exit 1\n'
         )
 
         with pytest.raises(EnvironmentUnavailable, match=r"cannot be compiled(.|\n)*error: no such header"):

@@ -49,6 +49,27 @@ def test_programs(name: str) -> None:
     assert 0 == checker.num_hazards()
 
 
+@pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="torch has gather_single since 2.14")
+@in_process_of_its_own
+def test_gather_into_one_tensor() -> None:
+    """The root has a part of each rank, flat or stacked; elsewhere an output does not count. Sizes are checked."""
+
+    def rank_body(rank: int) -> list[float]:
+        mine, root = on_own_device(float(rank), 10.0 + rank), rank == 1
+        gathered = [torch.zeros(*shape, device=f"sim:{rank}") for shape in ((6,), (3, 2))]
+        for one in gathered:
+            dist.gather_single(mine, one if root else None, dst=1)
+        short = torch.zeros(5, device=f"sim:{rank}")
+        if root:
+            with pytest.raises(ValueError, match="must be equal to world_size times input tensor size"):
+                dist.gather_single(mine, short, dst=1)
+        return [value for one in gathered for value in one.flatten().tolist()]
+
+    parts = [0.0, 10.0, 1.0, 11.0, 2.0, 12.0]
+    assert [[0.0] * 12, parts * 2, [0.0] * 12] == run_ranks(3, rank_body, timeout_s=TIMEOUT_S)
+    assert 0 == checker.num_hazards()
+
+
 @in_process_of_its_own
 def test_sums_are_in_the_order_of_ranks() -> None:
     """((r0 + r1) + r2) + r3, whoever comes first; each rank has the same."""
