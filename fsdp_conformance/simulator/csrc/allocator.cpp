@@ -1,7 +1,6 @@
 #include "allocator.h"
 
 #include <c10/core/CPUAllocator.h>
-#include <torch/version.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -16,9 +15,10 @@
 #include "pinned.h"
 #include "runtime.h"
 #include "settle.h"
+#include "torch_version.h"
 
 // Since torch 2.9 an accelerator's allocator can answer torch.accelerator's questions about memory.
-#if TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 9)
+#if SIM_TORCH_AT_LEAST(2, 9)
 #define SIM_HAS_DEVICE_ALLOCATOR 1
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>

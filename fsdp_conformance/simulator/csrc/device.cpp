@@ -12,6 +12,11 @@
 #include "generator.h"
 #include "runtime.h"
 #include "settle.h"
+#include "torch_version.h"
+
+#if !SIM_TORCH_AT_LEAST(2, 7)
+#include <ATen/core/GeneratorForPrivateuseone.h>
+#endif
 
 // Which of these methods torch declares differs from version to version, so `override` is left out. A test turns it on,
 // to check that every method overrides something in the installed torch.
@@ -245,6 +250,10 @@ void register_device() {
   static const c10::impl::DeviceGuardImplRegistrar guard(kSim, new Guard());
   register_allocators();
   at::RegisterPrivateUse1HooksInterface(new Hooks());
+#if !SIM_TORCH_AT_LEAST(2, 7)
+  // The hooks are not asked for generators yet.
+  at::_GeneratorRegister{new_generator};
+#endif
 }
 
 }  // namespace sim

@@ -17,7 +17,6 @@
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/version.h>
 
 #include <atomic>
 #include <functional>
@@ -32,11 +31,9 @@
 #include "arguments.h"
 #include "deliveries.h"
 #include "legs.h"
+#include "torch_version.h"
 #include "transport.h"
 #include "work.h"
-
-#define SIM_TORCH_AT_LEAST(major, minor) \
-  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 
 namespace sim {
 

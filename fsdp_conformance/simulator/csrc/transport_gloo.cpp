@@ -13,6 +13,8 @@
 #include <numeric>
 #include <thread>
 
+#include "torch_version.h"
+
 namespace sim {
 
 namespace {
@@ -403,6 +405,14 @@ class GlooTransport : public Transport {
 
   c10::intrusive_ptr<c10d::Work> reduce_scatter(Request& request, at::Tensor& result) {
     auto& whole = request.give.at(0);
+#if !SIM_TORCH_AT_LEAST(2, 9)
+    // Gloo's reduce-scatter always sums there, and before 2.7 it takes no lists.
+    std::vector<at::Tensor> in_place = {whole};
+    c10d::AllreduceOptions all;
+    all.reduceOp = request.reduce;
+    result = whole.chunk(size_)[rank_];
+    return gloo_->allreduce(in_place, all);
+#endif
     c10d::ReduceScatterOptions opts;
     opts.reduceOp = request.reduce;
     if (!request.list) {

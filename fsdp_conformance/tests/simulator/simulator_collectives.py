@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fsdp_conformance.tests.harness.recording.small_training import world
+from fsdp_conformance.tests.torch_versions import OLD
 
 Outputs = dict[str, list[Tensor]]
 
@@ -21,7 +22,7 @@ NUMEL = 1037
 
 REDUCTIONS = (
     dist.ReduceOp.SUM,
-    dist.ReduceOp.AVG,
+    *([] if OLD else [dist.ReduceOp.AVG]),
     dist.ReduceOp.MIN,
     dist.ReduceOp.MAX,
     dist.ReduceOp.PRODUCT,
@@ -70,7 +71,7 @@ def collectives(values: Values, reductions: tuple[Any, ...] = REDUCTIONS) -> Out
         scattered = values.empty(NUMEL)
         _reduce_scatter_tensor(scattered, values.given(NUMEL * size), op)
         listed = values.empty(5, 3)
-        dist.reduce_scatter(listed, [values.given(5, 3, seed=part) for part in range(size)], op=op)
+        _reduce_scatter_list(listed, [values.given(5, 3, seed=part) for part in range(size)], op)
         at_root = values.given(NUMEL)
         dist.reduce(at_root, 1, op=op)
         results[f"reductions {op}"] = [mine, scattered, listed, *([at_root] if rank == 1 else [])]
@@ -107,10 +108,25 @@ def collectives(values: Values, reductions: tuple[Any, ...] = REDUCTIONS) -> Out
 
 
 def _reduce_scatter_tensor(output: Tensor, whole: Tensor, op: Any) -> None:
-    """reduce_scatter_tensor; up to torch 2.8 gloo's takes AVG for SUM."""
-    reduce_scatter_tensor(output, whole, op=op)
-    if output.device.type == "cpu" and op == dist.ReduceOp.AVG and torch.__version__ < "2.9":
-        output.div_(dist.get_world_size())
+    """reduce_scatter_tensor; up to torch 2.8 gloo's sums whatever it is told, so there it is part of an all-reduce."""
+    if torch.__version__ < "2.9" and output.device.type == "cpu":
+        averages = op == dist.ReduceOp.AVG
+        dist.all_reduce(whole, op=dist.ReduceOp.SUM if averages else op)
+        output.copy_(whole.chunk(dist.get_world_size())[dist.get_rank()])
+        if averages:
+            output.div_(dist.get_world_size())
+    else:
+        reduce_scatter_tensor(output, whole, op=op)
+
+
+def _reduce_scatter_list(output: Tensor, parts: list[Tensor], op: Any) -> None:
+    """reduce_scatter; where gloo does not have it, the rank's part of an all-reduce."""
+    if OLD and output.device.type == "cpu":
+        for part in parts:
+            dist.all_reduce(part, op=op)
+        output.copy_(parts[dist.get_rank()])
+    else:
+        dist.reduce_scatter(output, parts, op=op)
 
 
 def _all_to_all(outputs: list[Tensor], inputs: list[Tensor]) -> None:

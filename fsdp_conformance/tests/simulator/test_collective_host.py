@@ -13,6 +13,7 @@ from fsdp_conformance.simulator import checker
 from fsdp_conformance.simulator import torch_sim as sim
 from fsdp_conformance.tests.simulator.simulator_collectives import all_gather_into_tensor
 from fsdp_conformance.tests.simulator.simulator_ranks import OnSim, compiled
+from fsdp_conformance.tests.torch_versions import not_on_old
 
 pytestmark = compiled
 
@@ -126,6 +127,7 @@ class Host(OnSim):
                 mine.item()
         dist.barrier()
 
+    @not_on_old
     def test_abort(self) -> None:
         """After an abort every call of the group fails, and the others go on."""
         group = dist.new_group([0, 1])

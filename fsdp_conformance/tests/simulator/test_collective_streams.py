@@ -15,6 +15,7 @@ from fsdp_conformance.simulator.hazard import HazardKind
 from fsdp_conformance.tests.harness.recording.small_training import world
 from fsdp_conformance.tests.simulator.simulator_collectives import all_gather_into_tensor
 from fsdp_conformance.tests.simulator.simulator_ranks import OnSim, compiled
+from fsdp_conformance.tests.torch_versions import not_on_old
 
 pytestmark = compiled
 
@@ -130,6 +131,7 @@ class Streams(OnSim):
             self.assertIsNone(work.exception())
         self.assertTrue(work.result()[0] is not None)
 
+    @not_on_old
     def test_barrier_is_the_hosts(self) -> None:
         """A barrier on the device waits for the current stream; a work's does so when it is waited for."""
         mine, side = torch.zeros(3, device=self.device), sim.Stream()
@@ -172,6 +174,7 @@ class Streams(OnSim):
         tensors[0].add(1)
         self.assert_kinds([])
 
+    @not_on_old
     def test_messages_have_streams_of_their_own(self) -> None:
         """An unbatched receive is not ordered with the group's collectives; a batched one is."""
         peer = 1 - self.rank

@@ -21,6 +21,7 @@ from fsdp_conformance.tests.simulator.simulator_collectives import (
     reduce_scatter_tensor,
 )
 from fsdp_conformance.tests.simulator.simulator_ranks import OnSim, compiled
+from fsdp_conformance.tests.torch_versions import OLD
 
 pytestmark = compiled
 
@@ -80,7 +81,7 @@ class Results(OnSim):
 
     def test_complex(self) -> None:
         """Complex numbers are pairs of real ones."""
-        for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+        for op in (dist.ReduceOp.SUM, *([] if OLD else [dist.ReduceOp.AVG])):
             expected, got = Values("cpu", torch.complex64).given(5), Values("sim", torch.complex64).given(5)
             dist.all_reduce(expected, op=op)
             dist.all_reduce(got, op=op)

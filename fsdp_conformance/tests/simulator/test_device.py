@@ -22,6 +22,7 @@ from fsdp_conformance.simulator import activation, build, checker, device
 from fsdp_conformance.simulator import torch_sim as sim
 from fsdp_conformance.simulator.activation import activate
 from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own, run_in_child
+from fsdp_conformance.tests.torch_versions import not_on_old
 
 pytestmark = compiled
 
@@ -226,6 +227,7 @@ def test_properties_are_told() -> None:
 
 
 @pytest.mark.slow
+@not_on_old
 def test_every_method_overrides_one_of_torchs() -> None:
     """
     `override` is left out in the sources, as versions of torch differ; with it they compile against the installed one.

@@ -1,0 +1,18 @@
+"""What older versions of torch lack, for tests that need it: each such test says so when it is skipped."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+#: Before 2.7, gloo has neither averages nor a reduce-scatter of lists, and torch binds groups and batches messages only
+#: on devices of the type "cuda".
+OLD = torch.__version__ < "2.7"
+
+#: Before 2.7, FSDP2 raises on the CPU; before 2.9, it sums gradients there (docs/continuous-integration.md).
+FSDP2_TRAINS_ON_THE_CPU = torch.__version__ >= "2.9"
+
+not_on_old = pytest.mark.skipif(OLD, reason=f"torch {torch.__version__} cannot do this: 2.7 can")
+with_fsdp2_on_the_cpu = pytest.mark.skipif(
+    not FSDP2_TRAINS_ON_THE_CPU, reason=f"FSDP2 of torch {torch.__version__} does not train on the CPU as it should"
+)
