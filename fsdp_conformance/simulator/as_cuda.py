@@ -14,6 +14,7 @@ counterpart raise NotSimulated.
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 from torch.utils import _device
+from torch.utils.data import dataloader
 
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.frames import Owner, owner
@@ -210,6 +212,7 @@ def _install_tensors(replaced: Replacements) -> None:
     moving = [getattr(torch.Tensor, name) for name in known]
     replaced.set(UninitializedTensorMixin, _allowed_methods=[*allowed, *moving])
     replaced.set(torch.UntypedStorage, cuda=_storage_cuda, to=translated(torch.UntypedStorage.to))
+    _install_loaders(replaced)
     # nn.Module.to parses its arguments with this.
     replaced.set(torch._C._nn, _parse_to=translated(torch._C._nn._parse_to))
 
@@ -265,6 +268,21 @@ def _set_default_tensor_type(kind: Any, _original: Callable[..., Any] = torch.se
         return
     torch.set_default_dtype(dtype)
     torch.set_default_device(SIMULATED)
+
+
+def _install_loaders(replaced: Replacements) -> None:
+    """In torch 2.6, data loaders ask whether there is CUDA before they pin memory; in 2.8, for an accelerator."""
+    iterator = dataloader._BaseDataLoaderIter
+    init = iterator.__init__
+
+    @functools.wraps(init)
+    def pinning_init(self: Any, loader: Any) -> None:
+        init(self, loader)
+        if not loader.pin_memory_device:
+            self._pin_memory = loader.pin_memory
+
+    if "torch.cuda.is_available()" in inspect.getsource(init):
+        replaced.set(iterator, __init__=pinning_init)
 
 
 def _install_mixed_precision(replaced: Replacements) -> None:
@@ -474,6 +492,10 @@ def _install_meshes(replaced: Replacements) -> None:
         replaced.set(mesh, device_type=property(type_for_caller))
 
 
+#: Before torch 2.7, a group is bound only to a device of the type "cuda", as torch sees it.
+_BINDS_ONLY_CUDA = torch.__version__ < "2.7"
+
+
 def _with_backend(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function with `backend` translated: the first argument of init_process_group, a keyword of the others."""
 
@@ -485,8 +507,12 @@ def _with_backend(function: Callable[..., Any]) -> Callable[..., Any]:
             args = (simulated_backend(args[0]), *args[1:])
         if "backend" in kwargs:
             kwargs["backend"] = simulated_backend(kwargs["backend"])
+        bound = kwargs.pop("device_id", None) if _BINDS_ONLY_CUDA else None
         with process_group.as_gloo(asks_for_gloo(asked)):
-            return function(*args, **kwargs)
+            made = function(*args, **kwargs)
+        if bound is not None:
+            distributed_c10d._get_default_group().bound_device_id = bound
+        return made
 
     return translating
 

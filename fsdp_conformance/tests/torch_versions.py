@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-#: Before 2.7, gloo has neither averages nor a reduce-scatter of lists, and torch binds groups and batches messages only
-#: on devices of the type "cuda".
+#: Before 2.7, gloo has no averages, and torch binds groups and batches messages only on devices of the type "cuda".
 OLD = torch.__version__ < "2.7"
+
+#: Before 2.9, gloo's reduce-scatter sums whatever reduction it is asked for, and before 2.7 it takes no lists.
+GLOO_ALWAYS_SUMS = torch.__version__ < "2.9"
 
 #: Before 2.7, FSDP2 raises on the CPU; before 2.9, it sums gradients there (docs/continuous-integration.md).
 FSDP2_TRAINS_ON_THE_CPU = torch.__version__ >= "2.9"

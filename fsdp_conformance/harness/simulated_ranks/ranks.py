@@ -109,6 +109,7 @@ def simulated_world(states: Sequence[RankState]) -> Iterator[RankScheduler]:
     isolate: Any = getattr(_distributed_c10d, "_set_thread_isolation_mode")  # noqa: B009 - no stub has it
     worlds: Any = multi_threaded_pg
     own = RankState()
+    _keep_guard_of_cuda()
     rank_scheduler.use(scheduler)
     try:
         with ExitStack() as stack:
@@ -118,6 +119,7 @@ def simulated_world(states: Sequence[RankState]) -> Iterator[RankScheduler]:
             stack.callback(isolate, False)
             worlds._install_threaded_pg()
             stack.callback(worlds._uninstall_threaded_pg)
+            stack.enter_context(_without_torchcomms(worlds.ThreadLocalWorld))
             store = SimulatedStore()
             stack.enter_context(meeting_at(lambda: (store, scheduler.rank, len(states))))
             stack.enter_context(_meshes_apart())
@@ -128,6 +130,35 @@ def simulated_world(states: Sequence[RankState]) -> Iterator[RankScheduler]:
             yield scheduler
     finally:
         rank_scheduler.use(None)
+
+
+def _keep_guard_of_cuda() -> None:
+    """
+    Let this thread, which outlives the ranks, make the guard that torch uses for CUDA where there is no GPU.
+
+    In torch 2.11, built for CUDA, it belongs to the thread that first enters a fake mode. When that thread has ended,
+    the next one that enters such a mode dies with SIGSEGV.
+    """
+    make = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
+    if make is not None and not devices.device_count("cuda"):
+        make()
+
+
+@contextmanager
+def _without_torchcomms(world: Any) -> Iterator[None]:
+    """
+    Give the world of a thread the empty list of torchcomms' communicators, which groups clear when they end.
+
+    In torch 2.11 the world of a process has one, and that of a thread was forgotten.
+    """
+    if hasattr(world, "comms") or not hasattr(dist.distributed_c10d._World, "comms"):
+        yield
+        return
+    world.comms = property(lambda self: [])
+    try:
+        yield
+    finally:
+        del world.comms
 
 
 @contextmanager

@@ -206,7 +206,7 @@ except torch.OutOfMemoryError:
     print("out of memory")
 assert not torch.cuda.is_available()
 data = torch.ones(4, device="sim")
-with torch.Stream("sim"):
+with torch.sim.stream(torch.Stream("sim")):
     data.mul_(2)
 print("not raised")
 """

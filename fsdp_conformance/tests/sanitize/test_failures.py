@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch
 
 from fsdp_conformance.cli.processes import end_family, family
 from fsdp_conformance.tests.cli.cli_runs import words
@@ -110,7 +111,7 @@ def test_hazards_before_a_failure_are_kept(tmp_path: Path) -> None:
 
 _RACE = """
 def race():
-    with torch.Stream(torch.device("sim", rank)):
+    with torch.sim.stream(torch.Stream(torch.device("sim", rank))):
         ones.mul(2)
     # Until what was found is on the disk: the harness keeps it there from time to time.
     from fsdp_conformance.harness import context
@@ -132,7 +133,7 @@ for ask in (
     lambda: torch.cuda.graph(None),
     lambda: torch.cuda.make_graphed_callables(None, ()),
     lambda: torch.cuda.MemPool(),
-    lambda: torch.cuda.ExternalStream(1),
+    *([lambda: torch.cuda.get_stream_from_external(1)] if hasattr(torch.cuda, "get_stream_from_external") else []),
     lambda: torch.cuda.utilization(),
     lambda: torch.nn.DataParallel(torch.nn.ReLU(), [0])(torch.ones(2)),
     lambda: cpp_extension.load("kernels", ["kernels.cu"]),
@@ -141,7 +142,7 @@ for ask in (
         ask()
     except NotImplementedError as error:
         print("refused:", error)
-torch.cuda.get_stream_from_external(1)
+torch.cuda.ExternalStream(1)
 """
 
 
@@ -156,12 +157,12 @@ def test_what_cannot_be_simulated_says_so(tmp_path: Path) -> None:
         "torch.cuda.graph",
         "torch.cuda.make_graphed_callables",
         "torch.cuda.MemPool",
-        "torch.cuda.ExternalStream",
+        *(["torch.cuda.get_stream_from_external"] if hasattr(torch.cuda, "get_stream_from_external") else []),
         "torch.cuda.utilization",
         "torch.nn.DataParallel",
         "a CUDA kernel of torch.utils.cpp_extension.load",
     ]
-    assert "NotSimulated: torch.cuda.get_stream_from_external has no counterpart" in run.verdict
+    assert "NotSimulated: torch.cuda.ExternalStream has no counterpart" in run.verdict
 
 
 def test_a_script_that_says_cuda_is_told_about_the_option(tmp_path: Path) -> None:
@@ -216,7 +217,7 @@ def test_an_interrupted_run_prints_what_it_has_and_leaves_no_process(
 
 _WAITING = """
 def interrupted():
-    with torch.Stream(torch.device("sim", rank)):
+    with torch.sim.stream(torch.Stream(torch.device("sim", rank))):
         ones.mul(2)
     from fsdp_conformance.harness import context
     directory = context.running().order.case.directory

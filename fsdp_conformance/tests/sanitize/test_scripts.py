@@ -160,7 +160,7 @@ dist.init_process_group()
 total = torch.ones(4, device=device)
 dist.all_reduce(total)
 side = torch.Stream(device)
-with side:
+with torch.sim.stream(side):
     doubled = total * 2
 print(doubled.sum().item())
 dist.destroy_process_group()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from fsdp_conformance.tests.harness.recording.small_training import world
-from fsdp_conformance.tests.torch_versions import OLD
+from fsdp_conformance.tests.torch_versions import GLOO_ALWAYS_SUMS, OLD
 
 Outputs = dict[str, list[Tensor]]
 
@@ -108,25 +108,27 @@ def collectives(values: Values, reductions: tuple[Any, ...] = REDUCTIONS) -> Out
 
 
 def _reduce_scatter_tensor(output: Tensor, whole: Tensor, op: Any) -> None:
-    """reduce_scatter_tensor; up to torch 2.8 gloo's sums whatever it is told, so there it is part of an all-reduce."""
-    if torch.__version__ < "2.9" and output.device.type == "cpu":
-        averages = op == dist.ReduceOp.AVG
-        dist.all_reduce(whole, op=dist.ReduceOp.SUM if averages else op)
-        output.copy_(whole.chunk(dist.get_world_size())[dist.get_rank()])
-        if averages:
-            output.div_(dist.get_world_size())
+    """reduce_scatter_tensor, or what stands for it on gloo."""
+    if GLOO_ALWAYS_SUMS and output.device.type == "cpu":
+        _part_of_all_reduce(output, whole, op)
     else:
         reduce_scatter_tensor(output, whole, op=op)
 
 
 def _reduce_scatter_list(output: Tensor, parts: list[Tensor], op: Any) -> None:
-    """reduce_scatter; where gloo does not have it, the rank's part of an all-reduce."""
-    if OLD and output.device.type == "cpu":
-        for part in parts:
-            dist.all_reduce(part, op=op)
-        output.copy_(parts[dist.get_rank()])
+    """reduce_scatter, or what stands for it on gloo."""
+    if GLOO_ALWAYS_SUMS and output.device.type == "cpu":
+        _part_of_all_reduce(output, torch.stack(parts), op)
     else:
         dist.reduce_scatter(output, parts, op=op)
+
+
+def _part_of_all_reduce(output: Tensor, whole: Tensor, op: Any) -> None:
+    averages = op == dist.ReduceOp.AVG
+    dist.all_reduce(whole, op=dist.ReduceOp.SUM if averages else op)
+    output.copy_(whole.chunk(dist.get_world_size())[dist.get_rank()].view_as(output))
+    if averages:
+        output.div_(dist.get_world_size())
 
 
 def _all_to_all(outputs: list[Tensor], inputs: list[Tensor]) -> None:
@@ -196,6 +198,8 @@ def functional_collectives(values: Values) -> Outputs:
     """The functional collectives in FSDP2's and DTensor's graphs."""
     size, group = values.size, world()
     wait = functional.wait_tensor
+    sums = GLOO_ALWAYS_SUMS and values.device == "cpu"
+    averaged = wait(_reduce_scatter(values.given(3 * size), "sum" if sums else "avg", 0, group)) / (size if sums else 1)
     return {
         "all_reduce": [wait(functional.all_reduce(values.given(NUMEL), "sum", group))],
         "all_reduce_coalesced": [
@@ -205,7 +209,7 @@ def functional_collectives(values: Values) -> Outputs:
         "all_gather_coalesced": [
             wait(each) for each in _all_gather_coalesced([values.given(3), values.given(2)], group)
         ],
-        "reduce_scatter": [wait(_reduce_scatter(values.given(3 * size), "avg", 0, group))],
+        "reduce_scatter": [averaged],
         "all_to_all": [wait(functional.all_to_all_single(values.given(size), None, None, group))],
         "broadcast": [wait(functional.broadcast(values.given(3), 0, group))],
     }

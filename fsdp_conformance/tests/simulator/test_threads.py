@@ -20,6 +20,7 @@ from fsdp_conformance.harness.simulated_ranks.ranks import run_ranks
 from fsdp_conformance.simulator import checker
 from fsdp_conformance.tests.simulator.simulator_collectives import PROGRAMS, Values, all_gather_into_tensor, differences
 from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own
+from fsdp_conformance.tests.torch_versions import not_on_old
 
 pytestmark = compiled
 
@@ -223,6 +224,7 @@ def test_an_exception_ends_the_others() -> None:
     assert [3, 5] == run_ranks(2, lambda rank: 3 + 2 * rank, timeout_s=TIMEOUT_S)
 
 
+@not_on_old  # a barrier on the device
 @in_process_of_its_own
 def test_a_collective_that_a_rank_never_calls() -> None:
     """No deadline is waited for: who waits is told who is not there, and where that rank is."""
