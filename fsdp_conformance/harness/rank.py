@@ -230,7 +230,8 @@ def destroy_process_group(collect_garbage: Callable[[], object] = gc.collect) ->
     collect_garbage()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         # The end of a group joins gloo's threads and keeps the GIL, for which a thread may wait that has just finished
-        # a collective (seen with torch 2.6). That of a backend, as Python has it, releases the GIL: backends end last.
+        # a collective (before torch 2.8: pytorch/pytorch#154976). The end of a backend that Python holds releases the
+        # GIL, so backends end last.
         backends = list(_backends())
         torch.distributed.destroy_process_group()
         backends.clear()

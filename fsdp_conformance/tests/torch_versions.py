@@ -8,7 +8,8 @@ import torch
 #: Before 2.7, gloo has no averages, and torch binds groups and batches messages only on devices of the type "cuda".
 OLD = torch.__version__ < "2.7"
 
-#: Before 2.9, gloo's reduce-scatter sums whatever reduction it is asked for, and before 2.7 it takes no lists.
+#: Before 2.9, gloo's reduce-scatter sums whatever reduction it is asked for, and before 2.7 it takes no lists: its
+#: all-reduces get no options (pytorch/pytorch#149869 shows the line).
 GLOO_ALWAYS_SUMS = torch.__version__ < "2.9"
 
 #: Before 2.7, FSDP2 raises on the CPU; before 2.9, it sums gradients there (docs/continuous-integration.md).

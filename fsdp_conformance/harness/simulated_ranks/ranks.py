@@ -136,8 +136,8 @@ def _keep_guard_of_cuda() -> None:
     """
     Let this thread, which outlives the ranks, make the guard that torch uses for CUDA where there is no GPU.
 
-    In torch 2.11, built for CUDA, it belongs to the thread that first enters a fake mode. When that thread has ended,
-    the next one that enters such a mode dies with SIGSEGV.
+    In torch 2.10 and 2.11, built for CUDA, it belongs to the thread that first enters a fake mode. When that thread has
+    ended, the next one that enters such a mode dies with SIGSEGV.
     """
     make = getattr(torch._C, "_ensureCUDADeviceGuardSet", None)
     if make is not None and not devices.device_count("cuda"):

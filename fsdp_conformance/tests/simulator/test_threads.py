@@ -27,6 +27,8 @@ pytestmark = compiled
 #: Generous: everything below takes seconds on a free machine.
 TIMEOUT_S = 600.0
 
+_gather_single: Any = getattr(dist, "gather_single", None)
+
 
 def on_own_device(*numbers: float) -> Tensor:
     return torch.tensor(numbers, device=f"sim:{dist.get_rank()}")
@@ -50,7 +52,7 @@ def test_programs(name: str) -> None:
     assert 0 == checker.num_hazards()
 
 
-@pytest.mark.skipif(not hasattr(dist, "gather_single"), reason="torch has gather_single since 2.14")
+@pytest.mark.skipif(_gather_single is None, reason="torch has gather_single since 2.14")
 @in_process_of_its_own
 def test_gather_into_one_tensor() -> None:
     """The root has a part of each rank, flat or stacked; elsewhere an output does not count. Sizes are checked."""
@@ -59,11 +61,11 @@ def test_gather_into_one_tensor() -> None:
         mine, root = on_own_device(float(rank), 10.0 + rank), rank == 1
         gathered = [torch.zeros(*shape, device=f"sim:{rank}") for shape in ((6,), (3, 2))]
         for one in gathered:
-            dist.gather_single(mine, one if root else None, dst=1)
+            _gather_single(mine, one if root else None, dst=1)
         short = torch.zeros(5, device=f"sim:{rank}")
         if root:
             with pytest.raises(ValueError, match="must be equal to world_size times input tensor size"):
-                dist.gather_single(mine, short, dst=1)
+                _gather_single(mine, short, dst=1)
         return [value for one in gathered for value in one.flatten().tolist()]
 
     parts = [0.0, 10.0, 1.0, 11.0, 2.0, 12.0]

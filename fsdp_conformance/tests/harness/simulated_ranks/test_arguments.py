@@ -25,7 +25,8 @@ def _sparse(rank: int, *, twice: bool = False) -> Tensor:
     """Two of six rows, one of them every rank's; with `twice`, one row in two parts."""
     rows = torch.tensor([[rank, 4, 4] if twice else [rank, 4]])
     values = torch.arange(3.0 * rows.numel()).reshape(-1, 3) + rank
-    return torch.sparse_coo_tensor(rows, values, (6, 3), check_invariants=True)
+    with torch.sparse.check_sparse_tensor_invariants():
+        return torch.sparse_coo_tensor(rows, values, (6, 3))
 
 
 def _from_anybody(rank: int, group: Any = None, receiver: int = 0) -> list[Tensor]:
