@@ -29,7 +29,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import Work
+from torch.torch_version import TorchVersion
 
+from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.faults.fault import Fault
 from fsdp_conformance.faults.pending import LateWork, PendingCollective
 from fsdp_conformance.faults.poison import in_engine, is_poisoned, is_there
@@ -72,6 +74,12 @@ class LateCollectives(Fault):
 
     def __init__(self, lot: random.Random, strike: Callable[[Provocation], None]) -> None:
         super().__init__()
+        if torch.__version__ < TorchVersion("2.7"):
+            # A collective that C++ waits for, as DDP's constructor does, would never end.
+            raise EnvironmentUnavailable(
+                f"--stress needs torch 2.7 or newer, got {torch.__version__}: before, torch drops the Python half of a "
+                "collective, which completes it late. Install a newer torch, or leave out --stress."
+            )
         self._lot = lot
         self._count = strike
         self._lock = threading.RLock()

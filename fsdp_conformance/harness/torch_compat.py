@@ -123,7 +123,7 @@ class FSDPTest(MultiProcessTestCase, common_fsdp.FSDPTest):  # type: ignore[misc
             self.start_process_group(devices.SIMULATED_BACKEND.rpartition(":")[2] if simulated else None)
         distributed.barrier(device_ids=None if self.device_type == "cpu" else [self.device.index])
         torch._dynamo.reset()
-        common_utils.set_rng_seed()  # type: ignore[no-untyped-call]
+        common_utils.set_rng_seed(common_utils.SEED)  # type: ignore[no-untyped-call]
 
     def shutdown_rank(self) -> None:
         """Destroy the group, whatever `destroy_pg_upon_exit` says, as torch's class does in its `_run`."""

@@ -8,6 +8,7 @@ nothing, NVTX ranges become labels, and all remaining ones raise NotSimulated wi
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
@@ -195,6 +196,8 @@ def _refusal(name: str, value: Any) -> Any:
     """A replacement of that name that raises when it is used."""
     why = _REFUSED.get(name, _HANDLE)
 
+    # Like the original in all but what it does: torch's compiler looks below decorators when it is imported.
+    @functools.wraps(value)
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise NotSimulated(f"torch.cuda.{name}", why)
 

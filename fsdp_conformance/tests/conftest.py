@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Generator
 
 import pytest
+import torch
 
 from fsdp_conformance.config import REFERENCES_STORE
 from fsdp_conformance.report.folding import WIDTH
 from fsdp_conformance.tests.simulator import simulator_process
+from fsdp_conformance.tests.torch_versions import limit_of
 
 
 def pytest_configure() -> None:
@@ -23,6 +26,17 @@ def pytest_configure() -> None:
     os.environ["COLUMNS"] = str(WIDTH)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that fails for what an older torch lacks is skipped, and says so."""
+    report = yield
+    limit = limit_of(str(report.longrepr)) if report.failed else None
+    if limit is not None:
+        report.outcome = "skipped"
+        report.longrepr = str(item.path), item.reportinfo()[1] or 0, f"torch {torch.__version__}: {limit.reason}"
+    return report
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

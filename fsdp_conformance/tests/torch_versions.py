@@ -1,21 +1,81 @@
-"""What older versions of torch lack, for tests that need it: each such test says so when it is skipped."""
+"""
+What older versions of torch lack, for tests that need it: each such test says so when it is skipped.
+
+Where only a run shows whether a test needs it, as with the many that train FSDP2 on the CPU, the error tells:
+`limit_of`.
+"""
 
 from __future__ import annotations
 
+import re
+from typing import NamedTuple
+
 import pytest
 import torch
+from torch.torch_version import TorchVersion
 
 #: Before 2.7, gloo has no averages, and torch binds groups and batches messages only on devices of the type "cuda".
-OLD = torch.__version__ < "2.7"
+OLD = torch.__version__ < TorchVersion("2.7")
 
 #: Before 2.9, gloo's reduce-scatter sums whatever reduction it is asked for, and before 2.7 it takes no lists: its
 #: all-reduces get no options (pytorch/pytorch#149869 shows the line).
-GLOO_ALWAYS_SUMS = torch.__version__ < "2.9"
+GLOO_ALWAYS_SUMS = torch.__version__ < TorchVersion("2.9")
 
 #: Before 2.7, FSDP2 raises on the CPU; before 2.9, it sums gradients there (docs/continuous-integration.md).
-FSDP2_TRAINS_ON_THE_CPU = torch.__version__ >= "2.9"
+FSDP2_TRAINS_ON_THE_CPU = torch.__version__ >= TorchVersion("2.9")
 
 not_on_old = pytest.mark.skipif(OLD, reason=f"torch {torch.__version__} cannot do this: 2.7 can")
-with_fsdp2_on_the_cpu = pytest.mark.skipif(
-    not FSDP2_TRAINS_ON_THE_CPU, reason=f"FSDP2 of torch {torch.__version__} does not train on the CPU as it should"
+
+
+class Limit(NamedTuple):
+    """An error that torch itself raises before some version."""
+
+    before: str
+    error: str
+    """A pattern of its text, with the line of torch that raises it where others could."""
+    reason: str
+
+
+LIMITS = (
+    Limit(
+        "2.7",
+        r"_fully_shard/_fsdp_\w+\.py\", line(.|\n)*'Stream' object has no attribute 'record_event'",
+        "FSDP2 does not train on the CPU",
+    ),
+    Limit(
+        "2.7",
+        r"cannot import name 'ReduceScatter' from 'torch\.distributed\.fsdp",
+        "FSDP2 cannot be told how to reduce",
+    ),
+    Limit("2.7", r"fully_shard of torch \S+ has no ignored_params", "FSDP2 cannot ignore parameters"),
+    Limit(
+        "2.7",
+        r"c10d\.ReduceOp \(of Python.*does not have a field with name 'op'",
+        "no reductions in Python",
+    ),
+    Limit("2.7", r"ProcessGroupGloo does not support reduce_scatter", "gloo has no reduce-scatter of lists"),
+    Limit(
+        "2.7",
+        r"_c10d\.ProcessGroup' object has no attribute '(get_group_store|split_group)'",
+        "groups lack this method",
+    ),
+    Limit("2.7", r"The input size 0, plus negative padding 0", "DTensor cannot divide tensors without elements"),
+    Limit(
+        "2.7",
+        r"checkpoint/utils\.py(.|\n)*Global rank 0 is not part of group",
+        "no checkpoints in a group",
+    ),
+    Limit("2.7", r"save\(\) got an unexpected keyword argument 'no_dist'", "no checkpoint of one rank"),
+    Limit("2.7", r"create_pg\(\) takes 2 positional arguments", "torch's test class makes groups in another way"),
+    Limit("2.7", r"from_dlpack\(\) got an unexpected keyword argument 'device'", "from_dlpack takes no device"),
+    Limit("2.7", r"--stress needs torch 2\.7 or newer", "there is no --stress"),
+    Limit("2.10", r"No module named 'torch\.distributed\._composable\.replicate_with_fsdp'", "there is no such engine"),
 )
+
+
+def limit_of(text: str) -> Limit | None:
+    """The limit of the installed torch that the text of a failure shows."""
+    for limit in LIMITS:
+        if torch.__version__ < TorchVersion(limit.before) and re.search(limit.error, text):
+            return limit
+    return None

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -210,7 +210,9 @@ class DataParallel(nn.Module, Joinable):
     def _send_buffers(self, source: int) -> None:
         buffers = self._current_buffers()
         # The graph of an earlier forward may have saved them; autograd must not reject its backward for the new values.
-        with _preserve_version_counter(tuple(buffers)):
+        with ExitStack() as versions:
+            for buffer in buffers:
+                versions.enter_context(_preserve_version_counter(buffer))
             broadcast(buffers, self.process_group, source=source)
 
     def _current_buffers(self) -> list[Tensor]:

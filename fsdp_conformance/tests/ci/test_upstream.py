@@ -355,7 +355,12 @@ def test_a_signal_ends_everything(tests: Path, tmp_path: Path, number: signal.Si
         env={**os.environ, "TMPDIR": str(scratch), "REACHED": str(reached)},
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
-    wait_until(lambda: all(Path(f"{reached}test_{name}").is_file() for name in ("one", "three")), "both files")
+
+    def both_wait() -> bool:
+        return all(Path(f"{reached}test_{name}").is_file() for name in ("one", "three"))
+
+    wait_until(lambda: both_wait() or process.poll() is not None, "both files")
+    assert process.poll() is None, process.communicate()[0]
     before = family(process.pid)
     process.send_signal(number)
     output, _ = process.communicate(timeout=DEADLINE_S)

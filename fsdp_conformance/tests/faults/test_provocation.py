@@ -31,6 +31,7 @@ from fsdp_conformance.tests.faults import async_engines
 from fsdp_conformance.tests.harness.recording import small_training
 from fsdp_conformance.tests.harness.recording.small_training import world
 from fsdp_conformance.tests.harness.started_ranks import RecordedRanks
+from fsdp_conformance.tests.torch_versions import not_on_old
 
 
 class _Lot(random.Random):
@@ -52,6 +53,7 @@ def _late(drawn: float = 0.0) -> Iterator[list[Provocation]]:
         yield struck
 
 
+@not_on_old
 class Provoking(RecordedRanks):
     """Two ranks."""
 
