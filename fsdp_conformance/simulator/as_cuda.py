@@ -488,8 +488,17 @@ def _install_meshes(replaced: Replacements) -> None:
         return text(self).replace(f"'{SIMULATED}'", f"'{CUDA}'")
 
     replaced.set(mesh, __init__=translated(mesh.__init__), __repr__=repr_for_caller)
-    if isinstance(kind, property):  # in older versions a mesh stores it
-        replaced.set(mesh, device_type=property(type_for_caller))
+
+    def stored_type(self: device_mesh.DeviceMesh) -> str:
+        found: str = vars(self)["device_type"]
+        return CUDA if found == SIMULATED and script_asks() else found
+
+    def store_type(self: device_mesh.DeviceMesh, value: str) -> None:
+        vars(self)["device_type"] = value
+
+    # In older versions a mesh stores it.
+    is_asked = isinstance(kind, property)
+    replaced.set(mesh, device_type=property(type_for_caller) if is_asked else property(stored_type, store_type))
 
 
 #: Before torch 2.7, a group is bound only to a device of the type "cuda", as torch sees it.

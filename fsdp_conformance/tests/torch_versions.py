@@ -27,6 +27,16 @@ FSDP2_TRAINS_ON_THE_CPU = torch.__version__ >= TorchVersion("2.9")
 not_on_old = pytest.mark.skipif(OLD, reason=f"torch {torch.__version__} cannot do this: 2.7 can")
 
 
+with_fsdp2_on_the_cpu = pytest.mark.skipif(
+    not FSDP2_TRAINS_ON_THE_CPU, reason=f"FSDP2 of torch {torch.__version__} does not train on the CPU as it should"
+)
+
+#: What DTensor costs and draws, and how gloo says that a peer is late, has been like this since 2.10 at the latest.
+as_since_2_10 = pytest.mark.skipif(
+    torch.__version__ < TorchVersion("2.10"), reason=f"torch {torch.__version__} does this in another way than 2.10"
+)
+
+
 class Limit(NamedTuple):
     """An error that torch itself raises before some version."""
 
@@ -42,33 +52,20 @@ LIMITS = (
         r"_fully_shard/_fsdp_\w+\.py\", line(.|\n)*'Stream' object has no attribute 'record_event'",
         "FSDP2 does not train on the CPU",
     ),
-    Limit(
-        "2.7",
-        r"cannot import name 'ReduceScatter' from 'torch\.distributed\.fsdp",
-        "FSDP2 cannot be told how to reduce",
-    ),
     Limit("2.7", r"fully_shard of torch \S+ has no ignored_params", "FSDP2 cannot ignore parameters"),
-    Limit(
-        "2.7",
-        r"c10d\.ReduceOp \(of Python.*does not have a field with name 'op'",
-        "no reductions in Python",
-    ),
     Limit("2.7", r"ProcessGroupGloo does not support reduce_scatter", "gloo has no reduce-scatter of lists"),
-    Limit(
-        "2.7",
-        r"_c10d\.ProcessGroup' object has no attribute '(get_group_store|split_group)'",
-        "groups lack this method",
-    ),
-    Limit("2.7", r"The input size 0, plus negative padding 0", "DTensor cannot divide tensors without elements"),
-    Limit(
-        "2.7",
-        r"checkpoint/utils\.py(.|\n)*Global rank 0 is not part of group",
-        "no checkpoints in a group",
-    ),
+    Limit("2.7", r"checkpoint/utils\.py(.|\n)*Global rank 0 is not part of group", "no checkpoints in a group"),
     Limit("2.7", r"save\(\) got an unexpected keyword argument 'no_dist'", "no checkpoint of one rank"),
     Limit("2.7", r"create_pg\(\) takes 2 positional arguments", "torch's test class makes groups in another way"),
-    Limit("2.7", r"from_dlpack\(\) got an unexpected keyword argument 'device'", "from_dlpack takes no device"),
     Limit("2.7", r"--stress needs torch 2\.7 or newer", "there is no --stress"),
+    Limit(
+        "2.10", r"cannot import name 'ReduceScatter' from 'torch\.distributed\.fsdp", "FSDP2 is not told how to reduce"
+    ),
+    Limit("2.10", r"c10d\.ReduceOp \(of Python.*does not have a field with name 'op'", "no reductions in Python"),
+    Limit("2.10", r"c10d\.ProcessGroup' object has no attribute '(get_group_store|split_group)'", "no such method"),
+    Limit("2.10", r"The input size 0, plus negative padding 0", "DTensor cannot divide tensors without elements"),
+    Limit("2.10", r"from_dlpack\(\) got an unexpected keyword argument 'device'", "from_dlpack takes no device"),
+    Limit("2.10", r"Number of microbatches \(1\) must be greater than or equal", "pipelines need more micro-batches"),
     Limit("2.10", r"No module named 'torch\.distributed\._composable\.replicate_with_fsdp'", "there is no such engine"),
 )
 

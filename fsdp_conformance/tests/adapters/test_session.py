@@ -27,6 +27,7 @@ from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN, RICH, Output
+from fsdp_conformance.tests.torch_versions import with_fsdp2_on_the_cpu
 from fsdp_conformance.workload import Regime
 
 
@@ -236,6 +237,7 @@ class Loop(RankTestCase):
             adapter.entries,
         )
 
+    @with_fsdp2_on_the_cpu
     def test_pipelines(self) -> None:
         """Passes come in the order of the regime, each in its micro-batch's context; others are Unsupported."""
         orders = {
@@ -256,6 +258,7 @@ class Loop(RankTestCase):
         with self.assertRaisesRegex(Unsupported, "pipelined_microbatch"):
             self.run_training("torch-ddp", regime=regime)
 
+    @with_fsdp2_on_the_cpu
     def test_several_backwards(self) -> None:
         """The loss is split in halves; the graph is kept for the second."""
         adapter = Diary()
@@ -303,6 +306,7 @@ class Loop(RankTestCase):
         self.assertIsInstance(history.eval_outputs[0], Output)
         self.assertGreater(history.seconds, 0)
 
+    @with_fsdp2_on_the_cpu
     def test_what_an_adapter_cannot_show(self) -> None:
         """No gradients, no buffers, no flags: the history leaves them out and has the rest."""
         history = self.assert_trains(NoGradients, RICH)
@@ -310,6 +314,7 @@ class Loop(RankTestCase):
         self.assertEqual(({}, {}), (history.steps[0].buffers, history.requires_grad))
         self.assertFalse(history.shows_buffers)
 
+    @with_fsdp2_on_the_cpu
     def test_buffers_are_read_from_the_module(self) -> None:
         """An adapter that does not read them itself cannot hide them."""
         history = self.assert_trains(NoBuffers, RICH)
@@ -357,6 +362,7 @@ class Loop(RankTestCase):
             self.run_training(adapter, faults=[fault])
         self.assertFalse(fault.installed)
 
+    @with_fsdp2_on_the_cpu
     def test_delays_change_nothing(self) -> None:
         """Delays strike where they are meant to, and the numbers stay."""
         faults: list[Fault] = [

@@ -19,6 +19,7 @@ from fsdp_conformance.errors import AdapterError, ConfigError, Unsupported
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN, RICH
+from fsdp_conformance.tests.torch_versions import with_fsdp2_on_the_cpu
 from fsdp_conformance.workload import Regime
 
 ENGINES = (
@@ -45,6 +46,7 @@ class Parity(RankTestCase):
             for optimizer in ("sgd", "adam"):
                 self.assert_trains(name, regime=Regime(optimizer=optimizer))
 
+    @with_fsdp2_on_the_cpu
     def test_traps(self) -> None:
         """A tied weight, a frozen layer, a unit called twice, and an unused parameter."""
         for name in ENGINES:
@@ -150,6 +152,7 @@ class Parity(RankTestCase):
             self.assertTrue(torch.equal(first, frozen), msg=name)
             self.assertFalse(torch.equal(frozen, thawed), msg=name)
 
+    @with_fsdp2_on_the_cpu
     def test_units_on_a_group_of_their_own_and_ignored_modules(self) -> None:
         """Gradients of local units and of ignored modules are this rank's own; the others' are means."""
         for name in ("torch-fsdp1", "torch-fsdp1-hybrid-shard", "torch-fsdp2"):
@@ -184,6 +187,7 @@ class Refusals(RankTestCase):
         ):
             adapter.setup(self.fail, self.fail, Plan(sharding=Sharding.OPTIM, sync_module_states=True))
 
+    @with_fsdp2_on_the_cpu
     def test_the_engines_own_words(self) -> None:
         """What torch offers on accelerators alone is refused by torch; the adapter quotes it."""
         # A build for CUDA asks for a driver, where a build for the CPU asks for an accelerator.
@@ -282,6 +286,7 @@ class Single(RankTestCase):
     def world_size(self) -> int:
         return 1
 
+    @with_fsdp2_on_the_cpu
     def test_no_collectives(self) -> None:
         """FSDP2 is silent at world size 1, as it declares; others are not, and do not."""
         for name in ENGINES:

@@ -31,6 +31,7 @@ from fsdp_conformance.mutants.base import SeamDDP, SeamFSDP2
 from fsdp_conformance.selftest import bound_case, bound_cases, run_case
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN, RICH, build
+from fsdp_conformance.tests.torch_versions import with_fsdp2_on_the_cpu
 from fsdp_conformance.verdict import Verdict
 from fsdp_conformance.workload import Regime, Workload
 
@@ -223,6 +224,7 @@ class Numbers(RankTestCase):
 class Values(RankTestCase):
     """Wrong values that need a scenario of their own."""
 
+    @with_fsdp2_on_the_cpu
     def test_written_values_are_lost(self) -> None:
         """The right engine trains what was written after the wrap."""
         values = {name: value.detach() * 0.5 for name, value in PLAIN.build(0).named_parameters()}
@@ -310,6 +312,7 @@ class Values(RankTestCase):
             mine = {name for name, grad in grads.items() if grad is None}
             self.assertEqual(missing if self.rank == 1 else set(), mine, adapter.__name__)
 
+    @with_fsdp2_on_the_cpu
     def test_ignored_modules(self) -> None:
         """The right engine leaves an ignored module its own gradient, the mutant averages it."""
         for adapter, averaged in ((SeamFSDP2, False), (mutant("shards-ignored"), True)):
@@ -374,6 +377,7 @@ class Schedules(RankTestCase):
         self.assertNotEqual(lines[0], lines[1])
         self.assertEqual(sorted(lines[0]), sorted(lines[1]))
 
+    @with_fsdp2_on_the_cpu
     def test_groups(self) -> None:
         """A unit on a group of its own is communicated over the world, hybrid or local."""
         plans: tuple[dict[str, Any], ...] = (
@@ -411,6 +415,7 @@ class Manners(RankTestCase):
             self.run_training(SeamFSDP2, contained)
         self.run_training(mutant("accepts-containers"), contained)
 
+    @with_fsdp2_on_the_cpu
     def test_anything(self) -> None:
         """Replica groups that do not divide the world are taken for none."""
         with self.assertRaisesRegex(ValueError, "must divide the world size"):
@@ -431,6 +436,7 @@ class Manners(RankTestCase):
             forward = [r for r in history.collectives if (r.phase, r.op, r.step) == ("forward", Op.ALL_GATHER, 1)]
             self.assertEqual(gathers, len(forward), adapter.__name__)
 
+    @with_fsdp2_on_the_cpu
     def test_a_second_wrap(self) -> None:
         """FSDP2 refuses it; the mutant averages once more."""
         with self.assertRaisesRegex(AssertionError, "applied to a module once"):
@@ -451,6 +457,7 @@ class Manners(RankTestCase):
         self.run_training(subject)
         self.assertIs(subject.module(), copy.deepcopy(subject.module()))
 
+    @with_fsdp2_on_the_cpu
     def test_outputs(self) -> None:
         """A named tuple comes out as something else, with the same values."""
         regime = Regime(steps=1, keep_outputs=True)

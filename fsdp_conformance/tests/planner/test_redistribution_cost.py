@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.planner.link_spec import LinkSpec
 from fsdp_conformance.planner.redistribution_cost import Layout, redistribution_cost_us
+from fsdp_conformance.tests.torch_versions import as_since_2_10
 
 Placements = tuple[Placement, ...]
 
@@ -70,6 +71,7 @@ def pairs() -> Iterator[tuple[Placements, Placements]]:
     return itertools.product(layouts, layouts)
 
 
+@as_since_2_10
 def test_one_axis_costs_what_torch_says(mesh: DeviceMesh) -> None:
     """If one axis changes, the other is replicated, and no shard moves to another dim, the costs equal torch's."""
     checked = 0
@@ -83,6 +85,7 @@ def test_one_axis_costs_what_torch_says(mesh: DeviceMesh) -> None:
     assert checked == 28
 
 
+@as_since_2_10
 def test_never_dearer_than_torch_and_never_far_below(mesh: DeviceMesh) -> None:
     """
     Of 256 pairs of layouts 192 cost the same. The others are cheaper here: an all-to-all by the microsecond that torch

@@ -15,6 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fsdp_conformance.simulated_cuda import simulated_cuda
 from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own
+from fsdp_conformance.tests.torch_versions import as_since_2_10
 
 pytestmark = compiled
 
@@ -73,6 +74,7 @@ def test_shards_differ_and_replicas_are_equal() -> None:
     assert [1, 1, 2] == [different(columns[::2]), different(columns[1::2]), different(columns)]
 
 
+@as_since_2_10
 @in_process_of_its_own
 def test_replicas_are_the_numbers_after_the_seed() -> None:
     """The first ones, as a plain tensor would get them; parameters made on the meta device too."""
@@ -88,6 +90,7 @@ def test_replicas_are_the_numbers_after_the_seed() -> None:
         assert torch.equal(expected, local(made))
 
 
+@as_since_2_10
 @in_process_of_its_own
 def test_a_state_that_is_put_back_repeats_the_numbers() -> None:
     """So recomputation in activation checkpoints drops the same values."""
@@ -115,6 +118,7 @@ def test_the_cpu_draws_for_itself() -> None:
     assert torch.equal(torch.rand(4, generator=torch.Generator().manual_seed(2)), found[2])
 
 
+@as_since_2_10
 @in_process_of_its_own
 def test_a_programs_own_generator() -> None:
     """It decides about the numbers, and moves on."""

@@ -28,6 +28,7 @@ from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.tests.harness.recording import small_training
 from fsdp_conformance.tests.harness.recording.small_training import world
+from fsdp_conformance.tests.torch_versions import as_since_2_10
 
 
 class HeldBack(Work):
@@ -278,6 +279,7 @@ reduce_scatter 8B float32 SUM [0,1]""",
 
         self.assertEqual(["all_reduce 12B bfloat16/float32 SUM [0,1]"], log().schedule())
 
+    @as_since_2_10
     def test_timeout_is_the_group_s_own(self) -> None:
         """A group's timeout reaches its backend: a collective that a peer leaves out ends with an error, not a hang."""
         self._start()
