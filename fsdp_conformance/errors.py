@@ -5,6 +5,7 @@ Everything that can go wrong, with the suite's own faults apart from the impleme
     +-- UsageError                 options, files and plans that make no sense        exit status 2
     |   +-- ConfigError            a plan or an option out of range
     |   |   +-- InvalidCollective  a collective of simulated ranks that no rank can take part in
+    |   |       +-- ScalarCollective
     |   +-- AdapterNotFound        the named implementation cannot be imported
     |   +-- RunFileError           a run file that cannot be read
     +-- EnvironmentUnavailable     a device, backend or compiler that is absent       exit status 3
@@ -58,6 +59,10 @@ class ConfigError(UsageError):
 
 class InvalidCollective(ConfigError, RuntimeError):
     """A collective of simulated ranks that no rank can take part in. A RuntimeError, as it is with torch's backends."""
+
+
+class ScalarCollective(InvalidCollective, IndexError):
+    """An all-to-all of a tensor without dimensions. With gloo it is an IndexError since torch 2.14."""
 
 
 class AdapterNotFound(UsageError):

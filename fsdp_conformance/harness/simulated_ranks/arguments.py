@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from fsdp_conformance.errors import InvalidCollective
+from fsdp_conformance.errors import InvalidCollective, ScalarCollective
 from fsdp_conformance.history.collective import Op
 
 #: The reductions that simulated ranks can do.
@@ -69,7 +69,9 @@ def require_call(call: Call) -> None:
     problems = [*_of_reduction(call), *_of_root(call), *_of_layout(call), *_of_dtypes(call)]
     problems = problems or [*_of_outputs(call), *_of_sizes(call)]
     if problems:
-        raise InvalidCollective(problems, where=f"{call.op.value} of simulated ranks")
+        scalar = call.op is Op.ALL_TO_ALL and any(not tensor.dim() for tensor in call.tensors)
+        kind = ScalarCollective if scalar else InvalidCollective
+        raise kind(problems, where=f"{call.op.value} of simulated ranks")
 
 
 def require_message(op: Op, peer: int, tag: int, *, rank: int, size: int) -> None:
