@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import torch
+from torch.distributed import distributed_c10d
 
 from fsdp_conformance.errors import (
     AdapterError,
@@ -239,7 +240,7 @@ def destroy_process_group(collect_garbage: Callable[[], object] = gc.collect) ->
 
 def _backends() -> Iterator[object]:
     """The backends of all groups."""
-    for group in torch.distributed.distributed_c10d._world.pg_map:
+    for group in distributed_c10d._world.pg_map:
         for one in filter(None, (group, getattr(group, "_twin", None))):
             for device in one._device_types:
                 yield one._get_backend(device)
