@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load, load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fsdp_conformance.adapters.base import Adapter
@@ -115,5 +117,8 @@ class ShardedStateDicts(ConformanceTestCase):
         """The checkpoint in the unwrapped model's own tensors, read by this process alone."""
         state = {name: torch.full_like(value, -1.0) for name, value in workload.build(self.rank).state_dict().items()}
         with self.blaming("implementation"):
-            load(state, checkpoint_id=directory, no_dist=True)
+            if "no_dist" in inspect.signature(load).parameters:
+                load(state, checkpoint_id=directory, no_dist=True)
+            else:  # torch 2.6
+                load_state_dict(state, FileSystemReader(directory), no_dist=True)
         return state
