@@ -29,7 +29,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import Work
-from torch.torch_version import TorchVersion
 
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.faults.fault import Fault
@@ -37,6 +36,7 @@ from fsdp_conformance.faults.pending import LateWork, PendingCollective
 from fsdp_conformance.faults.poison import in_engine, is_poisoned, is_there
 from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.recording.collective_log import Collective
+from fsdp_conformance.harness.recording.process_group import DROPS_PYTHON_WORKS
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.stress import Provocation
 
@@ -74,8 +74,7 @@ class LateCollectives(Fault):
 
     def __init__(self, lot: random.Random, strike: Callable[[Provocation], None]) -> None:
         super().__init__()
-        if torch.__version__ < TorchVersion("2.7"):
-            # A collective that C++ waits for, as DDP's constructor does, would never end.
+        if DROPS_PYTHON_WORKS:  # DDP's constructor waits in C++
             raise EnvironmentUnavailable(
                 f"--stress needs torch 2.7 or newer, got {torch.__version__}: before, torch drops the Python half of a "
                 "collective, which completes it late. Install a newer torch, or leave out --stress."

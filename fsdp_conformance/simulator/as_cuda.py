@@ -479,26 +479,20 @@ def _install_meshes(replaced: Replacements) -> None:
         replaced.set(module, init_device_mesh=make)
     mesh = device_mesh.DeviceMesh
     kind, text = vars(mesh).get("device_type"), mesh.__repr__
+    is_asked = isinstance(kind, property)  # in older versions a mesh stores it
 
     def type_for_caller(self: device_mesh.DeviceMesh) -> str:
-        found: str = kind.__get__(self)  # type: ignore[union-attr]
-        return CUDA if found == SIMULATED and script_asks() else found
-
-    def repr_for_caller(self: device_mesh.DeviceMesh) -> str:
-        return text(self).replace(f"'{SIMULATED}'", f"'{CUDA}'")
-
-    replaced.set(mesh, __init__=translated(mesh.__init__), __repr__=repr_for_caller)
-
-    def stored_type(self: device_mesh.DeviceMesh) -> str:
-        found: str = vars(self)["device_type"]
+        found: str = kind.__get__(self) if is_asked else vars(self)["device_type"]  # type: ignore[union-attr]
         return CUDA if found == SIMULATED and script_asks() else found
 
     def store_type(self: device_mesh.DeviceMesh, value: str) -> None:
         vars(self)["device_type"] = value
 
-    # In older versions a mesh stores it.
-    is_asked = isinstance(kind, property)
-    replaced.set(mesh, device_type=property(type_for_caller) if is_asked else property(stored_type, store_type))
+    def repr_for_caller(self: device_mesh.DeviceMesh) -> str:
+        return text(self).replace(f"'{SIMULATED}'", f"'{CUDA}'")
+
+    replaced.set(mesh, __init__=translated(mesh.__init__), __repr__=repr_for_caller)
+    replaced.set(mesh, device_type=property(type_for_caller, None if is_asked else store_type))
 
 
 #: Before torch 2.7, a group is bound only to a device of the type "cuda", as torch sees it.
@@ -519,8 +513,9 @@ def _with_backend(function: Callable[..., Any]) -> Callable[..., Any]:
         bound = kwargs.pop("device_id", None) if _BINDS_ONLY_CUDA else None
         with process_group.as_gloo(asks_for_gloo(asked)):
             made = function(*args, **kwargs)
-        if bound is not None:
-            distributed_c10d._get_default_group().bound_device_id = bound
+        group = distributed_c10d._get_default_group() if made is None else made
+        if bound is not None and isinstance(group, dist.ProcessGroup):
+            group.bound_device_id = bound
         return made
 
     return translating

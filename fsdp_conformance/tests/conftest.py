@@ -30,7 +30,7 @@ def pytest_configure() -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """A test that fails for what an older torch lacks is skipped, and says so."""
+    """Skip a test that fails only because an older torch lacks something, and say what."""
     report = yield
     limit = limit_of(str(report.longrepr)) if report.failed else None
     if limit is not None:

@@ -24,17 +24,16 @@ GLOO_ALWAYS_SUMS = torch.__version__ < TorchVersion("2.9")
 #: Before 2.7, FSDP2 raises on the CPU; before 2.9, it sums gradients there (docs/continuous-integration.md).
 FSDP2_TRAINS_ON_THE_CPU = torch.__version__ >= TorchVersion("2.9")
 
-not_on_old = pytest.mark.skipif(OLD, reason=f"torch {torch.__version__} cannot do this: 2.7 can")
+
+def _since(version: str, before: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(torch.__version__ < TorchVersion(version), reason=f"before torch {version}, {before}")
 
 
-with_fsdp2_on_the_cpu = pytest.mark.skipif(
-    not FSDP2_TRAINS_ON_THE_CPU, reason=f"FSDP2 of torch {torch.__version__} does not train on the CPU as it should"
-)
+not_on_old = _since("2.7", "this cannot be done")
+with_fsdp2_on_the_cpu = _since("2.9", "FSDP2 does not train on the CPU as it should")
 
-#: What DTensor costs and draws, and how gloo says that a peer is late, has been like this since 2.10 at the latest.
-as_since_2_10 = pytest.mark.skipif(
-    torch.__version__ < TorchVersion("2.10"), reason=f"torch {torch.__version__} does this in another way than 2.10"
-)
+#: What DTensor costs and draws, and how gloo says that a peer is late. When it changed is not known exactly.
+as_since_2_10 = _since("2.10", "torch did this differently")
 
 
 class Limit(NamedTuple):

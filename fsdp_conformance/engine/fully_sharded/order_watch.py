@@ -47,10 +47,10 @@ class _Arrived(NamedTuple):
 
 _HINT = "All ranks must run the same units in the same order."
 
-#: Of larger groups, only as many ranks compare: each asks one store about each of its collectives.
+#: In larger groups only this many ranks compare, because all of them ask the same store about each collective.
 RANKS_COMPARED = 1024
 
-#: How many watches have written to a store: each has keys of its own, the same on every rank.
+#: The number of watches per store. A watch's number is part of its keys, and is the same on every rank.
 _watches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 

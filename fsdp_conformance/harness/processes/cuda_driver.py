@@ -24,7 +24,7 @@ from contextlib import contextmanager
 
 from fsdp_conformance.errors import EnvironmentUnavailable
 
-#: How long the driver may take to count: seconds for each GPU, if nobody keeps it loaded.
+#: Deadline for the driver's count. Without persistence mode it takes seconds per GPU.
 COUNT_TIMEOUT_S = 120.0
 
 _DRIVER = "libcuda.so.1"

@@ -1,9 +1,9 @@
 """
 Sets of ranks: the processes that run one case, or several in turn, with the lease on their devices.
 
-At most one idle set is kept for reuse (`RankPool`). It gives its devices back meanwhile, so that nobody waits for
-devices that nobody uses, and is ended if it cannot have them again at once. What a fresh set prepares before it has a
-case is in `prepared`.
+At most one idle set is kept for reuse (`RankPool`). While it is idle it holds no devices, so other cases can use them;
+if they are taken when the next case starts, the set is ended. What a fresh set prepares before it has a case is in
+`prepared`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class RankSet:
     shared_before: frozenset[str]
     """The blocks of shared memory from before the first of the processes."""
     resources: ExitStack
-    """Gives back what the set holds: its devices, and a directory if it was prepared in one of its own."""
+    """Releases what the set holds: its devices, and its directory if it was prepared in one."""
 
     def end(self) -> None:
         """End the ranks and give back the devices."""

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup, Work, distributed_c10d
+from torch.torch_version import TorchVersion
 
 from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError, SuiteError
@@ -42,6 +43,10 @@ __all__ = [
     "require_recording",
     "unregister_recording_backend",
 ]
+
+#: Before torch 2.7, C++ keeps its half of a work that is written in Python and drops the Python half, whose methods are
+#: then not called: whoever waits in C++ would wait forever.
+DROPS_PYTHON_WORKS = torch.__version__ < TorchVersion("2.7")
 
 #: The backend to pass to `init_process_group`; it resolves to the backends of the device.
 BACKEND = "conformance"

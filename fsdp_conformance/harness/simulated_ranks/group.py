@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore, ProcessGroupGloo, Store
 from torch.distributed import DistBackendError, ProcessGroup, Work, distributed_c10d
-from torch.torch_version import TorchVersion
 
 from fsdp_conformance.errors import InvalidCollective, SuiteError
 from fsdp_conformance.harness.recording import process_group
@@ -70,11 +69,6 @@ class _Shared:
         return str(list(self.ranks))
 
 
-#: Until torch 2.7, C++ keeps its half of a work and drops the Python half, whose methods are then not called:
-#: functional collectives would wait forever.
-_DROPS_PYTHON_HALF = torch.__version__ < TorchVersion("2.7")
-
-
 class SimulatedWork(Work):
     """A pending collective of one rank."""
 
@@ -90,7 +84,7 @@ class SimulatedWork(Work):
         self._shared = group.shared
         self._contribution = contribution
         self._describe = describe
-        if _DROPS_PYTHON_HALF:
+        if process_group.DROPS_PYTHON_WORKS:
             # Functional collectives wait once for each output.
             _world().unwaited[self] = max(1, len(contribution.outputs))
 

@@ -412,7 +412,7 @@ class GlooTransport : public Transport {
     all.reduceOp = request.reduce;
     result = whole.chunk(size_)[rank_];
     return gloo_->allreduce(in_place, all);
-#endif
+#else
     c10d::ReduceScatterOptions opts;
     opts.reduceOp = request.reduce;
     if (!request.list) {
@@ -421,6 +421,7 @@ class GlooTransport : public Transport {
     std::vector<at::Tensor> outputs = {result};
     Lists inputs = {whole.chunk(size_)};
     return gloo_->reduce_scatter(outputs, inputs, opts);
+#endif
   }
 
   c10::intrusive_ptr<c10d::Work> all_to_all(const Request& request, std::vector<at::Tensor>& results) {

@@ -28,7 +28,7 @@ class Group:
 
 
 class Rank:
-    """A rank with a watch of its own, and its own object for each store, as in a process of its own."""
+    """A rank: its own watch, and its own object for the store, as in a separate process."""
 
     def __init__(self, store: Store) -> None:
         self.store = PrefixStore("group", store)
@@ -109,7 +109,7 @@ def test_places_are_counted_whether_or_not_they_are_compared(ranks: tuple[Rank, 
 
 
 def test_groups_and_models_do_not_meet(ranks: tuple[Rank, Rank]) -> None:
-    """Groups of other ranks may share a name, as those of `split_group` do. A second model has keys of its own."""
+    """Groups with different members can have the same name, as with `split_group`. A second model uses other keys."""
     one, other = ranks
     one.announces("gather (1)", members=(0, 1))
     other.announces("gather (2)", members=(2, 3))

@@ -133,7 +133,7 @@ class TestOnSim(OnSim):
         self.found()
 
     def test_units_of_other_sizes(self) -> None:
-        """The rank that comes second says so instead of issuing a collective that its peer's does not match."""
+        """The rank that comes second raises instead of issuing a collective that does not match its peer's."""
         for begun in (False, True):
             subject = sharded(_Branched(), device_id=torch.device(self.device))
             x = batch(self.rank).to(self.device)
