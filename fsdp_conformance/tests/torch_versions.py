@@ -34,6 +34,7 @@ with_fsdp2_on_the_cpu = _since("2.9", "FSDP2 does not train on the CPU as it sho
 
 #: What DTensor costs and draws, and how gloo says that a peer is late. When it changed is not known exactly.
 as_since_2_10 = _since("2.10", "torch did this differently")
+as_since_2_11 = _since("2.11", "torch did this differently")
 
 
 class Limit(NamedTuple):
@@ -64,8 +65,9 @@ LIMITS = (
     Limit("2.10", r"c10d\.ProcessGroup' object has no attribute '(get_group_store|split_group)'", "no such method"),
     Limit("2.10", r"The input size 0, plus negative padding 0", "DTensor cannot divide tensors without elements"),
     Limit("2.10", r"from_dlpack\(\) got an unexpected keyword argument 'device'", "from_dlpack takes no device"),
-    Limit("2.10", r"Number of microbatches \(1\) must be greater than or equal", "pipelines need more micro-batches"),
+    Limit("2.11", r"Number of microbatches \(1\) must be greater than or equal", "pipelines need more micro-batches"),
     Limit("2.10", r"No module named 'torch\.distributed\._composable\.replicate_with_fsdp'", "there is no such engine"),
+    Limit("2.13", r"has gradients None and is expecting to send gradients", "a pipeline's input must need a gradient"),
 )
 
 

@@ -43,6 +43,7 @@ from fsdp_conformance.harness.torch_compat import (
     skip_if_lt_x_gpu,
     with_comms,
 )
+from fsdp_conformance.tests.torch_versions import with_fsdp2_on_the_cpu
 
 device_type = torch.device(get_devtype())
 
@@ -56,6 +57,7 @@ class TestFullyShard1DTrainingCore(FSDPTest):
     def world_size(self) -> int:
         return int(min(4, torch.get_device_module(device_type).device_count()))
 
+    @with_fsdp2_on_the_cpu
     @skip_if_lt_x_gpu(2)
     def test_train_parity_single_group(self) -> None:
         """Tests train parity for a single FSDP group, with uneven shapes as well."""

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.planner.link_spec import LinkSpec
 from fsdp_conformance.planner.redistribution_cost import Layout, redistribution_cost_us
-from fsdp_conformance.tests.torch_versions import as_since_2_10
+from fsdp_conformance.tests.torch_versions import as_since_2_10, as_since_2_11
 
 Placements = tuple[Placement, ...]
 
@@ -85,7 +85,7 @@ def test_one_axis_costs_what_torch_says(mesh: DeviceMesh) -> None:
     assert checked == 28
 
 
-@as_since_2_10
+@as_since_2_11
 def test_never_dearer_than_torch_and_never_far_below(mesh: DeviceMesh) -> None:
     """
     Of 256 pairs of layouts 192 cost the same. The others are cheaper here: an all-to-all by the microsecond that torch
