@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from fsdp_conformance.adapters.base import Adapter
+from fsdp_conformance.adapters.structures import map_tensors
 from fsdp_conformance.adapters.watch import watch_for
 from fsdp_conformance.checks.equality import parameter_digests, schedule_digests
 from fsdp_conformance.checks.memory import Activations
@@ -510,7 +510,7 @@ class CaseChecks:
         """The batch on this rank's device."""
 
         def moved(value: Any) -> Any:
-            return tree_map_only(Tensor, lambda tensor: tensor.to(self.device), value)
+            return map_tensors(value, lambda tensor: tensor.to(self.device))
 
         return Batch(args=moved(batch.args), kwargs=moved(batch.kwargs), target=moved(batch.target))
 

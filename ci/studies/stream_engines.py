@@ -297,16 +297,19 @@ class FSDP2Engine(Engine):
             options["shard_placement_fn"] = lambda p: Shard(1) if p.dim() > 1 and p.shape[1] % 2 == 0 else Shard(0)
         if "two-meshes" in training:
             options["shard_placement_fn"] = self.norms_on_other_mesh()
-        reshard: bool | int | None = None
+        # torch 2.6 does not take None for its own choice.
+        reshard: dict[str, Any] = {}
         if "no-reshard" in training:
-            reshard = False
+            reshard = {"reshard_after_forward": False}
         elif "reshard-to-2" in training:
-            reshard = 2
+            reshard = {"reshard_after_forward": 2}
         for block in model.blocks:
-            fully_shard(block, reshard_after_forward=reshard, **options)
+            fully_shard(block, **reshard, **options)
         if "grouped-head" in training:
             fully_shard([model.norm, model.head], **options)
-        fully_shard(model, reshard_after_forward=True if "root-reshard" in training else None, **options)
+        if "root-reshard" in training:
+            options["reshard_after_forward"] = True
+        fully_shard(model, **options)
         if training.checkpoint == "outside":
             apply_activation_checkpointing(
                 model, check_fn=lambda module: module is not model and isinstance(module, FSDPModule)

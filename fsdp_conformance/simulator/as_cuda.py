@@ -337,8 +337,8 @@ def _install_distributed(replaced: Replacements) -> None:
 
     def name_of_group(self: Any) -> str:
         found: str = name_of(self)
-        # torch's word for any backend that is not its own.
-        if found != "custom" or not any(device.type == SIMULATED for device in self._device_types):
+        # torch's word for any backend that is not its own, and before 2.7 for a group with several.
+        if found not in ("custom", "undefined") or not any(device.type == SIMULATED for device in self._device_types):
             return found
         return ("gloo" if process_group.is_gloo(self) else "nccl") if script_asks() else found
 

@@ -72,7 +72,8 @@ def _show_places(replaced: Replacements) -> None:
     ours = _Handle()
     replaced.set(
         module,
-        _get_device_handle=lambda kind: ours if kind == SIMULATED else handle_of(kind),
+        # torch 2.6 asks for "cuda" whatever the mesh is on.
+        _get_device_handle=lambda kind: ours if kind in (SIMULATED, "cuda") else handle_of(kind),
         # A tracker of this simulation ends with it.
         _rng_tracker=module._rng_tracker,
     )

@@ -16,6 +16,7 @@ child of the server asks the driver (`cuda_driver`). If a module starts the driv
 from __future__ import annotations
 
 import atexit
+import inspect
 import io
 import json
 import multiprocessing.connection
@@ -62,6 +63,10 @@ _SLICE_S = 0.5
 #: A server that has not ended this long after it was asked to is killed.
 STOP_TIMEOUT_S = 5.0
 
+#: Since Python 3.14 a server and those who ask it to fork prove to each other that they know a key.
+_HAS_KEY = "authkey_r" in inspect.signature(multiprocessing.forkserver.main).parameters
+_KEY_BYTES = 32
+
 #: The most servers kept at once, one per environment: each takes 300 MB.
 MAX_SERVERS = 3
 
@@ -79,6 +84,7 @@ class WarmServer(multiprocessing.forkserver.ForkServer):
         self._forkserver_pid: int | None = None
         self._forkserver_address: str | None = None
         self._forkserver_alive_fd: int | None = None
+        self._forkserver_authkey: bytes | None = None
         self._owner = os.getpid()
         self._log: IO[str] | None = None
         self._log_path = Path()
@@ -92,6 +98,39 @@ class WarmServer(multiprocessing.forkserver.ForkServer):
         orders = {"modules": self.modules, "sys_path": absolute_sys_path(), "log": str(self._log_path)}
         with environment({**SERVER_ENVIRONMENT, **self.environment, preload.ORDERS_VARIABLE: json.dumps(orders)}):
             super().ensure_running()
+
+    def connect_to_new_process(self, fds: Any) -> Any:
+        """
+        As in the base class, which with a key waits for the server's imports without a deadline.
+
+        Raises EOFError if the server ends meanwhile.
+        """
+        self.ensure_running()
+        if self._forkserver_authkey is None:
+            return super().connect_to_new_process(fds)
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(self._forkserver_address or "")
+            try:
+                _await_answer(client.fileno(), self)
+                _prove_key(client, self._forkserver_authkey)
+                return self._send_pipes(client, fds)
+            except ConnectionError as error:
+                raise EOFError("the server has ended") from error
+
+    def _send_pipes(self, client: socket.socket, fds: list[int]) -> tuple[int, int]:
+        """Ask for a process. Returns where its pid and its exit code can be read, and where its data is written."""
+        parent_r, child_w = os.pipe()
+        child_r, parent_w = os.pipe()
+        alive: Any = self._forkserver_alive_fd
+        tracker: Any = multiprocessing.resource_tracker.getfd()
+        try:
+            multiprocessing.reduction.sendfds(client, [child_r, child_w, alive, tracker, *fds])
+        except BaseException:
+            _close_all(parent_r, parent_w)
+            raise
+        finally:
+            _close_all(child_r, child_w)
+        return parent_r, parent_w
 
     def log_tail(self) -> str:
         """The end of what the server wrote to stdout and stderr."""
@@ -155,7 +194,7 @@ class WarmServer(multiprocessing.forkserver.ForkServer):
             self._forget()
 
     def _forget(self) -> None:
-        self._forkserver_pid = None
+        self._forkserver_pid = self._forkserver_authkey = None
         address, self._forkserver_address = self._forkserver_address, None
         if address is not None and not multiprocessing.util.is_abstract_socket_namespace(address):
             Path(address).unlink(missing_ok=True)
@@ -170,6 +209,7 @@ class ForkedServer(WarmServer):
         socket_directory.prepare()
         multiprocessing.resource_tracker.ensure_running()
         self._open_log()
+        self._forkserver_authkey = _new_key()
         with _listening() as (listener, address, alive_r, alive_w):
             pid = os.fork()
             if pid == 0:
@@ -187,7 +227,7 @@ class ForkedServer(WarmServer):
             preload.redirect_output(str(self._log_path))
             os.environ.update(SERVER_ENVIRONMENT)
             sys.path[:] = absolute_sys_path()
-            multiprocessing.forkserver.main(listener.detach(), alive_r, None)  # type: ignore[arg-type]
+            _run(listener.detach(), alive_r, self._forkserver_authkey)
         finally:
             os._exit(0)
 
@@ -220,16 +260,18 @@ class GrownServer(WarmServer):
             if self._process is not None:
                 self.retire()
                 self._forget()
+            key = _new_key()
             with _listening() as (listener, address, alive_r, alive_w):
                 self._process = WarmProcess(
                     self._base,
                     target=_serve,
-                    args=(_Descriptor(listener.fileno()), _Descriptor(alive_r), self.modules, absolute_sys_path()),
+                    args=(_Descriptor(listener.fileno()), _Descriptor(alive_r), key, self.modules, absolute_sys_path()),
                     name="fsdp-conformance-warm",
                 )
                 self._process.start()
             self._forkserver_address = address
             self._forkserver_alive_fd = alive_w
+            self._forkserver_authkey = key
             self._forkserver_pid = self._process.pid
 
     def log_tail(self) -> str:
@@ -305,24 +347,27 @@ class WarmPopen(multiprocessing.popen_forkserver.Popen):
         finally:
             multiprocessing.context.set_spawning_popen(None)
         server = process_obj.server
-        self.sentinel, data_w = server.connect_to_new_process(self._fds)
+        try:
+            self.sentinel, data_w = server.connect_to_new_process(self._fds)
+        except EOFError as error:
+            raise EnvironmentUnavailable(_server_text(server, "ended")) from error
         # The child watches the other end, which becomes readable when the controller has ended.
         alive_w = os.dup(data_w)
         self.finalizer = multiprocessing.util.Finalize(self, _close_all, (alive_w, self.sentinel))
         try:
             with open(data_w, "wb", closefd=True) as pipe:
                 pipe.write(buffer.getbuffer())
-            _await_fork(self.sentinel, server)
+            _await_answer(self.sentinel, server)
             self.pid = multiprocessing.forkserver.read_signed(self.sentinel)
         except (EOFError, BrokenPipeError) as error:
             raise EnvironmentUnavailable(_server_text(server, "ended")) from error
 
 
-def _await_fork(sentinel: int, server: WarmServer) -> None:
-    """Wait until the server has forked, which it does after its imports."""
+def _await_answer(descriptor: int, server: WarmServer) -> None:
+    """Wait until the server has written there, which it does after its imports."""
     deadline = time.monotonic() + START_TIMEOUT_S
     # In slices: when a server ends, not every kernel refuses the requests that it has not accepted (gVisor keeps them).
-    while not multiprocessing.connection.wait([sentinel], _SLICE_S):
+    while not multiprocessing.connection.wait([descriptor], _SLICE_S):
         if server.is_lost():
             raise EOFError("the server has ended")
         if time.monotonic() > deadline:
@@ -411,11 +456,37 @@ def environment(variables: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _serve(listener: _Descriptor, alive: _Descriptor, modules: tuple[str, ...], sys_path: list[str]) -> None:
+def _serve(
+    listener: _Descriptor, alive: _Descriptor, key: bytes | None, modules: tuple[str, ...], sys_path: list[str]
+) -> None:
     """The body of a grown server."""
     sys.path[:] = sys_path
     preload.load(modules)
-    multiprocessing.forkserver.main(listener.detach(), alive.detach(), None)  # type: ignore[arg-type]
+    _run(listener.detach(), alive.detach(), key)
+
+
+def _run(listener: int, alive: int, key: bytes | None) -> None:
+    """Be a server until nobody needs it any more. It reads its key from a pipe."""
+    keyword = {}
+    if key is not None:
+        keyword["authkey_r"], key_w = os.pipe()
+        os.write(key_w, key)
+        os.close(key_w)
+    multiprocessing.forkserver.main(listener, alive, None, **keyword)  # type: ignore[arg-type]
+
+
+def _new_key() -> bytes | None:
+    return os.urandom(_KEY_BYTES) if _HAS_KEY else None
+
+
+def _prove_key(client: socket.socket, key: bytes) -> None:
+    """The client's half of it, after the server has asked."""
+    connection = multiprocessing.connection.Connection(client.fileno())
+    try:
+        multiprocessing.connection.answer_challenge(connection, key)
+        multiprocessing.connection.deliver_challenge(connection, key)
+    finally:
+        connection._detach()  # type: ignore[attr-defined]  # the socket stays open
 
 
 class _Servers:

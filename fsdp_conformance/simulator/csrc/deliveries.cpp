@@ -196,7 +196,7 @@ bool CollectiveCall::done() {
   return true;
 }
 
-bool CollectiveCall::finish(std::optional<Deadline> deadline) {
+bool CollectiveCall::finish(std::optional<Deadline> deadline, bool needs_results) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     if (delivered_) {
@@ -218,7 +218,9 @@ bool CollectiveCall::finish(std::optional<Deadline> deadline) {
       std::lock_guard<std::mutex> lock(mutex_);
       failure_ = error.what();
     }
-    unpublish();  // Reported once, where the bytes were needed; they stay NaN.
+    if (needs_results) {
+      unpublish();  // Reported once, where the bytes were needed; they stay NaN.
+    }
     throw;
   }
   deliver(results);

@@ -57,8 +57,8 @@ class CollectiveCall : public std::enable_shared_from_this<CollectiveCall> {
   /// Whether the peers have done their part; the results need not be delivered yet.
   bool done();
   /// Block until the results are delivered; false at the deadline. Throws if a peer or the transport failed. Call it
-  /// without the GIL.
-  bool finish(std::optional<Deadline> deadline);
+  /// without the GIL. A failure is reported once; if the caller does not need the results, the next one is told again.
+  bool finish(std::optional<Deadline> deadline, bool needs_results = true);
   void abort(const std::string& reason);
   /// Why it failed; empty if no failure has been seen so far.
   std::string failure();

@@ -87,7 +87,7 @@ void GroupState::started(const std::shared_ptr<CollectiveCall>& call) {
   }
   for (const auto& earlier : ended) {
     try {
-      earlier->finish(std::nullopt);  // The peers have come, so this does not wait.
+      earlier->finish(std::nullopt, /*needs_results=*/false);  // The peers have come, so this does not wait.
     } catch (const std::exception& error) {
       transport->abort(error.what());
     }

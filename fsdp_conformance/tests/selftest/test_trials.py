@@ -15,6 +15,7 @@ from fsdp_conformance.selftest import bound_cases, correct, run_case, trials
 from fsdp_conformance.selftest.plain import USUAL, difference, plain_loss
 from fsdp_conformance.selftest.trials import Kind, Trial
 from fsdp_conformance.tests.guards import checkout
+from fsdp_conformance.tests.torch_versions import with_fsdp2_on_the_cpu
 
 
 def _module(name: str) -> str:
@@ -93,6 +94,7 @@ def test_a_trial(trial: Trial, good: bool, text: str) -> None:
     assert result.text.startswith(text)
 
 
+@with_fsdp2_on_the_cpu
 def test_a_correct_engine_that_a_case_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is named, with the finding."""
     monkeypatch.setitem(correct.CORRECT, "fsdp2", MUTANTS["sum-instead-of-mean"].spec)

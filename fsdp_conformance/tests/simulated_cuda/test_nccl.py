@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -99,6 +99,21 @@ def test_a_rank_waits_for_itself() -> None:
             work.wait()
         with pytest.raises(RuntimeError, match="expected 8 bytes, got 12"):
             take.tolist()
+
+
+@in_process_of_its_own
+@pytest.mark.parametrize("asks", [lambda take: take.tolist(), lambda take: torch.cuda.synchronize()])
+def test_a_failure_that_the_next_call_sees(asks: Callable[[torch.Tensor], None]) -> None:
+    """It is raised where the bytes are needed, or where the device is waited for, and once."""
+    with group_of_one():
+        take = torch.zeros(2, device="cuda")
+        works = dist.irecv(take, 0), dist.isend(torch.zeros(3, device="cuda"), 0)
+        for work in works:
+            assert work is not None
+            work.wait()
+        with pytest.raises(RuntimeError, match="expected 8 bytes, got 12"):
+            asks(take)
+        asks(take)
 
 
 @in_process_of_its_own

@@ -20,6 +20,7 @@ from fsdp_conformance.simulator import build
 from fsdp_conformance.simulator.checker import Wait
 from fsdp_conformance.simulator.sync_sites import SyncSite, site_from_id
 from fsdp_conformance.tests.guards import checkout
+from fsdp_conformance.tests.torch_versions import OLD
 from studies.seeded_races import RACES, SeededRace
 from studies.stream_ranks import run_on_ranks
 from studies.stream_study import ALL, Job, Shown, seeded, study
@@ -192,6 +193,7 @@ def test_nothing_races_and_every_number_is_the_cpus() -> None:
     assert {name: problem for name, (problem, _) in result.items()} == dict.fromkeys(SAMPLE, "")
 
 
+@pytest.mark.skipif(OLD, reason="the races are put into the FSDP2 of newer versions")
 @pytest.mark.slow
 @needs_compiler
 @pytest.mark.nightly
