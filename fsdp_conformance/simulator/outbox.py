@@ -67,7 +67,8 @@ class Outbox:
             return
         with self._lock:
             state = source.progress(), ended
-            if state == self._saved:
+            # The thread that looks may be late: nothing comes after the end.
+            if state == self._saved or (self._has_ended and not ended):
                 return
             part = self._path.with_suffix(".part")
             try:
@@ -77,6 +78,10 @@ class Outbox:
             except OSError:  # the parent has ended and removed the directory
                 return
             self._saved = state
+
+    @property
+    def _has_ended(self) -> bool:
+        return self._saved is not None and self._saved[1]
 
     def _look(self) -> None:
         over = threading.Event()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
 import torch
 
 from fsdp_conformance.config import REFERENCES_STORE
 from fsdp_conformance.report.folding import WIDTH
+from fsdp_conformance.simulator.device import is_active
 from fsdp_conformance.tests.simulator import simulator_process
 from fsdp_conformance.tests.torch_versions import limit_of
 
@@ -37,6 +38,18 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         report.outcome = "skipped"
         report.longrepr = str(item.path), item.reportinfo()[1] or 0, f"torch {torch.__version__}: {limit.reason}"
     return report
+
+
+@pytest.fixture(autouse=True)
+def _no_device_is_left() -> Iterator[None]:
+    """No test makes the simulated accelerator active for those that run after it in this process."""
+    was_active = is_active()
+    yield
+    if is_active() and not was_active:
+        pytest.fail(
+            "the simulated accelerator is active now in the process that runs the tests, and cannot be removed. "
+            "Run the test with in_process_of_its_own."
+        )
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
