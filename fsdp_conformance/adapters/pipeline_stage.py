@@ -83,6 +83,7 @@ class Stage(PipelineStage):
         """
         self._passes = passes
         self._forwards = self._backwards = 0
+        self._outputs: dict[int, Tensor] = {}
         self._raised: Exception | None = None
         try:
             self._schedule.step(*(() if x is None else (x,)), target=target)
@@ -95,8 +96,10 @@ class Stage(PipelineStage):
         """The stage's forward of the next micro-batch."""
         if self._is_driven:
             return super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+        micro = self._forwards
         self._forwards += 1
-        return self._guarded(lambda: self._passes.forward(self._forwards - 1, args[0]))
+        output = self._outputs[micro] = self._guarded(lambda: self._passes.forward(micro, args[0]))
+        return output
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -104,12 +107,17 @@ class Stage(PipelineStage):
         """The stage's backward of the next micro-batch; the gradients of its inputs, and None."""
         if self._is_driven:
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
+        micro = self._backwards
         self._backwards += 1
-        output, grads = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
-        # A scalar whose gradient with respect to the output is exactly what was received.
-        loss = output if grads is None else (output[0] * grads[0]).sum() if output[0].requires_grad else None
+        # Since 2.15, torch itself keeps no output once it has been sent.
+        output, grads = self._outputs.pop(micro), bwd_kwargs["output_grads"]
+        if grads is None:
+            loss = bwd_kwargs["stage_output"]
+        else:
+            # A scalar whose gradient with respect to the output is exactly what was received.
+            loss = (output * grads[0]).sum() if output.requires_grad else None
         if loss is not None and loss.requires_grad:
-            self._guarded(lambda: self._passes.backward(self._backwards - 1, loss))
+            self._guarded(lambda: self._passes.backward(micro, loss))
         found = []
         for value in bwd_kwargs["input_values"]:
             found.append(value.grad)

@@ -34,8 +34,11 @@ from fsdp_conformance.simulator.on_import import when_imported
 
 __all__ = ["install", "place_of", "state_at"]
 
-#: DTensor's module for random numbers. It alone sees seeds and offsets.
+#: DTensor's module for random numbers.
 _CALLER = "torch.distributed.tensor._random"
+
+#: What sees seeds and offsets. Since torch 2.15, an operator carries out DTensor's random operations.
+_CALLERS = (_CALLER, "torch._prims.rng_prims")
 
 #: A seed and an offset, as CUDA packs them, and the seed at the start of a CPU generator's state.
 _PLACE = struct.Struct("<Qq")
@@ -61,7 +64,7 @@ def install(replaced: Replacements) -> None:
 
 
 def _asks(frame: FrameType) -> bool:
-    return bool(frame.f_globals.get("__name__") == _CALLER)
+    return frame.f_globals.get("__name__") in _CALLERS
 
 
 def _show_places(replaced: Replacements) -> None:
@@ -70,6 +73,15 @@ def _show_places(replaced: Replacements) -> None:
     was_separate = build.active().separate_generators()
     replaced.on_undo(functools.partial(rng.separate_generators, was_separate))
     ours = _Handle()
+
+    def get_rng_state(device: Any = None) -> Tensor:
+        return ours.get_rng_state(device) if _asks(sys._getframe(1)) else rng.get_rng_state(device)
+
+    def set_rng_state(new_state: Tensor, device: Any = None) -> None:
+        setter = ours.set_rng_state if new_state.numel() == _PLACE.size else rng.set_rng_state
+        setter(new_state, device)
+
+    replaced.set(getattr(torch, SIMULATED), get_rng_state=get_rng_state, set_rng_state=set_rng_state)
     replaced.set(
         module,
         # torch 2.6 asks for "cuda" whatever the mesh is on.

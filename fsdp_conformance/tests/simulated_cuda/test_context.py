@@ -306,6 +306,7 @@ def test_who_asks_is_found_below_the_standard_library() -> None:
     assert not asked_by(cuda_names.__file__)
 
 
+@in_process_of_its_own
 def test_programs_find_a_version_of_cuda() -> None:
     """torch and its tests find what torch was built with; afterwards everybody does."""
     built_with = torch.version.cuda

@@ -18,8 +18,8 @@ QUIET = {
     "_wait_for_pending_works", "abort", "bound_device_id", "boxed", "get_backend", "get_group_store",
     "get_reconfigure_handle", "group_desc", "group_name", "merge_remote_group", "name", "new_window", "rank",
     "reconfigure", "register_abort_hook", "register_post_hook", "register_pre_hook", "set_timeout", "shutdown", "size",
-    "split_group", "supports_reconfigure", "supports_window", "unbox", "unregister_abort_hook", "unregister_post_hook",
-    "unregister_pre_hook", "use_pg_for_symm_mem_rendezvous",
+    "split_group", "supports_abort_hooks", "supports_completion_hooks", "supports_reconfigure", "supports_window",
+    "unbox", "unregister_abort_hook", "unregister_post_hook", "unregister_pre_hook", "use_pg_for_symm_mem_rendezvous",
 }  # fmt: skip
 
 
