@@ -57,7 +57,7 @@ class CollectiveCall : public std::enable_shared_from_this<CollectiveCall> {
   /// Whether the peers have done their part; the results need not be delivered yet.
   bool done();
   /// Block until the results are delivered; false at the deadline. Throws if a peer or the transport failed. Call it
-  /// without the GIL. A failure is reported once; if the caller does not need the results, the next one is told again.
+  /// without the GIL. A failure is reported once, to a caller who needs the results.
   bool finish(std::optional<Deadline> deadline, bool needs_results = true);
   void abort(const std::string& reason);
   /// Why it failed; empty if no failure has been seen so far.
