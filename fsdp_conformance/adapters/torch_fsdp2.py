@@ -64,8 +64,8 @@ class TorchFSDP2(TorchCheckpoints):
                 modules = submodules(model, unit.split("+"))
                 target: Any = modules if len(modules) > 1 else modules[0]
                 given = local if unit in plan.local_units else options
-                fully_shard(target, **given, mp_policy=_precision(plan, unit))
-            fully_shard(model, **(local if "" in plan.local_units else options), mp_policy=_precision(plan, ""))
+                fully_shard(target, **given, mp_policy=precision(plan, unit))
+            fully_shard(model, **(local if "" in plan.local_units else options), mp_policy=precision(plan, ""))
         if plan.meta_init:
             self.materialise(model, plan)
         if plan.forward_prefetch:
@@ -174,9 +174,16 @@ def _grads(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def _precision(plan: Plan, unit: str) -> MixedPrecisionPolicy:
+def precision(plan: Plan, unit: str) -> MixedPrecisionPolicy:
+    """
+    The policy of a unit.
+
+    The dtype of reductions is always named. Without it, torch before 2.15 reduces in the dtype of computation, as the
+    plan says, and newer versions in that of the shards.
+    """
+    computed = plan.dtype_of(unit)
     return MixedPrecisionPolicy(
-        param_dtype=torch_dtype(plan.dtype_of(unit)), reduce_dtype=torch_dtype(plan.reduce_dtype)
+        param_dtype=torch_dtype(computed), reduce_dtype=torch_dtype(plan.reduce_dtype or computed)
     )
 
 

@@ -8,10 +8,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
-from fsdp_conformance.adapters.torch_like import submodules, torch_dtype
+from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2, precision
+from fsdp_conformance.adapters.torch_like import submodules
 from fsdp_conformance.config import Plan
 
 
@@ -31,7 +30,6 @@ class TorchReplicate(TorchFSDP2):
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),), mesh_dim_names=("replicate",))
         for unit in (*plan.units, ""):
             modules = submodules(model, unit.split("+"))
-            policy = MixedPrecisionPolicy(torch_dtype(plan.dtype_of(unit)), torch_dtype(plan.reduce_dtype))
             target: Any = modules if len(modules) > 1 else modules[0]
-            replicate(target, mesh=mesh, mp_policy=policy)
+            replicate(target, mesh=mesh, mp_policy=precision(plan, unit))
         return model

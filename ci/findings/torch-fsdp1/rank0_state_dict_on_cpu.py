@@ -2,7 +2,8 @@
 FullyShardedDataParallel trained on the CPU: a full state dict for rank 0 only, offloaded to the CPU, has freed memory.
 
 Expected: the values. Seen with torch 2.13.0 (gloo, CPU): "moving" a parameter to the CPU that is there already makes no
-copy, and its storage is freed right after. The process ends with SIGSEGV, or reads garbage.
+copy, and its storage is freed right after. The process ends with SIGSEGV, or reads garbage. torch 2.14 makes a copy.
+Torch: >=2.6,<2.14
 Run: python ci/findings/torch-fsdp1/rank0_state_dict_on_cpu.py
 Upstream: https://github.com/pytorch/pytorch/issues/188989 (closed, July 2026) has the same cause in
 summon_full_params(offload_to_cpu=True).

@@ -2,7 +2,8 @@
 fully_shard: after an exception in backward, `reset_iter_state` keeps gradients that were not reduced yet.
 
 Expected: the gradients of the failed iteration are discarded, as its documentation says. Seen with torch 2.13.0 (gloo,
-CPU): the next step adds to them.
+CPU): the next step adds to them. With torch 2.15.0 they are discarded.
+Torch: >=2.13,<2.15
 Run: torchrun --nproc-per-node 2 ci/findings/torch-fsdp2/recovery_keeps_gradients.py
 Upstream: no report found (searched November 2026).
 """

@@ -481,12 +481,9 @@ def _new_key() -> bytes | None:
 
 def _prove_key(client: socket.socket, key: bytes) -> None:
     """The client's half of it, after the server has asked."""
-    connection = multiprocessing.connection.Connection(client.fileno())
-    try:
+    with multiprocessing.connection.Connection(os.dup(client.fileno())) as connection:
         multiprocessing.connection.answer_challenge(connection, key)
         multiprocessing.connection.deliver_challenge(connection, key)
-    finally:
-        connection._detach()  # type: ignore[attr-defined]  # the socket stays open
 
 
 class _Servers:
