@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.adapters.structures import map_tensors
+from fsdp_conformance.adapters.structures import moved
 from fsdp_conformance.adapters.watch import watch_for
 from fsdp_conformance.checks.equality import parameter_digests, schedule_digests
 from fsdp_conformance.checks.memory import Activations
@@ -508,11 +508,8 @@ class CaseChecks:
 
     def placed(self, batch: Batch) -> Batch:
         """The batch on this rank's device."""
-
-        def moved(value: Any) -> Any:
-            return map_tensors(value, lambda tensor: tensor.to(self.device))
-
-        return Batch(args=moved(batch.args), kwargs=moved(batch.kwargs), target=moved(batch.target))
+        args, kwargs, target = (moved(part, self.device) for part in (batch.args, batch.kwargs, batch.target))
+        return Batch(args=args, kwargs=kwargs, target=target)
 
     def unit_parameters(self, workload: Workload, unit: str) -> tuple[str, ...]:
         """FQNs of the parameters under a submodule."""

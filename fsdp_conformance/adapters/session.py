@@ -49,7 +49,7 @@ from fsdp_conformance.adapters.names import OriginalNames
 from fsdp_conformance.adapters.optimizers import Several
 from fsdp_conformance.adapters.pipeline import Pipeline
 from fsdp_conformance.adapters.sharded import full_copy, materialise_norm
-from fsdp_conformance.adapters.structures import map_tensors
+from fsdp_conformance.adapters.structures import map_tensors, moved
 from fsdp_conformance.adapters.torch_like import compute_device
 from fsdp_conformance.adapters.watch import Watch, watch_for
 from fsdp_conformance.config import Plan
@@ -595,9 +595,9 @@ class _Run:
     def _placed(self, batch: Batch) -> Batch:
         """The batch with its inputs on the run's input device, and its target where the loss is computed."""
         return Batch(
-            args=_moved(batch.args, self.input_device),
-            kwargs=_moved(batch.kwargs, self.input_device),
-            target=_moved(batch.target, self.device),
+            args=moved(batch.args, self.input_device),
+            kwargs=moved(batch.kwargs, self.input_device),
+            target=moved(batch.target, self.device),
         )
 
     def _clipping(self) -> dict[str, float]:
@@ -772,10 +772,6 @@ def _with_regime(plan: Plan, workload: Workload, regime: Regime) -> Plan:
         defer_reduction=not all(regime.is_reduced(micro) for micro in range(regime.micro_batches)),
         max_norm=regime.max_norm,
     )
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    return map_tensors(value, lambda tensor: tensor.to(device))
 
 
 def _kept(value: Any) -> Any:

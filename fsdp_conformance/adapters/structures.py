@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
@@ -34,3 +35,8 @@ def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
             object.__setattr__(twin, field.name, map_tensors(getattr(value, field.name), change))
         return twin
     return value
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """`value` with every tensor on that device."""
+    return map_tensors(value, lambda tensor: tensor.to(device))

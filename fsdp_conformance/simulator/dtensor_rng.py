@@ -72,40 +72,30 @@ def _show_places(replaced: Replacements) -> None:
     handle_of: Callable[[str], Any] = module._get_device_handle
     was_separate = build.active().separate_generators()
     replaced.on_undo(functools.partial(rng.separate_generators, was_separate))
-    ours = _Handle()
+    sim = getattr(torch, SIMULATED)
 
     def get_rng_state(device: Any = None) -> Tensor:
-        return ours.get_rng_state(device) if _asks(sys._getframe(1)) else rng.get_rng_state(device)
-
-    def set_rng_state(new_state: Tensor, device: Any = None) -> None:
-        setter = ours.set_rng_state if new_state.numel() == _PLACE.size else rng.set_rng_state
-        setter(new_state, device)
-
-    replaced.set(getattr(torch, SIMULATED), get_rng_state=get_rng_state, set_rng_state=set_rng_state)
-    replaced.set(
-        module,
-        # torch 2.6 asks for "cuda" whatever the mesh is on.
-        _get_device_handle=lambda kind: ours if kind in (SIMULATED, "cuda") else handle_of(kind),
-        # A tracker of this simulation ends with it.
-        _rng_tracker=module._rng_tracker,
-    )
-
-
-class _Handle:
-    """`torch.sim` as DTensor sees it, with states that are a seed and an offset."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(getattr(torch, SIMULATED), name)
-
-    def get_rng_state(self, device: Any = None) -> Tensor:
-        """16 bytes on the CPU."""
+        """For DTensor 16 bytes on the CPU."""
+        if not _asks(sys._getframe(1)):
+            return rng.get_rng_state(device)
         if not build.active().separate_generators():
             rng.separate_generators()
         return place_of(rng.get_rng_state(device))
 
-    def set_rng_state(self, new_state: Tensor, device: Any = None) -> None:
-        """Move the generator to 16 bytes' place."""
-        rng.set_rng_state(state_at(new_state, rng.get_rng_state(device)), device)
+    def set_rng_state(new_state: Tensor, device: Any = None) -> None:
+        """Set the state, or move the generator to 16 bytes' place."""
+        if new_state.numel() == _PLACE.size:
+            new_state = state_at(new_state, rng.get_rng_state(device))
+        rng.set_rng_state(new_state, device)
+
+    replaced.set(sim, get_rng_state=get_rng_state, set_rng_state=set_rng_state)
+    replaced.set(
+        module,
+        # torch 2.6 asks for "cuda" whatever the mesh is on.
+        _get_device_handle=lambda kind: sim if kind in (SIMULATED, "cuda") else handle_of(kind),
+        # A tracker of this simulation ends with it.
+        _rng_tracker=module._rng_tracker,
+    )
 
 
 def place_of(state: Tensor) -> Tensor:

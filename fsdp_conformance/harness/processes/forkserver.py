@@ -101,9 +101,9 @@ class WarmServer(multiprocessing.forkserver.ForkServer):
 
     def connect_to_new_process(self, fds: Any) -> Any:
         """
-        As in the base class, which with a key waits for the server's imports without a deadline.
+        As in the base class, but with a deadline for the server's imports, which a key makes the caller wait for.
 
-        Raises EOFError if the server ends meanwhile.
+        Raises EOFError if the server ends in the meantime.
         """
         self.ensure_running()
         if self._forkserver_authkey is None:
@@ -466,7 +466,7 @@ def _serve(
 
 
 def _run(listener: int, alive: int, key: bytes | None) -> None:
-    """Be a server until nobody needs it any more. It reads its key from a pipe."""
+    """Serve until no process uses this server any more. Python 3.14 takes the key from a pipe."""
     keyword = {}
     if key is not None:
         keyword["authkey_r"], key_w = os.pipe()
