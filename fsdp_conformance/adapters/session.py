@@ -781,4 +781,4 @@ def _kept(value: Any) -> Any:
 
 def _fetched(value: Any) -> Any:
     """A copy of `value` with all tensors on the CPU."""
-    return map_tensors(value, lambda tensor: tensor.to("cpu"))
+    return moved(value, torch.device("cpu"))

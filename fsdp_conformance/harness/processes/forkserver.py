@@ -348,19 +348,20 @@ class WarmPopen(multiprocessing.popen_forkserver.Popen):
             multiprocessing.context.set_spawning_popen(None)
         server = process_obj.server
         try:
-            self.sentinel, data_w = server.connect_to_new_process(self._fds)
-        except EOFError as error:
-            raise EnvironmentUnavailable(_server_text(server, "ended")) from error
-        # The child watches the other end, which becomes readable when the controller has ended.
-        alive_w = os.dup(data_w)
-        self.finalizer = multiprocessing.util.Finalize(self, _close_all, (alive_w, self.sentinel))
-        try:
-            with open(data_w, "wb", closefd=True) as pipe:
-                pipe.write(buffer.getbuffer())
+            self._send(buffer.getbuffer(), server)
             _await_answer(self.sentinel, server)
             self.pid = multiprocessing.forkserver.read_signed(self.sentinel)
         except (EOFError, BrokenPipeError) as error:
             raise EnvironmentUnavailable(_server_text(server, "ended")) from error
+
+    def _send(self, orders: memoryview, server: WarmServer) -> None:
+        """Have the server fork a child, and send it what it needs."""
+        self.sentinel, data_w = server.connect_to_new_process(self._fds)
+        # The child watches the other end, which becomes readable when the controller has ended.
+        alive_w = os.dup(data_w)
+        self.finalizer = multiprocessing.util.Finalize(self, _close_all, (alive_w, self.sentinel))
+        with open(data_w, "wb", closefd=True) as pipe:
+            pipe.write(orders)
 
 
 def _await_answer(descriptor: int, server: WarmServer) -> None:
