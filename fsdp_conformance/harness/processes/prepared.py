@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
 from fsdp_conformance.errors import EnvironmentUnavailable
@@ -153,19 +153,22 @@ def _environments(case: CaseOrder, lease: Lease) -> list[dict[str, str]]:
 
 
 def _are_ready(members: Sequence[Member], deadline: float) -> bool:
-    """Whether each of the ranks says so before the deadline, and again when it is asked."""
+    """Whether each of the ranks says so before the deadline, and again when it is asked. False once one has ended."""
     try:
-        if not all(_says_ready(connection, deadline) for _, connection in members):
+        if not all(_says_ready(connection, members, deadline) for _, connection in members):
             return False
         for _, connection in members:
             connection.send_bytes(rank_process.ASKED)
-        return all(_says_ready(connection, deadline) for _, connection in members)
+        return all(_says_ready(connection, members, deadline) for _, connection in members)
     except (EOFError, OSError):
         return False
 
 
-def _says_ready(connection: Connection, deadline: float) -> bool:
-    return connection.poll(remaining(deadline)) and connection.recv_bytes() == rank_process.READY
+def _says_ready(connection: Connection, members: Sequence[Member], deadline: float) -> bool:
+    # When one rank has ended, the others wait for it until their own deadlines.
+    ends = [process.sentinel for process, _ in members]
+    spoke = connection in wait([connection, *ends], remaining(deadline))
+    return spoke and connection.recv_bytes() == rank_process.READY
 
 
 #: The set of this process.

@@ -216,7 +216,8 @@ bool CollectiveCall::finish(std::optional<Deadline> deadline, bool needs_results
   } catch (const std::exception& error) {
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      failure_ = error.what();
+      failure_ = message_of(error);
+      reported_ = reported_ || needs_results;
     }
     if (needs_results) {
       unpublish();  // Reported once, where the bytes were needed; they stay NaN.
@@ -267,6 +268,11 @@ void CollectiveCall::abort(const std::string& reason) {
 std::string CollectiveCall::failure() {
   std::lock_guard<std::mutex> lock(mutex_);
   return failure_;
+}
+
+bool CollectiveCall::has_reported_failure() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  return reported_;
 }
 
 bool deliveries_pending() {

@@ -62,6 +62,8 @@ class CollectiveCall : public std::enable_shared_from_this<CollectiveCall> {
   void abort(const std::string& reason);
   /// Why it failed; empty if no failure has been seen so far.
   std::string failure();
+  /// Whether a caller who needs the results has had the failure.
+  bool has_reported_failure();
 
  private:
   friend void settle(const void* begin, size_t nbytes);
@@ -71,8 +73,9 @@ class CollectiveCall : public std::enable_shared_from_this<CollectiveCall> {
 
   std::vector<Part> parts_;
   std::vector<c10::Storage> held_;
-  std::mutex mutex_;  // for delivering, forgetting and `failure_`
+  std::mutex mutex_;  // for delivering, forgetting, and what is below
   bool delivered_ = false;
+  bool reported_ = false;
   std::string failure_;
 };
 

@@ -9,6 +9,7 @@
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <chrono>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -98,6 +99,12 @@ void set_thread_waiter(Waiter waiter);
 bool threads_take_turns();
 /// The world has ended: forget its groups.
 void forget_thread_world(const std::string& world);
+
+/// What an error says, without C++ frames.
+inline std::string message_of(const std::exception& error) {
+  const auto* of_torch = dynamic_cast<const c10::Error*>(&error);
+  return of_torch ? of_torch->what_without_backtrace() : error.what();
+}
 
 /// Plain CPU kernels: no autograd, Python modes or functionalization, whatever is active in the caller.
 class PlainKernels {

@@ -129,7 +129,7 @@ class GlooExchange : public Exchange, public std::enable_shared_from_this<GlooEx
     try {
       work_->wait();
     } catch (const std::exception& error) {
-      failure = c10::str(call_, " failed: ", error.what());
+      failure = c10::str(call_, " failed: ", message_of(error));
     }
     end(failure);
   }

@@ -80,7 +80,9 @@ void GroupState::started(const std::shared_ptr<CollectiveCall>& call) {
     std::lock_guard<std::mutex> lock(mutex_);
     std::vector<std::shared_ptr<CollectiveCall>> under_way;
     for (auto& earlier : underway_) {
-      (earlier->done() ? ended : under_way).push_back(std::move(earlier));
+      // One that has failed stays, so that the end of the group can say it if nobody has heard of it.
+      const bool has_ended = earlier->done() && earlier->failure().empty();
+      (has_ended ? ended : under_way).push_back(std::move(earlier));
     }
     under_way.push_back(call);
     underway_ = std::move(under_way);
@@ -89,7 +91,9 @@ void GroupState::started(const std::shared_ptr<CollectiveCall>& call) {
     try {
       earlier->finish(std::nullopt, /*needs_results=*/false);  // The peers have come, so this does not wait.
     } catch (const std::exception& error) {
-      transport->abort(error.what());
+      transport->abort(message_of(error));
+      std::lock_guard<std::mutex> lock(mutex_);
+      underway_.push_back(earlier);
     }
   }
 }
@@ -103,11 +107,15 @@ void GroupState::abort(const std::string& reason) {
 
 void GroupState::drain() {
   for (const auto& call : take()) {
+    // After a failure there is nothing to wait for: the transport has failed, and with it all other calls.
+    if (call->has_reported_failure()) {
+      return;
+    }
     try {
       call->finish(std::nullopt);
     } catch (const std::exception& error) {
-      TORCH_WARN("group ", name, " was shut down on rank ", rank, " with a failed collective: ", error.what());
-      return;  // The transport has failed, and with it all other calls.
+      TORCH_WARN("group ", name, " was shut down on rank ", rank, " with a failed collective: ", message_of(error));
+      return;
     }
   }
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +31,22 @@ def group_of_one(backend: str = "nccl", **options: Any) -> Iterator[None]:
             yield
         finally:
             dist.destroy_process_group()
+
+
+@contextmanager
+def written_to_stderr() -> Iterator[list[str]]:
+    """The lines that the process writes there, C++ included; complete after the block."""
+    lines: list[str] = []
+    kept = os.dup(2)
+    with tempfile.TemporaryFile("w+") as file:
+        os.dup2(file.fileno(), 2)
+        try:
+            yield lines
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+        file.seek(0)
+        lines += file.read().splitlines()
 
 
 @in_process_of_its_own
@@ -114,6 +132,23 @@ def test_a_failure_that_the_next_call_sees(asks: Callable[[torch.Tensor], None])
         with pytest.raises(RuntimeError, match="expected 8 bytes, got 12"):
             asks(take)
         asks(take)
+
+
+@in_process_of_its_own
+@pytest.mark.parametrize("asked", [True, False], ids=["asked", "not asked"])
+def test_a_failure_is_reported_once(asked: bool) -> None:
+    """The end of the group says what nobody has heard, without C++ frames, and nothing else."""
+    with written_to_stderr() as lines, group_of_one():
+        take = torch.zeros(2, device="cuda")
+        for work in (dist.irecv(take, 0), dist.isend(torch.zeros(3, device="cuda"), 0)):
+            assert work is not None
+            work.wait()
+        if asked:
+            with pytest.raises(RuntimeError, match="expected 8 bytes, got 12"):
+                take.tolist()
+    found = [line for line in lines if "expected 8 bytes, got 12" in line]
+    assert len(found) == (0 if asked else 1), lines
+    assert not [line for line in lines if "frame #" in line], lines
 
 
 @in_process_of_its_own
