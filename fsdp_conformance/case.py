@@ -28,6 +28,9 @@ EXPLORED = "explored-"
 #: "stream_order": what each operation of a stream waits for can be asked, which only the simulated accelerator answers.
 ENVIRONMENTS = frozenset({"accelerator", "cuda", "nccl", "gloo", "pinned_memory", "stream_order"})
 
+#: The deadline of a case that names none, in seconds.
+TIMEOUT_S = 60.0
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -49,11 +52,17 @@ class Case:
     """Members of ENVIRONMENTS; the verdict is NOT_RUN_ENV if one is absent."""
     kills: tuple[str, ...] = ()
     """Known-wrong implementations (names in `fsdp_conformance.mutants`) that must fail this case."""
-    timeout_s: float = 60.0
+    timeout_s: float = TIMEOUT_S
+    """The case's deadline. A shorter one than usual means that ranks of some engines wait for it."""
     processes: str = ""
     """Why the ranks of this case must be processes; empty if they can be simulated."""
     axes: tuple[tuple[str, Any], ...] = ()
     """The arguments of the test method, by name."""
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether ranks of some engines wait for a deadline here. It comes early: others can run meanwhile."""
+        return self.timeout_s < TIMEOUT_S
 
     @property
     def is_saved(self) -> bool:
@@ -71,7 +80,7 @@ def conformance_case(
     needs: Sequence[str] | Callable[[dict[str, Any]], Sequence[str]] = (),
     environment: Sequence[str] | Callable[[dict[str, Any]], Sequence[str]] = (),
     kills: Sequence[str] | Callable[[dict[str, Any]], Sequence[str]] = (),
-    timeout_s: float = 60.0,
+    timeout_s: float = TIMEOUT_S,
     processes: str = "",
 ) -> Callable[[F], F | None]:
     """

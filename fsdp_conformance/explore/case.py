@@ -17,7 +17,7 @@ from typing import Any
 
 from fsdp_conformance import settings
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.case import CASE_ATTRIBUTE, EXPLORED, Case
+from fsdp_conformance.case import CASE_ATTRIBUTE, EXPLORED, TIMEOUT_S, Case
 from fsdp_conformance.checks import partition
 from fsdp_conformance.checks.reference_rounding import rounds_alike
 from fsdp_conformance.checks.references import Kind, References
@@ -59,7 +59,7 @@ def case_for(example: Example) -> Case:
         chapter="A",
         world_size=example.world_size,
         title="A drawn model, sharded and trained as drawn, is at parity, or the combination is refused.",
-        timeout_s=60.0,
+        timeout_s=TIMEOUT_S,
     )
 
 

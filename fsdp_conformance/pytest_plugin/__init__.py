@@ -41,9 +41,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Cases(config), "fsdp-conformance-cases")
     if hasattr(config, "workerinput"):
         return
-    if options.given(config) and options.settings_of(config).fail_fast:
+    fail_fast = options.given(config) and options.settings_of(config).fail_fast
+    if fail_fast:
         config.option.maxfail = 1
-        # Workers of pytest-xdist finish what they were sent, so they get one case at a time.
+    # One case at a time for each worker of pytest-xdist: it finishes what it was sent, after the first failure too, and
+    # a case whose ranks wait for a deadline would keep those behind it from the other workers.
+    if fail_fast or (options.targets_suites(config) and getattr(config.option, "maxschedchunk", None) is None):
         config.option.maxschedchunk = 1
     config.pluginmanager.register(Controller(config), "fsdp-conformance-controller")
 

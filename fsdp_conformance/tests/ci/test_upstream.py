@@ -346,7 +346,7 @@ class Test(unittest.TestCase):
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.nightly)])
 def test_a_signal_ends_everything(tests: Path, tmp_path: Path, number: signal.Signals) -> None:
     """Two files at a time: both end, with the children that they have started, and no file is left."""
     for name in ("one", "two", "three"):

@@ -189,7 +189,7 @@ def _raise(moment: Moment, micro: int = 0) -> tuple[Event, ...]:
         pytest.param("RecoversLate", _raise(Moment.BACKWARD), "R003", marks=pytest.mark.nightly),
         pytest.param("AnotherClass", _raise(Moment.FORWARD, 1), "R160", marks=pytest.mark.nightly),
         pytest.param("GoesOnWithoutException", _raise(Moment.LOSS), "R160", marks=pytest.mark.nightly),
-        ("StaysGathered", _raise(Moment.BACKWARD, 1), "R161"),
+        pytest.param("StaysGathered", _raise(Moment.BACKWARD, 1), "R161", marks=pytest.mark.nightly),
         pytest.param("NeverRecovers", _raise(Moment.FORWARD), "R000", marks=pytest.mark.nightly),
     ],
 )

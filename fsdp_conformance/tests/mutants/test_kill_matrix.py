@@ -37,11 +37,11 @@ def _smallest_of_each_method(cases: Sequence[BoundCase]) -> set[str]:
 
     The smallest asks for the fewest capabilities, so that the mutant declares them, and then for the fewest ranks.
     """
-    smallest: dict[tuple[str, tuple[str, ...]], BoundCase] = {}
+    smallest: dict[str, BoundCase] = {}
     for bound in cases:
         if _why_not_here(bound):
             continue
-        key = (f"{bound.owner.__qualname__}.{bound.case.title}", bound.case.kills)
+        key = f"{bound.owner.__qualname__}.{bound.case.title}"
         if key not in smallest or _size(bound) < _size(smallest[key]):
             smallest[key] = bound
     return {bound.case.id for bound in smallest.values()}

@@ -91,7 +91,7 @@ class Parity(Mini):
         """Losses equal DDP's."""
         self.act()
 
-    @conformance_case("R188", chapter="A", world_size=2)
+    @conformance_case("R188", chapter="A", world_size=2, timeout_s=30)
     def test_it_shards(self):
         """Each rank holds its share."""
         self.act()

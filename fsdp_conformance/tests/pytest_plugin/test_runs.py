@@ -99,12 +99,12 @@ def test_a_run_in_which_all_is_well(suite: MiniSuite, monkeypatch: pytest.Monkey
 
 
 def test_the_largest_world_comes_first(suite: MiniSuite) -> None:
-    """And then the order of ids; plain tests keep their place behind."""
+    """Then cases whose ranks may wait for a deadline, then the order of ids; plain tests keep their place behind."""
     result = ran(suite, None, "-v")
     sizes = [record.world_size for record in result.run.records]
 
     assert sizes == sorted(sizes, reverse=True)
-    assert list(result.verdicts)[:3] == ["R001/probe-ws4", "R001/probe-ws2", "R017/elsewhere-ws2"]
+    assert list(result.verdicts)[:3] == ["R001/probe-ws4", "R188/it-shards-ws2", "R001/probe-ws2"]
     assert "test_that_is_no_case PASSED" in result.output
 
 
@@ -163,7 +163,7 @@ def test_a_case_that_is_chosen_runs_alone(suite: MiniSuite) -> None:
     result = ran(suite, None, "--conformance-case", "R001/probe-ws2,R188")
 
     assert result.status == 0
-    assert list(result.verdicts) == ["R001/probe-ws2", "R188/it-shards-ws2"]
+    assert list(result.verdicts) == ["R188/it-shards-ws2", "R001/probe-ws2"]
     assert result.certificate["certified"] is False
     assert "incomplete: --case left cases out" in result.certificate["reasons"]
 
@@ -208,6 +208,23 @@ def test_cases_that_own_devices_are_dealt_by_size(suite: MiniSuite, acts: dict[s
     assert result.output.count("PASSED") == (6 if acts is None else 5)
     assert ("replacing crashed worker" in result.output) == (acts is not None)
     assert result.verdicts["R001/probe-ws2"] == ("PASS" if acts is None else "ERROR_SUITE")
+
+
+def test_workers_get_one_case_at_a_time(suite: MiniSuite) -> None:
+    """Unless somebody asks for more, or it is no run of cases."""
+    says = "def pytest_sessionfinish(session): print('at a time:', session.config.option.maxschedchunk)"
+    (suite.root / "says.py").write_text(says, encoding="utf-8")
+    others = suite.root / "test_others.py"
+    others.write_text("def test_nothing(): pass", encoding="utf-8")
+    options = ("-p", "says", "-s", "--collect-only")
+
+    assert "at a time: 1\n" in ran(suite, None, *options).output
+    assert "at a time: 5\n" in ran(suite, None, *options, "--maxschedchunk", "5").output
+    command = [word for word in suite.pytest_command(*options) if word != str(suite.package)]
+    done = subprocess.run(
+        [*command, str(others)], env=suite.environment(), capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+    assert "at a time: None\n" in done.stdout
 
 
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one process", "workers"])
@@ -370,7 +387,7 @@ def test_a_run_that_is_interrupted_has_no_footer(suite: MiniSuite) -> None:
     result = ran(suite, {"R017/elsewhere-ws2": "interrupt"})
 
     assert result.status == pytest.ExitCode.INTERRUPTED
-    assert list(result.verdicts) == ["R001/probe-ws4", "R001/probe-ws2"]
+    assert list(result.verdicts) == ["R001/probe-ws4", "R188/it-shards-ws2", "R001/probe-ws2"]
     assert (result.run.aborted, result.run.unfinished(), result.run.problems) == (True, ["R017/elsewhere-ws2"], [])
     assert "ABORTED: the run was interrupted, and its file has no footer" in result.output
 

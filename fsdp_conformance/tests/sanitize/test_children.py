@@ -131,6 +131,7 @@ if __name__ == "__main__":
     assert "note: python -c, started by rank 0, was killed or outlived it" in run.out
 
 
+@pytest.mark.nightly
 def test_a_launcher_trains_on_its_own_ranks(tmp_path: Path) -> None:
     """torch.multiprocessing.spawn and torchrun: process groups and collectives, with one device for each rank."""
     written(

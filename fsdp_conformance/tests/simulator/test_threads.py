@@ -390,7 +390,9 @@ def test_training(world_size: int, engine: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "engine"), [(16, "fsdp2"), (16, "ddp"), (64, "fsdp2")])
+@pytest.mark.parametrize(
+    ("world_size", "engine"), [(16, "fsdp2"), (16, "ddp"), pytest.param(64, "fsdp2", marks=pytest.mark.nightly)]
+)
 @in_process_of_its_own
 def test_training_of_many(world_size: int, engine: str) -> None:
     """The same on 16 and on 64 ranks."""
