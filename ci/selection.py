@@ -1,11 +1,11 @@
 """
 The cases that ci/test certifies, as options of ci/certify. ci/nightly runs every case of the profile.
 
-    python ci/selection.py [--quick] IMPLEMENTATION...
+    python ci/selection.py [--quick] IMPLEMENTATION
 
 Of every test method the case with the fewest capabilities, which most engines declare, at the smallest world size of at
-least two ranks; with --quick the cases of the profile `quick`. And every case that ci/known-findings.toml lists for one
-of the implementations.
+least two ranks; with --quick the cases of the profile `quick`. And every case that ci/known-findings.toml lists for
+the implementation.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def smallest(entries: Iterable[Entry]) -> list[Entry]:
     return list(chosen.values())
 
 
-def selected(implementations: Sequence[str], *, quick: bool = False) -> list[str]:
+def selected(implementation: str, *, quick: bool = False) -> list[str]:
     """The ids of the cases, in order."""
     entries = load_profile(RunSettings().profile).entries
     known = {
         finding.case
         for finding in known_findings.known_findings()
-        if any(fnmatchcase(name, finding.implementation) for name in implementations)
+        if fnmatchcase(implementation, finding.implementation)
     }
     chosen = load_profile(QUICK).entries if quick else smallest(entries)
     return sorted({entry.id for entry in chosen} | known & {entry.id for entry in entries})
@@ -49,9 +49,9 @@ def main(words: Sequence[str]) -> int:
     """Print the options."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="the cases of the profile quick instead")
-    parser.add_argument("implementations", nargs="+", metavar="IMPLEMENTATION")
+    parser.add_argument("implementation", metavar="IMPLEMENTATION")
     options = parser.parse_args(words)
-    for case in selected(options.implementations, quick=options.quick):
+    for case in selected(options.implementation, quick=options.quick):
         print("--case", case)
     return 0
 

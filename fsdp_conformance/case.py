@@ -53,7 +53,7 @@ class Case:
     kills: tuple[str, ...] = ()
     """Known-wrong implementations (names in `fsdp_conformance.mutants`) that must fail this case."""
     timeout_s: float = TIMEOUT_S
-    """The case's deadline. A shorter one than usual means that ranks of some engines wait for it."""
+    """The case's deadline. If it is shorter than usual, some engines make ranks wait for it."""
     processes: str = ""
     """Why the ranks of this case must be processes; empty if they can be simulated."""
     axes: tuple[tuple[str, Any], ...] = ()
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def may_wait(self) -> bool:
-        """Whether ranks of some engines wait for a deadline here. It comes early: others can run meanwhile."""
+        """Whether some engines make ranks wait for a deadline. Such a case starts early: others run while it waits."""
         return self.timeout_s < TIMEOUT_S
 
     @property

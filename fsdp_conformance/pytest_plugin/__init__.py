@@ -44,9 +44,10 @@ def pytest_configure(config: pytest.Config) -> None:
     fail_fast = options.given(config) and options.settings_of(config).fail_fast
     if fail_fast:
         config.option.maxfail = 1
-    # One case at a time for each worker of pytest-xdist: it finishes what it was sent, after the first failure too, and
-    # a case whose ranks wait for a deadline would keep those behind it from the other workers.
-    if fail_fast or (options.targets_suites(config) and getattr(config.option, "maxschedchunk", None) is None):
+    # Each worker of pytest-xdist gets one case at a time. It runs all that it was sent, even after the first failure,
+    # and a case that waits for a deadline would hold up those queued behind it.
+    unset = getattr(config.option, "maxschedchunk", 1) is None
+    if fail_fast or (unset and options.targets_suites(config)):
         config.option.maxschedchunk = 1
     config.pluginmanager.register(Controller(config), "fsdp-conformance-controller")
 

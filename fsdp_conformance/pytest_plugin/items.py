@@ -33,7 +33,7 @@ class Cases:
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """
-        Keep the selected cases, the largest world first, and in each those first whose ranks may wait for a deadline.
+        Keep the selected cases: the largest world first, and within one size those that may wait for a deadline.
 
         The order is the same in every worker.
         """

@@ -153,20 +153,20 @@ def _environments(case: CaseOrder, lease: Lease) -> list[dict[str, str]]:
 
 
 def _are_ready(members: Sequence[Member], deadline: float) -> bool:
-    """Whether each of the ranks says so before the deadline, and again when it is asked. False once one has ended."""
+    """Whether all ranks say so before the deadline, and again when asked. If one of them ends, the answer is no."""
+    ends = [process.sentinel for process, _ in members]
     try:
-        if not all(_says_ready(connection, members, deadline) for _, connection in members):
+        if not all(_says_ready(connection, ends, deadline) for _, connection in members):
             return False
         for _, connection in members:
             connection.send_bytes(rank_process.ASKED)
-        return all(_says_ready(connection, members, deadline) for _, connection in members)
+        return all(_says_ready(connection, ends, deadline) for _, connection in members)
     except (EOFError, OSError):
         return False
 
 
-def _says_ready(connection: Connection, members: Sequence[Member], deadline: float) -> bool:
-    # When one rank has ended, the others wait for it until their own deadlines.
-    ends = [process.sentinel for process, _ in members]
+def _says_ready(connection: Connection, ends: Sequence[int], deadline: float) -> bool:
+    # Once a rank has ended, the others wait for it until their own deadlines.
     spoke = connection in wait([connection, *ends], remaining(deadline))
     return spoke and connection.recv_bytes() == rank_process.READY
 

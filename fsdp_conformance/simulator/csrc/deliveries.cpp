@@ -217,7 +217,7 @@ bool CollectiveCall::finish(std::optional<Deadline> deadline, bool needs_results
     {
       std::lock_guard<std::mutex> lock(mutex_);
       failure_ = message_of(error);
-      reported_ = reported_ || needs_results;
+      reported_ |= needs_results;
     }
     if (needs_results) {
       unpublish();  // Reported once, where the bytes were needed; they stay NaN.

@@ -62,7 +62,7 @@ class CollectiveCall : public std::enable_shared_from_this<CollectiveCall> {
   void abort(const std::string& reason);
   /// Why it failed; empty if no failure has been seen so far.
   std::string failure();
-  /// Whether a caller who needs the results has had the failure.
+  /// Whether the failure was thrown to a caller who needs the results.
   bool has_reported_failure();
 
  private:

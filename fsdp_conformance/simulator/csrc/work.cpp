@@ -80,7 +80,7 @@ void GroupState::started(const std::shared_ptr<CollectiveCall>& call) {
     std::lock_guard<std::mutex> lock(mutex_);
     std::vector<std::shared_ptr<CollectiveCall>> under_way;
     for (auto& earlier : underway_) {
-      // One that has failed stays, so that the end of the group can say it if nobody has heard of it.
+      // A failed call stays, so that `drain` can report its failure if nothing else has.
       const bool has_ended = earlier->done() && earlier->failure().empty();
       (has_ended ? ended : under_way).push_back(std::move(earlier));
     }

@@ -24,7 +24,7 @@ def _selection() -> ModuleType:
 
 def test_every_method_runs(selection: ModuleType) -> None:
     """One case of each, at the smallest world size that is one."""
-    chosen = set(selection.selected(["reference"]))
+    chosen = set(selection.selected("reference"))
     entries = [entry for entry in ENTRIES if entry.id in chosen]
 
     assert {(entry.primary, entry.title) for entry in entries} == {(entry.primary, entry.title) for entry in ENTRIES}
@@ -34,7 +34,7 @@ def test_every_method_runs(selection: ModuleType) -> None:
 def test_the_quick_ones(selection: ModuleType) -> None:
     """Each case of the profile quick, with known findings, and few others."""
     quick = {entry.id for entry in load_profile(selection.QUICK).entries}
-    chosen = set(selection.selected(["torch-fsdp1"], quick=True))
+    chosen = set(selection.selected("torch-fsdp1", quick=True))
 
     assert quick < chosen
     assert len(chosen) < 2 * len(quick)
@@ -51,7 +51,7 @@ def test_every_known_finding_is_looked_for(selection: ModuleType) -> None:
         }
 
         for quick in (False, True):
-            assert known - set(selection.selected([name], quick=quick)) == set()
+            assert known - set(selection.selected(name, quick=quick)) == set()
 
 
 def test_the_order_of_the_profile_plays_no_part(selection: ModuleType) -> None:

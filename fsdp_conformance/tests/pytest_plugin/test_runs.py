@@ -99,7 +99,7 @@ def test_a_run_in_which_all_is_well(suite: MiniSuite, monkeypatch: pytest.Monkey
 
 
 def test_the_largest_world_comes_first(suite: MiniSuite) -> None:
-    """Then cases whose ranks may wait for a deadline, then the order of ids; plain tests keep their place behind."""
+    """Then cases that may wait for a deadline, then the order of ids; plain tests keep their place behind."""
     result = ran(suite, None, "-v")
     sizes = [record.world_size for record in result.run.records]
 
@@ -211,7 +211,7 @@ def test_cases_that_own_devices_are_dealt_by_size(suite: MiniSuite, acts: dict[s
 
 
 def test_workers_get_one_case_at_a_time(suite: MiniSuite) -> None:
-    """Unless somebody asks for more, or it is no run of cases."""
+    """That is the default for conformance runs only, and the user can set another number."""
     says = "def pytest_sessionfinish(session): print('at a time:', session.config.option.maxschedchunk)"
     (suite.root / "says.py").write_text(says, encoding="utf-8")
     others = suite.root / "test_others.py"

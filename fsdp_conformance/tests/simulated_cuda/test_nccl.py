@@ -137,7 +137,7 @@ def test_a_failure_that_the_next_call_sees(asks: Callable[[torch.Tensor], None])
 @in_process_of_its_own
 @pytest.mark.parametrize("asked", [True, False], ids=["asked", "not asked"])
 def test_a_failure_is_reported_once(asked: bool) -> None:
-    """The end of the group says what nobody has heard, without C++ frames, and nothing else."""
+    """Destroying the group prints a failure only if it has not been reported yet, and without C++ frames."""
     with written_to_stderr() as lines, group_of_one():
         take = torch.zeros(2, device="cuda")
         for work in (dist.irecv(take, 0), dist.isend(torch.zeros(3, device="cuda"), 0)):

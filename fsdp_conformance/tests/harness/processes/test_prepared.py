@@ -175,7 +175,7 @@ def test_pytests_own_variable_does_not_count(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_rank_that_died_while_it_waited_costs_only_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The case starts fresh ranks at once, and nobody is blamed. The others may be waiting for the one that died."""
+    """The case starts fresh ranks at once and blames nobody, even if the surviving rank is still waiting for it."""
     monkeypatch.setattr(preparation, "READY_S", 86400.0)
     run(Cases, following=2)
     ready = waiting()
