@@ -21,12 +21,12 @@ from unittest import mock
 sys.path.insert(0, str(Path(__file__).parent))
 os.environ["PYTHONPATH"] = os.pathsep.join([sys.path[0], os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
 
-from fsdp_conformance.checks.explain import Evidence, causes
-from fsdp_conformance.config import RunSettings
+from fsdp_conformance.diagnosis.causes import Evidence, causes
+from fsdp_conformance.diagnosis.headline import most_telling
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.judge import judge
-from fsdp_conformance.judge.telling import most_telling
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest import bound_case, run_case
 from fsdp_conformance.verdict import Verdict
 from studies import cause_recording
@@ -85,7 +85,7 @@ def _record(directory: Path, defect: Defect, case: str) -> None:
         seen.update(case=args[0], **options)
         return judge(*args, **options)
 
-    with mock.patch("fsdp_conformance.testing.judge", kept):
+    with mock.patch("fsdp_conformance.cases.base.judge", kept):
         run_case(bound_case(case), f"studies.cause_recording:{defect.name}", base=RunSettings(ranks="simulated"))
     path.write_bytes(pickle.dumps((seen, cause_recording.collected(live))))
     print(f"ran {defect.name} on {case}", file=sys.stderr)

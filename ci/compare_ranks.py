@@ -13,15 +13,15 @@ from pathlib import Path
 
 from two_hosts import TwoHosts
 
-from fsdp_conformance.cli import arguments, selection
+from fsdp_conformance.cli import arguments, chosen_cases
 from fsdp_conformance.cli.messages import complain, plural
 from fsdp_conformance.cli.processes import end_family
-from fsdp_conformance.config import RANKS
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.errors import ConfigError, ConformanceError, EnvironmentUnavailable, RunFileError
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report import runfile
 from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.run_settings import RANKS
 from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import Verdict
 
@@ -68,7 +68,7 @@ def largest_world(implementation: str, options: Sequence[str]) -> int:
     """The largest world size of the selected cases. Raises SystemExit or ConformanceError for wrong options."""
     parsed = arguments.parse(["run", "--implementation", implementation, *options])
     settings = arguments.settings_of(parsed)
-    return max(case.world_size for case in selection.selected(load_profile(settings.profile), settings))
+    return max(case.world_size for case in chosen_cases.selected(load_profile(settings.profile), settings))
 
 
 def words_of(kind: str, world_size: int, logs: Path) -> list[str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fsdp_conformance.contract.profile import known_cases
 from fsdp_conformance.errors import UsageError
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report import runfile
 from fsdp_conformance.report.expectations import Expectation, judge, load_expectations
 from fsdp_conformance.report.recorder import version_of

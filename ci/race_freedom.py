@@ -8,8 +8,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build
 from studies.stream_ranks import run_on_ranks
 from studies.stream_study import ALL, Job, outcome_of, reference, study

@@ -17,8 +17,8 @@ from fnmatch import fnmatchcase
 
 import known_findings
 
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import Entry, load_profile
+from fsdp_conformance.run_settings import RunSettings
 
 QUICK = "quick-2026.11"
 

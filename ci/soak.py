@@ -16,7 +16,7 @@ from known_findings import is_known, known_findings
 
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.mutants import VARIANTS
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.expectations import Expectation
 from fsdp_conformance.report.terminal import render_record
 from fsdp_conformance.selftest import BoundCase, bound_cases, run_case

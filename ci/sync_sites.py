@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build
 from fsdp_conformance.simulator.sync_sites import site_from_id
 from studies.stream_ranks import run_on_ranks

@@ -13,7 +13,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from fsdp_conformance.errors import RunFileError
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report import runfile
 from fsdp_conformance.report.expectations import UNREMARKABLE, what_happened
 from fsdp_conformance.verdict import Verdict

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from fsdp_conformance.status import Status
 
 if TYPE_CHECKING:
-    from fsdp_conformance.outcome import Finding
+    from fsdp_conformance.outcome.records import Finding
 
 
 class ConformanceError(Exception):

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks import communication, groups, partition
 from fsdp_conformance.checks.invariance import Losses, same_training
-from fsdp_conformance.checks.reference_single import single_process_reference
-from fsdp_conformance.config import Plan, Sharding
-from fsdp_conformance.events import Action
 from fsdp_conformance.fixtures import models, probes, split, transformer, workload_by_name
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.plan import Plan, Sharding
+from fsdp_conformance.references.single_process import single_process_reference
+from fsdp_conformance.workload.definition import Regime, Workload
+from fsdp_conformance.workload.events import Action
 
 WORLD_SIZES = (2, 3, 4)
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from fsdp_conformance.adapters.components import Assignment
-from fsdp_conformance.case import conformance_case
-from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 
 
 class Assignments(ConformanceTestCase):

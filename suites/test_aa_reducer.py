@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fsdp_conformance.adapters.components import GradientReducer, ReducerOptions
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.fixtures.coded import SHAPES, Coded, mean_code, position_code, rank_code
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.collective import Op
-from fsdp_conformance.testing import ConformanceTestCase
 
 MIB = 2**20
 #: A cap that gives each parameter its own bucket.

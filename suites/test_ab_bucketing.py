@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_conformance.adapters.components import Bucketer
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.fixtures.coded import position_code
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.collective import Op
-from fsdp_conformance.testing import ConformanceTestCase
 
 
 class Bucketing(ConformanceTestCase):

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from fsdp_conformance.adapters.components import ChunkPool, ChunkStorage, PoolUse
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.fixtures.coded import position_code
-from fsdp_conformance.testing import ConformanceTestCase
 
 #: 7 elements in a chunk of 12, which 2 and 3 ranks divide.
 NUMBERS, NUMEL = (4, 3), 12

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from fsdp_conformance.adapters.components import TENSOR_STATES, ChunkPool, ChunkStorage, PoolUse
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.result import comparison
 from fsdp_conformance.fixtures.coded import position_code
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.collective import Op
-from fsdp_conformance.testing import ConformanceTestCase
 
 #: Three tensors of 6, 4 and 1 elements: 11 in a chunk of 24, which 1 to 4 ranks divide.
 SHAPES: tuple[tuple[int, ...], ...] = ((2, 3), (4,), ())

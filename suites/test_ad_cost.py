@@ -12,9 +12,9 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from fsdp_conformance.adapters.components import TensorLayout
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.result import comparison
-from fsdp_conformance.testing import ConformanceTestCase
 
 #: All ranks' shards are equally large at every world size used here.
 SHAPE = (24, 8)

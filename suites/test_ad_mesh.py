@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_conformance.adapters.components import MeshCollectives
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.fixtures.coded import position_code
 from fsdp_conformance.harness.recording import process_group
-from fsdp_conformance.testing import ConformanceTestCase
 
 #: Meshes by name: 2x4 is [[0, 1, 2, 3], [4, 5, 6, 7]].
 MESHES: dict[str, tuple[int, ...]] = {"4": (4,), "2x2": (2, 2), "2x4": (2, 4), "2x2x2": (2, 2, 2)}

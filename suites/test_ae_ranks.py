@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_conformance.adapters.components import ReducerOptions
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.result import comparison
-from fsdp_conformance.testing import ConformanceTestCase
 
 #: Why the cases below run on processes: they start simulated ranks themselves.
 PROCESSES = "the case starts simulated ranks, which cannot be nested"

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks import communication
-from fsdp_conformance.config import InitMode, Offload
 from fsdp_conformance.fixtures import buffers, models, probes, shapes
 from fsdp_conformance.fixtures.recipes import with_values
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.plan import InitMode, Offload
+from fsdp_conformance.workload.definition import Regime
 
 #: Mutants that communicate for a unit without parameters.
 _EMPTY_UNITS = ("collective-for-empty-unit", "byte-for-empty-unit")

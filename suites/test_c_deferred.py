@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from fsdp_conformance.case import conformance_case
-from fsdp_conformance.checks.units import owner
-from fsdp_conformance.config import Sharding
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.errors import ConfigError, ConformanceError, SuiteError
 from fsdp_conformance.fixtures import deferred
 from fsdp_conformance.fixtures.deferred import Deferred
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import BatchKey, Regime, Workload
+from fsdp_conformance.plan import Sharding
+from fsdp_conformance.workload.definition import BatchKey, Regime, Workload
+from fsdp_conformance.workload.units import owner
 
 _ALL = ("initial", "loss", "gradient", "parameter", "buffer")
 

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks import memory
 from fsdp_conformance.checks.result import comparison
-from fsdp_conformance.config import Offload, Plan, Sharding
-from fsdp_conformance.events import Action
 from fsdp_conformance.fixtures import deep, probes
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.plan import Offload, Plan, Sharding
+from fsdp_conformance.workload.definition import Regime, Workload
+from fsdp_conformance.workload.events import Action
 
 
 class Bytes(ConformanceTestCase):

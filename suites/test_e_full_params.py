@@ -12,16 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.adapters.session import storage_bytes
 from fsdp_conformance.adapters.sharded import local_part
-from fsdp_conformance.case import conformance_case
-from fsdp_conformance.checks.reference_rounding import rounding_reference
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.result import comparison
+from fsdp_conformance.driver.session import storage_bytes
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.fixtures import buffers, deep, precision, probes
 from fsdp_conformance.harness.recording import process_group
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.references.rounding import rounding_reference
+from fsdp_conformance.workload.definition import Regime, Workload
 
 #: Words of which a refusal inside forward or backward must contain one.
 _BUSY = ("forward", "backward", "step", "state", "idle")

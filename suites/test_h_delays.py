@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.streams import every_race
-from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Sharding
 from fsdp_conformance.faults.delay import CollectiveDelay, FreeDelay, PointDelay, ReductionDelay
 from fsdp_conformance.faults.fault import Fault
 from fsdp_conformance.fixtures import probes
 from fsdp_conformance.history.collective import Op
-from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.plan import BackwardPrefetch, InitMode, Offload, Sharding
 
 #: init mode, offload, degree, prefetch, delay.
 COVERED = frozenset(

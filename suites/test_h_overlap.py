@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from fsdp_conformance.adapters.overlap import OverlapRecorder
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.overlap import overlaps
+from fsdp_conformance.driver.overlap import OverlapRecorder
 from fsdp_conformance.fixtures import deep
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.workload.definition import Regime
 
 _STEPS = 3
 

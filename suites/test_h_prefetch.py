@@ -8,14 +8,14 @@ from typing import Any
 from torch import nn
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.invariance import same_training
 from fsdp_conformance.checks.order import gathered_units
-from fsdp_conformance.config import BackwardPrefetch, Plan, Sharding
 from fsdp_conformance.fixtures import deep, models, shapes
 from fsdp_conformance.harness.recording import process_group
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Workload
+from fsdp_conformance.plan import BackwardPrefetch, Plan, Sharding
+from fsdp_conformance.workload.definition import Workload
 
 #: By name: the flags that it needs, and the fields of the plan.
 _PREFETCH: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {

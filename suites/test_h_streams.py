@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.streams import every_race
-from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Sharding
 from fsdp_conformance.fixtures import deep, frozen, models, probes, reuse, shapes, transformer
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.plan import BackwardPrefetch, InitMode, Offload, Sharding
+from fsdp_conformance.workload.definition import Regime, Workload
 
 #: Workload, regime, fields of the plan, and the flags they need.
 _Configuration = tuple[Callable[[], Workload], Regime, dict[str, Any], tuple[str, ...]]

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks import memory
 from fsdp_conformance.checks.communication import reductions_in
-from fsdp_conformance.checks.references import Kind
 from fsdp_conformance.checks.result import comparison
 from fsdp_conformance.fixtures import deep, precision, probes
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import BatchKey, Regime
+from fsdp_conformance.references.reference_set import Kind
+from fsdp_conformance.workload.definition import BatchKey, Regime
 
 
 class LowPrecision(ConformanceTestCase):

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.communication import collective_counts
 from fsdp_conformance.checks.invariance import Losses, same_training
-from fsdp_conformance.config import Offload, Sharding
 from fsdp_conformance.fixtures import probes, split, unused
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.plan import Offload, Sharding
+from fsdp_conformance.workload.definition import Regime
 
 #: Which of six micro-batches are reduced immediately, by name.
 _PATTERNS = {

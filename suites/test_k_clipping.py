@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.norms import norm_by_hand, norm_digests, reductions_of_the_norm
-from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.fixtures import experts, norms, probes
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
+from fsdp_conformance.plan import Plan, Sharding
+from fsdp_conformance.workload.definition import Batch, BatchKey, Regime, Workload
 
 #: By their names in case ids.
 _NORM_TYPES = {"p1": 1.0, "p2": 2.0, "inf": math.inf}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fsdp_conformance.case import conformance_case
-from fsdp_conformance.config import Offload
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.fixtures import norms
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.plan import Offload
+from fsdp_conformance.workload.definition import Regime
 
 #: Enough for gradients to be scaled visibly, and a power of two, so that scaling is exact.
 INIT_SCALE = 256.0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.checkpoint import same_parameters, same_state_dict
-from fsdp_conformance.checks.plain_training import plain_training
 from fsdp_conformance.fixtures import checkpointing, probes, recipes, reuse, transformer
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.references.plain_training import plain_training
+from fsdp_conformance.workload.definition import Regime
 
 #: Micro-batches of a step by name, and whether each is reduced; none for one micro-batch.
 _REDUCED = {"alone": (), "synchronised": (True, True, True), "deferred": (False, False, True)}

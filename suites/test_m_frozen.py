@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fsdp_conformance.case import conformance_case
-from fsdp_conformance.events import Action, Event, Moment
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.fixtures import frozen, models, probes
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.workload.definition import Regime
+from fsdp_conformance.workload.events import Action, Event, Moment
 
 
 class FrozenParameters(ConformanceTestCase):

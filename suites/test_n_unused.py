@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.fixtures import probes, unused
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.workload.definition import Regime
 
 
 class UnusedParameters(ConformanceTestCase):

@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks import communication
 from fsdp_conformance.checks.invariance import same_training
 from fsdp_conformance.checks.result import comparison
 from fsdp_conformance.checks.traffic import nbytes, of
-from fsdp_conformance.checks.units import owning_units, parameter_bytes
-from fsdp_conformance.config import Sharding
 from fsdp_conformance.fixtures import deep, models, probes
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.history.collective import Op
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.plan import Sharding
+from fsdp_conformance.workload.definition import Regime, Workload
+from fsdp_conformance.workload.units import owning_units, parameter_bytes
 
 
 class Nesting(ConformanceTestCase):

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from fsdp_conformance.case import conformance_case
-from fsdp_conformance.checks.references import Kind
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.fixtures import buffers, precision
-from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.references.reference_set import Kind
 
 
 class Buffers(ConformanceTestCase):

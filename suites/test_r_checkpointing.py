@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks import communication
-from fsdp_conformance.config import Sharding
 from fsdp_conformance.fixtures import checkpointing
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.plan import Sharding
+from fsdp_conformance.workload.definition import Regime
 
 _FORMS = ("around", "inside", "segment")
 

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.checkpoint import same_parameters, same_state_dict
-from fsdp_conformance.checks.plain_training import plain_training
-from fsdp_conformance.config import Offload, Sharding
 from fsdp_conformance.fixtures import deep, probes, recipes
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.plan import Offload, Sharding
+from fsdp_conformance.references.plain_training import plain_training
+from fsdp_conformance.workload.definition import Regime
 
 #: Wrong numbers here were read before they had arrived, or overwritten before they were read.
 _COMPLETE = dict.fromkeys(("loss", "gradient", "parameter", "norm"), "R138")

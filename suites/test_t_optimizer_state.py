@@ -10,12 +10,12 @@ from typing import Any
 from torch.optim import Optimizer
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.checkpoint import ULPS_PER_STEP, same_optimizer_state, same_parameters
-from fsdp_conformance.checks.plain_training import PlainState, plain_training
 from fsdp_conformance.fixtures import probes, recipes, resumable
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.references.plain_training import PlainState, plain_training
+from fsdp_conformance.workload.definition import Regime, Workload
 
 #: Steps before the state is taken, and in all.
 FIRST, ALL = 3, 6

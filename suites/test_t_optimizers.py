@@ -8,15 +8,15 @@ import torch
 import torch.distributed as dist
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.invariance import same_training
 from fsdp_conformance.checks.optimizer_state import same_state, stepped_once
 from fsdp_conformance.checks.whole_matrix import orthogonal_updates
 from fsdp_conformance.errors import EnvironmentUnavailable
-from fsdp_conformance.events import Action, Event, Moment
 from fsdp_conformance.fixtures import models, optimizers, probes, unused
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import BatchKey, Regime, Workload
+from fsdp_conformance.workload.definition import BatchKey, Regime, Workload
+from fsdp_conformance.workload.events import Action, Event, Moment
 
 
 class StockOptimizers(ConformanceTestCase):

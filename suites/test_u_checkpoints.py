@@ -12,18 +12,18 @@ import torch
 from torch import Tensor
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.checkpoint import (
     ULPS_PER_STEP,
     same_continuation,
     same_optimizer_state,
     same_parameters,
 )
-from fsdp_conformance.checks.plain_training import PlainState, plain_training
 from fsdp_conformance.fixtures import probes, recipes, resumable
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.references.plain_training import PlainState, plain_training
+from fsdp_conformance.workload.definition import Regime, Workload
 
 #: Steps before a checkpoint, and in all.
 FIRST, ALL = 3, 6

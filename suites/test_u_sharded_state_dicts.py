@@ -12,13 +12,13 @@ from torch.distributed.checkpoint.state_dict_loader import load, load_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.checkpoint import addresses, same_state_dict, shares_storage, silent, unmoved
-from fsdp_conformance.checks.plain_training import plain_training
 from fsdp_conformance.fixtures import probes, workload_by_name
 from fsdp_conformance.harness.recording import process_group
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import BatchKey, Workload
+from fsdp_conformance.references.plain_training import plain_training
+from fsdp_conformance.workload.definition import BatchKey, Workload
 
 STEPS = 3
 

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.checkpoint import footprint, same_parameters, same_state_dict, unchanged
-from fsdp_conformance.checks.plain_training import PlainState, plain_training
-from fsdp_conformance.checks.reference_rounding import rounding_reference
 from fsdp_conformance.checks.result import comparison
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.fixtures import buffers, checkpointing, precision, probes, workload_by_name
 from fsdp_conformance.fixtures.recipes import with_values
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import BatchKey, Regime, Workload
+from fsdp_conformance.references.plain_training import PlainState, plain_training
+from fsdp_conformance.references.rounding import rounding_reference
+from fsdp_conformance.workload.definition import BatchKey, Regime, Workload
 
 STEPS = 3
 

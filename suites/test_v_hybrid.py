@@ -7,15 +7,15 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks import communication, groups
 from fsdp_conformance.checks.result import comparison
-from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.faults.delay import FreeDelay
 from fsdp_conformance.fixtures import buffers, experts, probes, tensor_parallel
 from fsdp_conformance.fixtures.recipes import with_values
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.plan import Plan, Sharding
+from fsdp_conformance.workload.definition import Regime, Workload
 
 #: Both groups of equal size, and each of them larger than the other.
 MESHES = ("2x2", "2x4", "4x2")

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.checkpoint import same_continuation, same_state_dict
 from fsdp_conformance.checks.result import comparison
-from fsdp_conformance.config import Plan
 from fsdp_conformance.fixtures import pipeline
 from fsdp_conformance.fixtures.recipes import with_values
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.plan import Plan
+from fsdp_conformance.workload.definition import Regime, Workload
 
 #: More than stages, so that a pipeline is filled, runs steadily, and is drained.
 MICRO_BATCHES = 4

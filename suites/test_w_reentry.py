@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fsdp_conformance.case import conformance_case
-from fsdp_conformance.config import Sharding
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.fixtures import probes, reuse
 from fsdp_conformance.fixtures.data import normal, place, seeded_init
 from fsdp_conformance.fixtures.recipes import field_optimizers, mean_squared_error
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
+from fsdp_conformance.plan import Sharding
+from fsdp_conformance.workload.definition import Batch, BatchKey, Regime, Workload
 
 
 class Reentry(ConformanceTestCase):

@@ -9,16 +9,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks import communication
-from fsdp_conformance.checks.references import Kind
 from fsdp_conformance.checks.result import comparison
-from fsdp_conformance.checks.units import owning_units
-from fsdp_conformance.config import Sharding
 from fsdp_conformance.fixtures import hooks, models, probes
 from fsdp_conformance.fixtures.hooks import HookCounts
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.plan import Sharding
+from fsdp_conformance.references.reference_set import Kind
+from fsdp_conformance.workload.definition import Regime
+from fsdp_conformance.workload.units import owning_units
 
 #: As many iterations as upstream's regression tests: what accumulates shows.
 _ITERATIONS = 10

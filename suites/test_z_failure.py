@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.adapters.watch import watch_for
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
+from fsdp_conformance.driver.watch import watch_for
 from fsdp_conformance.errors import EnvironmentUnavailable, RequirementFailed, SuiteError
 from fsdp_conformance.fixtures import failing
 from fsdp_conformance.fixtures.failing import Fuse, Interrupted
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import BatchKey, Regime, Workload
+from fsdp_conformance.workload.definition import BatchKey, Regime, Workload
 
 #: What a user's exception carries.
 _CODE = 4711

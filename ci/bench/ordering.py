@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import checker, ordering
 from fsdp_conformance.simulator.activation import activate
 

@@ -23,12 +23,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fsdp_conformance import settings
+from fsdp_conformance import run_settings
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.harness import devices
 from fsdp_conformance.harness.processes.forkserver import server_for
 from fsdp_conformance.harness.processes.prepared import prepared
-from fsdp_conformance.packing import Slots, wall_time
+from fsdp_conformance.pytest_plugin.dispatch import Slots, wall_time
 from fsdp_conformance.selftest.cases import BoundCase, bound_cases
 from fsdp_conformance.verdict import Verdict
 
@@ -113,7 +113,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.prepare:
         devices.begins_slowly = lambda device_type: True
-    settings.use(replace(settings.current(), implementation=args.implementation, device=args.device))
+    run_settings.use(replace(run_settings.current(), implementation=args.implementation, device=args.device))
     began = time.perf_counter()
     server_for().ensure_running()
     profile = {entry.id for entry in load_profile(args.profile).entries}

@@ -23,14 +23,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent / "cases"))
 
 from nested_parity import PROBE, WORLD_SIZES, NestedParity
 
-from fsdp_conformance.case import case_of
-from fsdp_conformance.checks.exactness import assert_exact
-from fsdp_conformance.config import RunSettings
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.contract.case import case_of
+from fsdp_conformance.outcome.records import CaseRecord
+from fsdp_conformance.references.exactness import assert_exact
 from fsdp_conformance.report.terminal import render_record
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest import BoundCase, run_case
 from fsdp_conformance.verdict import Verdict
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.workload.definition import Regime
 
 #: The world size that the figure is about.
 FIGURE_RANKS = 64

@@ -20,10 +20,10 @@ from typing import Any
 import torch
 
 from fsdp_conformance.adapters import registry
-from fsdp_conformance.checks import explain
-from fsdp_conformance.checks.explain import Evidence
+from fsdp_conformance.diagnosis import causes
+from fsdp_conformance.diagnosis.causes import Evidence
 from fsdp_conformance.mutants import MUTANTS
-from fsdp_conformance.outcome import RankReport
+from fsdp_conformance.outcome.records import RankReport
 from studies import small_defects
 
 #: The directory for the evidence; ranks inherit the variable.
@@ -37,8 +37,8 @@ def __getattr__(name: str) -> Any:
     """The adapter; from then on this process records."""
     if name.startswith("_"):
         raise AttributeError(name)
-    if VARIABLE in os.environ and explain.likely is not _recorded:
-        explain.likely = _recorded
+    if VARIABLE in os.environ and causes.likely is not _recorded:
+        causes.likely = _recorded
     if name in MUTANTS:
         return registry.load(MUTANTS[name].spec)
     return getattr(small_defects, name)
@@ -50,7 +50,7 @@ def _recorded(evidence: Evidence) -> str:
     return f"{_original(evidence) or ''} {{evidence {tag}}}"
 
 
-_original: Callable[[Evidence], str | None] = explain.likely
+_original: Callable[[Evidence], str | None] = causes.likely
 
 
 def _plain(evidence: Evidence) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_conformance.adapters import registry
-from fsdp_conformance.config import RunSettings
+from fsdp_conformance.contract.gate import empty_record
 from fsdp_conformance.errors import AdapterError, ConformanceError, NotExact
 from fsdp_conformance.explore.case import case_for
 from fsdp_conformance.explore.example import Example, features
@@ -27,11 +27,10 @@ from fsdp_conformance.explore.exploration import Budget, Explorer
 from fsdp_conformance.explore.pool import Outcome, outcome_of
 from fsdp_conformance.explore.signature import signature_of
 from fsdp_conformance.harness.recording import process_group
-from fsdp_conformance.judge.gate import empty_record
 from fsdp_conformance.mutants import ALL, MUTANTS, Mutant
 from fsdp_conformance.mutants.mutant import Symptom
-from fsdp_conformance.outcome import case_record_from_json
-from fsdp_conformance.settings import RunOrder
+from fsdp_conformance.outcome.records import case_record_from_json
+from fsdp_conformance.run_settings import RunOrder, RunSettings
 from fsdp_conformance.verdict import Verdict
 from studies.explore_reach import out_of_reach
 

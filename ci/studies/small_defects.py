@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
-from fsdp_conformance.config import Plan
+from fsdp_conformance.plan import Plan
 from studies.small_engine import SmallEngine, Unit
 
 PROBE_2, PROBE_3 = "R001/exact-probe-ws2", "R001/exact-probe-ws3"

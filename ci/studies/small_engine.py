@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fsdp_conformance.adapters.base import Adapter, ModelFn, OptimFn
 from fsdp_conformance.adapters.sharded import state_tensors
-from fsdp_conformance.config import Plan
+from fsdp_conformance.plan import Plan
 
 
 @dataclass(eq=False)

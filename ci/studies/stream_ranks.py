@@ -15,7 +15,7 @@ from fsdp_conformance import errors
 from fsdp_conformance.harness import context, devices
 from fsdp_conformance.harness.probe import call_in_ranks
 from fsdp_conformance.harness.rank import describe_error, destroy_process_group
-from fsdp_conformance.judge.endings import attribute
+from fsdp_conformance.outcome.endings import attribute
 
 #: Modules that every rank imports.
 _PRELOAD = ("torch.distributed.fsdp", "torch._dynamo", "studies.stream_runs")

@@ -33,8 +33,8 @@ from fsdp_conformance.adapters.components import (
     TensorLayout,
 )
 from fsdp_conformance.adapters.names import cleaned_parameters
-from fsdp_conformance.config import Plan, flags_of_names
 from fsdp_conformance.errors import Unsupported
+from fsdp_conformance.plan import Plan, flags_of_names
 
 ModelFn = Callable[[], nn.Module]
 """Builds the model on the CPU, in float32, with this rank's initial values; on meta if the plan has `meta_init`."""

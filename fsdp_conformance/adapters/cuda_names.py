@@ -10,8 +10,8 @@ import functools
 import importlib.util
 
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.adapters.real_ranks import refuse_simulated_ranks
-from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.adapters.vendors.real_ranks import refuse_simulated_ranks
+from fsdp_conformance.plan import SIMULATED
 
 #: What a certificate says of it.
 SHIM = 'on the simulated accelerator the engine finds the device as "cuda": its calls to torch are translated'

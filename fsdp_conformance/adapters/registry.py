@@ -27,11 +27,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from fsdp_conformance import settings
+from fsdp_conformance import run_settings
 from fsdp_conformance.adapters.absent import why_absent
 from fsdp_conformance.capability import offered
-from fsdp_conformance.config import SIMULATED, flags_of_names
 from fsdp_conformance.errors import AdapterError, AdapterNotFound, ConformanceError
+from fsdp_conformance.plan import SIMULATED, flags_of_names
 
 if TYPE_CHECKING:
     from fsdp_conformance.adapters.base import Adapter
@@ -135,7 +135,7 @@ def describe_once(spec: str) -> AdapterDescription:
     """
     `describe`, at most once per process; not at all if the controller has passed the description on.
     """
-    known = settings.description()
+    known = run_settings.description()
     if known is not None and known.get("spec") == spec:
         return description_from_json(known)
     return _described(spec)

@@ -36,8 +36,8 @@ from fsdp_conformance.adapters.sharded import (
     state_tensors,
     write_full,
 )
-from fsdp_conformance.config import InitMode, Plan
 from fsdp_conformance.errors import AdapterError, ConfigError, Unsupported
+from fsdp_conformance.plan import InitMode, Plan
 
 
 class TorchAdapter(Adapter):

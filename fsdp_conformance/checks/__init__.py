@@ -1,25 +1,6 @@
 """
 Oracles: they read histories and report what does not hold. None of them calls the code that it judges.
 
-References, what is compared with:
-
-    references          train_references: the references of a workload and regime, their agreement and bounds
-    reference_single    all ranks in one process, without collectives, in float64 or float32: the expected values
-    reference_all_reduce
-                        the full model on every rank and an explicit all-reduce
-    reference_ddp       torch's DistributedDataParallel
-    reference_rounding  mixed precision: rounds where the plan says; `rounds_alike` compares bitwise
-    plain_training      state dicts of the unwrapped model and optimizer, also with ranks that change between steps
-    loop                the training loop of the references
-    structures          tensors inside nested values
-    sharing             which references a case may take from the store, and which rank may write one
-    reference_store     the store: a directory of references, shared by cases, engines and runs
-    scenario            what references depend on, as text: the keys of the store
-    packing             a history as its structure and one flat tensor, to be sent to another rank
-    exactness           proof that a probe is exact, and which regimes demand bitwise equality
-    segments            many small tensors as one vector
-    tolerance           bounds for everything else, with their derivations
-
 Checks, each of which returns a CheckResult:
 
     parity              values of every step against the references (R001-R003, R010, R101, R105, R130,
@@ -43,9 +24,7 @@ What they share:
 
     result              CheckResult and Tally: findings and counts
     derived             gradients from the changes of parameters, where an implementation does not expose them
+    rounding            values against the rounding reference, bit for bit
     comparison          one tensor against another
-    units               which unit owns which parameter, and how large units are
     traffic             the collectives of a history by step, phase and kind
-    explain             the likely cause of a difference, from its pattern
-    supposed            what a step would have given with one mistake in it, for explain
 """

@@ -29,12 +29,12 @@ from fsdp_conformance.checks.traffic import (
     sites,
     steady_steps,
 )
-from fsdp_conformance.checks.units import OwningUnits, Unit, owning_units, padded_bytes, parameter_bytes
-from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
-from fsdp_conformance.workload import Workload
+from fsdp_conformance.plan import Plan, Sharding
+from fsdp_conformance.workload.definition import Workload
+from fsdp_conformance.workload.units import OwningUnits, Unit, owning_units, padded_bytes, parameter_bytes
 
 #: More than one pass over all parameters and less than two: tells "once" from "twice" however an engine pads.
 ONCE = 1.5

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_conformance.checks.tolerance import Bound
+from fsdp_conformance.references.tolerance import Bound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

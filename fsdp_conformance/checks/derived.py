@@ -21,10 +21,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-from fsdp_conformance.checks.references import References
-from fsdp_conformance.events import HIDES_GRADIENTS
 from fsdp_conformance.history.training import Gradients, TrainingHistory
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.references.reference_set import References
+from fsdp_conformance.workload.definition import Regime, Workload
+from fsdp_conformance.workload.events import HIDES_GRADIENTS
 
 #: Options of SGD that change the rule above.
 _OTHER_RULES = ("weight_decay", "dampening", "nesterov", "maximize")

@@ -21,12 +21,12 @@ from fsdp_conformance.checks.traffic import (
     sites,
     steady_steps,
 )
-from fsdp_conformance.checks.units import Unit, owning_units, padded_bytes, parameter_bytes
-from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
-from fsdp_conformance.workload import Workload
+from fsdp_conformance.plan import Plan
+from fsdp_conformance.workload.definition import Workload
+from fsdp_conformance.workload.units import Unit, owning_units, padded_bytes, parameter_bytes
 
 Group = tuple[int, ...]
 

@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fsdp_conformance.checks.result import CheckResult, Tally
-from fsdp_conformance.checks.units import owning_units, padded_bytes, parameter_bytes
-from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.memory import MemoryMark, Point
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.workload import Workload
+from fsdp_conformance.plan import Plan, Sharding
+from fsdp_conformance.workload.definition import Workload
+from fsdp_conformance.workload.units import owning_units, padded_bytes, parameter_bytes
 
 #: Losses of a step, counters and norms: a few scalars, each of which an allocator may round up to its granule of
 #: 512 bytes (c10/cuda/CUDACachingAllocator, kMinBlockSize).

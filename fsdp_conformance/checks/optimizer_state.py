@@ -11,10 +11,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from fsdp_conformance.checks.references import References
 from fsdp_conformance.checks.result import CheckResult, Tally
-from fsdp_conformance.checks.tolerance import magnitude
 from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.references.reference_set import References
+from fsdp_conformance.references.tolerance import magnitude
 
 #: How far a moment may be from the reference's, as a fraction of its largest element, where it is not exact. The
 #: references are within 1e-6 of each other; the defects that this looks for are errors of a factor or of a step.

@@ -12,12 +12,12 @@ from torch import nn
 
 from fsdp_conformance.checks.result import CheckResult, Tally
 from fsdp_conformance.checks.traffic import in_step, of, sites, steady_steps
-from fsdp_conformance.checks.units import Unit, owning_units
-from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.workload import BatchKey, Workload
+from fsdp_conformance.plan import Plan
+from fsdp_conformance.workload.definition import BatchKey, Workload
+from fsdp_conformance.workload.units import Unit, owning_units
 
 #: A collective up to this much larger than a unit's padded size is still the unit's.
 _SLACK = 1.2

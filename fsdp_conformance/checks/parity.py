@@ -15,26 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_conformance.checks import explain
 from fsdp_conformance.checks.comparison import Difference, compare, number
 from fsdp_conformance.checks.derived import with_derived_gradients
-from fsdp_conformance.checks.references import Kind, References, values
 from fsdp_conformance.checks.result import CheckResult, comparison
-from fsdp_conformance.checks.supposed import (
-    supposed_gradients,
-    supposed_losses,
-    supposed_norms,
-    supposed_parameters,
-)
-from fsdp_conformance.checks.tolerance import CEILING, Bound
 from fsdp_conformance.checks.traffic import REDUCING, of
-from fsdp_conformance.checks.units import Unit, owner, owning_units, parameter_bytes
+from fsdp_conformance.diagnosis import causes
+from fsdp_conformance.diagnosis.mistakes import supposed_gradients, supposed_losses, supposed_norms, supposed_parameters
 from fsdp_conformance.errors import SuiteError
-from fsdp_conformance.events import Action
 from fsdp_conformance.history.collective import CollectiveRecord
 from fsdp_conformance.history.training import Tensors, TrainingHistory
-from fsdp_conformance.outcome import Finding
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.outcome.records import Finding
+from fsdp_conformance.references.reference_set import Kind, References, values
+from fsdp_conformance.references.tolerance import CEILING, Bound
+from fsdp_conformance.workload.definition import Regime, Workload
+from fsdp_conformance.workload.events import Action
+from fsdp_conformance.workload.units import Unit, owner, owning_units, parameter_bytes
 
 #: Requirement of each kind unless a case names another.
 REQUIREMENTS: dict[Kind, str] = {
@@ -350,7 +345,7 @@ class _Judge:
 
     def _likely_none(self, step: int, name: str, got: Tensor | None, expected: Tensor | None) -> str | None:
         own = self.references.contributions()[self.history.rank][step]
-        return explain.likely_none(
+        return causes.likely_none(
             got,
             expected,
             trainable=self.references.expected.requires_grad.get(name, True),
@@ -383,11 +378,11 @@ class _Judge:
 
     def _likely(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> str | None:
         try:
-            return explain.likely(self._evidence(step, name, got, expected, bound))
+            return causes.likely(self._evidence(step, name, got, expected, bound))
         except Exception as error:  # noqa: BLE001 - a difference that was found must not be lost for want of its cause
             return f"unknown: a bug in the suite, please report it: {type(error).__name__}: {error}"
 
-    def _evidence(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> explain.Evidence:
+    def _evidence(self, step: int, name: str, got: Tensor, expected: Tensor, bound: Bound) -> causes.Evidence:
         references = self.references
         others = values(references.expected, self.kind, step)
         earlier = (
@@ -396,7 +391,7 @@ class _Judge:
             else values(references.expected, self.kind, step - 1) if step > 0 and self.kind not in _ONCE else {}
         )  # fmt: skip
         gradient = self.kind is Kind.GRADIENT
-        return explain.Evidence(
+        return causes.Evidence(
             kind=str(self.kind),
             got=got,
             expected=expected,

@@ -21,12 +21,12 @@ from fsdp_conformance.checks.traffic import (
     of,
     parameter_gathers,
 )
-from fsdp_conformance.checks.units import owning_units, padded_bytes, parameter_bytes
-from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.workload import Workload
+from fsdp_conformance.plan import Plan, Sharding
+from fsdp_conformance.workload.definition import Workload
+from fsdp_conformance.workload.units import owning_units, padded_bytes, parameter_bytes
 
 #: What a plan promises to shard. An engine's default must shard at least its optimizer state.
 SHARDED_KINDS = {

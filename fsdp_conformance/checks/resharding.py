@@ -10,10 +10,10 @@ from __future__ import annotations
 from fsdp_conformance.checks.order import run_order
 from fsdp_conformance.checks.result import CheckResult, Tally
 from fsdp_conformance.checks.traffic import GATHERING, expect_bytes, in_step, of, steady_steps
-from fsdp_conformance.checks.units import ROOT, owning_units, parameter_bytes
-from fsdp_conformance.config import Plan
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.workload import Workload
+from fsdp_conformance.plan import Plan
+from fsdp_conformance.workload.definition import Workload
+from fsdp_conformance.workload.units import ROOT, owning_units, parameter_bytes
 
 
 def holds_whole_parameters(history: TrainingHistory) -> bool:

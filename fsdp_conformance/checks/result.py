@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fsdp_conformance.errors import NothingCompared
-from fsdp_conformance.outcome import CheckCount, Finding, RankReport
+from fsdp_conformance.outcome.records import CheckCount, Finding, RankReport
 
 
 def comparison(what: str, *, expected: object, got: object, details: str = "") -> str:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import fsdp_conformance
-from fsdp_conformance import settings, status
+from fsdp_conformance import run_settings, status
 from fsdp_conformance.cli import messages
-from fsdp_conformance.config import RANKS, RunSettings
 from fsdp_conformance.contract.profile import INTERPRETATION
 from fsdp_conformance.contract.selection import OPTIONS, selection_options
 from fsdp_conformance.report.expectations import NAME as EXPECTATIONS
 from fsdp_conformance.report.formats import FORMATS
 from fsdp_conformance.report.last_run import with_last_failed
+from fsdp_conformance.run_settings import RANKS, RunSettings
 from fsdp_conformance.stress import ANY, DEFAULT_SEED, Failure
 
 DEFAULTS = RunSettings()
@@ -117,7 +117,7 @@ def settings_of(parsed: argparse.Namespace) -> RunSettings:
 
     Raises ConfigError with every problem found, and UsageError if --last-failed has nothing to run.
     """
-    made = settings.from_words(
+    made = run_settings.from_words(
         implementation=parsed.implementation,
         profile=parsed.profile,
         device=parsed.device,
@@ -157,7 +157,7 @@ def selection_words(chosen: RunSettings) -> list[str]:
 
 def settings_of_device(parsed: argparse.Namespace) -> RunSettings:
     """The settings of a command that has only --device, and maybe --share-devices. Raises ConfigError."""
-    return settings.from_words(device=parsed.device, share_devices=getattr(parsed, "share_devices", None))
+    return run_settings.from_words(device=parsed.device, share_devices=getattr(parsed, "share_devices", None))
 
 
 def _parser() -> tuple[Parser, dict[str, Parser]]:

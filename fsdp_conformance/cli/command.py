@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(parsed: argparse.Namespace) -> int:
     try:
-        handler = importlib.import_module(f"fsdp_conformance.cli.{parsed.module}")
+        handler = importlib.import_module(f"fsdp_conformance.cli.commands.{parsed.module}")
         return int(handler.main(parsed))
     except ConformanceError as error:
         messages.complain(error)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fsdp_conformance.case import Case
-from fsdp_conformance.packing import Slots, wall_time
+from fsdp_conformance.contract.case import Case
+from fsdp_conformance.pytest_plugin.dispatch import Slots, wall_time
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.report.terminal import duration
 

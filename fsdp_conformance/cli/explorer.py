@@ -18,8 +18,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import AdapterError, ConformanceError, EnvironmentUnavailable
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.status import Status
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def _explore(order: dict[str, Any]) -> None:
     from fsdp_conformance.adapters import registry
     from fsdp_conformance.explore.exploration import Budget, Explorer
     from fsdp_conformance.explore.pool import WarmWorker
-    from fsdp_conformance.settings import RunOrder, settings_from_json
+    from fsdp_conformance.run_settings import RunOrder, settings_from_json
     from fsdp_conformance.simulator import place
 
     settings = replace(settings_from_json(order["settings"]), ranks="simulated")
@@ -102,11 +102,11 @@ class _Confirming:
 
     def tell(self, failure: Failure) -> None:
         """Confirm, save, print."""
+        from fsdp_conformance.diagnosis.headline import most_telling
         from fsdp_conformance.explore import saved
         from fsdp_conformance.explore.case import run_on
         from fsdp_conformance.explore.example import features
-        from fsdp_conformance.explore.telling import Told, failure_text, script
-        from fsdp_conformance.judge.telling import most_telling
+        from fsdp_conformance.explore.summary import Told, failure_text, script
         from fsdp_conformance.verdict import FINE
 
         implementation, signature = self._settings.implementation, str(failure.signature)

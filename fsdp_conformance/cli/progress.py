@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from fsdp_conformance import contract
-from fsdp_conformance.case import Case
+from fsdp_conformance.contract.case import Case
 from fsdp_conformance.report.terminal import duration
 from fsdp_conformance.verdict import Verdict
 

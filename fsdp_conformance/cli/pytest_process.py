@@ -29,7 +29,7 @@ from fsdp_conformance.cli.signals import Stopped
 from fsdp_conformance.cli.survey import TIMEOUT_S, Inquiry, Survey
 from fsdp_conformance.errors import EnvironmentUnavailable, UsageError
 from fsdp_conformance.pytest_plugin.options import ERROR_FILE, ORDER_OPTION, SUITES
-from fsdp_conformance.settings import RunOrder
+from fsdp_conformance.run_settings import RunOrder
 
 #: How long pytest has to end its cases and to write the last line of the run file after an interrupt.
 INTERRUPT_S = 20.0
@@ -108,7 +108,7 @@ class PytestProcess:
         self, device: str, implementation: str, signals: Sequence[int] = (), *, timeout_s: float = TIMEOUT_S
     ) -> dict[str, Any]:
         """
-        The results of `adapters.smoke` as JSON under "results", or under "problem" why there are none.
+        The results of `driver.smoke` as JSON under "results", or under "problem" why there are none.
 
         Raises Stopped as soon as there is a signal in `signals`.
         """

@@ -8,16 +8,15 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fsdp_conformance.cli import messages
-from fsdp_conformance.frames import Owner, owner
-from fsdp_conformance.judge.endings import Attribution, Ending, attribute
-from fsdp_conformance.outcome import RankExit, RankReport
-from fsdp_conformance.report.frames import frames_of_stack
+from fsdp_conformance.outcome.endings import Attribution, Ending, attribute
+from fsdp_conformance.outcome.records import RankExit, RankReport
 from fsdp_conformance.report.terminal import duration
 from fsdp_conformance.simulated_cuda.of_ranks import ChildOfRank
 from fsdp_conformance.simulator.calls import Call, unanswered
 from fsdp_conformance.simulator.disagreement import Disagreement, disagreement_from_json
 from fsdp_conformance.simulator.hazard import Access, Hazard, hazard_from_json
 from fsdp_conformance.simulator.launch import ScriptOrder
+from fsdp_conformance.stack import Owner, frames_of_stack, owner
 from fsdp_conformance.status import Status
 
 #: Patterns in the text of a failure, and what they mean here.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fsdp_conformance.cli import messages, selection
+from fsdp_conformance.cli import chosen_cases, messages
 from fsdp_conformance.errors import UsageError
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import FINE, Verdict
 
@@ -25,7 +25,7 @@ def prepare(device: str, implementation: str) -> None:
     import_and_fork()
     from fsdp_conformance.cli.surveyor import survey_here
 
-    selection.check_device(survey_here(device, implementation).machine)
+    chosen_cases.check_device(survey_here(device, implementation).machine)
 
 
 def bound(case_id: str) -> BoundCase:

@@ -19,9 +19,10 @@ from typing import Any
 
 from fsdp_conformance.adapters.registry import AdapterDescription, description_from_answer
 from fsdp_conformance.cli.processes import run_family
-from fsdp_conformance.config import SIMULATED, RunSettings
+from fsdp_conformance.contract.gate import Place
 from fsdp_conformance.errors import AdapterNotFound, EnvironmentUnavailable
-from fsdp_conformance.judge import Place
+from fsdp_conformance.plan import SIMULATED
+from fsdp_conformance.run_settings import RunSettings
 
 #: Importing torch and an engine takes seconds; with a cold disk, or a compiler started at import, a minute or two.
 TIMEOUT_S = 300.0
@@ -54,7 +55,7 @@ class Machine:
     """How many cases may use a device at the same time with `--slots-per-device auto`."""
 
     def places(self) -> dict[str, Place]:
-        """Where cases can run, for `judge.gate`."""
+        """Where cases can run, for `contract.gate`."""
         here = Place(device=self.device, present=self.present, num_ranks=self.num_ranks, problem=self.problem)
         return {SIMULATED: self.simulated, self.device: here}
 

@@ -60,8 +60,8 @@ def machine_here(device: str) -> Machine:
     """What this machine offers; counts devices without starting any."""
     import importlib.metadata
 
-    from fsdp_conformance.config import SIMULATED
     from fsdp_conformance.harness import devices, leases
+    from fsdp_conformance.plan import SIMULATED
     from fsdp_conformance.simulator import build
     from fsdp_conformance.simulator.place import place_of
 

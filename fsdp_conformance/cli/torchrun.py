@@ -18,9 +18,8 @@ from pathlib import Path
 
 from fsdp_conformance.cli.pytest_process import PytestProcess, command
 from fsdp_conformance.cli.signals import caught
-from fsdp_conformance.config import RunSettings, TorchrunWorker
 from fsdp_conformance.errors import ConfigError, ConformanceError
-from fsdp_conformance.settings import RunOrder
+from fsdp_conformance.run_settings import RunOrder, RunSettings, TorchrunWorker
 from fsdp_conformance.status import Status
 
 #: Names the file in which torchrun looks for the first failure of a worker.

@@ -47,7 +47,7 @@ def _survey(order: Mapping[str, Any]) -> int | None:
 
 def _smoke(order: Mapping[str, Any]) -> dict[str, Any]:
     """The results of the checks, or why they could not be run."""
-    from fsdp_conformance.adapters.smoke import smoke
+    from fsdp_conformance.driver.smoke import smoke
 
     try:
         return {"results": [result.to_json() for result in smoke(order["smoke"], device=order["device"])]}

@@ -5,6 +5,9 @@ The contract: what an implementation of sharded data-parallel training owes its 
     lint           checks of the contract's data
     scopes         the base and the extensions of a certificate
     profile        the frozen lists of cases from which certificates are computed
+    case           a case as data: its id, its requirements, and its needs
+    gate           before anything starts: the device of a case, or why it does not run
+    fingerprint    the hash of the suite
     selection      which cases of a profile a run selects
 
 `requirements.toml` is the specification, `choices.md` gives the reasons for it, `uncovered.toml` lists requirements

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_conformance.case import Case, case_of
+from fsdp_conformance.contract.case import Case, case_of
 from fsdp_conformance.contract.requirement import Contract, Level, load
 from fsdp_conformance.contract.scopes import BASE, scope_of
 from fsdp_conformance.errors import ConfigError, ConformanceError, SuiteError, UsageError

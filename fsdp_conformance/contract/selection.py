@@ -13,12 +13,12 @@ import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from fsdp_conformance.case import Case
-from fsdp_conformance.config import RunSettings
+from fsdp_conformance.contract.case import Case
 from fsdp_conformance.contract.profile import Entry, Profile
 from fsdp_conformance.contract.requirement import CHAPTERS, load
 from fsdp_conformance.contract.scopes import scope_of
 from fsdp_conformance.errors import ConfigError, UsageError
+from fsdp_conformance.run_settings import RunSettings
 
 #: Each option, and the field of RunSettings that holds its values. World sizes come last: a case that only they leave
 #: out is not dropped from the run, but DISABLED.

@@ -10,7 +10,7 @@
     signature     what makes two failures the same one
     simplify      simpler examples than a given one
     exploration   draw, run, shrink, leave out what is known, go on (needs Hypothesis)
-    telling       failures as text, and the script that shows a failure
+    summary       failures as text, and the script that shows a failure
     counting      what an exploration did, as text
     saved         a failure as a test file in a user's repository
 """

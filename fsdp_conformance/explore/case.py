@@ -15,23 +15,23 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from fsdp_conformance import settings
+from fsdp_conformance import run_settings
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.case import CASE_ATTRIBUTE, EXPLORED, TIMEOUT_S, Case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.refusal import why_no_refusal
 from fsdp_conformance.checks import partition
-from fsdp_conformance.checks.reference_rounding import rounds_alike
-from fsdp_conformance.checks.references import Kind, References
-from fsdp_conformance.config import Plan, RunSettings, Sharding
+from fsdp_conformance.checks.rounding import rounds_alike
+from fsdp_conformance.contract.case import CASE_ATTRIBUTE, EXPLORED, TIMEOUT_S, Case
 from fsdp_conformance.errors import SuiteError, Unsupported
-from fsdp_conformance.events import Action
 from fsdp_conformance.explore.example import Example, asks, example_from_json, shard_group_size, uses_all
 from fsdp_conformance.explore.references import Prepared, prepare
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.outcome import CaseRecord
-from fsdp_conformance.refusal import why_no_refusal
-from fsdp_conformance.settings import RunOrder, order_from_json
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Workload
+from fsdp_conformance.outcome.records import CaseRecord
+from fsdp_conformance.plan import Plan, Sharding
+from fsdp_conformance.references.reference_set import Kind, References
+from fsdp_conformance.run_settings import RunOrder, RunSettings, order_from_json
+from fsdp_conformance.workload.definition import Workload
+from fsdp_conformance.workload.events import Action
 
 #: What an example is about: any combination of what is declared meets the contract, or is refused.
 COMBINATIONS = "R000"
@@ -185,15 +185,15 @@ def run_on(example: Example, implementation: str, *, base: RunSettings) -> CaseR
 
     Raises SuiteError, with unittest's output, if it ends without a record.
     """
-    before, description = settings.current(), settings.description()
-    settings.use(replace(base, implementation=implementation))
+    before, description = run_settings.current(), run_settings.description()
+    run_settings.use(replace(base, implementation=implementation))
     try:
         test = DrawnCase("test_drawn")
         test.example = example
         result = unittest.TestResult()
         test.run(result)  # type: ignore[no-untyped-call]
     finally:
-        settings.use(before, description)
+        run_settings.use(before, description)
     if test.record is None:
         said = [text for _, text in [*result.errors, *result.failures]] + [reason for _, reason in result.skipped]
         raise SuiteError(f"{test.case.id} on {implementation} ended without a record:\n" + "\n".join(said))

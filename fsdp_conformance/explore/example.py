@@ -17,11 +17,11 @@ from enum import Enum
 from math import prod
 from typing import Any
 
-from fsdp_conformance.config import BackwardPrefetch, Offload, Plan, Sharding
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.fixtures import drawn
 from fsdp_conformance.fixtures.drawn import DrawnModel
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.plan import BackwardPrefetch, Offload, Plan, Sharding
+from fsdp_conformance.workload.definition import Regime, Workload
 
 #: The version of the JSON form. A file of another one is refused.
 FORMAT = 1

@@ -25,8 +25,8 @@ from fsdp_conformance.errors import AdapterError, SuiteError
 from fsdp_conformance.explore.case import case_for, declined_by
 from fsdp_conformance.explore.example import Example
 from fsdp_conformance.judge import judge
-from fsdp_conformance.outcome import CaseRecord, RankExit, case_record_from_json
-from fsdp_conformance.settings import RunOrder
+from fsdp_conformance.outcome.records import CaseRecord, RankExit, case_record_from_json
+from fsdp_conformance.run_settings import RunOrder
 from fsdp_conformance.verdict import FINE, Verdict
 
 #: How long importing torch and the adapter may take.

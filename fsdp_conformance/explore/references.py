@@ -18,15 +18,15 @@ from functools import cache
 import torch
 from torch import nn
 
-from fsdp_conformance.checks.exactness import demands_bitwise, values
-from fsdp_conformance.checks.loop import local_names
-from fsdp_conformance.checks.reference_rounding import Rounding
-from fsdp_conformance.checks.reference_single import Order, single_process_histories
-from fsdp_conformance.checks.references import EXPECTED, References
 from fsdp_conformance.errors import NotExact
 from fsdp_conformance.explore.example import Example
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.references.exactness import demands_bitwise, values
+from fsdp_conformance.references.reference_set import EXPECTED, References
+from fsdp_conformance.references.rounding import Rounding
+from fsdp_conformance.references.single_process import Order, single_process_histories
+from fsdp_conformance.workload.definition import Regime, Workload
+from fsdp_conformance.workload.units import local_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

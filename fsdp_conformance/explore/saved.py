@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from fsdp_conformance import settings
+from fsdp_conformance import run_settings
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.explore.case import DrawnCase, bind
 from fsdp_conformance.explore.example import Example, example_from_json, features
@@ -53,10 +53,10 @@ class SavedCase(DrawnCase):
             bind(cls, example_from_json(cls.example_json))
 
     def setUp(self) -> None:
-        before, description = settings.current(), settings.description()
-        self.addCleanup(settings.use, before, description)
+        before, description = run_settings.current(), run_settings.description()
+        self.addCleanup(run_settings.use, before, description)
         if self.implementation and self.implementation != before.implementation:
-            settings.use(replace(before, implementation=self.implementation))
+            run_settings.use(replace(before, implementation=self.implementation))
         super().setUp()
 
     @classmethod

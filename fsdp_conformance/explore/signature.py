@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from fsdp_conformance.diagnosis.headline import ENDS, causes_in, most_telling
 from fsdp_conformance.explore.pool import Outcome
-from fsdp_conformance.judge.telling import ENDS, causes_in, most_telling
-from fsdp_conformance.report.frames import engine_frames, frames_of_traceback
+from fsdp_conformance.stack import engine_frames, frames_of_traceback
 
 _DETAILS = re.compile(r"'[^']*'|\"[^\"]*\"|-?\d[\d.e+-]*|\([^)]*\)|\[[^\]]*\]")
 

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Any
 
-from fsdp_conformance.config import Plan
-from fsdp_conformance.events import in_order, without_a_save
 from fsdp_conformance.explore.example import Example, asks
 from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.plan import Plan
+from fsdp_conformance.workload.definition import Regime
+from fsdp_conformance.workload.events import in_order, without_a_save
 
 #: Fields of a plan that make sense only together.
 _TOGETHER = (

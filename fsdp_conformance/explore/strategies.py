@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
-from fsdp_conformance.adapters.session import EVENT_FLAGS
-from fsdp_conformance.config import BackwardPrefetch, Offload, Plan, Sharding
-from fsdp_conformance.events import LEGAL, PER_MICRO_BATCH, Action, Event, Moment, in_order
+from fsdp_conformance.driver.session import EVENT_FLAGS
 from fsdp_conformance.explore.example import UNREACHED_NORM, Example, asks, uses_all
 from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.plan import BackwardPrefetch, Offload, Plan, Sharding
+from fsdp_conformance.workload.definition import Regime
+from fsdp_conformance.workload.events import LEGAL, PER_MICRO_BATCH, Action, Event, Moment, in_order
 
 T = TypeVar("T")
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -41,7 +41,7 @@ _ACTIONS = tuple(action for action in Action if action not in (Action.FREEZE, Ac
 _RATES = (0.0625, 0.25, 0.125)
 _FACTORS = (0.5, 2.0, -1.0)
 
-#: Mixed precision is judged bit for bit where the order of additions cannot matter: see `checks.reference_rounding`.
+#: Mixed precision is judged bit for bit where the order of additions cannot matter: see `references.rounding`.
 _MOST_RANKS_ROUNDED = 2
 
 

@@ -32,10 +32,10 @@ from fsdp_conformance.explore.case import DrawnCase, case_for, payload
 from fsdp_conformance.explore.example import Example, example_from_json
 from fsdp_conformance.explore.references import prepare
 from fsdp_conformance.harness import context, devices
+from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism, apply_collective_timeout, apply_variables, rank_variables
 from fsdp_conformance.harness.order import CaseOrder, FirstGroup, RankFiles, RankOrder, packed
-from fsdp_conformance.harness.parts import Part
 from fsdp_conformance.harness.processes.priority import keep_priority
 from fsdp_conformance.harness.rank import RankRun, destroy_process_group
 from fsdp_conformance.harness.recording import process_group
@@ -43,9 +43,9 @@ from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 from fsdp_conformance.harness.simulated_ranks.ranks import simulated_world, start_ranks
 from fsdp_conformance.harness.simulated_ranks.state import RankState
 from fsdp_conformance.judge import judge
-from fsdp_conformance.judge.endings import class_of
-from fsdp_conformance.outcome import CaseRecord, RankExit, RankReport
-from fsdp_conformance.settings import RunOrder, order_from_json
+from fsdp_conformance.outcome.endings import class_of
+from fsdp_conformance.outcome.records import CaseRecord, RankExit, RankReport
+from fsdp_conformance.run_settings import RunOrder, order_from_json
 from fsdp_conformance.verdict import Verdict
 
 #: A runner is replaced after this many examples, so that what an engine leaks does not add up.

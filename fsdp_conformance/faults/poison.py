@@ -23,7 +23,7 @@ from torch.utils._mode_utils import no_dispatch
 
 from fsdp_conformance.faults.fault import Fault
 from fsdp_conformance.harness import context
-from fsdp_conformance.harness.parts import Part
+from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.stress import Provocation
 
 #: NaN in every floating point dtype.

@@ -16,17 +16,17 @@ Ranks: starting them, watching them, ending them.
     rank                 one case on one rank: run the body, report, wait for the goodbye
     context              what belongs to the rank that is running: its case and its log of collectives
     environment          variables, seeds, threads and determinism of a rank
-    imaginary            a world of which only this process exists
+    single_process_world  a world in which only this process exists
     rendezvous           makes ranks meet at a store of ours
     deadlines            the nested deadlines of a case
-    parts                whose code a rank runs, so that the suite's own work counts against nobody else
+    accounting           whose code a rank runs, so that the suite's own work counts against nobody else
     devices              the devices of this machine, and how many cases fit on them
     leases               how many cases use a GPU at the same time
     device_memory        the memory of GPUs, without starting CUDA
     backend_trial        tries an accelerator's backend before anything is judged
     warm_up              makes a device's libraries allocate what they keep
-    ahead                what a rank can do before it has a case: device, libraries, first group
+    rank_startup         what a rank can do before it has a case: device, libraries, first group
 
-Which rank failed first is decided in `judge.endings`. This file imports nothing, so that `processes.preload` and
+Which rank failed first is decided in `outcome.endings`. This file imports nothing, so that `processes.preload` and
 `deadlines` stay free of torch.
 """

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fsdp_conformance.errors import SuiteError
-from fsdp_conformance.harness.parts import Part
+from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.rank import RankRun
 from fsdp_conformance.harness.recording.collective_log import CollectiveLog
 
@@ -64,7 +64,7 @@ def running() -> RankRun:
 
 @contextmanager
 def working(part: Part) -> Iterator[None]:
-    """Tell the controller whose code this rank runs inside (`harness.parts`). Without a case, nothing is told."""
+    """Tell the controller whose code this rank runs inside (`harness.accounting`). Without a case, nothing is told."""
     run = _current.run
     if run is None:
         yield

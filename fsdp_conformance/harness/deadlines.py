@@ -5,7 +5,7 @@ A collective that passes its deadline raises in the rank, with the line of the c
 asked for its stack and terminated. At the case's deadline, whatever lives is killed.
 
 These are the deadlines of the code under test. The suite's own work on a rank (references, comparisons, analysis) stops
-them and has its own deadline, `suite_s`: see `harness.parts`.
+them and has its own deadline, `suite_s`: see `harness.accounting`.
 """
 
 from __future__ import annotations

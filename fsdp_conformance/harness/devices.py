@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import distributed
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness.processes.cuda_driver import counted_in_a_child
 from fsdp_conformance.harness.processes.forkserver import environment
+from fsdp_conformance.plan import SIMULATED
 
 #: Backends of accelerators, for torch versions without `get_default_backend_for_device`.
 _BACKENDS = {"cpu": "gloo", "cuda": "nccl", "xpu": "xccl", "hpu": "hccl", "mps": "gloo"}

@@ -17,8 +17,8 @@ from torch import distributed
 
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
-from fsdp_conformance.judge.endings import attribute
-from fsdp_conformance.outcome import RankExit, RankReport
+from fsdp_conformance.outcome.endings import attribute
+from fsdp_conformance.outcome.records import RankExit, RankReport
 
 #: Elements per rank: odd, so that nothing is aligned by chance.
 NUMEL = 13

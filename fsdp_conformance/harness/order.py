@@ -15,11 +15,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_conformance.config import TorchrunWorker
 from fsdp_conformance.harness import devices
+from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism, rank_variables
-from fsdp_conformance.harness.parts import Part
+from fsdp_conformance.run_settings import TorchrunWorker
 
 #: How much longer than the case a rank waits for the controller's goodbye, which is missing only if the controller
 #: hangs.
@@ -44,7 +44,7 @@ class Debugged:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FirstGroup:
-    """The default group that every rank of a conformance case begins with: it records collectives (`harness.ahead`)."""
+    """The default group of every rank of a conformance case, which records collectives (`harness.rank_startup`)."""
 
     only: str = ""
     """Its only backend; empty: those of the device."""
@@ -95,7 +95,7 @@ class CaseOrder:
     debugged: Debugged | None = None
     """One rank has the terminal, and nobody is in a hurry."""
     first_part: Part = Part.ENGINE
-    """Whose code a rank runs until it says otherwise (`harness.parts`)."""
+    """Whose code a rank runs until it says otherwise (`harness.accounting`)."""
     name: str = ""
     """Under torchrun: a name that no other case of the run has."""
     worker: TorchrunWorker | None = None

@@ -19,8 +19,8 @@ from fsdp_conformance.harness.environment import Determinism
 from fsdp_conformance.harness.order import CaseOrder, packed
 from fsdp_conformance.harness.processes.launcher import launch
 from fsdp_conformance.harness.rank import describe_error
-from fsdp_conformance.judge.endings import attribute
-from fsdp_conformance.outcome import RankError, RankExit, RankReport
+from fsdp_conformance.outcome.endings import attribute
+from fsdp_conformance.outcome.records import RankError, RankExit, RankReport
 
 #: Errors that are raised again in the controller; their constructors take only the message.
 _PLAIN_ERRORS = (errors.AdapterNotFound, errors.RunFileError, errors.UsageError, errors.SuiteError)

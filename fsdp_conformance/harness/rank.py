@@ -35,11 +35,11 @@ from fsdp_conformance.errors import (
     Unsupported,
     UsageError,
 )
+from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.environment import quoted_variables
 from fsdp_conformance.harness.order import RankOrder
-from fsdp_conformance.harness.parts import Part
 from fsdp_conformance.harness.processes import preload
-from fsdp_conformance.outcome import RankError, RankReport
+from fsdp_conformance.outcome.records import RankError, RankReport
 
 #: How a rank came to be that has run nothing before its case.
 FRESH = frozenset({"forkserver", "prepared"})

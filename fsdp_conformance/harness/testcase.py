@@ -27,20 +27,20 @@ from typing import Any
 import torch
 from torch import distributed
 
-from fsdp_conformance.config import TorchrunWorker
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.harness import context, devices
+from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.environment import Determinism
 from fsdp_conformance.harness.order import CaseOrder, Debugged, FirstGroup, packed
-from fsdp_conformance.harness.parts import Part
 from fsdp_conformance.harness.processes.launcher import Launch, launch
 from fsdp_conformance.harness.rank import ERROR_EXIT_CODE, describe_error, destroy_process_group
 from fsdp_conformance.harness.torch_testing import MultiProcessTestCase
 from fsdp_conformance.harness.torchrun.worker import CaseMeeting
-from fsdp_conformance.judge.endings import Attribution, Ending, attribute
-from fsdp_conformance.judge.mismatch import differing_calls
-from fsdp_conformance.outcome import RankError, RankExit, RankReport
+from fsdp_conformance.outcome.endings import Attribution, Ending, attribute
+from fsdp_conformance.outcome.mismatch import differing_calls
+from fsdp_conformance.outcome.records import RankError, RankExit, RankReport
+from fsdp_conformance.run_settings import TorchrunWorker
 
 
 class ShardedTrainingTestCase(MultiProcessTestCase):

@@ -29,12 +29,12 @@ import torch
 from torch import distributed
 from torch.testing._internal.distributed._tensor import common_dtensor
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.harness import devices
 from fsdp_conformance.harness.environment import Determinism
 from fsdp_conformance.harness.rank import destroy_process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.harness.torch_testing import common_distributed, common_fsdp, common_utils
+from fsdp_conformance.plan import SIMULATED
 
 __all__ = ["DTensorTestBase", "DistributedTestBase", "FSDPTest", "MultiProcessTestCase", "skip_if_lt_x_gpu"]
 

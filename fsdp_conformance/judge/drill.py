@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fsdp_conformance.judge.endings import Ending, RankEnding, attribute
-from fsdp_conformance.judge.gate import decided
-from fsdp_conformance.outcome import CaseRecord, Finding, RankExit, RankReport
+from fsdp_conformance.contract.gate import decided
+from fsdp_conformance.outcome.endings import Ending, RankEnding, attribute
+from fsdp_conformance.outcome.records import CaseRecord, Finding, RankExit, RankReport
 from fsdp_conformance.stress import EXIT_CODE, STRUCK, Failure
 from fsdp_conformance.verdict import Verdict
 

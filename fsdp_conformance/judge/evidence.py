@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 
-from fsdp_conformance.case import Case
-from fsdp_conformance.config import RunSettings
-from fsdp_conformance.judge.endings import shutdown_note
-from fsdp_conformance.judge.gate import declined_flags, device_for
+from fsdp_conformance.contract.case import Case
+from fsdp_conformance.contract.gate import declined_flags, device_for
 from fsdp_conformance.judge.verdicts import judge
-from fsdp_conformance.outcome import CaseRecord, RankReport
+from fsdp_conformance.outcome.endings import shutdown_note
+from fsdp_conformance.outcome.records import CaseRecord, RankReport
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.verdict import CERTIFIABLE, Verdict
 
 #: The label of the digest that stands for all digests of a rank that every rank has.

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
-from fsdp_conformance.case import Case
-from fsdp_conformance.judge.endings import ranks_in_words
-from fsdp_conformance.outcome import Finding, RankReport
+from fsdp_conformance.contract.case import Case
+from fsdp_conformance.outcome.endings import ranks_in_words
+from fsdp_conformance.outcome.records import Finding, RankReport
 
 #: Findings kept in a record. The first divergence comes first, so the rest is repetition.
 MAX_FINDINGS = 40

@@ -8,8 +8,11 @@ from typing import Any
 
 from fsdp_conformance import contract
 from fsdp_conformance.capability import CAPABILITIES
-from fsdp_conformance.case import Case
-from fsdp_conformance.judge.endings import (
+from fsdp_conformance.contract.case import Case
+from fsdp_conformance.contract.gate import decided, empty_record
+from fsdp_conformance.diagnosis.headline import most_telling
+from fsdp_conformance.judge.findings import digest_findings, sorted_and_folded
+from fsdp_conformance.outcome.endings import (
     CAUSES,
     Attribution,
     Ending,
@@ -20,11 +23,8 @@ from fsdp_conformance.judge.endings import (
     kind_of_error,
     ranks_in_words,
 )
-from fsdp_conformance.judge.findings import digest_findings, sorted_and_folded
-from fsdp_conformance.judge.gate import decided, empty_record
-from fsdp_conformance.judge.mismatch import differing_calls
-from fsdp_conformance.judge.telling import most_telling
-from fsdp_conformance.outcome import CaseRecord, Finding, RankError, RankExit, RankReport
+from fsdp_conformance.outcome.mismatch import differing_calls
+from fsdp_conformance.outcome.records import CaseRecord, Finding, RankError, RankExit, RankReport
 from fsdp_conformance.verdict import Verdict
 
 #: The requirement that forbids training on silently, and hanging instead of refusing.

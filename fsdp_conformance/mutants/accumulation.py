@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
-from fsdp_conformance.config import Plan
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.mutant import known_wrong
+from fsdp_conformance.plan import Plan
 
 
 @known_wrong("R093", name="last-microbatch-not-synchronised")

@@ -21,10 +21,10 @@ from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
-from fsdp_conformance.adapters.torch_ddp import TorchDDP
-from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
-from fsdp_conformance.config import Plan, Sharding
+from fsdp_conformance.adapters.vendors.torch_ddp import TorchDDP
+from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.harness.devices import use_device
+from fsdp_conformance.plan import Plan, Sharding
 
 
 class SeamFSDP2(TorchFSDP2):

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_conformance.adapters.components import Bucketer
-from fsdp_conformance.adapters.reference_components import ReferenceComponents
+from fsdp_conformance.adapters.vendors.reference_components import ReferenceComponents
 from fsdp_conformance.engine.bucketing.bucket_assignment import MIB
 from fsdp_conformance.engine.bucketing.reduce_scatter_bucketer import Callback, Pending, ReduceScatterBucketer, _Bucket
 from fsdp_conformance.mutants.mutant import known_wrong

@@ -6,7 +6,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from fsdp_conformance.adapters.components import ChunkStorage
-from fsdp_conformance.adapters.reference_components import EngineChunk, engine_chunk
+from fsdp_conformance.adapters.vendors.reference_components import EngineChunk, engine_chunk
 from fsdp_conformance.mutants.chunk_seams import SeamChunks, SeamPool
 from fsdp_conformance.mutants.mutant import known_wrong
 

@@ -8,7 +8,12 @@ import torch
 from torch.distributed import ProcessGroup
 
 from fsdp_conformance.adapters.components import ChunkPool, ChunkStorage
-from fsdp_conformance.adapters.reference_components import EngineChunk, EnginePool, ReferenceComponents, engine_chunk
+from fsdp_conformance.adapters.vendors.reference_components import (
+    EngineChunk,
+    EnginePool,
+    ReferenceComponents,
+    engine_chunk,
+)
 
 
 class SeamPool(EnginePool):

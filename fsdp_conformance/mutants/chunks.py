@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fsdp_conformance.adapters.components import ChunkStorage, PoolBlock, PoolUse, ShardStatistics
-from fsdp_conformance.adapters.reference_components import EngineChunk, engine_chunk
+from fsdp_conformance.adapters.vendors.reference_components import EngineChunk, engine_chunk
 from fsdp_conformance.engine.chunks.chunk import Chunk
 from fsdp_conformance.engine.chunks.fetcher import FifoScheduler, NextUseScheduler
 from fsdp_conformance.engine.chunks.memory_pool import Block

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fsdp_conformance.adapters.sharded import local_part
-from fsdp_conformance.adapters.torch_ddp import TorchDDP
-from fsdp_conformance.adapters.torch_fsdp1 import TorchFSDP1
+from fsdp_conformance.adapters.vendors.torch_ddp import TorchDDP
+from fsdp_conformance.adapters.vendors.torch_fsdp1 import TorchFSDP1
 from fsdp_conformance.engine.fully_sharded.gradient_scaler import ShardedGradScaler
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.engines import SeamReference

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from fsdp_conformance.adapters.components import TensorLayout
-from fsdp_conformance.adapters.reference_components import ReferenceComponents
+from fsdp_conformance.adapters.vendors.reference_components import ReferenceComponents
 from fsdp_conformance.mutants.mutant import known_wrong
 from fsdp_conformance.planner.link_spec import LinkSpec
 

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from fsdp_conformance.adapters import deferred
 from fsdp_conformance.adapters.base import LoadedKeys
 from fsdp_conformance.adapters.sharded import local_part
-from fsdp_conformance.adapters.torch_fsdp1 import TorchFSDP1
-from fsdp_conformance.config import Plan, Sharding
+from fsdp_conformance.adapters.vendors.torch_fsdp1 import TorchFSDP1
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.engines import SeamReference
 from fsdp_conformance.mutants.mutant import known_wrong
+from fsdp_conformance.plan import Plan, Sharding
 
 
 @known_wrong("R025")

@@ -12,13 +12,13 @@ from typing import ClassVar
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from fsdp_conformance.adapters.reference import Reference
-from fsdp_conformance.adapters.torch_fsdp1 import TorchFSDP1
-from fsdp_conformance.config import Plan
+from fsdp_conformance.adapters.vendors.reference import Reference
+from fsdp_conformance.adapters.vendors.torch_fsdp1 import TorchFSDP1
 from fsdp_conformance.engine.fully_sharded import wrapper
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.schedule import UnitSchedule, schedule_of
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
+from fsdp_conformance.plan import Plan
 
 
 class SeamReference(Reference):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
 from fsdp_conformance.adapters.sharded import local_part
-from fsdp_conformance.config import Plan
 from fsdp_conformance.mutants.base import SeamDDP, SeamFSDP2
 from fsdp_conformance.mutants.mutant import known_wrong
+from fsdp_conformance.plan import Plan
 
 
 @known_wrong("R010")

@@ -9,13 +9,13 @@ from unittest import mock
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_conformance.config import Plan
 from fsdp_conformance.engine.fully_sharded import fully_shard
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.schedule import UnitSchedule
 from fsdp_conformance.mutants.base import SeamDDP, SeamFSDP2
 from fsdp_conformance.mutants.engines import SeamReference
 from fsdp_conformance.mutants.mutant import known_wrong
+from fsdp_conformance.plan import Plan
 
 
 @known_wrong("R160")

@@ -13,14 +13,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
-from fsdp_conformance.adapters.reference import Reference
 from fsdp_conformance.adapters.sharded import full_copy, write_full
-from fsdp_conformance.adapters.torch_ddp import TorchDDP
-from fsdp_conformance.adapters.torch_fsdp1 import TorchFSDP1
-from fsdp_conformance.config import Plan
+from fsdp_conformance.adapters.vendors.reference import Reference
+from fsdp_conformance.adapters.vendors.torch_ddp import TorchDDP
+from fsdp_conformance.adapters.vendors.torch_fsdp1 import TorchFSDP1
 from fsdp_conformance.mutants.base import SeamDDP, SeamFSDP2
 from fsdp_conformance.mutants.engines import SeamReference
 from fsdp_conformance.mutants.mutant import known_wrong
+from fsdp_conformance.plan import Plan
 
 _Context = AbstractContextManager[Any]
 

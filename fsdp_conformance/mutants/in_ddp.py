@@ -12,10 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_conformance.adapters.torch_ddp import TorchDDP
-from fsdp_conformance.config import Plan
+from fsdp_conformance.adapters.vendors.torch_ddp import TorchDDP
 from fsdp_conformance.mutants.base import SeamDDP
 from fsdp_conformance.mutants.mutant import known_wrong
+from fsdp_conformance.plan import Plan
 
 #: Untyped, because torch's annotation leaves out None, the default group.
 _averaged: Any = allreduce_hook

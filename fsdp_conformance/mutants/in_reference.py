@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from fsdp_conformance.config import Plan
 from fsdp_conformance.engine.fully_sharded.flat_parameter import FlatParameter
 from fsdp_conformance.engine.fully_sharded.order_watch import OrderWatch
 from fsdp_conformance.engine.fully_sharded.schedule import UnitSchedule
@@ -17,6 +16,7 @@ from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
 from fsdp_conformance.engine.streams import ChunkStreams
 from fsdp_conformance.mutants.engines import SeamReference
 from fsdp_conformance.mutants.mutant import known_wrong
+from fsdp_conformance.plan import Plan
 
 
 class _Overwriting(FlatParameter):

@@ -7,9 +7,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fsdp_conformance.config import BackwardPrefetch, Sharding
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.mutant import known_wrong
+from fsdp_conformance.plan import BackwardPrefetch, Sharding
 
 
 def without_last_bits(grad: Tensor) -> Tensor:

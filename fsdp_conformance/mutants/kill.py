@@ -14,7 +14,7 @@ import re
 
 from fsdp_conformance.judge import ENDINGS, WRONGFUL_REFUSAL
 from fsdp_conformance.mutants.mutant import Mutant, Symptom
-from fsdp_conformance.outcome import CaseRecord, Finding
+from fsdp_conformance.outcome.records import CaseRecord, Finding
 from fsdp_conformance.verdict import Verdict
 
 #: The checks of `checks.streams`, and of `CaseChecks.refusal`.

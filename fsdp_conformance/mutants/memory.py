@@ -13,9 +13,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
 from fsdp_conformance.adapters.base import Adapter, ModelFn, OptimFn
-from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.mutant import known_wrong
+from fsdp_conformance.plan import Plan, Sharding
 
 
 @known_wrong("R033", environment=("accelerator",))

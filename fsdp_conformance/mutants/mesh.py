@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from fsdp_conformance.adapters.components import MeshCollectives
-from fsdp_conformance.adapters.reference_components import EngineMesh, ReferenceComponents
+from fsdp_conformance.adapters.vendors.reference_components import EngineMesh, ReferenceComponents
 from fsdp_conformance.engine.errors import TensorMetaMismatch
 from fsdp_conformance.engine.mesh.collectives import mesh_all_gather
 from fsdp_conformance.engine.mesh.tensor_meta import check_tensor_meta

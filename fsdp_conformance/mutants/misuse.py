@@ -15,10 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
-from fsdp_conformance.adapters.torch_fsdp1 import TorchFSDP1
-from fsdp_conformance.config import BackwardPrefetch, Offload, Plan
+from fsdp_conformance.adapters.vendors.torch_fsdp1 import TorchFSDP1
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.mutant import known_wrong
+from fsdp_conformance.plan import BackwardPrefetch, Offload, Plan
 
 
 @known_wrong("R055", shows=("refusal",))

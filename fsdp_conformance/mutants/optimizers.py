@@ -10,12 +10,12 @@ from torch import Tensor, nn
 
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
 from fsdp_conformance.adapters.sharded import local_part
-from fsdp_conformance.adapters.torch_ddp import TorchDDP
 from fsdp_conformance.adapters.torch_like import TorchAdapter
-from fsdp_conformance.config import Plan
+from fsdp_conformance.adapters.vendors.torch_ddp import TorchDDP
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.engines import SeamFSDP1, SeamReference
 from fsdp_conformance.mutants.mutant import known_wrong
+from fsdp_conformance.plan import Plan
 
 
 @known_wrong("R140")

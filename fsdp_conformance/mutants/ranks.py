@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fsdp_conformance.adapters.reference_components import ReferenceComponents
+from fsdp_conformance.adapters.vendors.reference_components import ReferenceComponents
 from fsdp_conformance.errors import RankFailed
 from fsdp_conformance.harness.simulated_ranks import meeting
 from fsdp_conformance.harness.simulated_ranks.state import RankState

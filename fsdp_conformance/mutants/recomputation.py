@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
-from fsdp_conformance.config import Plan
 from fsdp_conformance.engine.fully_sharded.inputs import Arguments
 from fsdp_conformance.engine.fully_sharded.schedule import UnitSchedule
 from fsdp_conformance.engine.fully_sharded.unit import ShardedUnit
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.engines import SeamFSDP1, SeamReference
 from fsdp_conformance.mutants.mutant import known_wrong
+from fsdp_conformance.plan import Plan
 
 
 def _in_backward() -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
 from fsdp_conformance.adapters.components import Assignment, GradientReducer, ReducerOptions
-from fsdp_conformance.adapters.reference_data_parallel import ReferenceDataParallel, reducer_options
+from fsdp_conformance.adapters.vendors.reference_data_parallel import ReferenceDataParallel, reducer_options
 from fsdp_conformance.engine.data_parallel.data_parallel import DataParallel
 from fsdp_conformance.engine.data_parallel.gradient_buckets import BucketQueue
 from fsdp_conformance.engine.data_parallel.parameter_use import UsedMap

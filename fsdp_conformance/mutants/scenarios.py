@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
-from fsdp_conformance.config import InitMode, Offload, Plan, Sharding
 from fsdp_conformance.mutants.accumulation import OverwritesInsteadOfAdding
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.gradients import NoReduction, ShardsRotated
 from fsdp_conformance.mutants.mutant import known_wrong
+from fsdp_conformance.plan import InitMode, Offload, Plan, Sharding
 
 
 @known_wrong("R001")

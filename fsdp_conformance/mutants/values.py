@@ -13,9 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from fsdp_conformance.adapters.base import ModelFn, OptimFn
-from fsdp_conformance.config import Plan
 from fsdp_conformance.mutants.base import SeamDDP, SeamFSDP2
 from fsdp_conformance.mutants.mutant import known_wrong
+from fsdp_conformance.plan import Plan
 
 
 @known_wrong("R073")

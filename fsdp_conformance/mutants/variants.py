@@ -21,10 +21,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from fsdp_conformance.adapters.reference import Reference
-from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
-from fsdp_conformance.config import BackwardPrefetch, Plan, Sharding
+from fsdp_conformance.adapters.vendors.reference import Reference
+from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.mutants.mutant import legal_variant
+from fsdp_conformance.plan import BackwardPrefetch, Plan, Sharding
 
 #: What an engine promises about its schedule as the plan has it.
 _SCHEDULE = frozenset({"coll_counts", "coll_volume", "mem_bounds"})

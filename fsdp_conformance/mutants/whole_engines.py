@@ -19,12 +19,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor, Shard
 
 from fsdp_conformance.adapters.base import Adapter, LoadedKeys, ModelFn, OptimFn
-from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.errors import Unsupported
 from fsdp_conformance.mutants.base import SeamFSDP2
 from fsdp_conformance.mutants.engines import SeamFSDP1, SeamReference
 from fsdp_conformance.mutants.memory import GatheringFirst
 from fsdp_conformance.mutants.mutant import known_wrong
+from fsdp_conformance.plan import Plan, Sharding
 
 # --- refusals ---------------------------------------------------------------------------------------------------------
 

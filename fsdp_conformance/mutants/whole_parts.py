@@ -22,7 +22,7 @@ from fsdp_conformance.adapters.components import (
     ShardStatistics,
     TensorLayout,
 )
-from fsdp_conformance.adapters.reference_components import EngineChunk, EngineMesh, ReferenceComponents
+from fsdp_conformance.adapters.vendors.reference_components import EngineChunk, EngineMesh, ReferenceComponents
 from fsdp_conformance.engine.data_parallel.reducer import Reducer
 from fsdp_conformance.engine.errors import EngineError
 from fsdp_conformance.errors import ConfigError

@@ -4,7 +4,9 @@ The pytest plugin: options, order of cases, verdicts as outcomes, the run file.
     options       what can be typed, and the order that it makes
     items         what happens to a case in the process that runs it
     dealing       which worker of pytest-xdist runs which case next, where ranks own their devices
+    dispatch      which cases run at the same time on the devices of a machine
     controller    the run file, and what the run has shown
+    embedded      cases as tests of a user's own test suite
 
 pytest loads it in every environment that has this package installed, so loading it imports nothing else of the package,
 and it leaves tests alone that are not conformance cases. One process writes the run file: the controller. Cases run
@@ -26,7 +28,7 @@ from fsdp_conformance.pytest_plugin.controller import Controller
 from fsdp_conformance.pytest_plugin.items import Cases
 
 if TYPE_CHECKING:
-    from fsdp_conformance.config import RunSettings
+    from fsdp_conformance.run_settings import RunSettings
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -83,8 +85,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config) -> Any:
         return None
     from xdist.workermanage import parse_tx_spec_config
 
-    from fsdp_conformance.packing import Slots
     from fsdp_conformance.pytest_plugin.dealing import DevicesScheduling, sizes_by_node_id
+    from fsdp_conformance.pytest_plugin.dispatch import Slots
 
     sizes = sizes_by_node_id(str(config.getoption("conformance_suites")))
     return DevicesScheduling(len(parse_tx_spec_config(config)), Slots(count, _slots_per_device(settings)), sizes)

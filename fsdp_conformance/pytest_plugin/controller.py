@@ -12,10 +12,10 @@ import pytest
 from fsdp_conformance.pytest_plugin import items, options
 
 if TYPE_CHECKING:
-    from fsdp_conformance.config import RunSettings
     from fsdp_conformance.errors import ConformanceError
     from fsdp_conformance.report.certificate import Certificate
     from fsdp_conformance.report.recorder import Recorder
+    from fsdp_conformance.run_settings import RunSettings
 
 #: Exit statuses of a run that could not go on; pytest's own end at 5.
 EXIT_ENVIRONMENT = 6
@@ -147,8 +147,8 @@ class Controller:
         """Findings, the certificate, and the path of the run file."""
         if self.recorder is None:
             return
+        from fsdp_conformance.diagnosis.grouping import grouped
         from fsdp_conformance.report.folding import screen_width
-        from fsdp_conformance.report.grouping import grouped
         from fsdp_conformance.report.runfile import read
         from fsdp_conformance.report.terminal import certificate_text, headline, summary_line
 
@@ -171,7 +171,7 @@ class Controller:
 
     def _start(self) -> Recorder:
         """Open the run file."""
-        from fsdp_conformance import settings as run_settings
+        from fsdp_conformance import run_settings
         from fsdp_conformance.adapters import registry
         from fsdp_conformance.report.last_run import report_directory
         from fsdp_conformance.report.recorder import Recorder

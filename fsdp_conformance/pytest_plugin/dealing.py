@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fsdp_conformance.packing import Dispatch, Slots
+from fsdp_conformance.pytest_plugin.dispatch import Dispatch, Slots
 
 
 class DevicesScheduling:

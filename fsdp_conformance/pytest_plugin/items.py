@@ -12,8 +12,8 @@ import pytest
 from fsdp_conformance.pytest_plugin import options
 
 if TYPE_CHECKING:
-    from fsdp_conformance.case import Case
-    from fsdp_conformance.outcome import CaseRecord
+    from fsdp_conformance.contract.case import Case
+    from fsdp_conformance.outcome.records import CaseRecord
 
 
 class Cases:
@@ -40,7 +40,7 @@ class Cases:
         found = [(item, case) for item in items if (case := _case_of(item)) is not None]
         if not found:
             return
-        from fsdp_conformance import settings as run_settings
+        from fsdp_conformance import run_settings
 
         order = options.order_of(config)
         run_settings.use(order.settings, order.description)
@@ -157,7 +157,7 @@ def _set_outcome(report: pytest.TestReport, item: pytest.Item, record: CaseRecor
 
 def record_from(text: str) -> CaseRecord:
     """The record that a report carries."""
-    from fsdp_conformance.outcome import case_record_from_json
+    from fsdp_conformance.outcome.records import case_record_from_json
     from fsdp_conformance.report.runfile import restored
 
     return case_record_from_json(restored(json.loads(text)))
@@ -165,7 +165,7 @@ def record_from(text: str) -> CaseRecord:
 
 def _case_of(item: pytest.Item) -> Case | None:
     """The case that an item is bound to. None if the module of cases has not been imported."""
-    cases = sys.modules.get("fsdp_conformance.case")
+    cases = sys.modules.get("fsdp_conformance.contract.case")
     function = getattr(item, "function", None) or getattr(item, "obj", None)
     case: Case | None = cases.case_of(function) if cases is not None else None
     return case

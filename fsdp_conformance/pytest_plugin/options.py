@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from fsdp_conformance.config import RunSettings
     from fsdp_conformance.contract.profile import Entry, Profile
     from fsdp_conformance.errors import ConformanceError
-    from fsdp_conformance.settings import RunOrder
+    from fsdp_conformance.run_settings import RunOrder, RunSettings
 
 #: The package with the cases.
 SUITES = "fsdp_conformance.suites"
@@ -188,19 +187,19 @@ def _words(config: pytest.Config) -> dict[str, Any]:
 
 
 def _make_order(config: pytest.Config) -> RunOrder:
-    from fsdp_conformance import settings
+    from fsdp_conformance import run_settings
 
     handed_over: str | None = getattr(config, "workerinput", {}).get(WORKER_INPUT)
     if handed_over is None and (file := config.getoption("conformance_order")):
         handed_over = Path(file).read_text(encoding="utf-8")
     if handed_over is not None:
-        return settings.order_from_json(handed_over)
-    made = settings.from_words(**_words(config))
+        return run_settings.order_from_json(handed_over)
+    made = run_settings.from_words(**_words(config))
     if config.getoption("conformance_last_failed"):
         from fsdp_conformance.report.last_run import with_last_failed
 
         made = with_last_failed(made)
-    return settings.RunOrder(settings=made)
+    return run_settings.RunOrder(settings=made)
 
 
 def _is_of_suites(config: pytest.Config, argument: str) -> bool | None:

@@ -5,22 +5,18 @@ What a run leaves: the run file, the certificate that follows from it, and the t
     recorder       writes the run file while the run goes on
     last_run       where runs leave their files, and what the last one found
     unjudged       records of cases whose test ended without a verdict
-    fingerprint    the hash of the suite
     certificate    what a run certifies, computed from its file and the profile
     verify         the certificate, derived again from a file
-    grouping       failures that have one cause
     folding        text folded to the width of the terminal
     terminal       findings and verdicts as plain text
-    advice         where to look for the defect behind a finding
-    frames         the frames of a stack that belong to the engine
     repeated       a case that was run again: what differs, and how often it failed
-    explain        a requirement or a case, with what a run found
+    explanation    a requirement or a case, with what a run found
     markdown       a run as a Markdown page
     html           a run as one HTML file
     formats        a run in the formats that other programs read
     comparison     the verdicts that differ between two runs
     trend          stored runs in the order of their dates
-    scoreboard     several engines side by side, requirement by requirement
+    scoreboard_page  several engines side by side, requirement by requirement
     tally          what an engine's runs show of each case, small enough to keep
     coverage       the whole contract: what judges each requirement, who can be judged, what runs show
     expectations   known failures, and how a run differs from them

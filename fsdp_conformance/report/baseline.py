@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.expectations import SILENT, UNREMARKABLE, what_happened
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.verdict import Verdict

@@ -19,15 +19,15 @@ from typing import Any
 
 from fsdp_conformance import stress
 from fsdp_conformance.capability import CAPABILITIES, Asked, offered
-from fsdp_conformance.config import SHARED_DEVICES, SIMULATED, RunSettings
 from fsdp_conformance.contract import Contract, Level, load
 from fsdp_conformance.contract.profile import COMPONENT_CHAPTERS, INTERPRETATION, Entry, Profile, shipped
 from fsdp_conformance.contract.scopes import ADVICE, BASE, title
 from fsdp_conformance.contract.selection import OPTIONS
 from fsdp_conformance.judge import LOUD_REFUSAL, contradictions
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.report.runfile import RunFile
-from fsdp_conformance.settings import settings_from_json
+from fsdp_conformance.run_settings import SHARED_DEVICES, RunSettings, settings_from_json
 from fsdp_conformance.status import Status
 from fsdp_conformance.verdict import ACCUSING, Verdict
 

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract import CHAPTERS, Contract, Requirement, load, uncovered, undeclared
+from fsdp_conformance.contract.gate import declined_flags, device_for
 from fsdp_conformance.contract.profile import Entry
 from fsdp_conformance.errors import UsageError
-from fsdp_conformance.judge import declined_flags, device_for
 from fsdp_conformance.mutants import MUTANTS
 from fsdp_conformance.report.tally import Shown, Tally, digest_of
 from fsdp_conformance.report.terminal import duration
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.verdict import ACCUSING, Verdict
 
 Declared = Callable[[str], frozenset[str]]

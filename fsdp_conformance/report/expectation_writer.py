@@ -11,7 +11,7 @@ from typing import Any
 import tomlkit
 from tomlkit.items import AoT, Table
 
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.expectations import (
     TABLE,
     Expectation,

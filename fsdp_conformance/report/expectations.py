@@ -31,7 +31,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from fsdp_conformance.errors import UsageError
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.verdict import CERTIFIABLE, Verdict
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.errors import RunFileError, UsageError
 from fsdp_conformance.report import runfile
 from fsdp_conformance.report.runfile import RunFile
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.verdict import FINE
 
 #: Where run files go by default, below the working directory.

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fsdp_conformance.contract import CHAPTERS
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.diagnosis.grouping import grouped
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.certificate import Certificate
-from fsdp_conformance.report.grouping import grouped
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.report.terminal import (
     SIGNS,

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import fsdp_conformance
-from fsdp_conformance.config import RunSettings
+from fsdp_conformance.contract.fingerprint import suite_sha256
 from fsdp_conformance.contract.profile import INTERPRETATION, Profile
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.certificate import Certificate, certify
-from fsdp_conformance.report.fingerprint import suite_sha256
 from fsdp_conformance.report.last_run import link_last
 from fsdp_conformance.report.runfile import RunFileWriter, read
+from fsdp_conformance.run_settings import RunSettings
 
 #: The line of torch/version.py.
 _STATED = re.compile(r"^__version__ = ['\"](.+)['\"]$", re.MULTILINE)

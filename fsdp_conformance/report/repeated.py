@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from fsdp_conformance.outcome import CaseRecord, Finding
+from fsdp_conformance.outcome.records import CaseRecord, Finding
 from fsdp_conformance.verdict import FINE
 
 #: What tells two findings apart, in the order of reading: the field and its name.

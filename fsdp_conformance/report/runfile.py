@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_conformance.errors import EnvironmentUnavailable, RunFileError
-from fsdp_conformance.outcome import REFERENCES, CaseRecord, case_record_from_json
+from fsdp_conformance.outcome.records import REFERENCES, CaseRecord, case_record_from_json
 
 #: Raised when readers of the old format cannot read the new one. Records of format 1 have no evidence.
 FORMAT = 2

@@ -16,7 +16,7 @@ from typing import Any
 from fsdp_conformance.capability import offered
 from fsdp_conformance.contract.profile import Entry, Profile, load_profile
 from fsdp_conformance.errors import RunFileError, UsageError
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.terminal import verdict_words
 from fsdp_conformance.report.verify import Verification, profile_of
 from fsdp_conformance.verdict import Verdict

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 
 from fsdp_conformance import contract
 from fsdp_conformance.contract.scopes import BASE
-from fsdp_conformance.judge.telling import most_telling
-from fsdp_conformance.outcome import CaseRecord, Finding, RankExit
-from fsdp_conformance.report.advice import look_at
+from fsdp_conformance.diagnosis.advice import look_at
+from fsdp_conformance.diagnosis.grouping import Group, grouped, may_follow, requirement_of
+from fsdp_conformance.diagnosis.headline import most_telling
+from fsdp_conformance.outcome.records import CaseRecord, Finding, RankExit
 from fsdp_conformance.report.certificate import Certificate, Scope, State
 from fsdp_conformance.report.folding import WIDTH, folded
-from fsdp_conformance.report.frames import engine_frames, frames_of_stack, frames_of_traceback
-from fsdp_conformance.report.grouping import Group, grouped, may_follow, requirement_of
+from fsdp_conformance.stack import engine_frames, frames_of_stack, frames_of_traceback
 from fsdp_conformance.verdict import ACCUSING, QUIET, Verdict
 
 #: The sign in front of a headline.

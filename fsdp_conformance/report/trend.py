@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from fsdp_conformance.errors import RunFileError, UsageError
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report import runfile
 from fsdp_conformance.report.expectations import SILENT, UNREMARKABLE, what_happened
 from fsdp_conformance.report.runfile import RunFile

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fsdp_conformance import settings
+from fsdp_conformance import run_settings
 from fsdp_conformance.errors import AdapterError, AdapterNotFound, EnvironmentUnavailable
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.verdict import Verdict
 
 
@@ -15,7 +15,7 @@ def unjudged(
     about: Mapping[str, Any], reason: str, verdict: Verdict = Verdict.ERROR_SUITE, *, text: str = ""
 ) -> CaseRecord:
     """A record of the case that `about` describes (id, requirements, chapter, world_size), with `text` as traceback."""
-    run = settings.current()
+    run = run_settings.current()
     return CaseRecord(
         case=about["id"],
         requirements=list(about["requirements"]),

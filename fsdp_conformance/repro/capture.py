@@ -12,12 +12,12 @@ from types import FrameType
 from typing import Any
 
 from fsdp_conformance.adapters import registry
-from fsdp_conformance.config import Plan, RunSettings
-from fsdp_conformance.outcome import RankReport
+from fsdp_conformance.outcome.records import RankReport
+from fsdp_conformance.plan import Plan
 from fsdp_conformance.repro.refused import NoScript
+from fsdp_conformance.run_settings import RunOrder, RunSettings
 from fsdp_conformance.selftest.cases import BoundCase
-from fsdp_conformance.settings import RunOrder
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.workload.definition import Regime, Workload
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """
 The code of an adapter, carried into a script: the methods that a training uses, with all that they use of this package.
 
-For engines other than torch's three, whose calls are written down (`adapters.torch_calls`). The protocol's base classes
-are not copied: BASES has short ones in their place, with what a training needs of them.
+For engines other than torch's three, whose calls are written down (`adapters.vendors.torch_calls`). The protocol's
+base classes are not copied: BASES has short ones in their place, with what a training needs of them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Generic
 
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.torch_like import TorchAdapter
-from fsdp_conformance.config import Plan
+from fsdp_conformance.plan import Plan
 from fsdp_conformance.repro.refused import NoScript
 from fsdp_conformance.repro.sources import LEFT_OUT, Sources
 

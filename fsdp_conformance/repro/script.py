@@ -11,17 +11,18 @@ from dataclasses import dataclass, field, replace
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.adapters.torch_calls import Calls, beyond_calls, engine_of, recorded
-from fsdp_conformance.config import Plan, RunSettings
+from fsdp_conformance.adapters.vendors.torch_calls import Calls, beyond_calls, engine_of, recorded
 from fsdp_conformance.errors import ConformanceError
-from fsdp_conformance.events import Action
-from fsdp_conformance.harness.imaginary import imaginary_world
+from fsdp_conformance.harness.single_process_world import imaginary_world
+from fsdp_conformance.plan import Plan
 from fsdp_conformance.repro.capture import Training, capture
 from fsdp_conformance.repro.carried import beyond_code, carried, sources_for_adapters
 from fsdp_conformance.repro.refused import NoScript
 from fsdp_conformance.repro.sources import Sources, names_of
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest.cases import BoundCase
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.workload.definition import Regime
+from fsdp_conformance.workload.events import Action
 
 #: What a script can do between the passes of a step, by its name there; the others only with an adapter's code.
 _FORWARDS = {Action.EVALUATE: "eval", Action.FORWARD: "train"}
@@ -349,7 +350,7 @@ def script(bound: BoundCase, chosen: RunSettings, *, name: str) -> str:
     made = [captured.maker(workload) for workload in (first.workload, first.reference or first.workload)]
     for each in made:
         sources.need(each.module, each.function)
-    sources.need("fsdp_conformance.workload", "BatchKey")
+    sources.need("fsdp_conformance.workload.definition", "BatchKey")
     definitions = list(sources.definitions)
     if by_calls:
         section = _by_calls(bound, by_calls, first, chosen)
@@ -527,7 +528,7 @@ def _calls(bound: BoundCase, training: Training, chosen: RunSettings) -> Calls:
 
 
 def _planned(training: Training) -> Plan:
-    from fsdp_conformance.adapters.session import plan_for
+    from fsdp_conformance.driver.session import plan_for
 
     return plan_for(training.workload, training.regime, training.plan)
 

@@ -13,12 +13,12 @@ import unittest
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from fsdp_conformance import settings
-from fsdp_conformance.case import Case, case_of
-from fsdp_conformance.config import RunSettings
+from fsdp_conformance import run_settings
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.contract.case import Case, case_of
 from fsdp_conformance.errors import ConfigError, SuiteError
-from fsdp_conformance.outcome import CaseRecord
-from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.outcome.records import CaseRecord
+from fsdp_conformance.run_settings import RunSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +69,18 @@ def run_case(bound: BoundCase, implementation: str, *, base: RunSettings | None 
 
     Raises SuiteError, with unittest's output, if the case ends without a record.
     """
-    return record_of(bound.owner(bound.method), replace(base or settings.current(), implementation=implementation))
+    return record_of(bound.owner(bound.method), replace(base or run_settings.current(), implementation=implementation))
 
 
 def record_of(test: ConformanceTestCase, chosen: RunSettings) -> CaseRecord:
     """The record of a test, which is run with these settings. Raises SuiteError if it ends without one."""
-    before = settings.current()
-    settings.use(chosen)
+    before = run_settings.current()
+    run_settings.use(chosen)
     try:
         result = unittest.TestResult()
         test.run(result)  # type: ignore[no-untyped-call]
     finally:
-        settings.use(before)
+        run_settings.use(before)
     if test.record is None:
         said = [text for _, text in [*result.errors, *result.failures]] + [reason for _, reason in result.skipped]
         raise SuiteError(f"{test.case.id} on {chosen.implementation} ended without a record:\n" + "\n".join(said))

@@ -11,13 +11,14 @@ import math
 
 from torch import Tensor
 
-from fsdp_conformance.case import case_of, conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.result import comparison
+from fsdp_conformance.contract.case import case_of
 from fsdp_conformance.fixtures.transformer import transformer
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.selftest.cases import BoundCase
-from fsdp_conformance.testing import ConformanceTestCase
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.workload.definition import Regime
 
 #: Relative differences of losses that are taken for equal: the usual bound, and a strict one.
 USUAL, STRICT = 1e-2, 1e-5

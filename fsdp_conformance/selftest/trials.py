@@ -19,12 +19,12 @@ from typing import Any
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.capability import CAPABILITIES
-from fsdp_conformance.case import Case
-from fsdp_conformance.config import RunSettings
+from fsdp_conformance.contract.case import Case
+from fsdp_conformance.contract.gate import gate
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.errors import SuiteError
-from fsdp_conformance.judge import gate
 from fsdp_conformance.mutants import MUTANTS, Mutant, kill
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest.cases import BoundCase, bound_cases, run_case
 from fsdp_conformance.selftest.correct import BUNDLED, CORRECT, has_upstream_defect
 from fsdp_conformance.selftest.plain import STRICT, USUAL, difference, plain_loss

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator.hazard import Access, Hazard, hazard_from_json
 
 __all__ = ["Finding", "Inbox", "Observed", "said", "saved_in"]

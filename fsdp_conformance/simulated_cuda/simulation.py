@@ -17,9 +17,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.frames import Owner, owner
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulated_cuda.settings import CudaSettings
 from fsdp_conformance.simulator import activation, build, checker, labels
 from fsdp_conformance.simulator import as_cuda as cuda
@@ -28,6 +27,7 @@ from fsdp_conformance.simulator.cuda_names import CUDA, Replacements
 from fsdp_conformance.simulator.hazard import sites_in
 from fsdp_conformance.simulator.options import CheckerOptions
 from fsdp_conformance.simulator.outbox import Outbox
+from fsdp_conformance.stack import Owner, owner
 
 __all__ = ["Simulation", "begin", "current", "end", "extension_variables"]
 

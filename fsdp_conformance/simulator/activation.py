@@ -14,8 +14,8 @@ from typing import Final
 import torch
 from torch.utils.backend_registration import generate_methods_for_privateuse1_backend, rename_privateuse1_backend
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError, EnvironmentUnavailable
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import batch_norm, build, process_group, threads, torch_sim
 from fsdp_conformance.simulator.device import MAX_DEVICES, is_active
 

@@ -24,12 +24,11 @@ import torch
 from torch import Tensor
 from torch.distributed import DistBackendError, ProcessGroup, Work, distributed_c10d
 
-from fsdp_conformance.config import SIMULATED
-from fsdp_conformance.frames import Frame, Owner, owner
 from fsdp_conformance.harness.recording.call_site import calling_frame
 from fsdp_conformance.harness.recording.collective_calls import input_splits_of, output_splits_of, root_of
 from fsdp_conformance.harness.recording.collective_log import Collective
 from fsdp_conformance.history.collective import Op
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build
 from fsdp_conformance.simulator.calls import (
     Call,
@@ -42,6 +41,7 @@ from fsdp_conformance.simulator.calls import (
     logs_of,
 )
 from fsdp_conformance.simulator.disagreement import Disagreement, DisagreementKind, Party
+from fsdp_conformance.stack import Frame, Owner, owner
 
 #: Collectives with a root that all ranks must agree on.
 _ROOTED = frozenset({Op.BROADCAST, Op.SCATTER, Op.GATHER, Op.REDUCE})

@@ -31,8 +31,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.utils import _device
 from torch.utils.data import dataloader
 
-from fsdp_conformance.config import SIMULATED
-from fsdp_conformance.frames import Owner, owner
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import attention, build, cuda_module, dtensor_rng, made_groups, messages, process_group
 from fsdp_conformance.simulator.cuda_names import (
     COLLECTIVES,
@@ -49,6 +48,7 @@ from fsdp_conformance.simulator.cuda_names import (
 )
 from fsdp_conformance.simulator.labels import Labels
 from fsdp_conformance.simulator.on_import import when_imported
+from fsdp_conformance.stack import Owner, owner
 
 #: Torch's version of CUDA, where something asks for one.
 _CUDA_VERSION = "12.8"

@@ -14,7 +14,7 @@ import functools
 import sys
 from typing import Any
 
-from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator.cuda_names import Replacements
 from fsdp_conformance.simulator.on_import import when_imported
 

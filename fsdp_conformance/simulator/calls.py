@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from fsdp_conformance.frames import Frame
+from fsdp_conformance.stack import Frame
 
 #: The number that a rank writes when its script has ended.
 _ENDED = 0xFFFFFFFF

@@ -22,8 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.history.collective import Op
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build, process_group
 from fsdp_conformance.simulator.agreement import (
     Agreement,

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build, cuda_tools
 from fsdp_conformance.simulator.cuda_names import NotSimulated, Replacements, script_asks, stand_in, translated
 from fsdp_conformance.simulator.labels import Labels

@@ -19,9 +19,9 @@ from typing import Any
 
 from torch.jit import _builtins
 
-from fsdp_conformance.config import SIMULATED
-from fsdp_conformance.frames import Owner, below_torch, owner
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build
+from fsdp_conformance.stack import Owner, below_torch, owner
 
 CUDA = "cuda"
 

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 
-from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build
 
 __all__ = [

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from fsdp_conformance.frames import Frame
 from fsdp_conformance.simulator.calls import Call
+from fsdp_conformance.stack import Frame
 
 #: Line length of the first sentence.
 _WIDTH = 110

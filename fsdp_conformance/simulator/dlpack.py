@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.utils.dlpack
 
-from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import streams
 from fsdp_conformance.simulator.cuda_names import Replacements
 from fsdp_conformance.simulator.device import current_device, index_of

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build, rng
 from fsdp_conformance.simulator.cuda_names import Replacements
 from fsdp_conformance.simulator.on_import import when_imported

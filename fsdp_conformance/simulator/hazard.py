@@ -18,10 +18,10 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
-from fsdp_conformance.config import SIMULATED
-from fsdp_conformance.frames import Frame, Owner, owner, shown
 from fsdp_conformance.history.hazard import HazardKind, HazardRecord
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator.variables import assigned_to
+from fsdp_conformance.stack import Frame, Owner, owner, shown
 
 __all__ = ["Access", "Hazard", "HazardKind", "HazardRecord", "Site", "Stream", "hazard_from_json", "sites_in"]
 

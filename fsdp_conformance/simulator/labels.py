@@ -21,11 +21,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parameter import is_lazy
 from torch.utils import _python_dispatch
 
-from fsdp_conformance.config import SIMULATED
-from fsdp_conformance.frames import Frame
 from fsdp_conformance.harness.recording.call_site import calling_frame
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.cuda_names import Replacements
+from fsdp_conformance.stack import Frame
 
 #: What DDP, FSDP1, activation checkpointing and torch.compile add to names.
 _WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:module|_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(?:\.|$)")

@@ -25,9 +25,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.processes.forkserver import STOP_TIMEOUT_S, WarmServer
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator.calls import Call, logs_of
 from fsdp_conformance.simulator.options import CheckerOptions
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo
 from torch.distributed import distributed_c10d
 
-from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build, process_group
 from fsdp_conformance.simulator.cuda_names import script_asks
 

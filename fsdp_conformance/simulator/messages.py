@@ -19,9 +19,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from fsdp_conformance.config import SIMULATED
-from fsdp_conformance.frames import Owner, owner
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator.cuda_names import CUDA, Replacements
+from fsdp_conformance.stack import Owner, owner
 
 #: The types of torch's errors; other types are derived from these.
 _TYPES = (RuntimeError, TypeError, ValueError, IndexError)

@@ -24,15 +24,15 @@ import torch.multiprocessing
 from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import start_processes
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.frames import Owner, owner
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build, checker, labels
 from fsdp_conformance.simulator.activation import activate
 from fsdp_conformance.simulator.agreement import Agreement
 from fsdp_conformance.simulator.cuda_names import CUDA, Replacements
 from fsdp_conformance.simulator.hazard import Hazard, sites_in
 from fsdp_conformance.simulator.launch import ScriptOrder
+from fsdp_conformance.stack import Owner, owner
 
 
 class Observer:

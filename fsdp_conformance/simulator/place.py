@@ -5,11 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable
 
-from fsdp_conformance.case import Case
-from fsdp_conformance.config import SIMULATED, RunSettings
+from fsdp_conformance.contract.case import Case
+from fsdp_conformance.contract.gate import Place, gate
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness import devices
-from fsdp_conformance.judge import Place, gate
+from fsdp_conformance.plan import SIMULATED
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.simulator import build
 
 

@@ -29,8 +29,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 from torch.distributed import distributed_c10d
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build
 
 __all__ = ["BACKEND", "as_gloo", "is_gloo", "register", "thread_world", "watch_groups_with"]

@@ -29,7 +29,7 @@ from fsdp_conformance.harness import rank as harness_rank
 from fsdp_conformance.harness.context import log, running
 from fsdp_conformance.harness.recording.collective_log import CollectiveObserver
 from fsdp_conformance.harness.recording.process_group import register_recording_backend
-from fsdp_conformance.outcome import RankError
+from fsdp_conformance.outcome.records import RankError
 from fsdp_conformance.simulator import observe
 from fsdp_conformance.simulator.agreement import Agreement, CollectiveMismatch
 from fsdp_conformance.simulator.forked import report_forks

@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build
 from fsdp_conformance.simulator.device import current_device, index_of
 

@@ -21,9 +21,9 @@ from types import CodeType, FrameType
 
 import torch
 
-from fsdp_conformance.frames import Owner, below_torch, owner
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.checker import Wait
+from fsdp_conformance.stack import Owner, below_torch, owner
 
 __all__ = ["SiteWatch", "SyncSite", "site_from_id", "watching"]
 

@@ -11,7 +11,7 @@ import linecache
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 
-from fsdp_conformance.frames import Frame, Owner, owner
+from fsdp_conformance.stack import Frame, Owner, owner
 
 #: What a call that makes a stream is named, as in `torch.cuda.Stream()` or `handle.Stream(priority=-1)`.
 _MAKERS = ("Stream", "ExternalStream")

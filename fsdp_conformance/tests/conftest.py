@@ -9,8 +9,8 @@ from collections.abc import Generator, Iterator
 import pytest
 import torch
 
-from fsdp_conformance.config import REFERENCES_STORE
 from fsdp_conformance.report.folding import WIDTH
+from fsdp_conformance.run_settings import REFERENCES_STORE
 from fsdp_conformance.simulator.device import is_active
 from fsdp_conformance.tests.simulator import simulator_process
 from fsdp_conformance.tests.torch_versions import limit_of

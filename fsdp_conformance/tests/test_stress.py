@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fsdp_conformance import stress
-from fsdp_conformance.outcome import CaseRecord, RankExit
+from fsdp_conformance.outcome.records import CaseRecord, RankExit
 from fsdp_conformance.stress import MEASUREMENT, Provocation
 from fsdp_conformance.verdict import Verdict
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.fixtures import probes
-from fsdp_conformance.testing import ConformanceTestCase
 
 WORLD_SIZES = (2, 4, 8, 16, 32, 64, 128, 256)
 PROBE = probes.exact_nested

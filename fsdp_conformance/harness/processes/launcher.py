@@ -30,7 +30,7 @@ from fsdp_conformance.harness.processes.rank_set import Member, RankSet, fork_ra
 from fsdp_conformance.harness.processes.supervisor import Seat, Supervisor
 from fsdp_conformance.harness.simulated_ranks import host as rank_host
 from fsdp_conformance.harness.torchrun.worker import CaseMeeting
-from fsdp_conformance.outcome import RankExit, RankReport
+from fsdp_conformance.outcome.records import RankExit, RankReport
 
 
 class Launch:

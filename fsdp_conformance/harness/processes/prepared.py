@@ -2,10 +2,10 @@
 Ranks that get ready for the next case while this one runs: fresh ones, and each is used once.
 
 On a GPU most of a short case is its beginning: driver and context, libraries, communicators. None of it depends on the
-case, so a second set of ranks does it meanwhile, on the same devices, and waits (`harness.ahead`). The next case takes
-the set if all that the ranks have done holds for it: world size, server, environment, first group, and devices that it
-can have at once. Otherwise the set is ended, and the case starts ranks as usual. So it does if a rank fails while it
-gets ready: a rank that belongs to a case then fails again, and says why.
+case, so a second set of ranks does it meanwhile, on the same devices, and waits (`harness.rank_startup`). The next
+case takes the set if all that the ranks have done holds for it: world size, server, environment, first group, and
+devices that it can have at once. Otherwise the set is ended, and the case starts ranks as usual. So it does if a rank
+fails while it gets ready: a rank that belongs to a case then fails again, and says why.
 
 A waiting set holds no lease: nobody waits for devices that nobody uses. It takes memory, and is made only where there
 is plenty.

@@ -36,7 +36,7 @@ from typing import Any, NoReturn
 import torch
 
 from fsdp_conformance.errors import EnvironmentUnavailable
-from fsdp_conformance.harness import ahead, context, devices
+from fsdp_conformance.harness import context, devices, rank_startup
 from fsdp_conformance.harness.context import RankContext
 from fsdp_conformance.harness.environment import apply_collective_timeout, apply_variables
 from fsdp_conformance.harness.order import RankFiles, RankOrder, decode
@@ -106,7 +106,7 @@ def _get_ready(order: RankOrder, pipe: Connection, directory: Path) -> RankOrder
     """Do ahead what needs no case, say so, and wait for a case. A rank that cannot leaves, and nobody is blamed."""
     try:
         prepare_process(order)
-        ahead.get_ready(order)
+        rank_startup.get_ready(order)
     except BaseException:  # noqa: BLE001 - a rank that has a case will say it again
         traceback.print_exc()
         leave(ERROR_EXIT_CODE, pipe)

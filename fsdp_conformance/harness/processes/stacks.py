@@ -18,7 +18,7 @@ from typing import Protocol
 
 from fsdp_conformance.harness.deadlines import remaining
 from fsdp_conformance.harness.recording.collective_trace import read_trace
-from fsdp_conformance.judge.endings import STOPPED
+from fsdp_conformance.outcome.endings import STOPPED
 
 #: How often the stack files are checked: a growing file does not wake the controller.
 _LOOK_S = 0.01

@@ -14,7 +14,7 @@ They get more time, and so does the case, as long as some rank makes progress in
 MOST_TIMES the deadline.
 
 The deadlines stand still while the suite does its own work in the ranks, which has its own deadline: see
-`harness.parts`.
+`harness.accounting`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from fsdp_conformance.harness.accounting import Clock, Part, owner_of_time
 from fsdp_conformance.harness.deadlines import Deadlines, remaining
 from fsdp_conformance.harness.order import RankFiles
-from fsdp_conformance.harness.parts import Clock, Part, owner_of_time
 from fsdp_conformance.harness.processes.forkserver import WarmProcess
 from fsdp_conformance.harness.processes.mailbox import Mailbox
 from fsdp_conformance.harness.processes.stacks import (
@@ -43,7 +43,7 @@ from fsdp_conformance.harness.processes.stacks import (
     send_signal,
 )
 from fsdp_conformance.harness.torchrun.worker import CaseMeeting
-from fsdp_conformance.outcome import RankError, RankExit, RankReport, rank_report_from_json
+from fsdp_conformance.outcome.records import RankError, RankExit, RankReport, rank_report_from_json
 
 #: Between SIGTERM and SIGKILL: engines may want to remove their files.
 TERM_TIMEOUT_S = 0.5

@@ -6,7 +6,7 @@ import os
 import sys
 from types import FrameType
 
-from fsdp_conformance.frames import Frame, Owner, owner
+from fsdp_conformance.stack import Frame, Owner, owner
 
 
 def calling_frame() -> Frame | None:

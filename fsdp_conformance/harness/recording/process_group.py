@@ -25,12 +25,12 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import ProcessGroup, Work, distributed_c10d
 from torch.torch_version import TorchVersion
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.errors import ConfigError, SuiteError
 from fsdp_conformance.harness.context import log
 from fsdp_conformance.harness.devices import SHARED_BACKEND
 from fsdp_conformance.harness.recording.collective_calls import METHODS, traffic_of
 from fsdp_conformance.harness.recording.collective_log import CollectiveLog, CollectiveObserver
+from fsdp_conformance.plan import SIMULATED
 
 __all__ = [
     "BACKEND",

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from fsdp_conformance.harness import context
+from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.order import RankFiles, RankOrder
-from fsdp_conformance.harness.parts import Part
 from fsdp_conformance.harness.processes import rank_process
 from fsdp_conformance.harness.processes.stacks import last_collectives
 from fsdp_conformance.harness.processes.supervisor import Seat
@@ -27,8 +27,8 @@ from fsdp_conformance.harness.rank import ERROR_EXIT_CODE, RankRun, skip_message
 from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 from fsdp_conformance.harness.simulated_ranks.ranks import simulated_world, start_ranks
 from fsdp_conformance.harness.simulated_ranks.state import RankState
-from fsdp_conformance.judge.endings import class_of
-from fsdp_conformance.outcome import RankExit, RankReport, rank_report_from_json
+from fsdp_conformance.outcome.endings import class_of
+from fsdp_conformance.outcome.records import RankExit, RankReport, rank_report_from_json
 
 
 class _SimulatedRankRun(RankRun):

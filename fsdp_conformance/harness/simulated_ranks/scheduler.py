@@ -22,10 +22,10 @@ from torch.distributed import DistBackendError
 from fsdp_conformance.errors import ConfigError, SuiteError
 from fsdp_conformance.harness.simulated_ranks.state import RankState
 
-#: How the error of ranks that wait for one another begins; `judge.endings` takes it for a hang.
+#: How the error of ranks that wait for one another begins; `outcome.endings` takes it for a hang.
 STUCK = "no rank can go on"
 
-#: How the error of ranks that wait for a failed rank begins; `judge.endings` takes it for a lost peer.
+#: How the error of ranks that wait for a failed rank begins; `outcome.endings` takes it for a lost peer.
 PEER_FAILED = "connection closed by peer"
 
 

@@ -26,11 +26,11 @@ from typing import NamedTuple
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from fsdp_conformance.config import TorchrunWorker
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness.rendezvous import meet_at
 from fsdp_conformance.harness.torchrun.interface import interface_variables, network_of_this_process
-from fsdp_conformance.outcome import RankExit, RankReport, rank_report_from_json
+from fsdp_conformance.outcome.records import RankExit, RankReport, rank_report_from_json
+from fsdp_conformance.run_settings import TorchrunWorker
 
 #: How often the store is polled.
 _LOOK_S = 0.02

@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any
 
 from fsdp_conformance.contract import CHAPTERS
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.certificate import Certificate
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.report.terminal import render_record

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from fsdp_conformance import contract
-from fsdp_conformance.judge.telling import most_telling
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.diagnosis.grouping import Group, grouped, requirement_of
+from fsdp_conformance.diagnosis.headline import most_telling
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.certificate import Certificate
-from fsdp_conformance.report.frames import engine_frames, frames_of_traceback
-from fsdp_conformance.report.grouping import Group, grouped, requirement_of
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.report.terminal import render_record
+from fsdp_conformance.stack import engine_frames, frames_of_traceback
 from fsdp_conformance.verdict import ACCUSING
 
 _SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"

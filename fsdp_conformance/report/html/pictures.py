@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from fsdp_conformance.outcome import CaseRecord, Finding, RankExit
+from fsdp_conformance.outcome.records import CaseRecord, Finding, RankExit
 
 #: More rows, marks or ranks than these are counted instead of drawn.
 MOST_ROWS = 40

@@ -9,10 +9,10 @@ from typing import Any
 
 from fsdp_conformance import contract
 from fsdp_conformance.contract import CHAPTERS, Requirement
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.diagnosis.grouping import Group, grouped
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.baseline import Changes
 from fsdp_conformance.report.certificate import Certificate
-from fsdp_conformance.report.grouping import Group, grouped
 from fsdp_conformance.report.html import pictures
 from fsdp_conformance.report.html.pictures import Memory, Strip
 from fsdp_conformance.report.runfile import RunFile

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from fsdp_conformance.adapters import registry, session
+from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.config import Plan
+from fsdp_conformance.driver import session
 from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.plan import Plan
 from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN, Reference, differences
 from fsdp_conformance.tests.harness.started_ranks import RecordedRanks
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.workload.definition import Regime, Workload
 
 
 class RankTestCase(RecordedRanks):

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW
 
-from fsdp_conformance.workload import Batch, BatchKey, Regime, Workload
+from fsdp_conformance.workload.definition import Batch, BatchKey, Regime, Workload
 
 Output = namedtuple("Output", ["logits", "hidden"])
 

@@ -16,13 +16,13 @@ from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.torch_like import TorchAdapter
 from fsdp_conformance.capability import unknown
-from fsdp_conformance.config import Offload, Plan, Sharding
 from fsdp_conformance.errors import Unsupported
+from fsdp_conformance.plan import Offload, Plan, Sharding
 from fsdp_conformance.tests.adapters import example_adapter
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 from fsdp_conformance.tests.adapters.adapter_workloads import RICH
 from fsdp_conformance.tests.adapters.wrong_adapters import Bare
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.workload.definition import Regime
 
 #: What the project promises.
 MAX_LINES = 25

@@ -9,10 +9,10 @@ from typing import ClassVar
 import pytest
 
 from fsdp_conformance.adapters import cuda_names, registry
-from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
-from fsdp_conformance.config import Plan, flags_of_names
+from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.errors import RankRaised, Unsupported
 from fsdp_conformance.harness.simulated_ranks.ranks import run_ranks
+from fsdp_conformance.plan import Plan, flags_of_names
 from fsdp_conformance.simulator import cuda_names as names
 from fsdp_conformance.tests.cli.cli_runs import said, with_adapter
 from fsdp_conformance.tests.simulator.simulator_ranks import compiled
@@ -20,7 +20,7 @@ from fsdp_conformance.tests.simulator.simulator_ranks import compiled
 #: An engine with a side stream for its optimizer. The second one does not wait for it.
 ADAPTER = """
 import torch
-from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
+from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 
 
 class OnlyCuda(TorchFSDP2):

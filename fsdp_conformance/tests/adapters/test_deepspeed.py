@@ -10,15 +10,15 @@ import torch
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.adapters.deepspeed_zero import DeepSpeedZeRO1, DeepSpeedZeRO2, DeepSpeedZeRO3
-from fsdp_conformance.adapters.smoke import CHECKS, smoke
-from fsdp_conformance.config import Offload, Plan, Sharding
+from fsdp_conformance.adapters.vendors.deepspeed_zero import DeepSpeedZeRO1, DeepSpeedZeRO2, DeepSpeedZeRO3
+from fsdp_conformance.driver.smoke import CHECKS, smoke
 from fsdp_conformance.errors import AdapterNotFound, Unsupported
-from fsdp_conformance.events import Action, Event, Moment
 from fsdp_conformance.fixtures import optimizers
+from fsdp_conformance.plan import Offload, Plan, Sharding
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN, RICH
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.workload.definition import Regime
+from fsdp_conformance.workload.events import Action, Event, Moment
 
 STAGES = ("deepspeed-zero1", "deepspeed-zero2", "deepspeed-zero3")
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from fsdp_conformance.adapters import deferred
-from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.errors import ConfigError, SuiteError
 from fsdp_conformance.fixtures.deferred import Deferred, Unready, deferred_nested, deferred_unready
+from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN
 

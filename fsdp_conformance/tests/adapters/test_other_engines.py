@@ -18,10 +18,10 @@ from torch import nn
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.names import OriginalNames
-from fsdp_conformance.adapters.smoke import CHECKS, smoke
+from fsdp_conformance.driver.smoke import CHECKS, smoke
 from fsdp_conformance.errors import AdapterNotFound
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.workload.definition import Regime
 
 #: Adapter to the package that it needs.
 ENGINES = {

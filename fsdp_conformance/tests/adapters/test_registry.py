@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_conformance import settings
+from fsdp_conformance import run_settings
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.absent import ENGINES
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.errors import AdapterError, AdapterNotFound
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.adapters import example_adapter
 
 ADAPTER = """
@@ -111,10 +111,10 @@ def test_a_file_finds_its_neighbours(tmp_path: Path) -> None:
             "module 'no_such_package.module' cannot be imported: .*Install 'no_such_package'",
         ),
         (
-            "fsdp_conformance.adapters.torch_fsdp2:TorchFSDP3",
+            "fsdp_conformance.adapters.vendors.torch_fsdp2:TorchFSDP3",
             "torch_fsdp2.py has no class 'TorchFSDP3'.*Did you mean 'Torch",
         ),
-        ("fsdp_conformance.adapters.torch_fsdp1", "defines 4 adapters; choose one: .*:TorchFSDP1NoShard"),
+        ("fsdp_conformance.adapters.vendors.torch_fsdp1", "defines 4 adapters; choose one: .*:TorchFSDP1NoShard"),
         ("fsdp_conformance.errors", "errors.py defines no adapter: none of its classes derives from"),
         ("nowhere/my_adapter.py:Mine", "the adapter's file 'nowhere/my_adapter.py' does not exist"),
         ("nowhere/my_adapter", "file name must end in .py"),
@@ -147,7 +147,7 @@ def test_a_file_that_raises_is_quoted_with_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("fsdp_conformance.config:Plan", "must derive from .*adapters.base.Adapter .*, got object"),
+        ("fsdp_conformance.plan:Plan", "must derive from .*adapters.base.Adapter .*, got object"),
         ("fsdp_conformance.adapters.base:ModelFn", "must be a class derived from Adapter, got .*Callable"),
         (
             "fsdp_conformance.adapters.torch_like:TorchAdapter",
@@ -172,7 +172,7 @@ def test_descriptions_are_json() -> None:
     assert described.capabilities == tuple(sorted(described.capabilities))
     # Somebody else's module is not imported by the warm process.
     assert described.preload == ()
-    assert "fsdp_conformance.adapters.torch_fsdp2" in registry.describe_here("torch-fsdp2").preload
+    assert "fsdp_conformance.adapters.vendors.torch_fsdp2" in registry.describe_here("torch-fsdp2").preload
 
 
 def test_flags_that_a_device_lacks() -> None:
@@ -216,13 +216,13 @@ def test_an_absent_engine_is_said_so(tmp_path: Path) -> None:
 
 def test_a_description_that_was_handed_over_is_not_asked_again() -> None:
     """Under pytest-xdist the controller asks once for all workers."""
-    before, known = settings.current(), registry.AdapterDescription(spec="theirs:Class", name="theirs", version="1")
+    before, known = run_settings.current(), registry.AdapterDescription(spec="theirs:Class", name="theirs", version="1")
     try:
-        settings.use(RunSettings(implementation="theirs:Class"), known.to_json())
+        run_settings.use(RunSettings(implementation="theirs:Class"), known.to_json())
 
         assert registry.describe_once("theirs:Class") == known
     finally:
-        settings.use(before)
+        run_settings.use(before)
 
 
 def test_the_registry_imports_no_torch() -> None:

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_conformance.adapters import stub_cuda
-from fsdp_conformance.config import Plan
+from fsdp_conformance.adapters.vendors import stub_cuda
 from fsdp_conformance.errors import RankRaised, Unsupported
 from fsdp_conformance.harness.simulated_ranks.ranks import run_ranks
+from fsdp_conformance.plan import Plan
 
 REPLACED = (
     "Stream", "Event", "current_stream", "default_stream", "stream", "device", "current_device", "memory_allocated",

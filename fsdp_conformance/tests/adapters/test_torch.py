@@ -12,15 +12,15 @@ from torch import nn
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.adapters.torch_fsdp1 import default_replicas
-from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2, reshard_after_forward, reshard_option
-from fsdp_conformance.config import BackwardPrefetch, InitMode, Offload, Plan, Sharding
+from fsdp_conformance.adapters.vendors.torch_fsdp1 import default_replicas
+from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2, reshard_after_forward, reshard_option
 from fsdp_conformance.errors import AdapterError, ConfigError, Unsupported
 from fsdp_conformance.history.collective import Op
+from fsdp_conformance.plan import BackwardPrefetch, InitMode, Offload, Plan, Sharding
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN, RICH
 from fsdp_conformance.tests.torch_versions import with_fsdp2_on_the_cpu
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.workload.definition import Regime
 
 ENGINES = (
     "torch-ddp",

@@ -22,8 +22,8 @@ from fsdp_conformance.adapters.torch_like import (
     units_to_shard,
     wrap_units,
 )
-from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import AdapterError, Unsupported
+from fsdp_conformance.plan import Plan
 
 
 def _model() -> nn.Sequential:

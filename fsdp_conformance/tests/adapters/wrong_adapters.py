@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fsdp_conformance.adapters.base import Adapter, ModelFn, OptimFn
-from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
-from fsdp_conformance.config import Plan
+from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
+from fsdp_conformance.plan import Plan
 
 
 class Bare(Adapter):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fsdp_conformance.checks.tolerance import Bound, calibrate
+from fsdp_conformance.references.tolerance import Bound, calibrate
 
 
 def calibrate_one(

@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch
 
 from fsdp_conformance.checks.result import CheckResult
-from fsdp_conformance.checks.units import Unit, owning_units
-from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.fixtures import models
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
-from fsdp_conformance.workload import Workload
+from fsdp_conformance.plan import Plan, Sharding
+from fsdp_conformance.workload.definition import Workload
+from fsdp_conformance.workload.units import Unit, owning_units
 
 STAIRCASE = models.staircase()
 STAIRCASE_BYTES = 6256

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from fsdp_conformance.checks import checkpoint
-from fsdp_conformance.checks.plain_training import PlainState, is_exact, plain_training
 from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.errors import ConfigError, ReferencesDisagree
 from fsdp_conformance.fixtures import buffers, probes
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
+from fsdp_conformance.references.plain_training import PlainState, is_exact, plain_training
 from fsdp_conformance.tests.checks import schedules
 
 

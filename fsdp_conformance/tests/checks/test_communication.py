@@ -11,9 +11,9 @@ import torch
 from fsdp_conformance.checks import communication
 from fsdp_conformance.checks.equality import schedule_digests
 from fsdp_conformance.checks.result import CheckResult
-from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord, Op
+from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.tests.checks.schedules import (
     PLAN,
     STAIRCASE,

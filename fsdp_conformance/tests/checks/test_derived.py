@@ -10,12 +10,12 @@ from torch import Tensor
 
 from fsdp_conformance.checks.derived import with_derived_gradients
 from fsdp_conformance.checks.parity import parity
-from fsdp_conformance.checks.references import References
 from fsdp_conformance.fixtures import models, probes, workload_by_name, workload_names
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.outcome import Finding
-from fsdp_conformance.tests.checks.reference_runs import damaged, gradient, implementation_run, references_of
-from fsdp_conformance.workload import Batch, Regime, Workload
+from fsdp_conformance.outcome.records import Finding
+from fsdp_conformance.references.reference_set import References
+from fsdp_conformance.tests.references.reference_runs import damaged, gradient, implementation_run, references_of
+from fsdp_conformance.workload.definition import Batch, Regime, Workload
 
 
 def without_gradients(history: TrainingHistory) -> TrainingHistory:

@@ -6,16 +6,17 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.adapters import registry, session
+from fsdp_conformance.adapters import registry
 from fsdp_conformance.checks import communication, partition
 from fsdp_conformance.checks.groups import groups_used
 from fsdp_conformance.checks.order import execution_order, steady_schedule
-from fsdp_conformance.config import Plan, Sharding
+from fsdp_conformance.driver import session
 from fsdp_conformance.fixtures import experts, frozen, models, probes
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.outcome import Finding
+from fsdp_conformance.outcome.records import Finding
+from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.tests.harness.started_ranks import RecordedRanks
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.workload.definition import Regime, Workload
 
 #: Engines are trained at several world sizes.
 pytestmark = pytest.mark.slow

@@ -9,10 +9,10 @@ import pytest
 
 from fsdp_conformance.checks.groups import groups_used, replica_group, reshard_group_used, shard_group, world_alone
 from fsdp_conformance.checks.result import CheckResult
-from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.fixtures import experts
 from fsdp_conformance.history.collective import CollectiveRecord, Op
+from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.tests.checks.schedules import (
     PLAN,
     STAIRCASE,

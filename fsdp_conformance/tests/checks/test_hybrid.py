@@ -10,9 +10,9 @@ import pytest
 
 from fsdp_conformance.checks.groups import unit_traffic
 from fsdp_conformance.checks.result import CheckResult
-from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord, Op
+from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.tests.checks.schedules import STAIRCASE, full_sharding, history, messages, plan_of
 
 PLAN = plan_of(STAIRCASE, Sharding.HYBRID, replicas=2)

@@ -9,11 +9,11 @@ import pytest
 from fsdp_conformance.checks import memory
 from fsdp_conformance.checks.memory import SCALARS, Activations
 from fsdp_conformance.checks.result import CheckResult
-from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.fixtures import deep
 from fsdp_conformance.history.memory import MemoryMark, Point
 from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.plan import Plan, Sharding
 
 WORKLOAD = deep.deep_4()
 #: 97 x 97 and 97 floats; over two ranks 49 rows of each.

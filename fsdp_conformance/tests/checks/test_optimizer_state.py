@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from fsdp_conformance.checks.optimizer_state import same_state, stepped_once
-from fsdp_conformance.checks.references import References
 from fsdp_conformance.fixtures import probes
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.references.reference_set import References
+from fsdp_conformance.workload.definition import Regime
 
 State = dict[str, dict[str, Tensor]]
 

@@ -10,10 +10,10 @@ import torch
 
 from fsdp_conformance.checks.order import execution_order, gathered_units, run_order, steady_schedule
 from fsdp_conformance.checks.result import CheckResult
-from fsdp_conformance.config import Plan
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.fixtures import models, probes, reuse
 from fsdp_conformance.history.collective import CollectiveRecord, Op
+from fsdp_conformance.plan import Plan
 from fsdp_conformance.tests.checks.schedules import collective, full_sharding, history, replicated
 
 STAIRCASE = models.staircase()

@@ -10,15 +10,15 @@ import torch
 from expecttest import TestCase
 
 from fsdp_conformance.checks import parity
-from fsdp_conformance.checks.references import Kind, References
 from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.errors import NothingCompared, SuiteError
 from fsdp_conformance.fixtures import buffers, models, probes, structures, workload_by_name, workload_names
 from fsdp_conformance.fixtures.transformer import transformer_batch_norm
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.outcome import Finding, RankReport
-from fsdp_conformance.tests.checks.reference_runs import damaged, gradient, implementation_run, references_of
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.outcome.records import Finding, RankReport
+from fsdp_conformance.references.reference_set import Kind, References
+from fsdp_conformance.tests.references.reference_runs import damaged, gradient, implementation_run, references_of
+from fsdp_conformance.workload.definition import Regime
 
 Damage = Callable[[TrainingHistory], None]
 
@@ -208,7 +208,7 @@ def test_a_difference_is_told_when_its_cause_cannot_be_worked_out(monkeypatch: p
     references = references_of(models.norm_mlp())
     history = damaged(implementation_run(references))
     history.steps[0].losses[0] += 1
-    monkeypatch.setattr("fsdp_conformance.checks.explain.likely", broken)
+    monkeypatch.setattr("fsdp_conformance.diagnosis.causes.likely", broken)
     found = _findings(history, references)
 
     assert [finding.check for finding in found] == ["loss parity"]

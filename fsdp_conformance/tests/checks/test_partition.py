@@ -9,11 +9,11 @@ import torch
 
 from fsdp_conformance.checks.partition import degree_used, shard_group_size, sharding_witness, share
 from fsdp_conformance.checks.result import CheckResult
-from fsdp_conformance.config import Plan, Sharding
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.outcome import RankReport
+from fsdp_conformance.outcome.records import RankReport
+from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.tests.checks.schedules import (
     STAIRCASE,
     STAIRCASE_BYTES,

@@ -6,7 +6,7 @@ import pytest
 
 from fsdp_conformance.checks.result import CheckResult, Tally
 from fsdp_conformance.errors import NothingCompared
-from fsdp_conformance.outcome import CheckCount, Finding, RankReport
+from fsdp_conformance.outcome.records import CheckCount, Finding, RankReport
 
 FINDING = Finding(requirement="R003", check="gradient parity", message="gradient: expected 1, got 2")
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fsdp_conformance.checks.tolerance import CEILING
 from fsdp_conformance.checks.whole_matrix import newton_schulz, orthogonal_updates
 from fsdp_conformance.fixtures.optimizers import MUON, Shampoo
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
+from fsdp_conformance.references.tolerance import CEILING
 
 Parts = Callable[[Tensor], Sequence[Tensor]]
 

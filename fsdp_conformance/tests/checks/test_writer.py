@@ -8,11 +8,11 @@ from torch import nn
 
 from fsdp_conformance.checks import parity
 from fsdp_conformance.checks.parity import LastWriters
-from fsdp_conformance.checks.references import Kind
 from fsdp_conformance.fixtures import models
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.history.training import TrainingHistory
-from fsdp_conformance.tests.checks.reference_runs import (
+from fsdp_conformance.references.reference_set import Kind
+from fsdp_conformance.tests.references.reference_runs import (
     WORLD_SIZE,
     damaged,
     gradient,

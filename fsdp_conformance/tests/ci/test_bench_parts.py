@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.packing import Slots
+from fsdp_conformance.pytest_plugin.dispatch import Slots
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.guards.checkout import ROOT
 

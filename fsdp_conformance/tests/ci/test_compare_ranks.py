@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.config import RANKS
 from fsdp_conformance.errors import ConfigError, RunFileError
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.runfile import RunFile, RunFileWriter, read
+from fsdp_conformance.run_settings import RANKS
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.guards.checkout import ROOT
 from fsdp_conformance.tests.report.evidence import a_record

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from fsdp_conformance.contract import requirement
+from fsdp_conformance.contract.gate import empty_record
 from fsdp_conformance.explore.case import case_for
 from fsdp_conformance.explore.example import Example
 from fsdp_conformance.explore.pool import Outcome
-from fsdp_conformance.judge.gate import empty_record
 from fsdp_conformance.mutants import ALL, MUTANTS
-from fsdp_conformance.outcome import Finding
+from fsdp_conformance.outcome.records import Finding
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.verdict import Verdict
 from studies import explore_power, explore_reach

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fsdp_conformance.mutants import VARIANTS
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.selftest import BoundCase
 from fsdp_conformance.tests.guards import checkout
 from fsdp_conformance.tests.guards.checkout import ROOT

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report import runfile
 from fsdp_conformance.tests.cli.test_compare import ran
 from fsdp_conformance.tests.guards import checkout

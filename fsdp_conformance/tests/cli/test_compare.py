@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import profile_of
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.recorder import Recorder
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.cli.cli_runs import said
 from fsdp_conformance.tests.report.evidence import a_case, a_record
 from fsdp_conformance.verdict import Verdict

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_conformance.cli import debug
 from fsdp_conformance.cli.arguments import parse
+from fsdp_conformance.cli.commands import debug
 from fsdp_conformance.errors import ConfigError, UsageError
 from fsdp_conformance.harness.deadlines import Deadlines
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.tests.cli.cli_runs import with_adapter, words
 from fsdp_conformance.tests.simulator.simulator_ranks import compiled
 from fsdp_conformance.verdict import Verdict
@@ -24,7 +24,7 @@ import os
 
 import torch.distributed as dist
 
-from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
+from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 
 
 class Stops(TorchFSDP2):
@@ -41,7 +41,7 @@ class Stops(TorchFSDP2):
 
 #: Breaks down when it is wrapped again.
 _BREAKS = """
-from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
+from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 
 
 class Breaks(TorchFSDP2):

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import distributed
 
-from fsdp_conformance.cli import doctor, examination, leftovers
+from fsdp_conformance.cli import examination, leftovers
 from fsdp_conformance.cli.command import main
+from fsdp_conformance.cli.commands import doctor
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.harness.exact_collectives import ExactCollectives, check_collectives, first_wrong
 from fsdp_conformance.tests.cli.cli_runs import said

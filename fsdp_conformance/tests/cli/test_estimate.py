@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fsdp_conformance.cli.estimate import SECONDS_PER_RANK, START_S, estimate, in_words
-from fsdp_conformance.packing import Slots
+from fsdp_conformance.pytest_plugin.dispatch import Slots
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.tests.report.evidence import a_case, a_record
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.cli import arguments, explore
+from fsdp_conformance.cli import arguments
+from fsdp_conformance.cli.commands import explore
 from fsdp_conformance.errors import ConfigError
 
 _BEGIN = {"what": "begin", "name": "an-engine", "version": "1", "declared": []}

@@ -14,13 +14,14 @@ import pytest
 
 from fsdp_conformance import contract
 from fsdp_conformance.adapters.registry import AdapterDescription
-from fsdp_conformance.adapters.smoke import SmokeResult
 from fsdp_conformance.capability import CAPABILITIES
-from fsdp_conformance.cli import arguments, doctor, explore, messages, planner, selftest
+from fsdp_conformance.cli import arguments, messages, planner
 from fsdp_conformance.cli.command import main
+from fsdp_conformance.cli.commands import doctor, explore, selftest
 from fsdp_conformance.cli.plan_order import order_of
 from fsdp_conformance.cli.survey import Machine, Survey
 from fsdp_conformance.contract.profile import load_profile
+from fsdp_conformance.driver.smoke import SmokeResult
 from fsdp_conformance.tests.cli.test_plan import MODEL
 from fsdp_conformance.tests.report.test_tally import ran
 from fsdp_conformance.verdict import Verdict
@@ -66,7 +67,7 @@ def test_every_command_that_reports_has_it(command: str) -> None:
 def _two_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     described = AdapterDescription(spec="mine", name="mine", version="1", capabilities=("zero3",))
     told = Survey(machine=MACHINE, description=described)
-    monkeypatch.setattr("fsdp_conformance.cli.listing.survey", lambda device, spec: told)
+    monkeypatch.setattr("fsdp_conformance.cli.commands.listing.survey", lambda device, spec: told)
     monkeypatch.setattr("fsdp_conformance.cli.surveyor.survey_here", lambda device, spec: told)
     monkeypatch.setattr("fsdp_conformance.harness.processes.forkserver.import_and_fork", lambda: None)
 
@@ -134,7 +135,7 @@ def test_verify_tells_of_an_edited_file(tmp_path: Path, capsys: pytest.CaptureFi
 def test_smoke(problems: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     """Each check with its problems."""
     results = [SmokeResult(check="ADAPTER-01", title="the class", problems=problems)]
-    with mock.patch("fsdp_conformance.adapters.smoke.smoke", return_value=results):
+    with mock.patch("fsdp_conformance.driver.smoke.smoke", return_value=results):
         found, text = both(capsys, "smoke", "mine.py")
 
     assert [(check["check"], check["problems"]) for check in found["checks"]] == [("ADAPTER-01", list(problems))]

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from fsdp_conformance.adapters.registry import AdapterDescription
-from fsdp_conformance.cli import selection
+from fsdp_conformance.cli import chosen_cases
 from fsdp_conformance.cli.survey import Machine, Survey
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.errors import EnvironmentUnavailable
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.cli.cli_runs import Said, said, with_adapter, with_quick_survey
 from fsdp_conformance.tests.pytest_plugin import mini_suite
 
@@ -123,30 +123,30 @@ def test_explain_tells_a_requirement_with_its_source(suite: mini_suite.MiniSuite
 
 def test_the_machine_is_judged_before_anything_is_started(suite: mini_suite.MiniSuite) -> None:
     """No device, no backend, a world size or a smallest case that does not fit: each says what should be."""
-    cases = selection.cases_of(suite.profile)
+    cases = chosen_cases.cases_of(suite.profile)
     fours = [case for case in cases if case.world_size == 4]
     settings = RunSettings(device="cuda")
 
-    selection.check_machine(machine(), cases, settings)
+    chosen_cases.check_machine(machine(), cases, settings)
     with pytest.raises(EnvironmentUnavailable, match="no device of type 'cuda' was found"):
-        selection.check_machine(machine(num_ranks=0, backend=""), cases, settings)
+        chosen_cases.check_machine(machine(num_ranks=0, backend=""), cases, settings)
     with pytest.raises(EnvironmentUnavailable, match="no backend is available"):
-        selection.check_machine(machine(backend=""), cases, settings)
+        chosen_cases.check_machine(machine(backend=""), cases, settings)
     with pytest.raises(
         EnvironmentUnavailable,
         match=r"--world-size 4 needs 4 devices.* but found 2 devices of type 'cuda'",
     ):
-        selection.check_machine(machine(), fours, RunSettings(device="cuda", world_sizes=(4,)))
+        chosen_cases.check_machine(machine(), fours, RunSettings(device="cuda", world_sizes=(4,)))
     with pytest.raises(EnvironmentUnavailable, match=r"needs at least 4 devices.* but found 2 devices of type 'cuda'"):
-        selection.check_machine(machine(), fours, settings)
-    selection.check_machine(machine(device="cpu", num_ranks=None, backend="gloo"), fours, settings)
+        chosen_cases.check_machine(machine(), fours, settings)
+    chosen_cases.check_machine(machine(device="cpu", num_ranks=None, backend="gloo"), fours, settings)
 
 
 def test_what_is_foreseen_is_what_the_gate_decides(suite: mini_suite.MiniSuite) -> None:
     """The same function decides in the run, so the list cannot promise what the run does not keep."""
     told = AdapterDescription(spec="mine", name="mine", version="1", capabilities=())
-    cases = selection.cases_of(suite.profile)
-    foreseen = selection.foreseen(cases, RunSettings(device="cuda"), Survey(machine=machine(), description=told))
+    cases = chosen_cases.cases_of(suite.profile)
+    foreseen = chosen_cases.foreseen(cases, RunSettings(device="cuda"), Survey(machine=machine(), description=told))
     records = [gated.record for gated in foreseen]
 
     verdicts = {case.id: record.verdict for case, record in zip(cases, records, strict=True) if record is not None}

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.case import Case
 from fsdp_conformance.cli.progress import PlainDisplay, Progress, RunFileTail
+from fsdp_conformance.contract.case import Case
 
 
 class Clock:

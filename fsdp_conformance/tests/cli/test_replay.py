@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.cli import replay
 from fsdp_conformance.cli.arguments import parse
-from fsdp_conformance.config import RunSettings
+from fsdp_conformance.cli.commands import replay
 from fsdp_conformance.errors import ConfigError, RunFileError, UsageError
-from fsdp_conformance.outcome import CaseRecord, Finding
+from fsdp_conformance.outcome.records import CaseRecord, Finding
 from fsdp_conformance.report.repeated import differences, text
 from fsdp_conformance.report.runfile import RunFileWriter
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.cli.cli_runs import said
 from fsdp_conformance.verdict import Verdict
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.cli import selftest
 from fsdp_conformance.cli.command import main
+from fsdp_conformance.cli.commands import selftest
 
 
 def _result(kind: str, *, group: str = "gradients", engine: str = "wrong", good: bool = True, **more: Any) -> Any:
@@ -106,7 +106,7 @@ def test_the_table(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtur
     [
         pytest.param("", 0, "gradients 1 of 1", id="as it is", marks=pytest.mark.nightly),
         pytest.param(
-            "case_checks.parity = blind",
+            "checks.parity = blind",
             1,
             "SURVIVED sum-instead-of-mean on R003/some-ws2",
             id="broken on purpose",
@@ -135,12 +135,12 @@ def test_a_broken_oracle_is_reported(oracle: str, status: int, line: str, tmp_pa
 
 
 _SUITE = '''
-from fsdp_conformance import case_checks
-from fsdp_conformance.case import conformance_case
+from fsdp_conformance.cases import checks
+from fsdp_conformance.cases.declaration import conformance_case
 from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.fixtures import probes
-from fsdp_conformance.outcome import CheckCount
-from fsdp_conformance.testing import ConformanceTestCase
+from fsdp_conformance.outcome.records import CheckCount
+from fsdp_conformance.cases.base import ConformanceTestCase
 
 
 def blind(*arguments, **options):

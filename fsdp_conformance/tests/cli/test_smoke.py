@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 
 from fsdp_conformance.adapters.registry import AdapterDescription
-from fsdp_conformance.adapters.smoke import SmokeResult
 from fsdp_conformance.cli.command import main
 from fsdp_conformance.cli.survey import Machine, Survey
+from fsdp_conformance.driver.smoke import SmokeResult
 from fsdp_conformance.tests.cli.cli_runs import said, with_adapter
 
 _OK = SmokeResult(check="ADAPTER-01", title="the class keeps to the protocol")
@@ -54,7 +54,7 @@ def test_the_status_says_whether_the_adapter_is_ready(
     results: list[SmokeResult], status: int, last: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A check that did not run is no check that passed."""
-    with mock.patch("fsdp_conformance.adapters.smoke.smoke", return_value=results):
+    with mock.patch("fsdp_conformance.driver.smoke.smoke", return_value=results):
         found = main(["smoke", "mine.py"])
     out = capsys.readouterr().out
 
@@ -65,7 +65,7 @@ def test_the_status_says_whether_the_adapter_is_ready(
 
 def test_every_problem_of_every_check_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     """Below the line of the check, all lines of each."""
-    with mock.patch("fsdp_conformance.adapters.smoke.smoke", return_value=[_OK, _WRONG, _LEFT_OUT]):
+    with mock.patch("fsdp_conformance.driver.smoke.smoke", return_value=[_OK, _WRONG, _LEFT_OUT]):
         main(["smoke", "--implementation", "mine.py"])
     lines = capsys.readouterr().out.splitlines()
 

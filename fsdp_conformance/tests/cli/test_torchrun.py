@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from fsdp_conformance.cli.processes import end_family
-from fsdp_conformance.config import TorchrunWorker
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.report import runfile
+from fsdp_conformance.run_settings import TorchrunWorker
 
 #: Until anything that should come has come; nothing is judged by it.
 FOREVER_S = 400.0

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import Profile, profile_of
 from fsdp_conformance.contract.selection import left_out_by, selected, selection_options
 from fsdp_conformance.errors import ConfigError, UsageError
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.report.evidence import a_case
 
 #: Case id to what it covers beside the requirement that it is named after.

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_conformance.adapters.smoke import smoke
 from fsdp_conformance.checks.result import CheckResult
+from fsdp_conformance.driver.smoke import smoke
 from fsdp_conformance.history.training import StepRecord, TrainingHistory
 from fsdp_conformance.selftest import bound_case, run_case
 from fsdp_conformance.simulator import build

@@ -19,12 +19,12 @@ from fsdp_conformance import contract, docs, errors
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.absent import ENGINES
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.adapters.smoke import CHECKS
 from fsdp_conformance.adapters.torch_like import TorchAdapter
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.cli import arguments
-from fsdp_conformance.config import Plan
 from fsdp_conformance.contract.profile import load_profile
+from fsdp_conformance.driver.smoke import CHECKS
+from fsdp_conformance.plan import Plan
 from fsdp_conformance.report import expectations
 from fsdp_conformance.status import Status
 from fsdp_conformance.tests.guards import checkout

@@ -11,9 +11,9 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_conformance.adapters.reference import Reference
-from fsdp_conformance.adapters.torch_ddp import TorchDDP
-from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
+from fsdp_conformance.adapters.vendors.reference import Reference
+from fsdp_conformance.adapters.vendors.torch_ddp import TorchDDP
+from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.errors import Unsupported
 from fsdp_conformance.mutants.base import SeamFSDP2
 

@@ -8,11 +8,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from fsdp_conformance.adapters.session import EVENT_FLAGS
 from fsdp_conformance.capability import CAPABILITIES
-from fsdp_conformance.config import Plan, Sharding
+from fsdp_conformance.driver.session import EVENT_FLAGS
 from fsdp_conformance.errors import ConfigError
-from fsdp_conformance.events import Action, Event, Moment
 from fsdp_conformance.explore.example import (
     PLAIN,
     UNREACHED_NORM,
@@ -27,7 +25,9 @@ from fsdp_conformance.explore.example import (
 from fsdp_conformance.explore.simplify import simpler
 from fsdp_conformance.explore.strategies import examples
 from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.plan import Plan, Sharding
+from fsdp_conformance.workload.definition import Regime
+from fsdp_conformance.workload.events import Action, Event, Moment
 
 #: Everything that can be declared.
 ALL = frozenset(CAPABILITIES)

@@ -7,17 +7,17 @@ from collections.abc import Callable
 import pytest
 
 from fsdp_conformance.capability import CAPABILITIES
+from fsdp_conformance.contract.gate import empty_record
 from fsdp_conformance.errors import SuiteError
-from fsdp_conformance.events import Action
 from fsdp_conformance.explore.case import case_for
 from fsdp_conformance.explore.counting import summary
 from fsdp_conformance.explore.example import Example, axes, features
 from fsdp_conformance.explore.exploration import Budget, Exploration, Explorer
 from fsdp_conformance.explore.pool import Outcome
 from fsdp_conformance.explore.signature import Signature, signature_of
-from fsdp_conformance.judge.gate import empty_record
-from fsdp_conformance.outcome import CaseRecord, Finding
+from fsdp_conformance.outcome.records import CaseRecord, Finding
 from fsdp_conformance.verdict import Verdict
+from fsdp_conformance.workload.events import Action
 
 ALL = frozenset(CAPABILITIES)
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_conformance.case import case_of
-from fsdp_conformance.config import Plan
+from fsdp_conformance.contract.case import case_of
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.explore import saved
 from fsdp_conformance.explore.example import Example
-from fsdp_conformance.explore.telling import script
+from fsdp_conformance.explore.summary import script
 from fsdp_conformance.fixtures.drawn import DrawnModel
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.plan import Plan
+from fsdp_conformance.workload.definition import Regime
 
 _EXAMPLE = Example(
     model=DrawnModel(width=3), plan=Plan(units=("blocks.0",)), regime=Regime(micro_batches=2, unused_parameters=True)

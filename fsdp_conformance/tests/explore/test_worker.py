@@ -11,19 +11,19 @@ import pytest
 
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.capability import CAPABILITIES
-from fsdp_conformance.config import Plan, RunSettings, Sharding
 from fsdp_conformance.errors import AdapterError
-from fsdp_conformance.events import Action, Event, Moment
 from fsdp_conformance.explore.case import run_on
 from fsdp_conformance.explore.example import Example, features
 from fsdp_conformance.explore.exploration import Budget, Exploration, Explorer
 from fsdp_conformance.explore.pool import Outcome, WarmWorker
 from fsdp_conformance.fixtures.drawn import DrawnBlock, DrawnModel
 from fsdp_conformance.mutants import MUTANTS
-from fsdp_conformance.settings import RunOrder
+from fsdp_conformance.plan import Plan, Sharding
+from fsdp_conformance.run_settings import RunOrder, RunSettings
 from fsdp_conformance.simulator import build
 from fsdp_conformance.verdict import Verdict
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.workload.definition import Regime
+from fsdp_conformance.workload.events import Action, Event, Moment
 
 pytestmark = pytest.mark.slow
 

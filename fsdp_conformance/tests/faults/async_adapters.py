@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from fsdp_conformance.adapters.torch_ddp import TorchDDP
-from fsdp_conformance.config import Plan
+from fsdp_conformance.adapters.vendors.torch_ddp import TorchDDP
+from fsdp_conformance.plan import Plan
 from fsdp_conformance.tests.faults import async_engines
 
 

@@ -24,7 +24,7 @@ from fsdp_conformance.faults.pending import LateWork, PendingCollective
 from fsdp_conformance.faults.poison import PoisonedMemory
 from fsdp_conformance.faults.provocation import Provoked
 from fsdp_conformance.harness import context
-from fsdp_conformance.harness.parts import Part
+from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.recording.collective_log import Collective
 from fsdp_conformance.stress import Provocation
 from fsdp_conformance.tests.faults import async_engines

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from fsdp_conformance import stress
-from fsdp_conformance.config import RunSettings
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest import bound_case, run_case
 from fsdp_conformance.stress import MEASUREMENT, STRUCK, Failure, Provocation
 from fsdp_conformance.tests.faults import async_adapters

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pytest
 from torch.distributed import ProcessGroup
 
-from fsdp_conformance.case import case_of, conformance_case
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.declaration import conformance_case
+from fsdp_conformance.contract.case import case_of
 from fsdp_conformance.faults.delay import CollectiveDelay, ReductionDelay
 from fsdp_conformance.faults.fault import FaultSet
 from fsdp_conformance.fixtures import probes
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.selftest import BoundCase, bound_case, run_case
-from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.verdict import Verdict
 
 

@@ -15,9 +15,9 @@ import pytest
 
 from fsdp_conformance import contract, mutants
 from fsdp_conformance.capability import CAPABILITIES
-from fsdp_conformance.case import ENVIRONMENTS, Case
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract import Contract, profile
+from fsdp_conformance.contract.case import ENVIRONMENTS, Case
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.guards import checkout
 
 pytestmark = checkout.required

@@ -14,36 +14,38 @@ from fsdp_conformance.tests.guards.checkout import PACKAGE, Module, imports, is_
 
 pytestmark = checkout.required
 
-#: From the bottom up. Parts of one layer never import one another, except the words, which are one vocabulary.
-WORDS = frozenset(
-    {
-        "errors", "verdict", "capability", "config", "workload", "case", "outcome", "judge", "contract", "settings",
-        "frames", "status", "refusal", "events", "stress", "packing",
-    }
-)  # fmt: skip
+#: From the bottom up. Parts of one layer never import one another.
 LAYERS: tuple[frozenset[str], ...] = (
-    WORDS,
-    frozenset({"docs"}),
-    frozenset({"history"}),
+    # Words. The vocabulary is layered like everything else.
+    frozenset({"status", "verdict", "capability", "stack", "docs"}),
+    frozenset({"outcome"}),
+    frozenset({"errors", "stress"}),
+    frozenset({"plan", "history"}),
+    frozenset({"run_settings", "workload"}),
+    frozenset({"contract"}),
+    # torch from here on.
     frozenset({"harness"}),
-    frozenset({"faults", "checks", "engine", "simulator", "planner"}),
-    frozenset({"adapters", "simulated_cuda"}),
+    frozenset({"faults", "references", "engine", "simulator"}),
+    frozenset({"planner", "diagnosis", "simulated_cuda"}),
+    # An oracle asks diagnosis for the likely cause of what it found.
+    frozenset({"checks", "adapters", "judge"}),
+    frozenset({"driver"}),
     frozenset({"mutants"}),
     frozenset({"report"}),
-    frozenset({"case_checks", "case_references", "case_worlds"}),
-    frozenset({"testing"}),
+    frozenset({"cases"}),
     frozenset({"selftest", "explore"}),
     frozenset({"repro"}),
-    frozenset({"pytest_plugin", "own_tests"}),
+    frozenset({"pytest_plugin"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),
 )
+WORDS = frozenset().union(*LAYERS[:6])
 PARTS = frozenset().union(*LAYERS)
 
 #: Beside the layers: fixtures know nothing but words, suites reach an engine through its adapter, tests see everything.
 MAY_IMPORT: dict[str, frozenset[str]] = {
     # Under its own name only, and not before somebody asks for it.
-    "": frozenset({"own_tests"}),
+    "": frozenset({"pytest_plugin"}),
     "fixtures": WORDS,
     "suites": PARTS - {"engine", "planner", "simulator", "cli", "__main__", "pytest_plugin", "selftest"} | {"fixtures"},
     "tests": PARTS | {"suites", "fixtures"},
@@ -51,16 +53,26 @@ MAY_IMPORT: dict[str, frozenset[str]] = {
 for _height, _layer in enumerate(LAYERS):
     _below = frozenset().union(*LAYERS[:_height])
     for _part in _layer:
-        MAY_IMPORT[_part] = _below | (WORDS if _part in WORDS else frozenset())
+        MAY_IMPORT[_part] = _below
+# An oracle and its references share no code with what they judge, nor with what runs it.
+MAY_IMPORT["references"] = WORDS
+MAY_IMPORT["diagnosis"] = WORDS | {"references"}
+MAY_IMPORT["checks"] = WORDS | {"references", "diagnosis"}
+MAY_IMPORT["judge"] = WORDS | {"diagnosis"}
 # The selftest compares losses of a fixture, as a project would; what is drawn is built by a fixture.
 MAY_IMPORT["selftest"] |= {"fixtures"}
 MAY_IMPORT["explore"] |= {"fixtures"}
 # The planner prices what the engine offers: its words and its collectives, nothing that shards.
 MAY_IMPORT["planner"] |= {"engine"}
 
+#: The modules of diagnosis that read findings, not tensors.
+_OF_RECORDS = frozenset({"diagnosis.headline", "diagnosis.grouping", "diagnosis.advice"})
+
 #: Modules of a part that others may import, where they may not import all of it.
 ONLY: dict[tuple[str, str], frozenset[str]] = {
     ("planner", "engine"): frozenset({"engine.sharding_strategy", "engine.flat_collectives"}),
+    # What works on records alone, without torch.
+    **{(part, "diagnosis"): _OF_RECORDS for part in ("judge", "report", "cli")},
 }
 
 #: What only some parts may touch: module to the parts that may.
@@ -91,12 +103,10 @@ OPTIONS_OF_TORCH = frozenset(
 )  # fmt: skip
 
 #: Parts that do without torch altogether.
-TORCHLESS = WORDS - {"workload"} | {"docs", "report", "cli", "__main__", ""}
+TORCHLESS = WORDS - {"workload", "history"} | {"judge", "report", "cli", "__main__", ""}
 
 #: Parts that see torch through its public names only, so that a rename in it cannot change a verdict.
-PUBLIC_TORCH_ONLY = frozenset(
-    {"checks", "suites", "fixtures", "history", "testing", "case_checks", "case_references", *WORDS}
-)
+PUBLIC_TORCH_ONLY = frozenset({"references", "diagnosis", "checks", "suites", "fixtures", *WORDS})
 
 #: Private by name, but what torch's users walk containers and checkpoint modules with; unchanged since torch 1.12.
 PUBLIC_ENOUGH = ("torch.utils._pytree", "torch.distributed.algorithms._checkpoint.checkpoint_wrapper")
@@ -169,6 +179,12 @@ def test_reserved_modules_are_imported_where_they_may_be() -> None:
     [
         ("checks", "fsdp_conformance.engine.chunks.chunk"),
         ("checks", "fsdp_conformance.adapters.base"),
+        ("references", "fsdp_conformance.harness.devices"),
+        ("diagnosis", "fsdp_conformance.engine.structures"),
+        ("judge", "fsdp_conformance.references.loop"),
+        ("harness", "fsdp_conformance.judge.verdicts"),
+        ("contract", "fsdp_conformance.judge.verdicts"),
+        ("report", "fsdp_conformance.diagnosis.causes"),
         ("faults", "fsdp_conformance.checks.parity"),
         ("history", "fsdp_conformance.harness.devices"),
         ("fixtures", "fsdp_conformance.checks.parity"),

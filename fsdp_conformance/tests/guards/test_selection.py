@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import load_profile
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.guards import checkout
 
 pytestmark = checkout.required

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from fsdp_conformance.config import TorchrunWorker
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.errors import EnvironmentUnavailable
 from fsdp_conformance.harness import devices
@@ -17,6 +16,7 @@ from fsdp_conformance.harness.environment import Determinism
 from fsdp_conformance.harness.order import CaseOrder
 from fsdp_conformance.harness.torchrun import worker as torchrun
 from fsdp_conformance.harness.torchrun.worker import CaseMeeting
+from fsdp_conformance.run_settings import TorchrunWorker
 
 
 def worker(rank: int, *, local_rank: int, host: int, world_size: int) -> TorchrunWorker:

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import pytest
 
-from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
+from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.selftest.cases import bound_case, run_case
 from fsdp_conformance.verdict import Verdict
 

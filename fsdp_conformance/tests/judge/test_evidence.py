@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.judge import contradictions, judge, keep_evidence
 from fsdp_conformance.judge.evidence import COMMON
-from fsdp_conformance.outcome import CaseRecord, RankReport
+from fsdp_conformance.outcome.records import CaseRecord, RankReport
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_record, a_report, an_error, exits, failed
 from fsdp_conformance.verdict import Verdict
 

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.judge import contradictions, judge, keep_evidence
 from fsdp_conformance.judge.findings import MAX_FINDINGS
-from fsdp_conformance.outcome import CaseRecord, CheckCount, Finding, RankReport
+from fsdp_conformance.outcome.records import CaseRecord, CheckCount, Finding, RankReport
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.report.evidence import a_case, a_finding, a_report, exits
 from fsdp_conformance.verdict import Verdict
 

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fsdp_conformance.case_checks import CaseChecks
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.cases.checks import CaseChecks
 from fsdp_conformance.checks.result import CheckResult
 from fsdp_conformance.selftest import BoundCase, bound_case
 from fsdp_conformance.suites.test_a_parity import NumericalParity
 from fsdp_conformance.suites.test_ac_chunks import States
-from fsdp_conformance.testing import ConformanceTestCase
 
 
 class _Blind(CaseChecks):

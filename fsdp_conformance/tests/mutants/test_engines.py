@@ -22,18 +22,19 @@ from torch import nn
 from fsdp_conformance import contract
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
-from fsdp_conformance.case import ENVIRONMENTS
-from fsdp_conformance.config import RunSettings, Sharding
+from fsdp_conformance.contract.case import ENVIRONMENTS
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.history.training import TrainingHistory
 from fsdp_conformance.mutants import ALL, MUTANTS
 from fsdp_conformance.mutants.base import SeamDDP, SeamFSDP2
+from fsdp_conformance.plan import Sharding
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest import bound_case, bound_cases, run_case
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN, RICH, build
 from fsdp_conformance.tests.torch_versions import with_fsdp2_on_the_cpu
 from fsdp_conformance.verdict import Verdict
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.workload.definition import Regime, Workload
 
 #: Wrong numbers: mutant to workload, regime, fields of the plan, and a word that a divergence has.
 NUMBERS: dict[str, tuple[Workload, Regime, dict[str, Any], str]] = {

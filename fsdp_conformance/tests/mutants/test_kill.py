@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_conformance.mutants import MUTANTS, kill
 from fsdp_conformance.mutants.mutant import Mutant, Symptom
-from fsdp_conformance.outcome import CaseRecord, Finding
+from fsdp_conformance.outcome.records import CaseRecord, Finding
 from fsdp_conformance.selftest import bound_case, run_case
 from fsdp_conformance.tests.mutants import blind_cases
 from fsdp_conformance.verdict import Verdict

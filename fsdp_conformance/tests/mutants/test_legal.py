@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.mutants import VARIANTS
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest import bound_case, run_case
 from fsdp_conformance.verdict import Verdict
 

@@ -17,7 +17,7 @@ from fsdp_conformance.fixtures import models, transformer
 from fsdp_conformance.history.collective import CollectiveRecord, Op
 from fsdp_conformance.mutants import MUTANTS, VARIANTS
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.workload.definition import Regime
 
 #: Variants that send what their engine sends, and differ elsewhere.
 SAME_TRAFFIC = {"groups-parameters", "keeps-gradients-flat", "validates-gradients"}

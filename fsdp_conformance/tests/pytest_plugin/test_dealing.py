@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from fsdp_conformance import pytest_plugin
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import load_profile
 from fsdp_conformance.harness import devices, leases
 from fsdp_conformance.harness.device_memory import RANK_MIB, DeviceMemory
-from fsdp_conformance.packing import Slots
 from fsdp_conformance.pytest_plugin import dealing, options
 from fsdp_conformance.pytest_plugin.dealing import DevicesScheduling, sizes_by_node_id
+from fsdp_conformance.pytest_plugin.dispatch import Slots
+from fsdp_conformance.run_settings import RunSettings
 
 END = -1
 

@@ -13,13 +13,12 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.pytest_plugin.controller import EXIT_ENVIRONMENT, EXIT_SUITE
 from fsdp_conformance.pytest_plugin.options import ERROR_FILE, ORDER_OPTION
 from fsdp_conformance.report import certificate
 from fsdp_conformance.report.runfile import RunFile, read
 from fsdp_conformance.report.verify import verify
-from fsdp_conformance.settings import RunOrder
+from fsdp_conformance.run_settings import RunOrder, RunSettings
 from fsdp_conformance.tests.pytest_plugin import mini_suite
 from fsdp_conformance.tests.pytest_plugin.mini_suite import MiniSuite
 from fsdp_conformance.verdict import Verdict

@@ -8,27 +8,27 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance import settings
-from fsdp_conformance.config import RunSettings
+from fsdp_conformance import run_settings
 from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.run_settings import RunSettings
 
 
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
     """The settings of this process are those of whoever runs these tests."""
-    before = settings.current(), settings.description()
+    before = run_settings.current(), run_settings.description()
     yield
-    settings.use(*before)
+    run_settings.use(*before)
 
 
 def test_nothing_typed_is_the_default() -> None:
     """None stands for it."""
-    assert settings.from_words() == RunSettings()
+    assert run_settings.from_words() == RunSettings()
 
 
 def test_everything_typed_is_taken() -> None:
     """Numbers from words, lists from commas and repetition, each once."""
-    made = settings.from_words(
+    made = run_settings.from_words(
         implementation="my.py:Mine",
         profile="smoke",
         device="cuda",
@@ -63,14 +63,16 @@ def test_everything_typed_is_taken() -> None:
 
 def test_slots_are_a_number_or_what_fits() -> None:
     """0 stands for what fits."""
-    found = [settings.from_words(device="cuda", slots_per_device=word).slots_per_device for word in (None, "3", "auto")]
+    found = [
+        run_settings.from_words(device="cuda", slots_per_device=word).slots_per_device for word in (None, "3", "auto")
+    ]
 
     assert found == [1, 3, 0]
 
 
 def test_stress_has_a_seed() -> None:
     """The same one every time, unless the user names another."""
-    found = [settings.from_words(stress=True, stress_seed=word).stress_seed for word in (None, "0", "12")]
+    found = [run_settings.from_words(stress=True, stress_seed=word).stress_seed for word in (None, "0", "12")]
 
     assert found == [1, 0, 12]
 
@@ -150,7 +152,7 @@ def test_stress_has_a_seed() -> None:
 def test_what_cannot_be_is_refused(words: dict[str, Any], problem: str) -> None:
     """With the word that was typed."""
     with pytest.raises(ConfigError) as raised:
-        settings.from_words(**words)
+        run_settings.from_words(**words)
 
     assert raised.value.problems == (problem,)
 
@@ -161,13 +163,13 @@ def test_what_cannot_be_is_refused(words: dict[str, Any], problem: str) -> None:
 )
 def test_what_can_be_is_not(words: dict[str, Any]) -> None:
     """Threads on the simulated accelerator and on the CPU, and processes that share a GPU."""
-    assert settings.from_words(**words).share_devices is ("share_devices" in words)
+    assert run_settings.from_words(**words).share_devices is ("share_devices" in words)
 
 
 def test_all_problems_come_at_once() -> None:
     """Not only the first."""
     with pytest.raises(ConfigError) as raised:
-        settings.from_words(device="a b", world_sizes=["x", "y"], deadline_scale="0")
+        run_settings.from_words(device="a b", world_sizes=["x", "y"], deadline_scale="0")
 
     assert len(raised.value.problems) == 4
 
@@ -178,18 +180,18 @@ def test_an_order_survives_the_way_to_a_rank() -> None:
         world_sizes=(2, 3), cases=("R001",), chapters=("A",), last_failed=("R001/a-ws2",), fail_fast=True,
         deadline_scale=2.0,
     )  # fmt: skip
-    order = settings.RunOrder(settings=made, description={"name": "mine"})
+    order = run_settings.RunOrder(settings=made, description={"name": "mine"})
     data = json.loads(order.to_json())
     data["settings"]["colour"] = "green"
 
-    assert settings.order_from_json(json.dumps(data)) == order
+    assert run_settings.order_from_json(json.dumps(data)) == order
 
 
 def test_what_is_used_is_current() -> None:
     """With the description that the controller has asked for."""
-    settings.use(RunSettings(device="cuda"), {"name": "mine"})
+    run_settings.use(RunSettings(device="cuda"), {"name": "mine"})
 
-    assert settings.current().device == "cuda"
-    assert settings.description() == {"name": "mine"}
-    settings.use(RunSettings())
-    assert settings.description() is None
+    assert run_settings.current().device == "cuda"
+    assert run_settings.description() == {"name": "mine"}
+    run_settings.use(RunSettings())
+    assert run_settings.description() is None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fsdp_conformance.case import Case
-from fsdp_conformance.outcome import CaseRecord, CheckCount, Finding, RankError, RankExit, RankReport
+from fsdp_conformance.contract.case import Case
+from fsdp_conformance.outcome.records import CaseRecord, CheckCount, Finding, RankError, RankExit, RankReport
 from fsdp_conformance.verdict import Verdict
 
 #: What gloo says on the peers of a rank that has gone.

@@ -8,7 +8,7 @@ import pytest
 
 from fsdp_conformance.contract.profile import INTERPRETATION, Profile, profile_of
 from fsdp_conformance.judge import judge, keep_evidence
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.certificate import Scope, State, certify
 from fsdp_conformance.report.terminal import verdict_words
 from fsdp_conformance.tests.report.certificates import (

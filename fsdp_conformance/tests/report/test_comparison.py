@@ -7,7 +7,7 @@ import json
 import pytest
 
 from fsdp_conformance.errors import UsageError
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.comparison import compare, text
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.tests.report.evidence import a_record

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fsdp_conformance.errors import UsageError
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.baseline import Changes, changes
 from fsdp_conformance.report.expectation_writer import updated
 from fsdp_conformance.report.expectations import Expectation, judge, load_expectations

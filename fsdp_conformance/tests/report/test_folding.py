@@ -11,7 +11,7 @@ import pytest
 from fsdp_conformance import contract
 from fsdp_conformance.cli import messages
 from fsdp_conformance.report.certificate import Scope, State
-from fsdp_conformance.report.explain import explain
+from fsdp_conformance.report.explanation import explain
 from fsdp_conformance.report.folding import WIDTH, folded, screen_width, terminal_width
 from fsdp_conformance.report.terminal import basis, certificate_text, render_findings, render_record
 from fsdp_conformance.tests.report.test_texts import a_certificate, a_profile, a_run, failed, hung

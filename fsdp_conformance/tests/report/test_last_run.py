@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import profile_of
 from fsdp_conformance.errors import UsageError
 from fsdp_conformance.report.last_run import last_run, last_run_of, link_last, with_last_failed
 from fsdp_conformance.report.recorder import Recorder
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.report.evidence import a_case, a_record
 from fsdp_conformance.verdict import Verdict
 

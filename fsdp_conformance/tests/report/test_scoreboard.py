@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.contract.profile import profile_of
 from fsdp_conformance.errors import RunFileError
 from fsdp_conformance.report.recorder import Recorder
-from fsdp_conformance.report.scoreboard import Cell, markdown, scoreboard
+from fsdp_conformance.report.scoreboard_page import Cell, markdown, scoreboard
 from fsdp_conformance.report.verify import Verification, verify
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.tests.cli.cli_runs import said
 from fsdp_conformance.tests.report.evidence import a_case, a_record
 from fsdp_conformance.verdict import Verdict

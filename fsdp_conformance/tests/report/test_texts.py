@@ -11,12 +11,12 @@ from expecttest import TestCase
 
 from fsdp_conformance import contract
 from fsdp_conformance.contract.profile import Profile, profile_of
+from fsdp_conformance.diagnosis.grouping import grouped
 from fsdp_conformance.errors import UsageError
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report import markdown
 from fsdp_conformance.report.certificate import Certificate, Scope, State
-from fsdp_conformance.report.explain import explain
-from fsdp_conformance.report.grouping import grouped
+from fsdp_conformance.report.explanation import explain
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.report.terminal import (
     basis,

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report import trend
 from fsdp_conformance.report.runfile import RunFile
 from fsdp_conformance.report.trend import Trend

@@ -17,7 +17,7 @@ from torch import nn
 from fsdp_conformance.adapters import registry
 from fsdp_conformance.adapters.base import Adapter
 from fsdp_conformance.adapters.torch_like import TorchAdapter
-from fsdp_conformance.config import Plan, Sharding
+from fsdp_conformance.plan import Plan, Sharding
 from fsdp_conformance.repro.carried import BASES, TORCH_BASE, beyond_code, carried, sources_for_adapters
 from fsdp_conformance.repro.refused import NoScript
 from fsdp_conformance.tests.cli.cli_runs import with_adapter
@@ -29,7 +29,7 @@ from typing import ClassVar
 
 import torch
 from fsdp_conformance.adapters.torch_like import TorchAdapter, submodules
-from fsdp_conformance.config import Sharding
+from fsdp_conformance.plan import Sharding
 
 FACTOR = 2.0
 UNUSED = math.pi

@@ -12,12 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_conformance.case import case_of
-from fsdp_conformance.config import RunSettings
+from fsdp_conformance.cases.base import ConformanceTestCase
+from fsdp_conformance.contract.case import case_of
 from fsdp_conformance.fixtures import probes
 from fsdp_conformance.repro.refused import NoScript
 from fsdp_conformance.repro.script import script
 from fsdp_conformance.repro.sources import Sources
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest.cases import BoundCase
 from fsdp_conformance.suites import (
     test_a_parity,
@@ -27,9 +28,8 @@ from fsdp_conformance.suites import (
     test_m_frozen,
     test_n_unused,
 )
-from fsdp_conformance.testing import ConformanceTestCase
 from fsdp_conformance.tests.cli.cli_runs import with_adapter
-from fsdp_conformance.workload import BatchKey
+from fsdp_conformance.workload.definition import BatchKey
 
 _MODULES = (test_a_parity, test_d_memory, test_f_misuse, test_i_precision, test_m_frozen, test_n_unused)
 
@@ -82,7 +82,7 @@ def test_everything_that_is_used_is_defined_before_it_is_needed() -> None:
     """The source alone runs, in an empty namespace, and builds the model and the batches of the fixture."""
     sources = Sources()
     sources.need("fsdp_conformance.fixtures.probes", "exact_mlp")
-    sources.need("fsdp_conformance.workload", "BatchKey")
+    sources.need("fsdp_conformance.workload.definition", "BatchKey")
     module = type(sys)("alone")
     sys.modules["alone"] = module
     try:
@@ -212,7 +212,7 @@ def test_a_name_that_only_a_branch_defines_is_refused(tmp_path: Path) -> None:
 def test_an_import_that_runs_later_is_refused(tmp_path: Path) -> None:
     """The script would need this package after all."""
     text = _OWN.replace(
-        "        return Averaged(", "        from fsdp_conformance.config import Sharding\n\n        return Averaged("
+        "        return Averaged(", "        from fsdp_conformance.plan import Sharding\n\n        return Averaged("
     )
 
     with pytest.raises(NoScript, match=r"imports fsdp_conformance\.config when it runs"):

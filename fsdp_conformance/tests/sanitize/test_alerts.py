@@ -11,10 +11,10 @@ import pytest
 
 from fsdp_conformance.cli import alerts
 from fsdp_conformance.cli.alerts import alerts_of, sarif, workflow_commands
-from fsdp_conformance.frames import Frame
 from fsdp_conformance.history.hazard import HazardKind
 from fsdp_conformance.simulator.disagreement import Disagreement, DisagreementKind, Party
 from fsdp_conformance.simulator.hazard import Site
+from fsdp_conformance.stack import Frame
 from fsdp_conformance.status import Status
 from fsdp_conformance.tests.sanitize.test_report import access, hazard, observed, printed, report
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from fsdp_conformance.cli.sanitize_report import ScriptReport, folded
-from fsdp_conformance.frames import Frame
 from fsdp_conformance.history.hazard import HazardKind
-from fsdp_conformance.outcome import RankError, RankExit, RankReport
+from fsdp_conformance.outcome.records import RankError, RankExit, RankReport
 from fsdp_conformance.simulated_cuda.of_ranks import ChildOfRank
 from fsdp_conformance.simulator.hazard import Access, Hazard, Site, Stream
 from fsdp_conformance.simulator.launch import ScriptOrder
+from fsdp_conformance.stack import Frame
 from fsdp_conformance.status import Status
 
 ORDER = ScriptOrder(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fsdp_conformance.cli import arguments
-from fsdp_conformance.cli.sanitize import order_of
+from fsdp_conformance.cli.commands.sanitize import order_of
 from fsdp_conformance.errors import ConfigError
 from fsdp_conformance.tests.cli.cli_runs import said
 

@@ -9,8 +9,8 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from fsdp_conformance.config import RunSettings
 from fsdp_conformance.mutants import MUTANTS
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest import bound_cases, correct, run_case, trials
 from fsdp_conformance.selftest.plain import USUAL, difference, plain_loss
 from fsdp_conformance.selftest.trials import Kind, Trial

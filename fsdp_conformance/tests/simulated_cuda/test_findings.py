@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fsdp_conformance.frames import Frame
 from fsdp_conformance.history.hazard import HazardKind
 from fsdp_conformance.simulated_cuda.findings import Inbox, Observed, said
 from fsdp_conformance.simulator.hazard import Access, Hazard, Site, Stream
+from fsdp_conformance.stack import Frame
 
 NOTHING: dict[str, Any] = {"hazards": [], "accesses": 0, "notes": []}
 

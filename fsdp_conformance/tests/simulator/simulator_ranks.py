@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.hazard import HazardKind
 from fsdp_conformance.tests.simulator.simulator_collectives import Outputs, Values, differences

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.frames import Frame
 from fsdp_conformance.simulator.agreement import Agreement, CollectiveMismatch
 from fsdp_conformance.simulator.calls import (
     Call,
@@ -23,6 +22,7 @@ from fsdp_conformance.simulator.calls import (
     unanswered,
 )
 from fsdp_conformance.simulator.disagreement import DisagreementKind, disagreement_from_json
+from fsdp_conformance.stack import Frame
 
 WORLD = Channel(group="0", ranks=(0, 1), device="sim")
 

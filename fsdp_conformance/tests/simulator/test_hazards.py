@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from expecttest import TestCase
 
-from fsdp_conformance.frames import Frame
 from fsdp_conformance.harness import rank
 from fsdp_conformance.simulator.hazard import (
     Access,
@@ -23,6 +22,7 @@ from fsdp_conformance.simulator.hazard import (
     UselessWait,
     hazard_from_json,
 )
+from fsdp_conformance.stack import Frame
 from fsdp_conformance.tests.simulator.simulator_machine import DEADLINE_S, HOST, Machine, compiled
 
 TORCH = os.path.dirname(torch.__file__)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import checker, memory, ordering
 from fsdp_conformance.tests.simulator.simulator_process import in_process_of_its_own
 

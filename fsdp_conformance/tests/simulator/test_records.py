@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fsdp_conformance.outcome import case_record_from_json
+from fsdp_conformance.outcome.records import case_record_from_json
 from fsdp_conformance.report.certificate import State
 from fsdp_conformance.report.terminal import render_record
 from fsdp_conformance.tests.report.certificates import (

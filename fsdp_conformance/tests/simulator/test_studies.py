@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_conformance.config import SIMULATED
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build
 from fsdp_conformance.simulator.checker import Wait
 from fsdp_conformance.simulator.sync_sites import SyncSite, site_from_id

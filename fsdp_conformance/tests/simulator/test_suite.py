@@ -12,20 +12,21 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_conformance.adapters.torch_ddp import TorchDDP
-from fsdp_conformance.adapters.torch_fsdp1 import TorchFSDP1
-from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
-from fsdp_conformance.adapters.watch import AcceleratorWatch, SimulatedWatch, Watch, watch_for
+from fsdp_conformance.adapters.vendors.torch_ddp import TorchDDP
+from fsdp_conformance.adapters.vendors.torch_fsdp1 import TorchFSDP1
+from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
 from fsdp_conformance.capability import CAPABILITIES
 from fsdp_conformance.checks.streams import stream_control, stream_safety
-from fsdp_conformance.config import SIMULATED, InitMode, Plan, RunSettings
+from fsdp_conformance.contract.gate import Place
+from fsdp_conformance.driver.watch import AcceleratorWatch, SimulatedWatch, Watch, watch_for
 from fsdp_conformance.errors import SuiteError
 from fsdp_conformance.fixtures import deep
 from fsdp_conformance.harness import devices
 from fsdp_conformance.history.memory import Point
-from fsdp_conformance.judge import Place
 from fsdp_conformance.mutants.memory import LeaksEveryStep
 from fsdp_conformance.mutants.streams import FreesInFlight, StepsOnASideStream
+from fsdp_conformance.plan import SIMULATED, InitMode, Plan
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest import bound_case, run_case
 from fsdp_conformance.simulator import build, place
 from fsdp_conformance.suites.test_h_delays import _DEGREES, _DELAYS, _PREFETCH, COVERED, stands_together
@@ -33,7 +34,7 @@ from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
 from fsdp_conformance.tests.adapters.adapter_workloads import PLAIN
 from fsdp_conformance.tests.report.evidence import a_case
 from fsdp_conformance.verdict import Verdict
-from fsdp_conformance.workload import BatchKey, Regime
+from fsdp_conformance.workload.definition import BatchKey, Regime
 
 needs_compiler = pytest.mark.skipif(build.unavailable() is not None, reason="no C++ compiler")
 

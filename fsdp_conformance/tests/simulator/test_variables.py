@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from fsdp_conformance.frames import Frame
 from fsdp_conformance.simulator import checker
 from fsdp_conformance.simulator import torch_sim as sim
 from fsdp_conformance.simulator.hazard import Stream, hazard_from_json
 from fsdp_conformance.simulator.variables import assigned_to
+from fsdp_conformance.stack import Frame
 from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fsdp_conformance.adapters.watch import AcceleratorWatch
+from fsdp_conformance.driver.watch import AcceleratorWatch
 from fsdp_conformance.harness import warm_up
 from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own
 

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.engine.bucketing.reduce_scatter_bucketer import ReduceScatterBucketer
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.hazard import Hazard
 from fsdp_conformance.tests.engine.engine_sites import watching_engine

@@ -17,10 +17,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.engine.chunks.chunk import ChunkConfig
 from fsdp_conformance.engine.chunks.memory_pool import BlockKind
 from fsdp_conformance.engine.chunks.storage import StorageConfig
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.hazard import Hazard
 from fsdp_conformance.tests.engine.chunks.chunk_training import ChunkTrainer, Schedule

@@ -9,17 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from fsdp_conformance.adapters import session
-from fsdp_conformance.adapters.reference_data_parallel import ReferenceDataParallel
-from fsdp_conformance.checks.reference_all_reduce import all_reduce_reference
-from fsdp_conformance.checks.reference_ddp import ddp_absence, ddp_reference
-from fsdp_conformance.config import Plan
+from fsdp_conformance.adapters.vendors.reference_data_parallel import ReferenceDataParallel
+from fsdp_conformance.driver import session
 from fsdp_conformance.engine.data_parallel.data_parallel import DataParallel
 from fsdp_conformance.fixtures.registry import workload_by_name, workload_names
 from fsdp_conformance.harness.context import log
 from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.plan import Plan
+from fsdp_conformance.references.all_reduce import all_reduce_reference
+from fsdp_conformance.references.ddp import ddp_absence, ddp_reference
 from fsdp_conformance.tests.engine.data_parallel.reducer_ranks import ReducerTestCase
-from fsdp_conformance.workload import Regime, Workload
+from fsdp_conformance.workload.definition import Regime, Workload
 
 #: Options of the wrapper under which everything must stay the same.
 OPTIONS: tuple[dict[str, Any], ...] = (

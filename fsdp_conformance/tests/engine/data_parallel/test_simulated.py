@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.distributed_c10d import _get_default_group
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.engine.data_parallel.data_parallel import DataParallel
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.checker import Wait
 from fsdp_conformance.tests.engine.engine_sites import noting_sites, site_in_program

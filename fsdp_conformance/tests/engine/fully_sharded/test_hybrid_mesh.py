@@ -17,16 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_conformance.adapters import session
-from fsdp_conformance.adapters.reference import Reference
-from fsdp_conformance.adapters.torch_fsdp2 import TorchFSDP2
-from fsdp_conformance.checks.reference_single import single_process_reference
-from fsdp_conformance.config import Plan, Sharding
+from fsdp_conformance.adapters.vendors.reference import Reference
+from fsdp_conformance.adapters.vendors.torch_fsdp2 import TorchFSDP2
+from fsdp_conformance.driver import session
 from fsdp_conformance.fixtures import probes
 from fsdp_conformance.history.collective import Op
 from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.plan import Plan, Sharding
+from fsdp_conformance.references.single_process import single_process_reference
 from fsdp_conformance.tests.adapters.adapter_ranks import RankTestCase
-from fsdp_conformance.workload import BatchKey, Regime, Workload
+from fsdp_conformance.workload.definition import BatchKey, Regime, Workload
 
 #: Of the mesh's axes, in order: the other axis is the slowest, the one between, the fastest.
 LAYOUTS = (

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.engine.sharding_strategy import CPUOffload, MixedPrecision, ShardingStrategy
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import checker
 from fsdp_conformance.tests.engine.engine_sites import noting_sites, site_in_program
 from fsdp_conformance.tests.engine.fully_sharded import test_simulated as programs

@@ -14,16 +14,16 @@ from typing import Any
 import pytest
 import torch
 
-from fsdp_conformance.adapters.reference import Reference
-from fsdp_conformance.adapters.session import train
-from fsdp_conformance.checks.reference_ddp import ddp_reference
-from fsdp_conformance.config import SIMULATED, BackwardPrefetch, InitMode, Offload, Plan, Sharding
+from fsdp_conformance.adapters.vendors.reference import Reference
+from fsdp_conformance.driver.session import train
 from fsdp_conformance.fixtures import probes
 from fsdp_conformance.harness.simulated_ranks import ranks as simulated_ranks
 from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.plan import SIMULATED, BackwardPrefetch, InitMode, Offload, Plan, Sharding
+from fsdp_conformance.references.ddp import ddp_reference
 from fsdp_conformance.simulator import checker
 from fsdp_conformance.tests.simulator.simulator_process import compiled, in_process_of_its_own
-from fsdp_conformance.workload import Regime
+from fsdp_conformance.workload.definition import Regime
 
 WORLD_SIZES = (1, 2, 3, 4, 5, 8)
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from fsdp_conformance.config import SIMULATED
 from fsdp_conformance.engine.errors import TensorMetaMismatch
 from fsdp_conformance.engine.mesh.collectives import (
     MeshWork,
@@ -23,6 +22,7 @@ from fsdp_conformance.engine.mesh.collectives import (
     shard_dim_all_to_all,
 )
 from fsdp_conformance.engine.mesh.tensor_meta import check_tensor_meta
+from fsdp_conformance.plan import SIMULATED
 from fsdp_conformance.simulator import build, checker
 from fsdp_conformance.simulator.hazard import Hazard
 from fsdp_conformance.tests.engine.engine_sites import watching_engine

@@ -20,8 +20,8 @@ from fsdp_conformance.harness.deadlines import Deadlines
 from fsdp_conformance.harness.processes import supervisor
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
-from fsdp_conformance.judge.endings import Attribution, Ending, attribute
-from fsdp_conformance.outcome import RankExit, RankReport
+from fsdp_conformance.outcome.endings import Attribution, Ending, attribute
+from fsdp_conformance.outcome.records import RankExit, RankReport
 from fsdp_conformance.tests.harness.started_ranks import StartedRanks
 
 pytestmark = pytest.mark.slow

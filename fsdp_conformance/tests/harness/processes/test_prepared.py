@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import distributed
 
-from fsdp_conformance.config import RunSettings
-from fsdp_conformance.harness import ahead, context, devices, leases
-from fsdp_conformance.harness.ahead import make_first_group
+from fsdp_conformance.harness import context, devices, leases, rank_startup
 from fsdp_conformance.harness.device_memory import RANK_MIB, DeviceMemory
 from fsdp_conformance.harness.order import FirstGroup
 from fsdp_conformance.harness.processes import prepared as preparation
 from fsdp_conformance.harness.processes.prepared import prepared
+from fsdp_conformance.harness.rank_startup import make_first_group
 from fsdp_conformance.harness.recording import process_group
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.selftest.cases import bound_case, run_case
 from fsdp_conformance.tests.harness.test_torchrun_dealing import orders
 from fsdp_conformance.verdict import Verdict
@@ -261,9 +261,9 @@ def test_getting_ready_touches_the_device_in_order(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(type(order.case.determinism), "apply", lambda self: done.append("settings"))
     monkeypatch.setattr(devices, "activate", lambda device_type: done.append(f"activate {device_type}"))
     monkeypatch.setattr(devices, "use_device", lambda device: done.append(f"use {device}"))
-    monkeypatch.setattr(ahead, "warm_up", lambda device: done.append(f"warm up {device}"))
-    monkeypatch.setattr(ahead, "make_first_group", lambda order, device: done.append(f"group on {device}"))
-    ahead.get_ready(order)
+    monkeypatch.setattr(rank_startup, "warm_up", lambda device: done.append(f"warm up {device}"))
+    monkeypatch.setattr(rank_startup, "make_first_group", lambda order, device: done.append(f"group on {device}"))
+    rank_startup.get_ready(order)
 
     assert done == ["settings", "activate cpu", "use cpu", "warm up cpu", "group on cpu"]
 

@@ -17,7 +17,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from fsdp_conformance.outcome import RankExit, RankReport
+from fsdp_conformance.outcome.records import RankExit, RankReport
 from fsdp_conformance.tests.harness.started_ranks import StartedRanks
 
 #: Runs of the case that died at shutdown about once in twenty when ranks ended through Python's finalization.

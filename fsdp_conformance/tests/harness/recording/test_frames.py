@@ -12,10 +12,10 @@ import pytest
 import torch
 import typing_extensions
 
-from fsdp_conformance import frames
-from fsdp_conformance.frames import Owner, owner
+from fsdp_conformance import stack
+from fsdp_conformance.stack import Owner, owner
 
-PACKAGE = Path(frames.__file__).parent
+PACKAGE = Path(stack.__file__).parent
 SITE_PACKAGES = str(Path(torch.__file__).parent.parent)
 
 
@@ -41,16 +41,16 @@ def test_files_have_owners(file: str, expected: Owner) -> None:
 
 def test_paths_are_shown_without_the_directories_of_this_machine() -> None:
     """Paths of both packages start with the package's name, paths below the current directory are relative."""
-    assert frames.shown(torch.__file__) == os.path.join("torch", "__init__.py")
-    assert frames.shown(str(PACKAGE / "harness" / "rank.py")) == os.path.join("fsdp_conformance", "harness", "rank.py")
-    assert frames.shown(os.path.join(os.getcwd(), "train.py")) == "train.py"
-    assert frames.shown("/elsewhere/train.py") == "/elsewhere/train.py"
+    assert stack.shown(torch.__file__) == os.path.join("torch", "__init__.py")
+    assert stack.shown(str(PACKAGE / "harness" / "rank.py")) == os.path.join("fsdp_conformance", "harness", "rank.py")
+    assert stack.shown(os.path.join(os.getcwd(), "train.py")) == "train.py"
+    assert stack.shown("/elsewhere/train.py") == "/elsewhere/train.py"
 
 
 def test_torch_is_found_without_being_imported() -> None:
     """Reports without torch can ask for owners."""
     code = (
-        "import sys; from fsdp_conformance.frames import owner; "
+        "import sys; from fsdp_conformance.stack import owner; "
         f"owner({torch.__file__!r}) == 'torch' or sys.exit('not found'); sys.exit('torch' in sys.modules)"
     )
 

@@ -26,7 +26,7 @@ from fsdp_conformance.harness.recording.collective_trace import KEPT_LINES, LINE
 from fsdp_conformance.harness.recording.process_group import BACKEND, register_recording_backend
 from fsdp_conformance.harness.testcase import ShardedTrainingTestCase
 from fsdp_conformance.history.collective import CollectiveRecord, Op
-from fsdp_conformance.outcome import RankExit, RankReport
+from fsdp_conformance.outcome.records import RankExit, RankReport
 
 #: For waits that end by themselves; nothing is judged by it.
 PATIENCE_S = 240.0

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_conformance.harness.parts import Part
+from fsdp_conformance.harness.accounting import Part
 from fsdp_conformance.harness.simulated_ranks import meeting
 from fsdp_conformance.harness.simulated_ranks import scheduler as rank_scheduler
 from fsdp_conformance.harness.simulated_ranks.host import HostSeat
@@ -31,7 +31,7 @@ from fsdp_conformance.harness.simulated_ranks.ranks import run_ranks, simulated_
 from fsdp_conformance.harness.simulated_ranks.scheduler import RankScheduler
 from fsdp_conformance.harness.simulated_ranks.state import RankState
 from fsdp_conformance.history.collective import Op
-from fsdp_conformance.outcome import RankReport
+from fsdp_conformance.outcome.records import RankReport
 from fsdp_conformance.tests.harness.started_ranks import StartedRanks
 
 SIZES = (4, 32)

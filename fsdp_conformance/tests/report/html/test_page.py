@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fsdp_conformance.contract.profile import load_profile
-from fsdp_conformance.outcome import CaseRecord
+from fsdp_conformance.outcome.records import CaseRecord
 from fsdp_conformance.report.baseline import Changes
 from fsdp_conformance.report.html.page import page
 from fsdp_conformance.tests.report.evidence import a_finding, a_record, an_exit

@@ -1,0 +1,279 @@
+"""
+The references of a case: trained, or taken from the store of references.
+
+    CaseReferences  a mixin of `ConformanceTestCase`: what cases call
+    _Source         where references come from, and go to
+
+References are usually needed after the engine has trained, in a process that the engine has entered. Such a process
+never writes an entry: it marks the entry as wanted. The next case that is about to train the same scenario, on ranks
+that no engine has entered yet, trains the references first and writes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from fsdp_conformance.errors import ReferencesDisagree, SuiteError
+from fsdp_conformance.harness import context
+from fsdp_conformance.harness.processes import preload
+from fsdp_conformance.harness.rank import FRESH
+from fsdp_conformance.harness.recording import process_group
+from fsdp_conformance.outcome.records import REFERENCES, RankReport
+from fsdp_conformance.references.reference_set import References, from_histories, train_references
+from fsdp_conformance.references.scenario import NotShared, scenario_sha256
+from fsdp_conformance.references.sharing import Offer, is_untouched, offer_from_json
+from fsdp_conformance.references.store import Refused, content_of, entry_name, section
+from fsdp_conformance.workload.definition import Regime, Workload
+
+if TYPE_CHECKING:
+    from fsdp_conformance.contract.case import Case
+
+#: How references came to be, in the order of `RankReport.measurements`.
+COMPUTED, SHARED, CHECKED = "computed", "shared", "checked"
+
+
+class CaseReferences:
+    """The references of a case, on one rank."""
+
+    rank: int
+    report: RankReport
+    trained_references: dict[Hashable, tuple[Workload, References]]
+    """By the content of workload and regime, so that a case with several checks trains them once."""
+    engine_entered: bool = False
+    """Whether code under test has been loaded in this process."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def case(self) -> Case: ...
+
+        @property
+        def world_size(self) -> int: ...
+
+        @property
+        def reference_device(self) -> str: ...
+
+        @property
+        def reference_offer(self) -> Mapping[str, Any] | None: ...
+
+        def blaming(self, part: str) -> AbstractContextManager[None]: ...
+
+    def references(self, workload: Workload, regime: Regime | None = None) -> References:
+        """The references for the workload, in agreement. Collective, once per workload and regime."""
+        regime = (regime or Regime()).for_references()
+        known = _identity(workload, regime)
+        if known not in self.trained_references:
+            with process_group.log().phase("observe"), self.blaming("suite"):
+                self.trained_references[known] = workload, self._reference_source(workload, regime).obtained()
+        return self.trained_references[known][1]
+
+    def before_engine(self, workload: Workload, regime: Regime | None) -> None:
+        """
+        Called when the case is about to train. While no engine has entered: train references that are wanted, and
+        train a sample of those in the store again. Collective.
+
+        Raises SuiteError if the store has other references.
+        """
+        if self.reference_offer is None or self.engine_entered:
+            return
+        regime = (regime or Regime()).for_references()
+        known = _identity(workload, regime)
+        if known in self.trained_references:
+            return
+        source = self._reference_source(workload, regime)
+        if source.is_sampled(self.case.id):
+            with process_group.log().phase("observe"), self.blaming("suite"):
+                self.trained_references[known] = workload, source.checked()
+        elif source.is_wanted():
+            self.references(workload, regime)
+
+    def _reference_source(self, workload: Workload, regime: Regime) -> _Source:
+        offer = self.reference_offer
+        return _Source(
+            workload=workload,
+            regime=regime,
+            rank=self.rank,
+            world_size=self.world_size,
+            device=self.reference_device,
+            report=self.report,
+            offer=None if offer is None else offer_from_json(offer),
+            fresh=not self.engine_entered and context.running().start in FRESH,
+        )
+
+
+def _identity(workload: Workload, regime: Regime) -> Hashable:
+    """
+    Equal for two workloads only if they train the same.
+
+    The name does not tell: a case may train one workload and compare with another that has the same name, because it
+    changes values after wrapping.
+    """
+    try:
+        return scenario_sha256(workload, regime)
+    except NotShared:
+        return id(workload), regime
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Agreement:
+    """What holds on every rank of the case."""
+
+    found: bool
+    """All of them have what they asked for, of one entry."""
+    untouched: bool
+    """No engine has entered any of them."""
+    one_key: bool
+
+
+@dataclass(kw_only=True, slots=True)
+class _Source:
+    """Where the references of one workload and regime come from, on one rank."""
+
+    workload: Workload
+    regime: Regime
+    rank: int
+    world_size: int
+    device: str
+    report: RankReport
+    offer: Offer | None
+    fresh: bool
+    """Whether no engine has run in this process."""
+    key: dict[str, str] | None = field(init=False)
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = None if self.offer is None else self.offer.key(self.workload, self.regime, self.world_size)
+        self.name = "" if self.key is None else entry_name(self.key)
+
+    def is_sampled(self, case: str) -> bool:
+        """
+        Whether there is an entry, and this case trains it again.
+
+        Also where an engine's modules were imported: its cases would otherwise use entries that nobody checks.
+        """
+        if self.offer is None or self.key is None or self.name not in self.offer.known:
+            return False
+        return self.fresh and self.offer.is_sampled(case, self.key)
+
+    def is_wanted(self) -> bool:
+        """Whether there is no entry, a case would have used one, and this process may write it."""
+        return self.offer is not None and self.name in self.offer.wanted - self.offer.known and self._is_untouched()
+
+    def obtained(self) -> References:
+        """From the store if every rank finds them there; otherwise trained, and left there if they may be."""
+        if self.offer is None:
+            return self._computed()
+        found = self._read()
+        agreed = self._agreement(found is not None)
+        if found is not None and agreed.found:
+            self._count(SHARED)
+            return found
+        found = self._computed()
+        if self.key is not None and agreed.one_key and self.name not in self.offer.known:
+            self._leave(self.offer, self.key, found, may_write=agreed.untouched)
+        return found
+
+    def checked(self) -> References:
+        """The references, trained here and compared with the entry, bit for bit. Collective."""
+        found = self._computed()
+        kept = self._bytes()
+        is_same = kept is None or kept == _section(found)
+        if kept is not None:
+            self._count(CHECKED)
+        if not self._agreement(is_same).found and self.offer is not None:
+            self.offer.store.remove(self.name)
+            raise SuiteError(
+                f"shared references {self.offer.store.path(self.name)}: expected what the ranks train, got "
+                f"{'other values on some other rank' if is_same else 'other values'} "
+                f"[rank {self.rank}, {self.workload.name}, world size {self.world_size}]. "
+                "The entry was removed: run the case again."
+            )
+        return found
+
+    def _is_untouched(self) -> bool:
+        """Whether this process has run nothing but the suite, and imported nothing else either."""
+        return self.fresh and not preload.failures and is_untouched(preload.loaded)
+
+    def _computed(self) -> References:
+        found = train_references(
+            self.workload, self.regime, rank=self.rank, world_size=self.world_size, device=self.device
+        )
+        found.agree()
+        self._count(COMPUTED)
+        return found
+
+    def _read(self) -> References | None:
+        """This rank's part of the entry; None if there is none. One that cannot have been written so is removed."""
+        data = self._bytes()
+        if data is None:
+            return None
+        try:
+            content: Any = content_of(data)
+            found = from_histories(
+                self.workload,
+                self.regime,
+                rank=self.rank,
+                world_size=self.world_size,
+                histories=content["histories"],
+                absent=content["absent"],
+            )
+            found.agree()
+        except (Refused, SuiteError, ReferencesDisagree, KeyError, TypeError, AttributeError) as refused:
+            self._refuse(refused)
+            return None
+        return found
+
+    def _bytes(self) -> bytes | None:
+        if self.offer is None or self.key is None or self.name not in self.offer.known:
+            return None
+        try:
+            return self.offer.store.read(self.key, self.rank)
+        except Refused as refused:
+            self._refuse(refused)
+            return None
+
+    def _refuse(self, reason: Exception) -> None:
+        if self.offer is not None:
+            self.offer.store.remove(self.name)
+            path = self.offer.store.path(self.name)
+            self.report.notes.append(f"shared references {path} were refused and removed: {reason}")
+
+    def _leave(self, offer: Offer, key: Mapping[str, str], found: References, *, may_write: bool) -> None:
+        """Write the entry, or mark it as wanted. Collective if it may be written."""
+        if not may_write:
+            if self.rank == 0 and self.name not in offer.wanted:
+                offer.store.want(self.name)
+            return
+        try:
+            mine: bytes | None = _section(found)
+        except NotShared:
+            mine = None
+        everyone: list[bytes | None] | None = [None] * self.world_size if self.rank == 0 else None
+        dist.gather_object(mine, everyone)
+        sections = [data for data in everyone or () if data is not None]
+        if self.rank == 0 and len(sections) == self.world_size:
+            offer.store.write(key, sections)
+
+    def _agreement(self, found: bool) -> _Agreement:
+        """What holds on every rank: an engine may have changed only some of them. Collective."""
+        number = int(self.name[:15] or "0", 16)
+        least = torch.tensor([found, self._is_untouched(), number, -number], dtype=torch.int64, device="cpu")
+        dist.all_reduce(least, op=dist.ReduceOp.MIN)
+        everywhere, untouched, lowest, highest = least.tolist()
+        one_key = lowest == -highest
+        return _Agreement(found=bool(everywhere) and one_key, untouched=bool(untouched), one_key=one_key)
+
+    def _count(self, how: str) -> None:
+        counts = self.report.measurements.setdefault(REFERENCES, {COMPUTED: 0, SHARED: 0, CHECKED: 0})
+        counts[how] += 1
+
+
+def _section(found: References) -> bytes:
+    """What one rank keeps."""
+    return section({"histories": found.histories, "absent": found.absent})

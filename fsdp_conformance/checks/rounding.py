@@ -1,0 +1,57 @@
+"""Values equal those of the rounding reference (`references.rounding`), bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fsdp_conformance.checks.result import CheckResult, Tally
+from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.references.reference_set import Kind, values
+
+_PHASES = {Kind.LOSS: "forward", Kind.GRADIENT: "reduce", Kind.EVAL: "eval"}
+
+#: Values whose dtype the optimizer or the user relies on; the dtype of outputs is the engine's choice.
+_IN_THEIR_DTYPE = frozenset({Kind.GRADIENT, Kind.PARAMETER, Kind.BUFFER})
+
+
+def rounds_alike(
+    history: TrainingHistory, expected: TrainingHistory, *, requirement: str, kinds: Sequence[Kind]
+) -> CheckResult:
+    """
+    Values of these kinds equal the rounding reference's, bit for bit.
+
+    Gradients that the implementation does not expose are judged by the parameters that they lead to.
+    """
+    tally = Tally("rounding parity", requirement, rank=history.rank)
+    notes = []
+    if Kind.GRADIENT in kinds and all(record.grads is None for record in history.steps):
+        kinds = list(dict.fromkeys(Kind.PARAMETER if kind is Kind.GRADIENT else kind for kind in kinds))
+        notes.append("gradients are not exposed: the parameters they lead to were compared")
+    for kind in kinds:
+        for record in expected.steps[: 1 if kind is Kind.EVAL else None]:
+            got = values(history, kind, record.step)
+            for name, want in values(expected, kind, record.step).items():
+                difference = _difference(got.get(name), want, demands_dtype=kind in _IN_THEIR_DTYPE)
+                wanted, seen = difference or ("", "")
+                tally.compare(
+                    difference is None, kind, expected=wanted, got=seen,
+                    details="the reference rounds where the plan says",
+                    elements=want.numel() if isinstance(want, Tensor) else 1,
+                    step=None if kind is Kind.EVAL else record.step, phase=_PHASES.get(kind, "step"), fqn=name,
+                )  # fmt: skip
+    return tally.result(notes=notes).demand_comparisons(f"rank {history.rank}")
+
+
+def _difference(got: Any, want: Any, *, demands_dtype: bool) -> tuple[str, str] | None:
+    """What was expected and what was seen of a value that differs, or None."""
+    if not isinstance(got, Tensor) or not isinstance(want, Tensor):
+        return None if type(got) is type(want) else (type(want).__name__, type(got).__name__)
+    if got.shape != want.shape or (demands_dtype and got.dtype is not want.dtype):
+        return f"{want.dtype} {tuple(want.shape)}", f"{got.dtype} {tuple(got.shape)}"
+    if torch.equal(got.double(), want.double()):
+        return None
+    return "bitwise equality", f"a difference of up to {(got.double() - want.double()).abs().max().item():.3g}"

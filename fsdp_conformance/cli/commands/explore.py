@@ -1,0 +1,151 @@
+"""
+`fsdp-conformance explore`: what do the lists of cases not think of?
+
+Prints each failure once it is shrunk, confirmed on processes, and explained; at the end, what was tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+from fsdp_conformance import run_settings
+from fsdp_conformance.cli import messages
+from fsdp_conformance.cli.answers import answers
+from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.plan import SIMULATED
+from fsdp_conformance.report.folding import screen_width
+from fsdp_conformance.status import Status
+
+_DEFAULT_SECONDS = 600.0
+
+#: How often progress is shown on a terminal.
+_PROGRESS_S = 2.0
+
+
+def main(arguments: argparse.Namespace) -> int:
+    """Explore, and return 0 if nothing fails, 1 if something does, otherwise 2, 3 or 4."""
+    with answers("fsdp_conformance.cli.explorer", [json.dumps(order_of(arguments))]) as found:
+        return follow(found, scripts=arguments.script, as_json=arguments.json)
+
+
+def order_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options as the child takes them. Raises ConfigError with every problem found."""
+    chosen = run_settings.from_words(
+        implementation=arguments.implementation,
+        device=arguments.device,
+        world_sizes=arguments.world_sizes,
+        deadline_scale=arguments.deadline_scale,
+    )
+    problems: list[str] = []
+    seconds = _number("--seconds", arguments.seconds, float, problems)
+    examples = _number("--max-examples", arguments.max_examples, int, problems)
+    seed = _number("--seed", arguments.seed, int, problems, least=0)
+    if chosen.device not in ("cpu", SIMULATED):
+        problems.append(f"--device must be cpu or sim: examples run on simulated ranks, got {chosen.device!r}")
+    if problems:
+        raise ConfigError(problems, where="explore")
+    if seed is None:
+        seed = 0 if arguments.derandomize else time.time_ns() % 1_000_000
+    return {
+        "settings": asdict(chosen),
+        "seconds": _DEFAULT_SECONDS if seconds is None and examples is None else seconds,
+        "max_examples": examples,
+        "seed": seed,
+        "save": arguments.save,
+        "width": screen_width(),
+    }
+
+
+def follow(found: Iterable[dict[str, Any]], *, scripts: bool = False, as_json: bool = False) -> Status:
+    """Print what comes, and sum it up; as JSON, print it at the end."""
+    shown = time.monotonic()
+    failures: list[dict[str, Any]] = []
+    counts: dict[str, Any] | None = None
+    for answer in found:
+        match answer.pop("what"):
+            case "begin" if not as_json:
+                print(f"exploring {answer['name']} {answer['version']}", flush=True)
+            case "progress":
+                if sys.stderr.isatty() and time.monotonic() - shown > _PROGRESS_S:
+                    shown = time.monotonic()
+                    print(f"\r{messages.plural(answer['ran'], 'example')} ", end="", file=sys.stderr, flush=True)
+            case "failure":
+                failures.append(answer)
+                if not as_json:
+                    _print_failure(answer, scripts=scripts)
+            case "error":
+                messages.complain(answer["message"])
+                return Status(answer["status"])
+            case "died":
+                print(answer["output"].rstrip(), file=sys.stderr if as_json else sys.stdout)
+                messages.complain(f"the child process {answer['how']}")
+                return Status.SUITE
+            case "done":
+                counts = answer
+    if counts is None:
+        messages.complain("the child process ended without a result")
+        return Status.SUITE
+    status = _status(counts, failures)
+    if as_json:
+        messages.say_json({"status": int(status), "counts": counts, "failures": failures})
+    else:
+        _sum_up(counts, failures)
+    return status
+
+
+def _status(counts: dict[str, Any], failures: list[dict[str, Any]]) -> Status:
+    """An exploration that judged nothing has shown nothing; a failure counts once it is confirmed."""
+    if not _judged(counts):
+        return Status.SUITE
+    return Status.NOT_CERTIFIED if any(failure["confirmed"] for failure in failures) else Status.CERTIFIED
+
+
+def _judged(counts: dict[str, Any]) -> int:
+    left_out = sum(counts["rejected"].values()) + sum(counts["declined"].values())
+    return int(counts["ran"]) - int(left_out)
+
+
+def _print_failure(answer: dict[str, Any], *, scripts: bool) -> None:
+    print(f"\n{answer['text']}", flush=True)
+    if answer["saved"]:
+        print(f"    saved     {answer['saved']}")
+    else:
+        print(f"    example   {answer['example']}")
+    if scripts:
+        print(f"\n{answer['script']}", flush=True)
+
+
+def _sum_up(counts: dict[str, Any], failures: list[dict[str, Any]]) -> None:
+    from fsdp_conformance.explore.counting import summary
+
+    confirmed = sum(failure["confirmed"] for failure in failures)
+    unconfirmed = len(failures) - confirmed
+    print(f"\n{summary(counts, width=screen_width())}")
+    if counts["fails_always"]:
+        print("stopped early: the plainest example fails, so there is nothing that a drawn one could show")
+    if unconfirmed:
+        print(f"{messages.plural(unconfirmed, 'failure')} on simulated ranks only, not confirmed on processes")
+    if not _judged(counts):
+        print("explore: nothing was judged")
+    elif confirmed:
+        print(f"explore: {messages.plural(confirmed, 'different failure')}")
+    else:
+        print("explore: no failure")
+
+
+def _number(option: str, word: str | None, kind: type, problems: list[str], *, least: int = 1) -> Any:
+    if word is None:
+        return None
+    try:
+        value = kind(word)
+    except ValueError:
+        value = least - 1
+    if not least <= value < 1e9:
+        problems.append(f"{option} must be a number of at least {least}, got {word!r}")
+    return value

@@ -1,0 +1,66 @@
+"""
+A case: one stable id, the requirements it binds, and its needs. `cases.declaration` binds it to a test method.
+
+Case ids look like `R001/exact-probe-sgd-ws2`: the primary requirement, the slug of the method, its axis values. They
+are the keys of manifests, expectation files and run files, so an id is never renamed or reused. pytest's node ids would
+not do, because they differ between a checkout and a wheel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+#: Attribute of a generated test method that holds its Case.
+CASE_ATTRIBUTE = "conformance_case"
+
+#: The slug of a case that `explore` has drawn begins with this.
+EXPLORED = "explored-"
+
+#: Environments that a case can ask for; the harness knows which are present.
+#: "stream_order": what each operation of a stream waits for can be asked, which only the simulated accelerator answers.
+ENVIRONMENTS = frozenset({"accelerator", "cuda", "nccl", "gloo", "pinned_memory", "stream_order"})
+
+#: The deadline of a case that names none, in seconds.
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What a run must know about a case before running it."""
+
+    id: str
+    requirements: tuple[str, ...]
+    """Requirement ids, the primary one first."""
+    chapter: str
+    """Letter of the contract's chapter."""
+    world_size: int
+    title: str
+    """The method's docstring: the expected behaviour in one statement."""
+    needs: tuple[str, ...] = ()
+    """Capability flags; the verdict is UNSUPPORTED if one is not declared."""
+    environment: tuple[str, ...] = ()
+    """Members of ENVIRONMENTS; the verdict is NOT_RUN_ENV if one is absent."""
+    kills: tuple[str, ...] = ()
+    """Known-wrong implementations (names in `fsdp_conformance.mutants`) that must fail this case."""
+    timeout_s: float = TIMEOUT_S
+    """The case's deadline. If it is shorter than usual, some engines make ranks wait for it."""
+    processes: str = ""
+    """Why the ranks of this case must be processes; empty if they can be simulated."""
+    axes: tuple[tuple[str, Any], ...] = ()
+    """The arguments of the test method, by name."""
+
+    @property
+    def may_wait(self) -> bool:
+        """Whether some engines make ranks wait for a deadline. Such a case starts early: others run while it waits."""
+        return self.timeout_s < TIMEOUT_S
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether `explore` has found it and a user has kept it: then it belongs to no profile."""
+        return self.id.partition("/")[2].startswith(EXPLORED)
+
+
+def case_of(method: Any) -> Case | None:
+    """The case that a test method is bound to, or None."""
+    return getattr(method, CASE_ATTRIBUTE, None)

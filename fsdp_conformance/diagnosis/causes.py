@@ -1,0 +1,706 @@
+"""
+From the pattern of a difference to its likely cause: summed instead of averaged, a missing rank, dropped rows, stale.
+
+Every answer begins with the cause and quotes the numbers that support it. A signature must fit every element of the
+tensor; if none fits, there is no answer. Where several causes have the same effect on this tensor, all are named: two
+ranks cannot tell a sum from a gradient counted twice.
+
+A gradient is compared with sums of the ranks' own gradients (`Evidence.contributions`), as a whole and in pieces: the
+full gradient of a sharded engine is put together from the rows of each rank, so one that was never reduced holds a
+different rank's gradient in every shard. What depends on the forward or on the optimizer is compared with a step that
+has one mistake in it (`Evidence.supposed`, made by `diagnosis.mistakes`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fsdp_conformance.references.tolerance import magnitude
+
+#: How close a tensor must be to what a signature predicts, relative to its largest element.
+_NEAR = 1e-4
+#: How much closer a tensor must be to a supposed value than that value is to the right one.
+_CLOSER = 0.05
+#: Largest number of ranks for which every subset is tried.
+_MAX_SUBSET_RANKS = 8
+#: Causes that one answer may name; more of them explain nothing.
+_MAX_NAMED = 3
+#: What rows of zeros, and a tensor of zeros, have in common.
+_LOST = "rows of a shard lost"
+#: How a supposition begins that is only known up to rounding.
+IN_LOW_PRECISION = "computed in "
+_LOW = (torch.bfloat16, torch.float16)
+#: How much of a rounding error may be another than the predicted one, and the fewest elements that show it.
+_ROUNDED_ALIKE = 0.5
+_LEAST_ROUNDED = 4
+#: The part of a tensor that must have the values of other places for them to count as moved there.
+_MOST = 0.6
+#: Places with the same value that are tried for each element.
+_MAX_OFFSETS = 32
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence:
+    """What is known about a tensor that differs. All tensors have the same shape; `expected` is float64."""
+
+    kind: str
+    """"gradient", "parameter", "loss", ..."""
+    got: Tensor
+    expected: Tensor
+    tolerance: Tensor | None
+    """Per element or 0-dim; None: bitwise."""
+    world_size: int
+    rank: int
+    micro_batches: int = 1
+    previous: Tensor | None = None
+    """What was expected one step earlier."""
+    factors: Mapping[str, float] = field(default_factory=dict)
+    """What else would scale a gradient in this regime, such as a second backward that is missing."""
+    contributions: Sequence[Sequence[Tensor | None]] | None = None
+    """By rank and micro-batch: the undivided gradient of that rank's loss alone."""
+    others: Mapping[str, Tensor] = field(default_factory=dict)
+    """Other expected tensors of the same kind, step and shape."""
+    unit: tuple[Tensor, Tensor] | None = None
+    """The flat values, actual and expected, of all parameters that are sharded together with this one."""
+    supposed: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
+    """What this tensor would be with one mistake in the step, each with the mistake in a phrase."""
+
+
+def likely(evidence: Evidence) -> str | None:
+    """The likely cause in one sentence, or None."""
+    return next(causes(evidence), None)
+
+
+def causes(evidence: Evidence) -> Iterator[str]:
+    """Everything that fits, the likeliest first."""
+    got = evidence.got.double()
+    if not bool(got.isfinite().all()):
+        yield _not_finite(got)
+        return
+    expected = evidence.expected.double()
+    # A tensor that is nearly right is nearly everything that the right one resembles.
+    signatures = _SIGNATURES if not _same(got, expected) else _FOR_SMALL_DIFFERENCES
+    for signature in signatures:
+        yield from signature(evidence, got, expected)
+
+
+def likely_none(
+    got: Tensor | None, expected: Tensor | None, *, trainable: bool = True, used: bool = False
+) -> str | None:
+    """The likely cause of a gradient that is None on one side only. `used`: this rank's loss depends on it."""
+    if got is None and expected is not None:
+        if used:
+            return "no gradient: this rank used the parameter, and the reduction never gave it one"
+        return "left out of the reduction: this rank did not use the parameter, and others did"
+    if got is not None and not bool(got.any()):
+        return "a gradient of zeros was created for a parameter that no rank used"
+    if got is None:
+        return None
+    if not trainable:
+        return "a frozen parameter received a gradient"
+    return "an unused parameter received a gradient: one of an earlier step, or memory that was never written"
+
+
+def _not_finite(got: Tensor) -> str:
+    bad = int((~got.isfinite()).sum())
+    if bad == got.numel():
+        return f"uninitialised storage, freed storage or overflow: none of the {bad} elements is finite"
+    tail = got.flatten().isfinite().logical_not().nonzero().flatten()
+    at_end = int(tail[0]) == got.numel() - bad
+    cause = "padding was read" if at_end else "storage was read before it was written"
+    return f"{cause}: {'the last ' if at_end else ''}{bad} of {got.numel()} elements are not finite"
+
+
+# --- signatures: each takes the evidence and the actual and expected tensors in float64 -------------------------------
+
+
+class _Guess(NamedTuple):
+    """A cause, what it predicts, and in words what the tensor would then equal."""
+
+    cause: str
+    fact: str
+    value: Tensor
+
+
+def _unchanged(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
+    previous = evidence.previous
+    if evidence.kind != "parameter" or previous is None:
+        return
+    if _moved(expected, previous.double()):
+        if _is_kept(got, previous.double(), expected):
+            yield "no update: the parameter has its value from before the step"
+    elif _moved(got, previous.double()):
+        yield "updated without a gradient: the parameter should not change in this step"
+
+
+def _all_zero(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
+    if evidence.kind == "gradient" and not magnitude(got) and magnitude(expected):
+        yield f"dropped, or {_LOST}: every element is zero"
+
+
+def _other_step(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
+    previous = evidence.previous
+    if previous is None or evidence.kind == "parameter" or previous.shape != got.shape:
+        return
+    before = previous.double()
+    if not magnitude(before) or _same(before, expected):
+        return
+    if _same(got, before):
+        yield f"stale by one step: every element equals the previous step's {evidence.kind}"
+    elif evidence.kind == "gradient" and _same(got, expected + before):
+        yield "not cleared: the previous step's gradient is included"
+
+
+def _linear(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
+    """
+    A sum of the right parts with wrong weights: a factor, a missing rank, a micro-batch counted twice.
+
+    Different weights may give the same tensor, so all that fit are named. Pieces are tried only if the whole fits none.
+    """
+    if evidence.kind not in ("gradient", "norm", "clipped gradient"):
+        return
+    factor = _uniform_ratio(got, expected)
+    fitting = [] if factor is None else list(_factors(evidence, got, expected, factor))
+    for guess in _sums(evidence, expected):
+        if not _same(guess.value, expected) and _same(got, guess.value):
+            fitting.append(guess)
+    if not fitting:
+        fitting = list(_owned_sums(evidence, got, expected))[:1]
+    yield from _named(fitting)
+
+
+def _named(fitting: Sequence[_Guess]) -> Iterator[str]:
+    """One sentence for all guesses; nothing if there are too many."""
+    facts = dict(reversed([(guess.cause, guess.fact) for guess in fitting]))
+    names = list(dict.fromkeys(guess.cause for guess in fitting))
+    if 0 < len(names) <= _MAX_NAMED:
+        yield f"{', or '.join(names)}: {facts[names[0]]}"
+
+
+def _factors(evidence: Evidence, got: Tensor, expected: Tensor, factor: float) -> Iterator[_Guess]:
+    """What a single factor at every element can mean."""
+    world_size, micro = evidence.world_size, evidence.micro_batches
+    is_norm = evidence.kind == "norm"
+    places = " at every element" if expected.numel() > 1 else ""
+
+    def guess(cause: str, target: float, which: str = "") -> Iterator[_Guess]:
+        if target != 1 and _close(factor, target):
+            yield _Guess(cause, f"got / expected = {_figure(factor)}{places}{which}", got)
+
+    yield from guess("summed over ranks instead of averaged", world_size, ", which is the world size")
+    yield from guess("averaged twice", 1 / world_size, ", which is 1 / world size")
+    yield from guess("divided by the number of micro-batches", 1 / micro, f", which is 1 / {micro}")
+    yield from guess("multiplied by the number of micro-batches", micro, f", which is {micro}")
+    if not is_norm:
+        yield from guess("counted twice", 2)
+        yield from guess("wrong sign", -1)
+        for cause, target in evidence.factors.items():
+            yield from guess(cause, target)
+        divisor = round(world_size / factor) if abs(factor) * 2.5 > 1 else 0
+        if 2 <= divisor <= 2 * world_size and divisor != world_size:
+            yield from guess(f"divided by {divisor} instead of {world_size}", world_size / divisor)
+
+
+def _sums(evidence: Evidence, expected: Tensor) -> Iterator[_Guess]:
+    """What a gradient would be with wrong weights of ranks or micro-batches."""
+    if evidence.contributions is None:
+        return
+    if evidence.world_size > 1:
+        yield from _unreduced(evidence)
+        yield from _subsets(evidence)
+        for rank, total in enumerate(_totals(evidence)):
+            fact = f"its gradient divided by {evidence.world_size} is added once more"
+            yield _Guess(f"rank {rank} counted twice", fact, expected + total / evidence.world_size)
+    if evidence.micro_batches > 1:
+        yield from _micro_batches(evidence, expected)
+
+
+def _unreduced(evidence: Evidence) -> Iterator[_Guess]:
+    """One rank's gradient everywhere: on this rank, or in the shard of that rank if it holds the whole tensor."""
+    for rank, total in enumerate(_totals(evidence)):
+        if magnitude(total):
+            whose = "this rank's" if rank == evidence.rank else f"rank {rank}'s"
+            fact = f"equals {whose} own gradient"
+            yield _Guess("not reduced", fact, total)
+            fact += " divided by the world size"
+            yield _Guess("not reduced", fact, total / evidence.world_size)
+            if evidence.world_size == 2:
+                yield _Guess("every rank leaves itself out", fact, total / evidence.world_size)
+
+
+def _subsets(evidence: Evidence) -> Iterator[_Guess]:
+    totals = _totals(evidence)
+    world_size = len(totals)
+    if world_size > _MAX_SUBSET_RANKS:
+        return
+    for size in range(world_size - 1, 0, -1):
+        for ranks in itertools.combinations(range(world_size), size):
+            absent = [rank for rank in range(world_size) if rank not in ranks]
+            if not any(magnitude(totals[rank]) for rank in absent):
+                continue
+            total = _sum([totals[rank] for rank in ranks])
+            fact = f"equals the sum over {_ranks(ranks)}, divided by {world_size}"
+            yield _Guess(f"{_ranks(absent)} missing", fact, total / world_size)
+            fact = f"as in a group of {size}, with {_ranks(absent)} left out"
+            yield _Guess(f"averaged over {_ranks(ranks)} only", fact, total / size)
+
+
+def _micro_batches(evidence: Evidence, expected: Tensor) -> Iterator[_Guess]:
+    parts = evidence.contributions or ()
+    last = evidence.micro_batches - 1
+    means = [_mean([rank[micro] for rank in parts], expected) for micro in range(last + 1)]
+    if magnitude(means[last]):
+        fact = f"equals the gradient of micro-batch {last} alone"
+        yield _Guess("overwritten instead of accumulated", fact, means[last])
+    for micro, mean in enumerate(means):
+        if not magnitude(mean):
+            continue
+        yield _Guess(f"micro-batch {micro} missing", "the others are included", expected - mean)
+        yield _Guess(f"micro-batch {micro} counted twice", "it is added once more", expected + mean)
+        own = parts[evidence.rank][micro]
+        if own is not None and evidence.world_size > 1:
+            fact = "this rank's own gradient is in its place"
+            yield _Guess(f"micro-batch {micro} not reduced", fact, expected - mean + own.double())
+            fact += ", divided by the world size"
+            yield _Guess(f"micro-batch {micro} not reduced", fact, expected - mean + own.double() / len(parts))
+
+
+def _owned_sums(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[_Guess]:
+    """The same, where each rank's shard has that rank's mistake in it: its own gradient instead of the mean."""
+    if evidence.contributions is None or evidence.world_size == 1:
+        return
+    totals, world_size = _totals(evidence), evidence.world_size
+    whose = "the rows of each rank equal its own gradient"
+    choices = [
+        ("not reduced", whose, totals),
+        ("not reduced", f"{whose} divided by the world size", [total / world_size for total in totals]),
+        (
+            "every rank leaves itself out", "the rows of each rank lack its own gradient",
+            [expected - total / world_size for total in totals],
+        ),
+        (
+            "every rank counts itself twice", "the rows of each rank have its own gradient once more",
+            [expected + total / world_size for total in totals],
+        ),
+    ]  # fmt: skip
+    for micro in range(evidence.micro_batches if evidence.micro_batches > 1 else 0):
+        own = [_mean([rank[micro]], expected) for rank in evidence.contributions]
+        rest = expected - _sum(own) / world_size
+        fact = "in the rows of each rank its own gradient is in the place of the mean"
+        choices.append((f"micro-batch {micro} not reduced", fact, [rest + mine for mine in own]))
+        divided = [rest + mine / world_size for mine in own]
+        choices.append((f"micro-batch {micro} not reduced", f"{fact}, divided by the world size", divided))
+    for cause, fact, by_owner in choices:
+        if _is_pieced(got, expected, by_owner):
+            yield _Guess(cause, fact, got)
+
+
+def _is_pieced(got: Tensor, expected: Tensor, by_owner: Sequence[Tensor]) -> bool:
+    """
+    Whether the tensor is made of consecutive pieces of these, in order of rank, along dim 0 or dim 1.
+
+    At least two of them are needed: a single one is not a piece but the whole.
+    """
+    scale = max(magnitude(got), *(magnitude(value) for value in by_owner))
+    for dim in range(min(got.dim(), 2)):
+        flat = got.movedim(dim, 0).flatten()
+        begin, used = 0, 0
+        for value in by_owner:
+            fits = ((flat - value.movedim(dim, 0).flatten()).abs() <= _NEAR * scale)[begin:]
+            length = int(fits.long().cumprod(0).sum()) if fits.numel() else 0
+            right = expected.movedim(dim, 0).flatten()[begin : begin + length]
+            used += bool(((flat[begin : begin + length] - right).abs() > _NEAR * scale).any())
+            begin += length
+        if begin == flat.numel() and used > 1:
+            return True
+    return False
+
+
+def _swapped(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
+    if evidence.kind in ("loss", "norm"):
+        return
+    for name, other in evidence.others.items():
+        wide = other.double()
+        if not magnitude(wide) or _same(wide, expected):
+            continue
+        if _same(got, wide):
+            yield f"mixed up with another parameter: every element equals the {evidence.kind} of {name!r}"
+        elif evidence.kind == "gradient" and _same(got, expected + wide):
+            yield f"mixed up with another parameter: equals the sum of its own gradient and that of {name!r}"
+
+
+def _scaled_otherwise(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
+    """By a factor without a name."""
+    if evidence.kind not in ("gradient", "norm", "clipped gradient"):
+        return
+    ratio = _uniform_ratio(got, expected)
+    if ratio is None or _close(ratio, 1):
+        return
+    where = " at every element" if expected.numel() > 1 else ""
+    # Some engines clip unless they are told not to.
+    clipped = ", as by gradient clipping" if evidence.kind == "gradient" and 0 < ratio < 1 else ""
+    yield f"scaled: got / expected = {_figure(ratio)}{where}{clipped}"
+
+
+def _update_scaled(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
+    factor = _update_factor(evidence, got, expected)
+    if factor is not None and not _close(factor, 1):
+        if _is_plain(factor, evidence.world_size):
+            yield f"{_update_scaled_by(factor)}: at every element{_ratio_of(factor, evidence.world_size)}"
+        else:
+            yield f"scaled: the update is {_figure(factor)} times the right one at every element"
+        return
+    if evidence.kind != "parameter" or expected.numel() < 2:
+        return
+    # A parameter is nearly proportional to itself: the factor must explain the difference, not the value.
+    ratio = _uniform_ratio(got, expected, spread=1.0)
+    if ratio is None or abs(ratio - 1) <= 1e-6:
+        return
+    if magnitude(got - ratio * expected) <= 0.01 * magnitude(got - expected):
+        yield f"the parameter itself is scaled by {ratio:.6g}: it decays, or its weight decay is another"
+
+
+def _update_factor(evidence: Evidence, got: Tensor, expected: Tensor) -> float | None:
+    """The actual update in units of the expected one, if that is one number."""
+    if evidence.kind != "parameter" or evidence.previous is None:
+        return None
+    before = evidence.previous.double()
+    return _uniform_ratio(got - before, expected - before, spread=1e-3)
+
+
+def _update_scaled_by(factor: float) -> str:
+    return f"update scaled by {_figure(factor)}"
+
+
+def _is_plain(factor: float, world_size: int) -> bool:
+    """Whether it is a factor that somebody may have written down, or forgotten."""
+    return any(abs(factor - plain) < 1e-3 * plain for plain in (2.0, 0.5, world_size, 1 / world_size) if plain != 1)
+
+
+def _rows(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
+    """Differences confined to a run of rows, or of elements."""
+    if expected.dim() == 0 or evidence.kind not in ("gradient", "parameter", "initial"):
+        return
+    outside_E = _outside(evidence, got, expected)
+    rows = outside_E.flatten(1).any(1) if expected.dim() > 1 else outside_E
+    bad = rows.nonzero().flatten().tolist()
+    num_rows = len(rows)
+    if not bad or bad != list(range(bad[0], bad[-1] + 1)):
+        return
+    flat_E = outside_E.flatten().nonzero().flatten()
+    inside_E = slice(int(flat_E[0]), int(flat_E[-1]) + 1)
+    if int(flat_E[-1]) - int(flat_E[0]) + 1 == expected.numel():
+        return
+    missing = _missing(evidence, got.flatten()[inside_E], inside_E)
+    if missing is None:
+        return
+    which = f"row {bad[0]}" if len(bad) == 1 else f"rows {bad[0]} to {bad[-1]}"
+    shard = _shard_of(bad, num_rows, evidence.world_size)
+    cause = _LOST
+    if bad[-1] == num_rows - 1 and num_rows % evidence.world_size:
+        cause = f"last padded rows dropped, or {_LOST}"
+    whose = f" (rank {shard}'s shard)" if shard is not None else ""
+    part = "" if got[bad].numel() == got.flatten()[inside_E].numel() else "elements in "
+    are = "is" if len(bad) == 1 and not part else "are"
+    yield f"{cause}: {part}{which} of {num_rows}{whose} {are} {missing}, the others are correct"
+
+
+def _missing(evidence: Evidence, wrong: Tensor, inside_E: slice) -> str | None:
+    """What a run of wrong elements holds instead."""
+    if not magnitude(wrong):
+        return "zero"
+    if evidence.previous is None or evidence.kind != "parameter":
+        return None
+    before, right = (value.double().flatten()[inside_E] for value in (evidence.previous, evidence.expected))
+    return "not updated" if _is_kept(wrong, before, right) else None
+
+
+def _is_kept(got: Tensor, before: Tensor, expected: Tensor) -> bool:
+    """Whether a parameter has its value from before the step, apart from rounding, and should have another."""
+    return magnitude(got - before) <= 1e-2 * magnitude(expected - before)
+
+
+def _exchanged_shards(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
+    """Every wrong shard along dim 0 holds the rows of another rank's."""
+    if expected.dim() == 0 or evidence.world_size < 2:
+        return
+    shards, held = torch.chunk(expected, evidence.world_size), torch.chunk(got, evidence.world_size)
+    taken: list[str] = []
+    for rank, rows in enumerate(held):
+        if _same(rows, shards[rank]):
+            continue
+        sources = [other for other, shard in enumerate(shards) if magnitude(rows) and _same(rows, shard[: len(rows)])]
+        if not sources:
+            return
+        taken.append(f"rank {rank} has rank {sources[0]}'s")
+    if taken:
+        yield f"shards in the wrong place: {', '.join(taken)} ({len(shards[0])} rows each)"
+
+
+def _moved_elements(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
+    """The right values in the wrong places."""
+    flat_got, flat_expected = got.flatten(), expected.flatten()
+    if flat_got.numel() < 3 or not _same(flat_got.sort().values, flat_expected.sort().values):
+        return
+    if got.dim() and evidence.world_size > 1:
+        chunks = torch.chunk(expected, evidence.world_size)
+        for turn in range(1, len(chunks)):
+            rotated = torch.cat([*chunks[turn:], *chunks[:turn]])
+            if _same(got, rotated):
+                yield f"shards in the wrong place: rotated by {turn} ranks, every value is right"
+    for offset in (1, -1):
+        if _same(flat_got, flat_expected.roll(offset)):
+            yield _offset_of(offset)
+    for dim in range(min(got.dim(), 2)):
+        for turn in range(1, got.size(dim)):
+            if got.numel() > got.size(dim) and _same(got, expected.roll(turn, dim)):
+                where = "rows" if dim == 0 else "columns"
+                yield f"shards in the wrong place: all {where} are turned by {turn}, the last ones to the front"
+    if got.dim() == 2 and got.size(0) == got.size(1) and _same(got, expected.t()):
+        yield f"transposed: element [i, j] has the value of element [j, i] in all {got.size(0)} rows"
+    yield "elements permuted: every value is right but in the wrong place"
+
+
+def _shifted(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
+    """A flat offset: most elements have the value of the element that many places away; the ends are lost."""
+    if got.numel() < 4 or evidence.kind in ("loss", "norm"):
+        return
+    offset = _offset(got.flatten(), expected.flatten())
+    if offset:
+        yield _offset_of(offset)
+
+
+def _shifted_in_unit(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
+    """The same among all parameters of a unit, which are sharded as one flat tensor."""
+    if evidence.unit is None or evidence.unit[0].numel() < max(8, got.numel() + 1):
+        return
+    held, right = (value.double() for value in evidence.unit)
+    world_size = evidence.world_size
+    length = -(-held.numel() // world_size)
+    taken = []
+    shards = torch.split(right, length)
+    for rank, rows in enumerate(torch.split(held, length)):
+        sources = [other for other, shard in enumerate(shards) if magnitude(rows) and _begins_alike(rows, shard)]
+        if rank in sources:
+            continue
+        if len(sources) != 1:
+            break
+        taken.append(f"rank {rank} has rank {sources[0]}'s")
+    else:
+        if taken and world_size > 1:
+            yield f"shards in the wrong place: {', '.join(taken)} ({length} elements of the unit each)"
+            return
+    offset = _offset(held, right)
+    if offset:
+        turned, rest = divmod(abs(offset), length)
+        if world_size > 1 and not rest:
+            yield f"shards in the wrong place: rotated by {turned} ranks in the unit's flat tensor"
+        else:
+            yield _offset_of(offset) + " in the unit's flat tensor"
+
+
+def _begins_alike(rows: Tensor, shard: Tensor) -> bool:
+    """Whether two shards agree as far as both go; the last one may be shorter, or padded with zeros."""
+    shared = min(len(rows), len(shard))
+    return 2 * shared >= len(rows) and _same(rows[:shared], shard[:shared])
+
+
+def _offset(held: Tensor, right: Tensor) -> int | None:
+    """By how many places most of the wrong elements are moved."""
+    scale = max(magnitude(held), magnitude(right))
+    wrong = ((held - right).abs() > _NEAR * scale) & (held.abs() > _NEAR * scale)
+    candidates: dict[int, None] = {}
+    for index in wrong.nonzero().flatten()[:: max(1, int(wrong.sum()) // 8)].tolist():
+        matches = ((right - held[index]).abs() <= _NEAR * scale).nonzero().flatten()[:_MAX_OFFSETS]
+        candidates.update(dict.fromkeys(index - int(match) for match in matches))
+    for offset in sorted(candidates, key=abs):
+        inside = slice(max(offset, 0), held.numel() + min(offset, 0))
+        fits = (held[inside] - right.roll(offset)[inside]).abs() <= _NEAR * scale
+        proven = fits & wrong[inside]
+        if offset and int(proven.sum()) >= max(3, _MOST * int(wrong.sum())):
+            return offset
+    return None
+
+
+def _offset_of(offset: int) -> str:
+    sign, size = "-" if offset > 0 else "+", abs(offset)
+    return f"flat offset off by {'one' if size == 1 else size}: element i has the value of element i {sign} {size}"
+
+
+def _rounded(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
+    """Every element is the expected one at lower precision."""
+    if not magnitude(expected) or evidence.kind in ("loss", "norm"):
+        return
+    for dtype in _LOW:
+        representable = torch.equal(got.to(dtype).double(), got)
+        near = magnitude(got - expected) <= 2 * torch.finfo(dtype).eps * magnitude(expected)
+        if representable and near and not torch.equal(expected.to(dtype).double(), expected):
+            yield f"rounded to {_name(dtype)}: every element is representable in it"
+
+
+def _reduced_in_low_precision(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
+    """The ranks' gradients were rounded before they were added, or their sums were."""
+    if evidence.kind != "gradient" or evidence.contributions is None or got.numel() < _LEAST_ROUNDED:
+        return
+    world_size = evidence.world_size
+    for dtype in _LOW:
+        totals = [total.to(dtype) for total in _totals(evidence)]
+        sums = (
+            _sum([total.double() for total in totals]) / world_size,
+            _sum([(total / world_size).double() for total in totals]),
+            (_sum(totals) / world_size).double(),
+            _sum([total / world_size for total in totals]).double(),
+        )
+        if any(_is_like(got, expected, value) for value in sums):
+            off = magnitude(got - expected) / magnitude(expected)
+            eps = torch.finfo(dtype).eps
+            yield f"reduced in {_name(dtype)}: off by {off:.1e} of the largest element (eps is {eps:.1e})"
+
+
+def _is_like(got: Tensor, expected: Tensor, wide: Tensor) -> bool:
+    """Whether most of the difference is that of a value which is rounded differently each time."""
+    apart = torch.linalg.vector_norm(wide - expected)
+    return bool(apart > 0 and torch.linalg.vector_norm(got - wide) <= _ROUNDED_ALIKE * apart)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _as_supposed(evidence: Evidence, got: Tensor, expected: Tensor) -> Iterator[str]:
+    """The value of a step with one mistake in it."""
+    fitting = []
+    for phrase, value in evidence.supposed():
+        wide = value.double()
+        if wide.shape != got.shape or not bool(wide.isfinite().all()):
+            continue
+        apart = magnitude(wide - expected)
+        if apart <= 10 * _NEAR * _NEAR * magnitude(expected) or _is_before(evidence, wide):
+            continue
+        exact = magnitude(got - wide) <= _CLOSER * apart and _same(got, wide)
+        # Low precision rounds differently in every implementation, and a few elements may be close by chance.
+        rounded = phrase.startswith(IN_LOW_PRECISION) and got.numel() >= _LEAST_ROUNDED
+        if exact or (rounded and _is_like(got, expected, wide)):
+            fitting.append(_Guess(*_split(phrase), got))
+    factor = _update_factor(evidence, got, expected)
+    if fitting and factor is not None and _is_plain(factor, evidence.world_size):
+        fitting.append(_Guess(_update_scaled_by(factor), "", got))
+    yield from _named(fitting)
+
+
+def _is_before(evidence: Evidence, value: Tensor) -> bool:
+    """Whether a parameter would just keep its value."""
+    before = evidence.previous
+    return evidence.kind == "parameter" and before is not None and _is_kept(value, before.double(), evidence.expected)
+
+
+def _split(phrase: str) -> tuple[str, str]:
+    cause, _, fact = phrase.partition(": ")
+    return cause, fact or "the value is exactly what that gives"
+
+
+_Signature = Callable[[Evidence, Tensor, Tensor], Iterator[str]]
+_SIGNATURES: tuple[_Signature, ...] = (
+    _unchanged,
+    _all_zero,
+    _other_step,
+    _linear,
+    _swapped,
+    _rows,
+    _exchanged_shards,
+    _moved_elements,
+    _shifted,
+    _shifted_in_unit,
+    _rounded,
+    _as_supposed,
+    _reduced_in_low_precision,
+    _scaled_otherwise,
+    _update_scaled,
+)
+
+
+#: Those that look at the change of a parameter, or at the size of the difference.
+_FOR_SMALL_DIFFERENCES = (_unchanged, _rows, _rounded, _as_supposed, _reduced_in_low_precision, _update_scaled)
+
+
+# --- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def _same(got: Tensor, predicted: Tensor) -> bool:
+    if got.shape != predicted.shape:
+        return False
+    scale = max(magnitude(predicted), magnitude(got))
+    return magnitude(got - predicted) <= _NEAR * scale
+
+
+def _moved(after: Tensor, before: Tensor) -> bool:
+    return not torch.equal(after, before)
+
+
+def _uniform_ratio(got: Tensor, expected: Tensor, *, spread: float = _NEAR) -> float | None:
+    """got / expected if it is the same at every element, relative to the largest one."""
+    index = int(expected.abs().argmax()) if expected.numel() else 0
+    if not expected.numel() or expected.flatten()[index] == 0:
+        return None
+    ratio = float(got.flatten()[index] / expected.flatten()[index])
+    if not ratio or magnitude(got - ratio * expected) > spread * abs(ratio) * magnitude(expected):
+        return None
+    return ratio
+
+
+def _close(value: float, target: float) -> bool:
+    return abs(value - target) <= _NEAR * abs(target)
+
+
+def _ratio_of(ratio: float, world_size: int) -> str:
+    if world_size > 1 and abs(ratio - world_size) < 1e-3 * world_size:
+        return ", which is the world size"
+    if world_size > 1 and abs(ratio * world_size - 1) < 1e-3:
+        return ", which is 1 / world size"
+    return ""
+
+
+def _figure(ratio: float) -> str:
+    """Rounded, without the noise of the last digits."""
+    return f"{round(ratio, 4):g}"
+
+
+def _totals(evidence: Evidence) -> list[Tensor]:
+    """By rank: the sum of its micro-batches' gradients; zeros for a rank without one."""
+    zeros = torch.zeros_like(evidence.expected, dtype=torch.float64)
+    return [
+        _sum([zeros, *(grad.double() for grad in rank if grad is not None)]) for rank in evidence.contributions or ()
+    ]
+
+
+def _sum(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack(list(tensors)).sum(0)
+
+
+def _mean(tensors: Sequence[Tensor | None], like: Tensor) -> Tensor:
+    """Over all, those without a value counted as zeros."""
+    found = [tensor.double() for tensor in tensors if tensor is not None]
+    return _sum([torch.zeros_like(like), *found]) / len(tensors)
+
+
+def _outside(evidence: Evidence, got: Tensor, expected: Tensor) -> Tensor:
+    distance = (got - expected).abs()
+    return distance > (0 if evidence.tolerance is None else evidence.tolerance)
+
+
+def _shard_of(rows: list[int], num_rows: int, world_size: int) -> int | None:
+    """The rank whose dim-0 shard, as torch.chunk makes it, is exactly these rows."""
+    for rank, shard in enumerate(torch.arange(num_rows).chunk(world_size)):
+        if shard.tolist() == rows:
+            return rank
+    return None
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,0 +1,135 @@
+"""
+Which references a case may take from the store, and which it has to leave there: the rules of `reference_store`.
+
+    Offer       what the controller hands to the ranks of a case: the same on every rank, whatever happens meanwhile
+    offered     the offer; None if sharing is switched off
+    is_untouched    whether nothing but the suite and torch has been imported in the warm process
+
+An entry outlives the run, and judges other engines. So only a rank that no engine's code has entered may write one: an
+engine that changes torch would otherwise change what others are compared with. And a sample of what could be taken is
+trained again, on such ranks, and compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import os
+import secrets
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fsdp_conformance.errors import ConfigError
+from fsdp_conformance.references.scenario import NotShared, machine, scenario_sha256, surroundings
+from fsdp_conformance.references.store import ReferenceStore, entry_name
+from fsdp_conformance.run_settings import REFERENCES_LIMIT, REFERENCES_STORE
+from fsdp_conformance.workload.definition import Regime, Workload
+
+#: The store's size in MiB, unless the variable says otherwise.
+_LIMIT_MB = 512
+
+#: One in so many of the entries that a case could use is trained again.
+SPOT_CHECKS = 16
+
+#: Modules of the suite that are, or hold, code under test.
+_UNDER_TEST = ("fsdp_conformance.mutants", "fsdp_conformance.tests")
+#: Packages that a warm process may have imported and still be the suite's own.
+_HARMLESS = frozenset({"torch", "numpy", "unittest", "pytest", "parameterized", "expecttest", "fsdp_conformance"})
+
+#: Stands for the run where it has no directory of its own.
+_RUN = secrets.token_hex(8)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Offer:
+    """The store as it was when the case began, so that all of its ranks decide alike."""
+
+    directory: str
+    limit: int
+    origin: Mapping[str, str]
+    """The part of a key that the controller knows: the suite's hash and the machine."""
+    run: str
+    known: frozenset[str]
+    """Names of entries."""
+    wanted: frozenset[str]
+    """Names of entries that some case would have used."""
+
+    @property
+    def store(self) -> ReferenceStore:
+        return ReferenceStore(Path(self.directory), self.limit)
+
+    def key(self, workload: Workload, regime: Regime, world_size: int) -> dict[str, str] | None:
+        """The key of the references, from all that they depend on; None if they are not shared."""
+        try:
+            scenario = scenario_sha256(workload, regime)
+        except NotShared:
+            return None
+        return {
+            **self.origin,
+            **surroundings(),
+            "workload": workload.name,
+            "scenario": scenario,
+            "world_size": str(world_size),
+        }
+
+    def is_sampled(self, case: str, key: Mapping[str, str]) -> bool:
+        """Whether this case of this run trains the entry's references again."""
+        drawn = hashlib.sha256(f"{self.run}\n{case}\n{entry_name(key)}".encode()).digest()
+        return int.from_bytes(drawn[:8], "big") % SPOT_CHECKS == 0
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-ready mapping; `offer_from_json` is its inverse."""
+        return {**asdict(self), "known": sorted(self.known), "wanted": sorted(self.wanted)}
+
+
+def offer_from_json(data: Mapping[str, Any]) -> Offer:
+    """The inverse of `Offer.to_json`."""
+    return Offer(**{**data, "known": frozenset(data["known"]), "wanted": frozenset(data["wanted"])})
+
+
+def offered(suite_sha256: str, cache: Path, *, run: str | None = None) -> Offer | None:
+    """
+    What the environment says: a store in the variable's directory, or in `cache`; None if it says "off".
+
+    Raises ConfigError for a limit that is no number.
+    """
+    said = os.environ.get(REFERENCES_STORE, "")
+    if said == "off":
+        return None
+    directory = Path(said).absolute() if said else cache / "references"
+    limit = _limit()
+    known, wanted = ReferenceStore(directory, limit).names()
+    return Offer(
+        directory=str(directory),
+        limit=limit,
+        origin={"suite": suite_sha256, **machine()},
+        run=run or _RUN,
+        known=known,
+        wanted=wanted,
+    )
+
+
+def is_untouched(imported: Iterable[str]) -> bool:
+    """Whether these modules, which the warm process has imported, are the suite's own and torch's."""
+    return all(
+        (name.partition(".")[0] in _HARMLESS and not name.startswith(_UNDER_TEST) and "/" not in name) or _is_case(name)
+        for name in imported
+    )
+
+
+def _is_case(name: str) -> bool:
+    """Whether a module is one of our cases, which pytest imports as `suites.NAME` in a checkout: its file tells."""
+    file = getattr(sys.modules.get(name), "__file__", None)
+    found = importlib.util.find_spec("fsdp_conformance.suites")
+    places = found.submodule_search_locations if found is not None else None
+    return file is not None and Path(file).resolve().parent in {Path(place).resolve() for place in places or ()}
+
+
+def _limit() -> int:
+    said = os.environ.get(REFERENCES_LIMIT, str(_LIMIT_MB))
+    if not said.isdecimal():
+        raise ConfigError([f"{REFERENCES_LIMIT} must be a number of MiB, got {said!r}"], where="environment")
+    return int(said) * 2**20

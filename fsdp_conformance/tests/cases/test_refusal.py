@@ -1,0 +1,109 @@
+"""What counts as a refusal: deliberate errors that name what they refuse, and no breakdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fsdp_conformance.cases.checks import CaseChecks
+from fsdp_conformance.cases.refusal import why_no_refusal
+from fsdp_conformance.contract.case import Case
+from fsdp_conformance.errors import ConfigError, Unsupported
+from fsdp_conformance.outcome.records import RankReport
+
+NAMES = ("replicas", "mesh")
+
+
+class PoolEmpty(LookupError):
+    """An engine's own error, which derives from one of Python's."""
+
+
+def raised(act: Callable[[], object]) -> Exception:
+    """The exception that `act` raises."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011 - the caller knows which
+        act()
+    return caught.value
+
+
+def throw(error: Exception) -> Any:
+    """Raise it."""
+    raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("replicas must divide 4, got 3"),
+        RuntimeError("Invalid MESH"),
+        NotImplementedError("no replicas here"),
+        AssertionError("replicas"),
+        TypeError("replicas must be an int, got str"),
+        ConfigError(["replicas must divide 4, got 3"], where="Plan"),
+        PoolEmpty("no mesh left"),
+        Unsupported("hsdp"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_refusals(error: Exception) -> None:
+    """Errors that torch's engines and others raise on purpose; what is Unsupported names its flag."""
+    assert why_no_refusal(raised(lambda: throw(error)), NAMES) is None
+
+
+@pytest.mark.parametrize(
+    ("act", "why"),
+    [
+        (lambda: None.replicas, "broke down (AttributeError: 'NoneType' object has no attribute 'replicas')"),  # type: ignore[attr-defined]
+        (lambda: dict[str, int]()["replicas"], "broke down (KeyError: 'replicas')"),
+        (lambda: list(NAMES)[2], "broke down (IndexError: list index out of range)"),
+        (lambda: len(3), "broke down (TypeError: object of type 'int' has no len())"),  # type: ignore[arg-type]
+        (lambda: 1 / 0, "broke down (ZeroDivisionError: division by zero)"),
+        (lambda: throw(AttributeError("no replicas")), "broke down (AttributeError: no replicas)"),
+        (lambda: throw(RuntimeError("size mismatch")), "names none of replicas, mesh (RuntimeError: size mismatch)"),
+        (lambda: throw(AssertionError()), "names none of replicas, mesh (AssertionError: without a message)"),
+    ],
+)
+def test_breakdowns(act: Callable[[], object], why: str) -> None:
+    """What Python raises by itself is a defect, whatever its text; an error must name what was asked for."""
+    assert (why_no_refusal(raised(act), NAMES) or "").endswith(why)
+
+
+class Judged(CaseChecks):
+    """A case without ranks that notes what it shows to somebody who debugs it."""
+
+    def __init__(self) -> None:
+        self.rank = 0
+        self.report = RankReport(rank=0)
+        self.examined: list[BaseException] = []
+
+    @property
+    def case(self) -> Case:
+        """About a refusal."""
+        return Case(id="R054/a-mesh", requirements=("R054",), chapter="F", title="A mesh is refused", world_size=1)
+
+    def note_refusal(self) -> None:
+        """Nothing trains."""
+
+    def examine(self, error: BaseException) -> None:
+        self.examined.append(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "excused", "shown"),
+    [(KeyError("mesh"), False, True), (ValueError("no mesh here"), False, False), (KeyError("mesh"), True, False)],
+    ids=["a breakdown", "a refusal", "excused"],
+)
+def test_what_is_no_refusal_is_shown_to_a_debugger(error: Exception, excused: bool, shown: bool) -> None:
+    """`debug --pdb` stops where the case has caught what it holds against the engine, and nowhere else."""
+    case = Judged()
+
+    def refuse() -> None:
+        raise error
+
+    with case.refusal("R054", "a mesh", names=NAMES) as outcome:
+        outcome.excused = excused
+        refuse()
+
+    assert case.examined == ([error] if shown else [])
+    assert bool(case.report.findings) is shown

@@ -1,0 +1,114 @@
+"""The reference that rounds as a precision policy says, and the comparison with it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.functional import hardtanh, mse_loss
+
+from fsdp_conformance.checks.rounding import rounds_alike
+from fsdp_conformance.errors import SuiteError
+from fsdp_conformance.fixtures import precision
+from fsdp_conformance.history.training import TrainingHistory
+from fsdp_conformance.plan import Plan
+from fsdp_conformance.references.reference_set import Kind
+from fsdp_conformance.references.rounding import rounding_reference
+from fsdp_conformance.workload.definition import BatchKey, Regime
+
+WORKLOAD = precision.scaled()
+PLAN = Plan(units=WORKLOAD.units, param_dtype="bfloat16")
+
+
+def trained(plan: Plan = PLAN, regime: Regime | None = None, world_size: int = 2) -> TrainingHistory:
+    return rounding_reference(WORKLOAD, regime or Regime(steps=2), plan, rank=0, world_size=world_size)
+
+
+def test_first_loss_by_hand() -> None:
+    """Parameters and floating inputs are rounded once, tokens and factors are not."""
+    model = WORKLOAD.build(0)
+    batch = WORKLOAD.batch(BatchKey(step=0, world_size=2))
+    factors = [block.factors for block in model.blocks]  # type: ignore[union-attr]
+    model.bfloat16()
+    x, tokens, gain = batch.args
+    x, gain = x.bfloat16() + model.embedding(tokens), gain.bfloat16()  # type: ignore[operator]
+    for block, table in zip(model.blocks, factors, strict=True):  # type: ignore[arg-type]
+        x = (hardtanh(block.linear(x)) * table.float() * gain).bfloat16()
+    expected = mse_loss(model.head(x), batch.target)  # type: ignore[operator]
+
+    assert torch.equal(expected, trained().steps[0].losses[0])
+    assert not torch.equal(expected, trained(replace(PLAN, param_dtype=None)).steps[0].losses[0])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"param_dtype": None},
+        {"reduce_dtype": "float32"},
+        {"buffer_dtype": "bfloat16"},
+        {"unit_dtypes": (("blocks.0", "float16"), ("blocks.1", "bfloat16"))},
+    ],
+    ids=["parameters", "reduction", "buffers", "units"],
+)
+def test_each_part_of_a_policy_is_seen(change: dict[str, object]) -> None:
+    """An engine that omits one part of the policy differs in a gradient."""
+    result = rounds_alike(trained(replace(PLAN, **change)), trained(), requirement="R084", kinds=[Kind.GRADIENT])  # type: ignore[arg-type]
+
+    assert result.findings
+    assert "the reference rounds where the plan says" in result.findings[0].message
+
+
+def test_equal_histories_pass() -> None:
+    """A run that rounds alike has no finding, and every tensor was compared."""
+    result = rounds_alike(trained(), trained(), requirement="R084", kinds=[Kind.GRADIENT, Kind.PARAMETER, Kind.LOSS])
+
+    assert not result.findings
+    num_parameters = len(list(WORKLOAD.build(0).parameters()))
+    assert result.count.comparisons == 2 * (2 * num_parameters + 1)
+
+
+def test_full_precision_in_eval() -> None:
+    """On request outputs in eval mode are not rounded, and training is what it is without evaluation."""
+    regime = Regime(steps=2, eval_before=(1,))
+    full = trained(replace(PLAN, full_precision_in_eval=True), regime)
+
+    assert full.eval_outputs[0].dtype is torch.float32
+    assert trained(PLAN, regime).eval_outputs[0].dtype is torch.bfloat16
+    assert not rounds_alike(full, trained(), requirement="R089", kinds=[Kind.PARAMETER]).findings
+    assert rounds_alike(full, trained(PLAN, regime), requirement="R089", kinds=[Kind.EVAL]).findings
+
+
+def test_a_gradient_in_another_dtype_is_seen() -> None:
+    """The optimizer relies on the dtype of gradients, although the values are the same."""
+    run = trained()
+    grads = run.steps[0].grads or {}
+    run.steps[0].grads = {name: None if grad is None else grad.double() for name, grad in grads.items()}
+
+    result = rounds_alike(run, trained(), requirement="R082", kinds=[Kind.GRADIENT])
+
+    assert "torch.float64" in result.findings[0].message
+
+
+@pytest.mark.parametrize(
+    ("regime", "world_size"),
+    [(Regime(), 3), (Regime(micro_batches=2, reduced=(False, True)), 2)],
+    ids=["three ranks", "deferred"],
+)
+def test_rounding_that_is_not_determined_is_refused(regime: Regime, world_size: int) -> None:
+    """If the rounding depends on the order of sums, the reference cannot be used."""
+    with pytest.raises(SuiteError, match="rounding is only determined"):
+        trained(PLAN, regime, world_size)
+
+
+def test_hidden_gradients_are_judged_by_the_parameters() -> None:
+    """An implementation that does not expose gradients passes if its parameters round alike, and only then."""
+    right, wrong = trained(), trained(replace(PLAN, reduce_dtype="float32"))
+    for run in (right, wrong):
+        for record in run.steps:
+            record.grads = None
+
+    results = [rounds_alike(run, trained(), requirement="R084", kinds=[Kind.GRADIENT]) for run in (right, wrong)]
+
+    assert [bool(result.findings) for result in results] == [False, True]
+    assert results[0].notes == ["gradients are not exposed: the parameters they lead to were compared"]

@@ -1,0 +1,192 @@
+"""
+What happens between training steps or inside one, besides training: an evaluation, a new learning rate, an exception.
+
+An event is frozen data: an action at a point. A point is a step, a moment in it, and for moments that a step has once
+for each micro-batch, its number. `Regime.events` holds the events of a run. `driver.session` makes them happen to an
+implementation, `references.loop` applies their effect to the references, and each does so on its own. Standard library
+only. `workload.every_point` makes regimes with an action at every point where it is legal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+from fsdp_conformance.errors import ConfigError
+
+
+class Moment(StrEnum):
+    """Where in a step, in the order of a step."""
+
+    STEP = "before the step"
+    FORWARD = "before the forward"
+    LOSS = "between forward and backward"
+    BACKWARD = "after the backward"
+    OPTIMIZER = "before the optimizer"
+    """After all backwards, and before clipping."""
+    END = "after the optimizer"
+
+
+#: Moments that a step has once for each micro-batch.
+PER_MICRO_BATCH = frozenset({Moment.FORWARD, Moment.LOSS, Moment.BACKWARD})
+
+_BETWEEN = frozenset({Moment.STEP, Moment.END})
+_ANY = frozenset(Moment)
+
+
+class Action(StrEnum):
+    """What happens."""
+
+    EVALUATE = "evaluate"
+    """A forward in eval mode under no_grad; its output is compared."""
+    FORWARD = "forward"
+    """A forward in training mode that no backward follows."""
+    READ = "read"
+    """All parameters are read in full; the values are compared."""
+    TOGGLE = "toggle"
+    """eval() and train(), without a forward."""
+    UNSHARD = "unshard"
+    """The units in `names` are gathered and freed by hand."""
+    LEARNING_RATE = "learning rate"
+    """All parameter groups have the learning rate `value` from now on."""
+    FREEZE = "freeze"
+    """Exactly the parameters in `names` have requires_grad=False from now on; without names, none."""
+    DROP = "drop"
+    """The gradients of the parameters in `names` are set to None."""
+    SKIP = "skip"
+    """The optimizer does not step; the gradients of this step are dropped."""
+    ZEROS = "zeros"
+    """From now on, gradients are set to zero after a step, and not to None."""
+    WRITE = "write"
+    """The parameters in `names` are multiplied by `value`, in place, through `.data`."""
+    ASSIGN = "assign"
+    """The same, by assigning a new tensor to `.data`."""
+    WRITE_GRADIENT = "write gradient"
+    """The gradients of the parameters in `names` are multiplied by `value`, in place."""
+    ASSIGN_GRADIENT = "assign gradient"
+    """The same, by assigning a new tensor to `.grad`."""
+    SAVE = "save"
+    """A checkpoint of the model and the optimizer is saved."""
+    LOAD = "load"
+    """The last checkpoint that was saved is loaded: model and optimizer are what they were then."""
+    RAISE = "raise"
+    """
+    The step is attempted first, without its other events, up to this moment: there an exception of the user's code ends
+    the attempt on every rank. It is caught, the engine recovers, and the step is made as if nothing had been.
+
+    Before the forward: the forward that follows raises. Between forward and backward: the backward that follows does.
+    """
+
+
+#: At which moments an action is legal, because the contract says what it leads to.
+LEGAL: dict[Action, frozenset[Moment]] = {
+    Action.EVALUATE: _ANY,
+    # Two forwards before the first one's backward are a pipelined order: R099.
+    Action.FORWARD: _ANY - {Moment.LOSS},
+    # Full parameters can be read where no forward waits for its backward (R047, R052).
+    Action.READ: _ANY - {Moment.LOSS},
+    Action.TOGGLE: _ANY,
+    Action.UNSHARD: _ANY,
+    Action.LEARNING_RATE: _ANY,
+    Action.FREEZE: _BETWEEN,
+    Action.DROP: frozenset({Moment.OPTIMIZER}),
+    Action.SKIP: frozenset({Moment.OPTIMIZER}),
+    Action.ZEROS: frozenset({Moment.STEP}),
+    # Between forward and backward only for parameters whose value no gradient depends on, such as biases.
+    Action.WRITE: frozenset({*_BETWEEN, Moment.OPTIMIZER, Moment.LOSS}),
+    Action.ASSIGN: frozenset({*_BETWEEN, Moment.OPTIMIZER, Moment.LOSS}),
+    Action.WRITE_GRADIENT: frozenset({Moment.OPTIMIZER}),
+    Action.ASSIGN_GRADIENT: frozenset({Moment.OPTIMIZER}),
+    Action.SAVE: _BETWEEN,
+    # Inside a step it would be open whether the gradients remain.
+    Action.LOAD: _BETWEEN,
+    Action.RAISE: frozenset({*PER_MICRO_BATCH, Moment.OPTIMIZER}),
+}
+
+#: Actions that a rank can do alone: all others communicate, or leave ranks with different parameters.
+LOCAL = frozenset({Action.TOGGLE})
+
+#: Actions that neither change what a reference computes nor are compared with it.
+WITHOUT_EFFECT = frozenset({Action.TOGGLE, Action.UNSHARD})
+
+#: Actions after which a change of a parameter no longer shows its gradient: see `checks.derived`.
+HIDES_GRADIENTS = frozenset({
+    Action.LEARNING_RATE, Action.SKIP, Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT,
+    Action.LOAD,
+})  # fmt: skip
+
+#: Actions that need `Event.names`, and those that need `Event.value`.
+_NAMED = frozenset({
+    Action.UNSHARD, Action.DROP, Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT
+})  # fmt: skip
+_VALUED = frozenset({
+    Action.LEARNING_RATE, Action.WRITE, Action.ASSIGN, Action.WRITE_GRADIENT, Action.ASSIGN_GRADIENT
+})  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event:
+    """An action at a point of the run. Raises ConfigError at a point where it is not legal."""
+
+    action: Action
+    moment: Moment
+    step: int
+    micro: int = 0
+    names: tuple[str, ...] = ()
+    """FQNs of parameters or units, as the action says."""
+    value: float | None = None
+    ranks: tuple[int, ...] = ()
+    """The ranks on which it happens; empty: all of them."""
+
+    def __post_init__(self) -> None:
+        problems = []
+        if self.moment not in LEGAL[self.action]:
+            legal = ", ".join(moment for moment in Moment if moment in LEGAL[self.action])
+            problems.append(f"moment must be one of {legal}, got {self.moment}")
+        if self.ranks and self.action not in LOCAL:
+            problems.append(f"ranks must be empty: all ranks take part in it, got {self.ranks}")
+        if self.step < 0 or self.micro < 0:
+            problems.append(f"step and micro must not be negative, got {self.step} and {self.micro}")
+        if self.micro and self.moment not in PER_MICRO_BATCH:
+            problems.append(f"micro must be 0: a step has this moment once, got {self.micro}")
+        if self.action in _NAMED and not self.names:
+            problems.append("names must not be empty, got none")
+        if self.names and self.action not in _NAMED | {Action.FREEZE}:
+            problems.append(f"names must be empty, got {', '.join(self.names)}")
+        if (self.value is None) == (self.action in _VALUED):
+            problems.append(f"value must be {'a number' if self.action in _VALUED else 'None'}, got {self.value}")
+        if problems:
+            raise ConfigError(problems, where=f"Event {self.action!r} {self.moment}")
+
+    @property
+    def number(self) -> float:
+        """`value`, of an action that has one."""
+        if self.value is None:
+            raise ConfigError(["value must be a number, got None"], where=self.describe())
+        return self.value
+
+    def happens_on(self, rank: int) -> bool:
+        """Whether it happens on this rank."""
+        return not self.ranks or rank in self.ranks
+
+    def describe(self) -> str:
+        """`evaluate between forward and backward of micro-batch 1 in step 0`, for reports."""
+        of = f" of micro-batch {self.micro}" if self.moment in PER_MICRO_BATCH else ""
+        return f"{self.action} {self.moment}{of} in step {self.step}"
+
+
+def in_order(events: Iterable[Event]) -> tuple[Event, ...]:
+    """The events in the order of a run; those at one point keep theirs."""
+    moments = list(Moment)
+    return tuple(sorted(events, key=lambda event: (event.step, moments.index(event.moment), event.micro)))
+
+
+def without_a_save(events: Iterable[Event]) -> tuple[Event, ...]:
+    """The events that load a checkpoint before one has been saved."""
+    found, saved = [], False
+    for event in in_order(events):
+        saved = saved or event.action is Action.SAVE
+        if event.action is Action.LOAD and not saved:
+            found.append(event)
+    return tuple(found)
