@@ -15,7 +15,7 @@ _SCRIPT = '''\
 
 from fsdp_conformance.explore.case import run_on
 from fsdp_conformance.explore.example import example_from_json
-from fsdp_conformance.plan import RunSettings
+from fsdp_conformance.run_settings import RunSettings
 from fsdp_conformance.report.terminal import render_record
 
 EXAMPLE = """\\

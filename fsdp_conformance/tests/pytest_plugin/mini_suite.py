@@ -23,7 +23,8 @@ import json, os, threading, time, unittest
 from pathlib import Path
 
 from fsdp_conformance import settings
-from fsdp_conformance.contract.case import case_of, conformance_case
+from fsdp_conformance.cases.declaration import conformance_case
+from fsdp_conformance.contract.case import case_of
 from fsdp_conformance.contract.gate import Place, gate
 from fsdp_conformance.report.recorder import version_of
 from fsdp_conformance.tests.report.evidence import LOADED, a_finding, a_record
